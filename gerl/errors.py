@@ -1,0 +1,48 @@
+"""The exceptions gerl raises: each message is one sentence that says what was expected, what came and what to do."""
+
+
+class GerlError(Exception):
+    """Base class: a message the user can act on; the command line shows it without a traceback."""
+
+
+class ConfigError(GerlError):
+    """A configuration key has a value that cannot work."""
+
+
+class DataError(GerlError):
+    """A prompt file is missing, empty or has a row that cannot be used."""
+
+
+class ModelError(GerlError):
+    """A pipeline cannot be loaded, or cannot be trained."""
+
+
+class ReplayError(GerlError):
+    """A replay did not do what the rollout did, so its log-probabilities would be wrong."""
+
+
+class RewardError(GerlError):
+    """A scorer is not available, or failed and `reward.on_error` is `stop`."""
+
+
+class CheckpointError(GerlError):
+    """A checkpoint cannot be written or read, or belongs to another run."""
+
+
+class ClusterError(GerlError):
+    """The workers cannot be placed or one of them died."""
+
+
+class TrainingError(GerlError):
+    """The update became meaningless: non-finite gradients, or a ratio that is not 1 on policy."""
+
+
+class Interrupted(GerlError):
+    """SIGINT or SIGTERM arrived; the run ends after writing a checkpoint."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"interrupted by signal {signal_number}")
+        self.signal_number = signal_number
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return type(self), (self.signal_number,)

@@ -1,0 +1,54 @@
+"""What the trainer does about rewards: the check before any work, and the groups it must do without."""
+
+from typing import Literal
+
+from gerl.config import RewardConfig
+from gerl.errors import RewardError
+from gerl.protocol import Prompt, Sample, ScorerFailure
+from gerl.utils.reward_score import build_scorer
+
+
+def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
+    """Build every scorer and let it look at all prompts, without loading model weights of gerl's scorers.
+
+    Raises:
+        RewardError: a scorer is unknown, not installed, or wrongly configured.
+        DataError: a prompt lacks what a scorer needs.
+    """
+    for name, scorer in config.scorers.items():
+        build_scorer(name, scorer).check_prompts(prompts)
+
+
+def usable_groups(
+    samples: list[Sample],
+    totals: list[float | None],
+    failures: list[list[ScorerFailure]],
+    on_error: Literal["drop_group", "stop"],
+) -> tuple[list[bool], list[str]]:
+    """Which samples [B] can be trained on, and one sentence for each group that cannot.
+
+    A sample without a total takes its whole group with it: the group's mean and spread would be of other images than
+    intended. `samples`, `totals` and `failures` are those of a step, in one order.
+
+    Raises:
+        RewardError: a sample failed and `on_error` is `stop`, or no group is left.
+    """
+    dropped: dict[int, str] = {}
+    for sample, total, causes in zip(samples, totals, failures, strict=True):
+        if total is None and sample.group_id not in dropped:
+            cause = causes[0]
+            dropped[sample.group_id] = (
+                f"scorer {cause.scorer} has no score for image {sample.index} of {sample.prompt.text!r}: {cause.reason}"
+            )
+    if dropped and on_error == "stop":
+        raise RewardError(
+            f"{next(iter(dropped.values()))}; repair the scorer, or let such groups be dropped with "
+            "reward.on_error=drop_group"
+        )
+    keep = [sample.group_id not in dropped for sample in samples]
+    if not any(keep):
+        raise RewardError(
+            f"no group of step {samples[0].step} has all its scores, so there is nothing to train on; the first "
+            f"failure: {next(iter(dropped.values()))}; repair the scorer"
+        )
+    return keep, [f"group dropped: {reason}" for reason in dropped.values()]

@@ -1,0 +1,98 @@
+"""Routing of a pipeline's own calls, for record and replay: the only patches in gerl, on instances, always undone."""
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from diffusers.models.autoencoders import vae as vae_module
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
+
+# what `__call__` computes or draws outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
+# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run.
+ANSWERED = re.compile(
+    r"_?(encode|prepare(?!_extra_step)|generate|enhance|upsample_prompt|rewire|expand_prompts|add_noise|get_image_caption)(_|$)"
+)
+
+
+class StopPipeline(BaseException):
+    """Leaves a pipeline's `__call__` early; a `BaseException` so that no pipeline swallows it."""
+
+
+class Head(Protocol):
+    """What record and replay do at the three kinds of calls that are routed to them."""
+
+    def on_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+    def on_component(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+    def on_scheduler_step(
+        self, scheduler: Any, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class _Step:
+    """`scheduler.step` routed to a head.
+
+    Pipelines with two modalities deep-copy their scheduler; the copy carries a copy of this object, bound to the copied
+    scheduler but to the same head, so that all streams write on one tape.
+    """
+
+    def __init__(self, head: Head, scheduler: Any) -> None:
+        self.head, self.scheduler = head, scheduler
+        functools.update_wrapper(self, scheduler.step)  # pipelines inspect its signature
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Step":
+        copied = object.__new__(_Step)
+        copied.__dict__.update(self.__dict__)
+        copied.scheduler = memo.get(id(self.scheduler), self.scheduler)
+        return copied
+
+    def __call__(
+        self, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, *_: Any, return_dict: bool = True, **__: Any
+    ) -> SchedulerOutput | tuple[torch.Tensor]:
+        x_next = self.head.on_scheduler_step(self.scheduler, model_output, timestep, sample)
+        x_next = x_next.to(sample.dtype, copy=True)  # a copy, since some pipelines write into it
+        return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
+
+
+@contextlib.contextmanager
+def routed(pipe: Any, head: Head) -> Iterator[None]:
+    """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
+
+    Attributes are set on the instances only, except `randn_tensor`, a name in the pipeline's modules and in diffusers'
+    VAE module: pipelines that draw noise inline have no method to route.
+    """
+    undo: list[Callable[[], Any]] = []
+
+    def put(target: Any, name: str, value: Any) -> None:
+        attributes = target.__dict__
+        if name in attributes:
+            undo.append(functools.partial(attributes.__setitem__, name, attributes[name]))
+        else:
+            undo.append(functools.partial(attributes.pop, name))
+        attributes[name] = value
+
+    def put_routed(target: Any, name: str, route: Callable[..., Any], label: str) -> None:
+        original = getattr(target, name)
+        put(target, name, functools.update_wrapper(functools.partial(route, label, original), original))
+
+    try:
+        put(pipe.scheduler, "step", _Step(head, pipe.scheduler))
+        for name in dir(type(pipe)):
+            if ANSWERED.match(name) and callable(getattr(type(pipe), name)):
+                put_routed(pipe, name, head.on_method, name)
+        for module in {sys.modules[cls.__module__] for cls in type(pipe).__mro__} | {vae_module}:
+            if "randn_tensor" in module.__dict__:
+                put_routed(module, "randn_tensor", head.on_method, "randn_tensor")
+        for name, component in pipe.components.items():
+            if isinstance(component, torch.nn.Module):
+                compiled = component._compiled_call_impl is not None  # module.compile() goes past forward
+                put_routed(component, "_compiled_call_impl" if compiled else "forward", head.on_component, name)
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()

@@ -1,0 +1,149 @@
+"""The transition kernels of flow matching: one formula, one table.
+
+With `s` = sigma, `s'` = next sigma, velocity `v`, `x0h = x - s v` and `eps_h = x + (1 - s) v`, every published sampler is
+
+    x' ~ Normal((1 - s') x0h + kappa * eps_h, std)
+
+so a sampler is the pair `(kappa, std)`. Sigmas are Python floats: no look-up by timestep, no device synchronisation.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
+KERNELS: tuple[str, ...] = get_args(KernelName)
+NEARLY_ONE = 0.999  # UniPC-like schedules start at 0.9999, where sigma / (1 - sigma) explodes just as at 1
+
+
+def coefficients(
+    name: str, sigma: float, sigma_next: float, noise_level: float, sigma_one: float
+) -> tuple[float, float]:
+    """`(kappa, std)` of one step from `sigma` to `sigma_next`, both in [0, 1] and decreasing.
+
+    `noise_level` is the eta of the respective paper; at 0 every kernel is the Euler step `(sigma_next, 0.0)`.
+    `sigma_one` stands in for `sigma` where `sigma / (1 - sigma)` is singular (Flow-SDE at sigma 1): the schedule's
+    second sigma (used above 0.999). A step to `sigma_next` 0 of CPS, Precise and DDIM has std 0, hence no density.
+
+    Sources: Flow-SDE, arXiv 2505.05470; Dance-SDE, arXiv 2505.07818; CPS, arXiv 2509.05952; Precise, arXiv 2605.23522;
+    DDIM, arXiv 2010.02502 in the variance-exploding form of DiffusionNFT's solver.
+    """
+    if name not in KERNELS:
+        raise ValueError(f"unknown kernel {name!r}: choose one of {', '.join(KERNELS)}")
+    if not 0.0 <= sigma_next <= sigma <= 1.0:
+        raise ValueError(f"sigmas must satisfy 0 <= next <= sigma <= 1, got sigma {sigma} and next {sigma_next}")
+    if noise_level < 0:
+        raise ValueError(f"noise_level must be >= 0, got {noise_level}")
+    if name == "ode" or noise_level == 0 or sigma == sigma_next:
+        return sigma_next, 0.0
+    match name:
+        case "flow_sde" | "dance_sde":
+            regular = sigma_one if sigma > NEARLY_ONE else sigma
+            if name == "flow_sde" and regular >= 1.0:
+                raise ValueError(f"sigma_one must be below 1 where sigma is 1, got {sigma_one}")
+            g = noise_level * math.sqrt(regular / (1 - regular)) if name == "flow_sde" else noise_level
+            h = sigma - sigma_next
+            return sigma_next - g * g * h / (2 * sigma), g * math.sqrt(h)
+        case "cps":
+            angle = noise_level * math.pi / 2
+            # cos(pi/2) is 6e-17 in floating point: full re-noising has kappa 0
+            return sigma_next * (0.0 if noise_level == 1 else math.cos(angle)), sigma_next * math.sin(angle)
+        case "precise":
+            r = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
+            return sigma_next * r ** (noise_level**2 / 2), sigma_next * math.sqrt(1 - r ** (noise_level**2))
+        case "dance_precise":
+            if sigma_next == 0:
+                return 0.0, 0.0
+            decay = noise_level**2 * (1 / sigma_next - 1 / sigma)
+            return sigma_next * math.exp(-decay / 2), sigma_next * math.sqrt(-math.expm1(-decay))
+        case _:  # ddim
+            r = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
+            std = noise_level * sigma_next * math.sqrt(1 - r * r)
+            if std > sigma_next:
+                raise ValueError(f"ddim with noise_level {noise_level} has no real kappa at sigma {sigma}: lower it")
+            return math.sqrt(sigma_next**2 - std**2), std
+
+
+def transition_mean(
+    x: torch.Tensor, velocity: torch.Tensor, sigma: float, sigma_next: float, kappa: float
+) -> torch.Tensor:
+    """`(1 - s') x0h + kappa eps_h`, same shape as `x`, in fp32.
+
+    Written as the Euler step plus the deviation of `kappa` from `s'`, so that `kappa == s'` gives bitwise what
+    `FlowMatchEulerDiscreteScheduler.step` computes.
+    """
+    deviation = kappa - sigma_next
+    a = 1.0 + deviation
+    b = (sigma_next - sigma) + deviation * (1.0 - sigma)
+    return a * x.float() + b * velocity.float()
+
+
+def gaussian_log_prob(x_next: torch.Tensor, mean: torch.Tensor, std: float) -> torch.Tensor:
+    """Log-density of Normal(mean, std) at `x_next`, averaged over all non-batch dimensions, fp32: `[B]`.
+
+    `x_next` is treated as data: no gradient flows into it.
+    """
+    if std <= 0:
+        raise ValueError("a step with std 0 is deterministic and has no log-probability")
+    z = (x_next.detach().float() - mean.float()) / std
+    return -0.5 * (z * z).flatten(1).mean(1) - math.log(std) - 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class FlowRule:
+    """One step of a flow-matching schedule: how mean and std of the next latents follow from the model output.
+
+    `inverted`: the schedule runs from 0 to 1 (Mochi), where `v -> -v` and `sigma -> 1 - sigma` give the usual one;
+    `sigma` and `sigma_next` are stored in the usual direction.
+    """
+
+    sigma: float
+    sigma_next: float
+    kappa: float
+    std: float
+    inverted: bool = False
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """Mean of the next latents, fp32, shape of `x`."""
+        velocity = -model_output if self.inverted else model_output
+        return transition_mean(x, velocity, self.sigma, self.sigma_next, self.kappa)
+
+
+@dataclass(frozen=True)
+class DDIMRule:
+    """One DDIM step (arXiv 2010.02502, equations 12 and 16) of an epsilon-, v- or sample-prediction model.
+
+    The coefficients are fp32 numbers, computed as `DDIMScheduler.step` computes them: at `std` 0 the result is bitwise
+    the same. `sigma` is sqrt(1 - alpha_bar).
+    """
+
+    sigma: float
+    sigma_next: float
+    sqrt_alpha: float
+    sqrt_alpha_next: float
+    direction: float  # sqrt(1 - alpha_bar_next - std^2)
+    std: float
+    prediction_type: str
+    clip_range: float | None
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """Mean of the next latents, fp32, shape of `x`."""
+        x, out = x.float(), model_output.float()
+        match self.prediction_type:
+            case "epsilon":
+                x0, epsilon = (x - self.sigma * out) / self.sqrt_alpha, out
+            case "v_prediction":
+                x0 = self.sqrt_alpha * x - self.sigma * out
+                epsilon = self.sqrt_alpha * out + self.sigma * x
+            case "sample":
+                x0, epsilon = out, (x - self.sqrt_alpha * out) / self.sigma
+            case _:
+                raise ValueError(f"unknown prediction_type {self.prediction_type!r}")
+        if self.clip_range is not None:
+            x0 = x0.clamp(-self.clip_range, self.clip_range)
+        return self.sqrt_alpha_next * x0 + self.direction * epsilon
+
+
+Rule = FlowRule | DDIMRule

@@ -1,0 +1,303 @@
+"""Tiny pipelines built offline from the real classes of diffusers and transformers, with random weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+CHARACTERS = [chr(c) for c in range(32, 127)] + ["\n"]
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline and the calls that switch its classifier-free guidance on and off."""
+
+    build: Callable[[], Any]
+    cfg: dict[str, Any]
+    no_cfg: dict[str, Any]
+    call: dict[str, Any] = field(default_factory=dict)
+    kernel: str = "flow_sde"
+
+
+def tokenizer(max_length: int = 16) -> PreTrainedTokenizerFast:
+    """One token a character, with end-of-text and padding."""
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *CHARACTERS])}
+    t = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    t.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    t.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", vocab["<s>"]), ("</s>", vocab["</s>"])]
+    )
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=t, model_max_length=max_length, **special)
+    fast.chat_template = CHAT
+    return fast
+
+
+VOCAB = len(CHARACTERS) + 4
+
+
+def clip(hidden: int = 16, projection: int | None = None) -> Any:
+    config = transformers.CLIPTextConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        projection_dim=projection or hidden,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+    cls = transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel
+    return cls(config).eval()
+
+
+def t5(dim: int = 32, multilingual: bool = False) -> Any:
+    sizes = dict(vocab_size=VOCAB, d_model=dim, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0)
+    if multilingual:
+        return transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes)).eval()
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes)).eval()
+
+
+def image_vae(channels: int = 4, quant: bool = False) -> Any:
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=4,
+        use_quant_conv=quant,
+        use_post_quant_conv=quant,
+        shift_factor=0.0609,
+        scaling_factor=1.5035,
+        sample_size=32,
+    ).eval()
+
+
+def euler(**config: Any) -> diffusers.FlowMatchEulerDiscreteScheduler:
+    return diffusers.FlowMatchEulerDiscreteScheduler(**config)
+
+
+def sd3(layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=layers,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=16,
+        pooled_projection_dim=32,
+        pos_embed_max_size=16,
+        qk_norm="rms_norm",
+        dual_attention_layers=(0,),
+    ).eval()
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=euler(shift=3.0),
+        vae=image_vae(),
+        text_encoder=clip(16, 16),
+        tokenizer=tokenizer(),
+        text_encoder_2=clip(16, 16),
+        tokenizer_2=tokenizer(),
+        text_encoder_3=t5(),
+        tokenizer_3=tokenizer(),
+    )
+
+
+def flux() -> Any:
+    torch.manual_seed(0)
+    transformer = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=16,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 4, 8),
+    ).eval()
+    return diffusers.FluxPipeline(
+        transformer=transformer,
+        scheduler=euler(use_dynamic_shifting=True),
+        vae=image_vae(),
+        text_encoder=clip(16),
+        tokenizer=tokenizer(),
+        text_encoder_2=t5(),
+        tokenizer_2=tokenizer(),
+    )
+
+
+def qwen_image() -> Any:
+    torch.manual_seed(0)
+    transformer = diffusers.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(4, 4, 8),
+    ).eval()
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    ).eval()
+    text = dict(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, rope_scaling={"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]},
+    )  # fmt: skip
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16)
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    return diffusers.QwenImagePipeline(
+        transformer=transformer,
+        scheduler=euler(use_dynamic_shifting=True),
+        vae=vae,
+        text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(config).eval(),
+        tokenizer=tokenizer(512),
+    )
+
+
+def z_image() -> Any:
+    torch.manual_seed(0)
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=16,
+        axes_dims=[4, 4, 8],
+        axes_lens=[256, 32, 32],
+    ).eval()
+    for parameter in (p for name, p in transformer.named_parameters() if "pad_token" in name):
+        torch.nn.init.normal_(parameter)  # left uninitialised by diffusers
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    return diffusers.ZImagePipeline(
+        transformer=transformer,
+        scheduler=euler(shift=3.0),
+        vae=image_vae(),
+        text_encoder=transformers.Qwen3Model(config).eval(),
+        tokenizer=tokenizer(512),
+    )
+
+
+def wan() -> Any:
+    torch.manual_seed(0)
+    transformer = diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        rope_max_seq_len=32,
+    ).eval()
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    ).eval()
+    return diffusers.WanPipeline(
+        transformer=transformer,
+        scheduler=euler(shift=3.0),
+        vae=vae,
+        text_encoder=t5(multilingual=True),
+        tokenizer=tokenizer(),
+    )
+
+
+def sd15() -> Any:
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=2,
+        norm_num_groups=4,
+    ).eval()
+    return diffusers.StableDiffusionPipeline(
+        unet=unet,
+        scheduler=diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1),
+        vae=image_vae(quant=True),
+        text_encoder=clip(16),
+        tokenizer=tokenizer(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+CASES: dict[str, Case] = {
+    "sd3": Case(sd3, {"guidance_scale": 4.5}, {"guidance_scale": 1.0}, {"max_sequence_length": 8}),
+    "flux": Case(flux, {"true_cfg_scale": 3.0, "negative_prompt": "NEGATIVE"}, {}, {"max_sequence_length": 8}),
+    "qwen_image": Case(qwen_image, {"true_cfg_scale": 4.0, "negative_prompt": "NEGATIVE"}, {}),
+    "z_image": Case(z_image, {"guidance_scale": 3.0}, {"guidance_scale": 0.0}),
+    "wan": Case(
+        wan, {"guidance_scale": 4.5}, {"guidance_scale": 1.0}, {"num_frames": 5, "max_sequence_length": 16}
+    ),
+    "sd15": Case(sd15, {"guidance_scale": 5.0}, {"guidance_scale": 1.0}, kernel="ddim"),
+}  # fmt: skip
+PROMPTS = ["a red fox", "blue", "a sign 482", "x y"]
+
+
+def call_for(case: Case, guided: bool, steps: int = 4, size: int = 16) -> dict[str, Any]:
+    """Keyword arguments of a call with four prompts of different lengths."""
+    extra = dict(case.cfg if guided else case.no_cfg)
+    if "negative_prompt" in extra:
+        extra["negative_prompt"] = ["bad", "", "ugly", "low"]
+    arguments: dict[str, Any] = {"prompt": list(PROMPTS), "height": size, "width": size, "num_inference_steps": steps}
+    return {**arguments, "output_type": "latent", **case.call, **extra}
+
+
+def generators(n: int = len(PROMPTS), seed: int = 0) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(1000 * seed + i) for i in range(n)]
+
+
+def add_lora(pipe: Any, rank: int = 4) -> list[torch.nn.Parameter]:
+    """LoRA with non-zero B on the denoiser's attention, so that replays have something to differ in."""
+    from peft import LoraConfig
+
+    denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    denoiser.requires_grad_(False)
+    denoiser.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=r".*(to_q|to_k|to_v|to_out\.0)"))
+    parameters = [p for p in denoiser.parameters() if p.requires_grad]
+    torch.manual_seed(1)
+    for p in parameters:
+        p.data.normal_(0, 0.2)
+    return parameters
