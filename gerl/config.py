@@ -15,7 +15,9 @@ from gerl.errors import ConfigError
 GROUP_ALGORITHMS = ("flow_grpo",)
 
 
-def key(default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None):
+def key(
+    default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
+) -> Any:
     """A configuration key: its default, its explanation (shown by `--help`) and its range (`above` excludes the bound)."""
     metadata = {"help": help, "low": low, "high": high, "above": above}
     if isinstance(default, dict | list):
@@ -35,15 +37,15 @@ class Block:
                 continue
             low, high, above = (f.metadata.get(bound) for bound in ("low", "high", "above"))
             if value != value or (low is not None and value < low):
-                raise ConfigError(f"{self.name(f.name)}={value}: it must be at least {low}")
+                raise ConfigError(f"{self._path(f.name)}={value}: it must be at least {low}")
             if high is not None and value > high:
-                raise ConfigError(f"{self.name(f.name)}={value}: it must be at most {high}")
+                raise ConfigError(f"{self._path(f.name)}={value}: it must be at most {high}")
             if above is not None and value <= above:
-                raise ConfigError(f"{self.name(f.name)}={value}: it must be greater than {above}")
+                raise ConfigError(f"{self._path(f.name)}={value}: it must be greater than {above}")
         self.check()
 
-    def name(self, key_name: str) -> str:
-        return f"{type(self).__name__.removesuffix('Config').lower()}.{key_name}"
+    def _path(self, name: str) -> str:
+        return f"{type(self).__name__.removesuffix('Config').lower()}.{name}"
 
     def check(self) -> None:
         """Raise `ConfigError` where keys of the block contradict each other."""
@@ -177,8 +179,10 @@ class RewardConfig(Block):
     retries: int = key(1, "times a failed scoring call is repeated", low=0)
 
     def check(self) -> None:
-        if not self.scorers:
-            raise ConfigError("reward.scorers is empty: name at least one scorer, such as '+reward.scorers.ocr={}'")
+        if not any(scorer.weight for scorer in self.scorers.values()):
+            raise ConfigError("reward.scorers has no scorer with a weight: name one, such as '+reward.scorers.ocr={}'")
+        if "reward" in self.scorers:
+            raise ConfigError("reward.scorers.reward: this name is taken by the total, choose another")
 
 
 @dataclass(frozen=True)
@@ -289,7 +293,7 @@ def did_you_mean(name: str) -> str:
     return f", did you mean {near[0]!r}" if near else ""
 
 
-def keys() -> list[tuple[str, dataclasses.Field]]:
+def keys() -> list[tuple[str, dataclasses.Field[Any]]]:
     """Every key as `(block.name, field)`, in order; the keys of a scorer appear as `reward.scorers.NAME.*`."""
     rows = []
     for block in dataclasses.fields(Config):

@@ -32,9 +32,8 @@ def group_advantages(
     mean = zeros.index_add(0, members, values) / sizes
     centred = values - mean[members]
     variance = zeros.index_add(0, members, centred**2) / sizes
-    spread = zeros.index_reduce(0, members, values, "amax", include_self=False) - zeros.index_reduce(
-        0, members, values, "amin", include_self=False
-    )
+    highest = zeros.scatter_reduce(0, members, values, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, members, values, "amin", include_self=False)
     if leave_one_out:
         if (sizes < 2).any():
             raise ValueError("leave_one_out needs at least two samples in every group")
@@ -48,7 +47,7 @@ def group_advantages(
             scale = torch.ones(())
         case _:
             raise ValueError(f"std must be group, batch or none, got {std!r}")
-    return torch.where(spread[members] > 0, centred / scale, 0.0).to(rewards.dtype)
+    return torch.where((highest > lowest)[members], centred / scale, 0.0).to(rewards.dtype)
 
 
 def zero_std_fraction(rewards: torch.Tensor, group_ids: torch.Tensor) -> float:

@@ -1,0 +1,163 @@
+"""Workers over Ray or in this process, behind one interface: the only file that imports Ray."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+import torch
+
+from gerl.config import ClusterConfig
+from gerl.errors import ClusterError, GerlError, Interrupted
+
+logger = logging.getLogger(__name__)
+
+
+class Pending:
+    """The result of a submitted call, or the exception it raised; may be passed on as an argument of another call."""
+
+    def __init__(self, worker: str, reference: Any = None, call: Callable[[], Any] | None = None) -> None:
+        self.worker, self.reference = worker, reference
+        self._value: Any = None
+        self._error: Exception | None = None
+        if call is not None:
+            try:
+                self._value = call()
+            except Interrupted:
+                raise
+            except Exception as error:  # any error of the call: it belongs to whoever asks for the result
+                self._error = error
+
+    def wait(self) -> None:
+        """Wait until the call has ended, without fetching what it returned."""
+        if self.reference is not None:
+            ray.wait([self.reference], fetch_local=False)
+
+    def result(self) -> Any:
+        """Wait for the call and return what it returned; raise what it raised."""
+        if self.reference is None:
+            if self._error is not None:
+                raise self._error
+            return self._value
+        try:
+            return ray.get(self.reference)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, GerlError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayActorError as error:
+            raise ClusterError(
+                f"{self.worker} died ({str(error).splitlines()[0]}): its log is in Ray's session folder; restart the "
+                "command with checkpoint.resume=auto to carry on from the newest checkpoint"
+            ) from None
+
+
+class WorkerGroup:
+    """Workers of one plain class; calls are queued per worker in the order they are submitted."""
+
+    def __init__(self, name: str, workers: Sequence[Any], remote: bool) -> None:
+        self.name, self.workers, self.remote = name, list(workers), remote
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def submit(self, index: int, method: str, *args: Any) -> Pending:
+        """Queue `method(*args)` on worker `index`; a `Pending` argument is replaced by its value when it is there."""
+        label = f"{self.name} {index}"
+        function = getattr(self.workers[index], method)
+        if self.remote:
+            arguments = [a.reference if isinstance(a, Pending) else a for a in args]
+            return Pending(label, reference=function.remote(*arguments))
+        return Pending(label, call=lambda: function(*(a.result() if isinstance(a, Pending) else a for a in args)))
+
+    def run(self, method: str, *args: Any) -> list[Any]:
+        """Run `method(*args)` on all workers at once and return what they returned, in order."""
+        pending = [self.submit(i, method, *args) for i in range(len(self))]
+        return [p.result() for p in pending]
+
+
+class Cluster:
+    """A Ray session or this process; as a context manager it ends what it started, and nothing else.
+
+    Joins the Ray cluster of the environment variable RAY_ADDRESS if it is set, otherwise starts an embedded one.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self.remote = config.launcher == "ray"
+        self._actors: list[Any] = []
+        self.device = self._device()
+        self.num_workers = config.num_workers or (torch.cuda.device_count() if self.device == "cuda" else 1)
+
+    def _device(self) -> str:
+        if self.config.device == "cuda" and not torch.cuda.is_available():
+            raise ClusterError("cluster.device=cuda, but torch sees no GPU: use cluster.device=auto or cpu")
+        if self.config.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.config.device
+
+    def __enter__(self) -> "Cluster":
+        joined = "RAY_ADDRESS" in os.environ
+        if self.remote and not ray.is_initialized():
+            options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+            if not joined:
+                options |= {"address": "local", "include_dashboard": False}
+            ray.init(**options)
+            self._started = True
+        try:
+            self._check_devices()
+        except ClusterError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        if getattr(self, "_started", False):
+            ray.shutdown()  # an embedded cluster ends, a joined one is only left
+
+    def _check_devices(self) -> None:
+        if self.device != "cuda":
+            return
+        devices = int(ray.cluster_resources().get("GPU", 0)) if self.remote else torch.cuda.device_count()
+        if self.num_workers > devices:
+            raise ClusterError(
+                f"cluster.num_workers={self.num_workers}, but there are only {devices} GPUs: lower it or use more GPUs"
+            )
+
+    def worker_device(self, rank: int) -> str:
+        """The torch device of worker `rank`; Ray shows each worker its own GPU only."""
+        return "cuda" if self.device == "cuda" and self.remote else f"cuda:{rank}" if self.device == "cuda" else "cpu"
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of one rollout and actor worker."""
+        return self.config.threads_per_worker or max(1, _cores() // self.num_workers)
+
+    def workers(
+        self, name: str, cls: type, count: int, arguments: Callable[[int], tuple[Any, ...]], *, device: bool
+    ) -> WorkerGroup:
+        """Start `count` workers `cls(*arguments(rank))`; with `device` each has a GPU of its own, where there are GPUs.
+
+        Constructors must be light: Ray reports what they raise as a dead worker, without the exception.
+        """
+        if not self.remote:
+            return WorkerGroup(name, [cls(*arguments(rank)) for rank in range(count)], remote=False)
+        # shares that always fit: the CPU is shared by design, Ray's accounting must not leave a worker unplaced
+        total = ray.cluster_resources().get("CPU", 1.0)
+        share = int(1000 * total / (self.num_workers + self.config.num_reward_workers + 1)) / 1000
+        environment = {"env_vars": {"OMP_NUM_THREADS": str(self.threads if device else 1)}}
+        options = {"num_cpus": min(share, 1.0), "runtime_env": environment}
+        if device and self.device == "cuda":
+            options["num_gpus"] = 1
+        actor_class = ray.remote(**options)(cls)
+        actors = [actor_class.remote(*arguments(rank)) for rank in range(count)]
+        self._actors += actors
+        return WorkerGroup(name, actors, remote=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

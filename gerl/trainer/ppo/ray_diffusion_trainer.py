@@ -1,0 +1,349 @@
+"""The training loop: roll out, score, advantages, update, log, validate, save."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gerl import __version__
+from gerl.cluster import Cluster, Pending, WorkerGroup
+from gerl.config import Config
+from gerl.errors import CheckpointError, GerlError, Interrupted, TrainingError
+from gerl.protocol import Prompt, RolloutTask, Sample, ScorerFailure, Scores, StepResult, UpdateStats
+from gerl.trainer.ppo.core_algos import group_advantages, zero_std_fraction
+from gerl.trainer.ppo.reward import usable_groups
+from gerl.utils.checkpoint import Checkpoint, prune, save_checkpoint
+from gerl.utils.images import grid
+from gerl.utils.planning import plan_step, plan_validation, prompt_schedule, update_parts
+from gerl.utils.report import save_validation
+from gerl.utils.seeding import seed_everything
+from gerl.utils.signals import Signals
+from gerl.utils.timing import Stopwatch
+from gerl.utils.tracking import Progress, Tracker
+from gerl.workers.hybrid import HybridWorker
+from gerl.workers.reward_manager import RewardManager
+
+logger = logging.getLogger(__name__)
+Metrics = dict[str, float]
+
+
+@dataclass
+class Scored:
+    """The samples of a step in order, with what the scorers said about them."""
+
+    samples: list[Sample] = field(default_factory=list)
+    totals: list[float | None] = field(default_factory=list)
+    by_scorer: dict[str, list[float | None]] = field(default_factory=dict)
+    failures: list[list[ScorerFailure]] = field(default_factory=list)
+
+    def add(self, samples: Sequence[Sample], scores: Scores) -> None:
+        """Append a micro-batch."""
+        self.samples += samples
+        self.totals += scores.totals
+        self.failures += scores.failures
+        for name, values in scores.by_scorer.items():
+            self.by_scorer.setdefault(name, []).extend(values)
+
+    def means(self, prefix: str = "") -> Metrics:
+        """Mean total and mean of each scorer over the samples that have one."""
+        columns = {"reward": self.totals, **self.by_scorer}
+        names = {name: f"{prefix}{name}/mean" for name in columns}
+        if not prefix:
+            names = {name: "reward/mean" if name == "reward" else f"reward/{name}/mean" for name in columns}
+        return {names[name]: _mean(values) for name, values in columns.items()}
+
+
+class RayDiffusionTrainer:
+    """Flow-GRPO over a cluster's workers; `fit` is the whole run. The driver holds no model and moves only images."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        cluster: Cluster,
+        prompts: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+        identity: dict[str, str],
+        signals: Signals | None = None,
+    ) -> None:
+        self.config, self.run_dir, self.cluster = config, run_dir, cluster
+        self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
+        self.identity = identity  # what a resumed run must have in common with this one
+        self.signals = signals or Signals()
+        self.step = 0  # finished trainer steps
+        self.policy_version = 0
+        self.nonfinite = 0
+        self.val_reward: float | None = None
+        self.saved_step: int | None = None
+        self.workers: WorkerGroup
+        self.scorers: WorkerGroup
+        self.tracker: Tracker
+
+    def fit(self, resume: Checkpoint | None = None) -> None:
+        """Train to `trainer.steps`, from `resume` if given; a run that is stopped early leaves a checkpoint."""
+        self.setup(resume)
+        config, total = self.config, self.config.trainer.steps
+        try:
+            if self.step == 0:
+                self.tracker.log(0, self.validate(0))
+            with Progress(total, self.step, disable=not config.logger.progress) as progress:
+                for step in range(self.step + 1, total + 1):
+                    watch = Stopwatch()
+                    with watch("step"):
+                        tasks = plan_step(config, self.prompts, step, self.policy_version)
+                        scored = self.roll_out(tasks, watch)
+                        metrics, advantages = self.advantages(scored)
+                        with self.signals.deferred():
+                            metrics |= self.update(tasks, advantages, watch)
+                            self.step = step
+                        if _due(step, config.validation.every, total):
+                            metrics |= self.validate(step, watch)
+                    self.tracker.log(step, {**metrics, **watch.metrics()})
+                    if _due(step, config.checkpoint.every, total):
+                        self.save(finished=step == total)
+                    progress.update(metrics["reward/mean"], **self.postfix())
+        except GerlError as error:
+            self.rescue(error)
+            raise
+        finally:
+            self.tracker.close()
+
+    def setup(self, resume: Checkpoint | None) -> None:
+        """Start the workers and load the model and, where given, the checkpoint."""
+        config, cluster = self.config, self.cluster
+        per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
+        total_updates = config.trainer.steps * config.actor.updates_per_step
+        self.scorers = cluster.workers(
+            "reward worker", RewardManager, config.cluster.num_reward_workers, lambda _: (config.reward,), device=False
+        )
+        self.workers = cluster.workers(
+            "worker",
+            HybridWorker,
+            cluster.num_workers,
+            lambda rank: (config, rank, cluster.worker_device(rank), cluster.threads, total_updates),
+            device=True,
+        )
+        model = self.workers.run("setup")[0]
+        if cluster.remote and len(self.workers) > 1:
+            self.workers.run("join", self.workers.submit(0, "address").result(), len(self.workers))
+        logger.info(
+            "%s, LoRA of %.2f M parameters on %s; %d workers on %s; %d prompts, %d steps an epoch",
+            *(model["pipeline"], model["lora_parameters"] / 1e6, " and ".join(model["denoisers"])),
+            *(len(self.workers), cluster.device, len(self.prompts), per_epoch),
+        )
+        self.identity |= {"model.path": model["weights"]}
+        if resume is not None:
+            self.load(resume)
+        self.tracker = Tracker(self.run_dir, config.logger, start_step=self.step)
+
+    def roll_out(self, tasks: Sequence[RolloutTask], watch: Stopwatch) -> Scored:
+        """Draw the images of a step; each micro-batch is scored while the next one is denoised."""
+        scored = Scored()
+        with watch("rollout"):
+            images = [self.workers.submit(i % len(self.workers), "generate", t) for i, t in enumerate(tasks)]
+            scores = [self._score(i, image, tasks[i].samples) for i, image in enumerate(images)]
+            for image in images:
+                image.wait()
+        with watch("reward_wait"):
+            for task, image, score in zip(tasks, images, scores, strict=True):
+                image.result()  # a failed rollout says more than the scoring of its missing images
+                scored.add(task.samples, score.result())
+        return scored
+
+    def _score(self, i: int, images: Pending, samples: Sequence[Sample]) -> Pending:
+        prompts, metadata = [s.prompt.text for s in samples], [s.prompt.metadata for s in samples]
+        return self.scorers.submit(i % len(self.scorers), "score", images, prompts, metadata)
+
+    def advantages(self, scored: Scored) -> tuple[Metrics, list[float | None]]:
+        """Advantages `[B]` in the order of the samples, None where a sample is not trained on, and the step's metrics."""
+        algorithm = self.config.algorithm
+        keep, report = usable_groups(scored.samples, scored.totals, scored.failures, self.config.reward.on_error)
+        for sentence in report:
+            logger.warning(sentence)
+        rewards = torch.tensor([t for t, k in zip(scored.totals, keep, strict=True) if k and t is not None])
+        groups = torch.tensor([s.group_id for s, k in zip(scored.samples, keep, strict=True) if k])
+        values = group_advantages(rewards, groups, algorithm.advantage_std, algorithm.leave_one_out)
+        clipped = iter(values.clamp(-algorithm.advantage_clip, algorithm.advantage_clip).tolist())
+        metrics = scored.means() | {
+            "reward/std": float(rewards.std(correction=0)),
+            "reward/failures": float(sum(total is None for total in scored.totals)),
+            "group/zero_std_fraction": zero_std_fraction(rewards, groups),
+            "group/dropped": float(len(report)),
+        }
+        return metrics, [next(clipped) if kept else None for kept in keep]
+
+    def update(self, tasks: Sequence[RolloutTask], advantages: Sequence[float | None], watch: Stopwatch) -> Metrics:
+        """Take the step's optimizer steps; the first is on policy, where the ratio must be 1."""
+        seed_everything("update", self.config.trainer.seed, self.step)
+        by_task = _split(advantages, tasks)
+        stats, result, deviation = UpdateStats(), StepResult(0.0, 0.0, False), 0.0
+        with watch("update"):
+            for number, part in enumerate(update_parts(tasks, self.config.actor.updates_per_step)):
+                given = {task.id: by_task[task.id] for task in part}
+                pairs = sum(a is not None for values in given.values() for a in values) * len(tasks[0].window)
+                trained = self._without_zeros(given)
+                if not any(a is not None for values in trained.values() for a in values):
+                    continue  # no group of this part has a signal
+                new = sum(self.workers.run("accumulate", trained, pairs), UpdateStats())
+                if number == 0:
+                    deviation = new.ratio_deviation
+                    self._check_ratio(deviation)
+                self._reduce_gradients()
+                result = self.workers.run("step")[0]
+                self._count(result)
+                stats += new
+            self.workers.run("forget")
+        return _actor_metrics(stats, result, deviation) | {
+            "actor/nonfinite_updates": float(self.nonfinite),
+            "actor/policy_version": float(self.policy_version),
+        }
+
+    def _without_zeros(self, advantages: dict[int, list[float | None]]) -> dict[int, list[float | None]]:
+        """A sample with advantage 0 has no gradient, and costs no computation, unless it has a KL to the base."""
+        if self.config.algorithm.kl_coef > 0:
+            return advantages
+        return {i: [a or None for a in values] for i, values in advantages.items()}
+
+    def _check_ratio(self, deviation: float) -> None:
+        limit = self.config.actor.max_ratio_deviation
+        if not deviation <= limit:
+            raise TrainingError(
+                f"max |ratio - 1| is {deviation:.2e} before the first optimizer step, above actor.max_ratio_deviation="
+                f"{limit:g}: the replay does not compute what the rollout did; try model.dtype=float32, the same micro-"
+                "batch size for rollout and actor, or model.compile=false"
+            )
+
+    def _reduce_gradients(self) -> None:
+        """Sum the workers' gradients, so that all take the same step."""
+        if len(self.workers) == 1:
+            return
+        if self.cluster.remote:
+            self.workers.run("reduce_gradient")
+        else:
+            self.workers.run("set_flat_gradient", torch.stack(self.workers.run("flat_gradient")).sum(0))
+
+    def _count(self, result: StepResult) -> None:
+        self.policy_version += result.applied
+        if not result.applied:
+            self.nonfinite += 1
+            limit = self.config.actor.max_nonfinite_updates
+            logger.warning("update skipped: its gradient is not finite (%d so far)", self.nonfinite)
+            if self.nonfinite > limit:
+                raise TrainingError(
+                    f"{self.nonfinite} updates had a non-finite gradient, more than actor.max_nonfinite_updates={limit}: "
+                    "lower actor.lr, or use model.dtype=float32"
+                )
+
+    def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
+        """Mean rewards on the held-out prompts: fixed noise, ODE sampling, averaged LoRA."""
+        if not self.held_out:
+            return {}
+        scored, limit = Scored(), self.config.logger.grid_images
+        with (watch or Stopwatch())("validation"):
+            batches = plan_validation(self.config, self.held_out, step)
+            images = [
+                self.workers.submit(i % len(self.workers), "validate", i, b) for i, b in enumerate(batches)
+            ]
+            scores = [self._score(i, image, batches[i]) for i, image in enumerate(images)]
+            pixels: list[Any] = []
+            for batch, image, score in zip(batches, images, scores, strict=True):
+                if len(pixels) < limit:
+                    pixels += list(image.result().pixels)
+                scored.add(batch, score.result())
+            metrics = scored.means("val/")
+        texts = [s.prompt.text for s in scored.samples]
+        save_validation(
+            self.run_dir, step, texts, np.stack(pixels[:limit]), scored.totals, scored.by_scorer
+        )
+        captions = [_caption(text, total) for text, total in zip(texts, scored.totals, strict=True)]
+        self.tracker.images(step, "validation", grid(pixels[:limit], captions[:limit], columns=4))
+        self.val_reward = metrics["val/reward/mean"]
+        logger.info("step %d: reward on %d held-out prompts %.3f", step, len(texts), self.val_reward)
+        return metrics
+
+    def postfix(self) -> dict[str, str]:
+        """What the progress bar shows besides the reward of the step."""
+        return {} if self.val_reward is None else {"held-out": f"{self.val_reward:.3f}"}
+
+    def save(self, finished: bool = False) -> Path:
+        """Write a checkpoint of the last finished step and remove those no longer wanted."""
+        with self.signals.deferred():
+            files, worker_state = self.workers.submit(0, "checkpoint").result()
+            state = {
+                "step": self.step,
+                "finished": finished,
+                "val_reward": self.val_reward,
+                "nonfinite": self.nonfinite,
+                "worker": worker_state,
+                "identity": self.identity,
+                "gerl_version": __version__,
+            }
+            root = self.run_dir / "checkpoints"
+            path = save_checkpoint(root, self.step, files, state)
+            prune(root, self.config.checkpoint.keep)
+            self.saved_step = self.step
+        return path
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""
+        state = checkpoint.state
+        changed = [key for key, value in self.identity.items() if state["identity"].get(key) != value]
+        if changed:
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be resumed: {' and '.join(changed)} changed since it was written; restore it, "
+                "or start anew with checkpoint.resume=never"
+            )
+        self.workers.run("load_checkpoint", checkpoint.read("state.safetensors"), state["worker"])
+        self.step, self.nonfinite = state["step"], state["nonfinite"]
+        self.val_reward, self.policy_version = state["val_reward"], state["worker"]["policy_version"]
+        self.saved_step = self.step
+        logger.info("resumed from %s", checkpoint.path)
+
+    def rescue(self, error: GerlError) -> None:
+        """A run that stops keeps its last finished step, if the workers still hold it."""
+        if self.saved_step == self.step or not isinstance(error, Interrupted | GerlError):
+            return
+        try:
+            self.workers.run("forget")
+            logger.info("stopped after step %d: checkpoint at %s", self.step, self.save())
+        except GerlError as second:
+            logger.warning("no checkpoint of step %d could be written: %s", self.step, second)
+
+
+def _split(values: Sequence[float | None], tasks: Sequence[RolloutTask]) -> dict[int, list[float | None]]:
+    """Per-sample values by task id."""
+    rest = iter(values)
+    return {task.id: [next(rest) for _ in task.samples] for task in tasks}
+
+
+def _actor_metrics(stats: UpdateStats, result: StepResult, deviation: float) -> Metrics:
+    pairs = max(stats.pairs, 1)
+    return {
+        "actor/ratio_deviation": deviation,
+        "actor/clip_fraction": (stats.clip_low + stats.clip_high) / pairs,
+        "actor/clip_fraction_low": stats.clip_low / pairs,
+        "actor/clip_fraction_high": stats.clip_high / pairs,
+        "actor/log_ratio_mean": stats.log_ratio / pairs,
+        "actor/loss": stats.loss / pairs,
+        "actor/kl": stats.kl / pairs,
+        "actor/grad_norm": result.grad_norm,
+        "actor/lr": result.lr,
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else float("nan")
+
+
+def _due(step: int, every: int, total: int) -> bool:
+    return step == total or (every > 0 and step % every == 0)
+
+
+def _caption(text: str, total: float | None) -> str:
+    quoted = text.split('"')  # the text to be drawn says more than the beginning of the prompt
+    return f"{'failed' if total is None else f'{total:.2f}'} {quoted[1] if len(quoted) > 2 else text}"

@@ -1,0 +1,180 @@
+"""The curves of a run as SVG that follows the page's colours."""
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import markupsafe
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Rows = list[dict[str, Any]]
+
+# Colours drawn by matplotlib that stand for variables of the page's style sheet, so that charts follow light and dark.
+COLOURS = {"#f1e1d0": "--ink", "#f1e1d1": "--line"} | {f"#f1e1c{i}": f"--c{i}" for i in range(8)}
+INK, LINE, *SERIES = COLOURS
+WIDE, NARROW = (9.6, 3.4), (3.7, 2.4)
+MAX_POINTS = 400
+LOG_FLOOR = 1e-9
+
+TIMING_TOTALS = ("timing/step_s", "timing/total_s")
+
+
+class Chart(NamedTuple):
+    """An SVG and what it shows."""
+
+    title: str
+    svg: markupsafe.Markup
+
+
+def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of the rows that have the metric `name`; a null becomes NaN, a gap in the line."""
+    found = [(row["step"], row[name]) for row in rows if name in row]
+    x = np.array([step for step, _ in found], dtype=float)
+    y = np.array([v if isinstance(v, int | float) else np.nan for _, v in found], dtype=float)
+    return x, y
+
+
+def timing_parts(rows: Rows) -> list[str]:
+    names = {name for row in rows for name in row if name.startswith("timing/") and name.endswith("_s")}
+    return sorted(names - set(TIMING_TOTALS))
+
+
+def _chart(title: str, draw: Callable[[Axes], None], size: tuple[float, float] = NARROW) -> Chart:
+    """An SVG whose colours are variables of the page and which refers to nothing outside it; size in inches."""
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif", "font.size": 10}
+    with rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.add_subplot()
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_color(LINE)
+        axes.tick_params(colors=INK, labelsize=9, color=LINE)
+        axes.grid(axis="y", color=LINE, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        draw(axes)
+        if axes.get_legend_handles_labels()[1] and axes.get_legend() is None:
+            axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="best")
+        buffer = io.StringIO()
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
+    )
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{markupsafe.escape(title)}"', 1)
+    for colour, variable in COLOURS.items():
+        svg = svg.replace(colour, f"var({variable})")
+    # Everything in it is a number, a constant of this file or a metric's name, which matplotlib escapes.
+    return Chart(title, markupsafe.Markup(svg))
+
+
+def _binned(x: np.ndarray, y: np.ndarray, reduce: Callable[[np.ndarray], Any]) -> tuple[np.ndarray, np.ndarray]:
+    """At most `MAX_POINTS` points, so that a long run gives no huge page."""
+    if len(x) <= MAX_POINTS:
+        return x, y
+    parts = np.array_split(np.arange(len(x)), MAX_POINTS)
+    finite = [y[p][np.isfinite(y[p])] for p in parts]
+    return np.array([x[p].mean() for p in parts]), np.array([reduce(v) if len(v) else np.nan for v in finite])
+
+
+def _line(axes: Axes, rows: Rows, name: str, colour: int, label: str | None = None, **style: Any) -> None:
+    x, y = _binned(*series(rows, name), reduce=style.pop("reduce", np.mean))
+    if np.isfinite(y).any():
+        look: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 4 if len(x) < 25 else 0} | style
+        axes.plot(x, y, color=SERIES[colour], label=label, **look)
+
+
+def _smooth_line(axes: Axes, rows: Rows, name: str, colour: int, label: str) -> None:
+    """The values pale, and their running mean over a tenth of the run."""
+    x, y = _binned(*series(rows, name), reduce=np.mean)
+    reach = len(x) // 20
+    if reach == 0:
+        return _line(axes, rows, name, colour, label)
+    windows = [y[max(0, i - reach) : i + reach + 1] for i in range(len(y))]
+    finite = [w[np.isfinite(w)] for w in windows]
+    axes.plot(x, y, color=SERIES[colour], alpha=0.35, linewidth=1)
+    axes.plot(x, [w.mean() if len(w) else np.nan for w in finite], color=SERIES[colour], label=label, linewidth=2.2)
+
+
+def reward_charts(rows: Rows) -> list[Chart]:
+    """The reward curve for a wide and for a narrow page; nothing if there is no reward yet."""
+    if not any(np.isfinite(series(rows, name)[1]).any() for name in ("reward/mean", "val/reward/mean")):
+        return []
+
+    def draw(axes: Axes) -> None:
+        _smooth_line(axes, rows, "reward/mean", 0, "training, with noise")
+        _line(axes, rows, "val/reward/mean", 1, "held-out, without noise", linewidth=2.2, markersize=5)
+        axes.set_xlabel("step", color=INK)
+
+    return [_chart("reward", draw, size) for size in (WIDE, NARROW)]
+
+
+def small_charts(rows: Rows) -> list[Chart]:
+    """Each scorer, the signals that tell a healthy update from a sick one, and where the time went; no empty ones."""
+    names = {name for row in rows for name in row}
+    scorers = sorted({m[1] for name in names if (m := re.fullmatch(r"(?:reward|val)/(.+)/mean", name))} - {"reward"})
+    charts: list[tuple[str, list[str], Callable[[Axes], None]]] = []
+    for scorer in scorers:
+
+        def draw_scorer(axes: Axes, scorer: str = scorer) -> None:
+            _smooth_line(axes, rows, f"reward/{scorer}/mean", 0, "training")
+            _line(axes, rows, f"val/{scorer}/mean", 1, "held-out")
+
+        charts.append((f"scorer {scorer}", [f"reward/{scorer}/mean", f"val/{scorer}/mean"], draw_scorer))
+    for title, name, colour in (
+        ("KL to the base model", "actor/kl", 2),
+        ("clipped fraction", "actor/clip_fraction", 3),
+        ("gradient norm before clipping", "actor/grad_norm", 4),
+        ("groups with equal rewards (no signal)", "group/zero_std_fraction", 5),
+        ("learning rate", "actor/lr", 6),
+    ):
+
+        def draw_one(axes: Axes, name: str = name, colour: int = colour) -> None:
+            _line(axes, rows, name, colour)
+
+        charts.append((title, [name], draw_one))
+
+    def draw_deviation(axes: Axes) -> None:
+        floored = [
+            row | {"actor/ratio_deviation": max(row["actor/ratio_deviation"], LOG_FLOOR)}
+            for row in rows
+            if isinstance(row.get("actor/ratio_deviation"), int | float)
+        ]
+        axes.set_yscale("log")
+        _line(axes, floored, "actor/ratio_deviation", 7, reduce=np.max, linestyle="none", markersize=3)
+
+    charts.append(("max |ratio - 1| on policy (0 drawn at 1e-9)", ["actor/ratio_deviation"], draw_deviation))
+    charts.append(("seconds a step", timing_parts(rows), lambda axes: _stack_timing(axes, rows)))
+    drawable = (c for c in charts if any(np.isfinite(series(rows, name)[1]).any() for name in c[1]))
+    return [_chart(title, draw) for title, _, draw in drawable]
+
+
+def _stack_timing(axes: Axes, rows: Rows) -> None:
+    """Time of each part of a step, on top of each other; a part that a step did not have took no time."""
+    names = timing_parts(rows)
+    timed = [row for row in rows if any(name in row for name in names)]
+    x = np.array([row["step"] for row in timed], dtype=float)
+    layers = []
+    for name in names:
+        values = np.array([row.get(name) or 0.0 for row in timed], dtype=float)
+        layers.append(_binned(x, values, np.mean)[1])
+    x = _binned(x, x, np.mean)[0]
+    labels = [name.removeprefix("timing/").removesuffix("_s") for name in names]
+    colours = [SERIES[i % len(SERIES)] for i in range(len(names))]
+    if len(x) == 1:
+        x, layers = np.array([x[0] - 0.5, x[0] + 0.5]), [np.repeat(layer, 2) for layer in layers]
+    axes.stackplot(x, layers, labels=labels, colors=colours, alpha=0.85, linewidth=0)
+    # Above the chart: inside it there is no free place.
+    axes.legend(
+        loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, labelcolor=INK, fontsize=8, columnspacing=1
+    )

@@ -1,0 +1,279 @@
+"""Checkpoints on disk: complete or absent, verified when read, never pickle.
+
+A checkpoint is the folder `step_N` with the caller's files, `state.json` and `manifest.json` (sha256 and size of each).
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from gerl.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+STATE = "state.json"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files agreed with its manifest when it was loaded."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    files: tuple[str, ...]  # relative names, without state.json and manifest.json
+
+    def read(self, name: str) -> bytes:
+        """The bytes of the file `name`; `CheckpointError` if the checkpoint has none or it cannot be read."""
+        if name not in self.files:
+            raise CheckpointError(f"{self.path}: there is no file {name!r}; it holds {', '.join(self.files) or 'none'}")
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: the file {name!r} cannot be read: {reason(error)}") from error
+
+
+def save_checkpoint(root: Path, step: int, files: dict[str, bytes], state: dict[str, Any]) -> Path:
+    """Write `root/step_N` as a whole or not at all, and return its path.
+
+    files: relative name with forward slashes -> content. state: JSON values; its keys come back as strings. A
+    checkpoint of the same step is replaced once the new one is complete. `CheckpointError` if it cannot be written.
+    """
+    for name in files:
+        if not _is_relative(name) or name in (STATE, MANIFEST):
+            raise ValueError(f"file name {name!r}: give a path inside the checkpoint other than {STATE} and {MANIFEST}")
+    contents = {**files, STATE: json.dumps(state, indent=1).encode()}
+    manifest = {
+        "step": step,
+        "files": {name: {"sha256": hashlib.sha256(c).hexdigest(), "size": len(c)} for name, c in contents.items()},
+    }
+    contents[MANIFEST] = json.dumps(manifest, indent=1).encode()
+    target = root / f"step_{step}"
+    temporary: Path | None = None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".tmp-step_{step}-", dir=root))
+        # mkdtemp makes folders that only their owner may enter; a checkpoint is as readable as the run folder.
+        temporary.chmod(root.stat().st_mode & 0o777)
+        for name, content in contents.items():
+            _write(temporary / name, content)
+        for folder in (f for f in temporary.rglob("*") if f.is_dir()):
+            _sync_folder(folder)
+        _sync_folder(temporary)
+        _put_in_place(temporary, target)
+        _sync_folder(root)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {target} cannot be written: {reason(error)}; nothing of it was kept"
+        ) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint and compare every file with the manifest; `CheckpointError` names the file that is wrong."""
+    manifest = _read_json(path, MANIFEST)
+    try:
+        step = int(manifest["step"])
+        expected = {str(name): (str(e["sha256"]), int(e["size"])) for name, e in manifest["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {MANIFEST} is not a list of files") from error
+    if STATE not in expected:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {MANIFEST} does not list {STATE}")
+    for name, (digest, size) in expected.items():
+        if not _is_relative(name):
+            raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} lies outside it")
+        try:
+            if (path / name).stat().st_size != size or _digest(path / name) != digest:
+                raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is not the file that was written")
+        except FileNotFoundError:
+            raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {path}: {name!r} cannot be read: {reason(error)}") from error
+    return Checkpoint(path, step, _read_json(path, STATE), tuple(name for name in expected if name != STATE))
+
+
+def checkpoint_paths(root: Path) -> list[Path]:
+    """The checkpoint folders under `root`, oldest step first, unverified."""
+    found: dict[int, Path] = {}
+    # A name with .old- is a checkpoint set aside while one of the same step was put in its place: it counts if that
+    # was interrupted, and sorts before the other.
+    for folder in sorted(root.glob("*step_*")) if root.is_dir() else []:
+        match = re.fullmatch(r"(?:\.old-)?step_(\d+)", folder.name)
+        if match and folder.is_dir():
+            found[int(match[1])] = folder
+    return [found[step] for step in sorted(found)]
+
+
+def newest_checkpoint(root: Path) -> Checkpoint | None:
+    """The newest checkpoint under `root` that verifies, or None if there is none at all.
+
+    A damaged one is logged as a warning with its name and reason. Raises `CheckpointError` if all are damaged.
+    """
+    reasons = []
+    for path in reversed(checkpoint_paths(root)):
+        try:
+            checkpoint = load_checkpoint(path)
+        except CheckpointError as error:
+            log.warning("%s; the checkpoint before it is tried", error)
+            reasons.append(str(error))
+            continue
+        return checkpoint
+    if reasons:
+        raise CheckpointError(
+            f"no checkpoint under {root} can be used ({'; '.join(reasons)}); start anew with checkpoint.resume=never"
+        )
+    return None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints and the one with the largest `state["val_reward"]`.
+
+    Ties go to the newer. Folders that an interrupted write left behind are deleted too. A damaged checkpoint is neither
+    counted nor deleted: it must not push an intact one out.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: keep at least one checkpoint")
+    intact = []
+    for path in checkpoint_paths(root):
+        with contextlib.suppress(CheckpointError):
+            intact.append(load_checkpoint(path))
+    validated = [c for c in intact if _val_reward(c) is not None]
+    best = max(validated, key=lambda c: (_val_reward(c), c.step), default=None)
+    kept = {c.path for c in intact[-keep:]} | ({best.path} if best else set())
+    doomed = [c.path for c in intact if c.path not in kept]
+    doomed += list(root.glob(".tmp-step_*")) + [p for p in root.glob(".old-step_*") if _is_superseded(p)]
+    for path in doomed:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            log.warning("%s is no longer needed but cannot be deleted: %s", path, reason(error))
+
+
+def pack_tensors(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """Named tensors of any device and dtype as the content of a safetensors file."""
+    # Clones: safetensors refuses tensors that share memory, such as tied weights.
+    plain = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    return safetensors.torch.save(plain, metadata)
+
+
+def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file's content, on the CPU; `CheckpointError` if it is none."""
+    try:
+        return safetensors.torch.load(data)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{len(data)} bytes are not a safetensors file: {error}") from error
+
+
+def find_run_to_resume(experiment_dir: Path, exclude: Path | None = None) -> Path | None:
+    """The run folder below `experiment_dir` whose newest checkpoint was written last, or None.
+
+    exclude: a run folder that is passed over, such as the one of the run that asks.
+    """
+    runs = []
+    for run in sorted(experiment_dir.iterdir()) if experiment_dir.is_dir() else []:
+        paths = checkpoint_paths(run / "checkpoints")
+        if not paths or (exclude is not None and run.resolve() == exclude.resolve()):
+            continue
+        # The folder's name (its time) decides between runs whose times were lost in copying.
+        runs.append((_written_at(paths[-1]), run.name, run))
+    return max(runs)[2] if runs else None
+
+
+def is_finished(run_dir: Path) -> bool:
+    """Whether the newest usable checkpoint of a run says `"finished": true`."""
+    checkpoint = newest_checkpoint(run_dir / "checkpoints")
+    return checkpoint is not None and checkpoint.state.get("finished") is True
+
+
+def reason(error: OSError) -> str:
+    """What the operating system said, without the number and path that the sentence around it has."""
+    return error.strerror or str(error)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    aside = target.with_name(f".old-{target.name}")
+    # A folder cannot be renamed over one with files in it, so the old one steps aside for a moment; `checkpoint_paths`
+    # finds it there if the process dies in between.
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if aside.exists():
+            aside.rename(target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _is_superseded(aside: Path) -> bool:
+    return aside.with_name(aside.name.removeprefix(".old-")).exists()
+
+
+def _is_relative(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads((path / name).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path}: {name!r} cannot be read: {reason(error)}") from error
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is not JSON") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is not a JSON object")
+    return value
+
+
+def _val_reward(checkpoint: Checkpoint) -> float | None:
+    value = checkpoint.state.get("val_reward")
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _written_at(checkpoint: Path) -> int:
+    try:
+        return (checkpoint / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,168 @@
+"""Prompt files, and which prompts a trainer step uses."""
+
+import difflib
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gerl.errors import DataError
+from gerl.protocol import Prompt
+
+SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+
+def load_prompts(source: str, prompt_key: str = "prompt") -> list[Prompt]:
+    """Read a prompt file; ids are 0, 1, ... in file order.
+
+    `source` is a .txt (a prompt per line), .jsonl or .parquet file, relative paths from the current directory, or the
+    bare name of a list shipped with gerl. Blank lines are skipped. Columns other than `prompt_key` become metadata.
+
+    Raises:
+        DataError: the file is missing, empty, unreadable or has a row without a prompt.
+    """
+    path = resolve(source)
+    prompts: list[tuple[str, dict[str, Any]]]
+    match path.suffix:
+        case ".txt":
+            prompts = [(text, {}) for _, text in _lines(path)]
+        case ".jsonl":
+            prompts = [_split(_json_row(line, where), prompt_key, where) for where, line in _lines(path)]
+        case _:
+            rows = _parquet_rows(path)
+            prompts = [_split(row, prompt_key, f"{path}, row {n}") for n, row in enumerate(rows, start=1)]
+    if not prompts:
+        raise DataError(f"{path} has no prompts: put at least one in it, one per line or row")
+    return [Prompt(i, text, metadata) for i, (text, metadata) in enumerate(prompts)]
+
+
+def fingerprint(source: str) -> str:
+    """SHA-256 (hex) of the bytes of a prompt file, given as in `load_prompts`."""
+    return hashlib.sha256(_bytes(resolve(source))).hexdigest()
+
+
+def resolve(source: str) -> Path:
+    """The file that `source` stands for: an existing file with a known suffix; raises `DataError` otherwise."""
+    path = Path(source).expanduser()
+    if not path.suffix and path.name == source and not path.exists():
+        return _shipped(source)
+    if not path.exists():
+        raise DataError(f"prompt file {source} does not exist{_near(path)}")
+    if not path.is_file():
+        raise DataError(f"{source} is not a file: give a {_either(SUFFIXES)} file of prompts")
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"prompt file {source} has the suffix {path.suffix!r}: it must be {_either(SUFFIXES)}")
+    return path
+
+
+@dataclass(frozen=True)
+class PromptSchedule:
+    """Which of `count` prompts a trainer step uses, as a pure function of the step, so that resuming needs no state.
+
+    Within an epoch each prompt comes exactly once, and the epoch's last batch holds what is left. With `shuffle` every
+    epoch has its own order, drawn from (seed, epoch).
+    """
+
+    count: int
+    per_step: int
+    shuffle: bool
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.count // self.per_step)
+
+    def epoch(self, step: int) -> int:
+        """The epoch (from 0) that `step` (from 0) belongs to."""
+        return step // self.steps_per_epoch
+
+    def batch(self, step: int) -> list[int]:
+        """Indices of the prompts of `step` (from 0): `per_step` of them, or fewer at the end of an epoch."""
+        start = step % self.steps_per_epoch * self.per_step
+        order = np.arange(self.count)
+        if self.shuffle:
+            sequence = np.random.SeedSequence(self.seed, spawn_key=(self.epoch(step),))
+            order = np.random.default_rng(sequence).permutation(self.count)
+        return [int(i) for i in order[start : start + self.per_step]]
+
+
+def _shipped(name: str) -> Path:
+    for suffix in SUFFIXES:
+        if (SHIPPED / (name + suffix)).is_file():
+            return SHIPPED / (name + suffix)
+    names = sorted({path.stem for path in SHIPPED.iterdir() if path.suffix in SUFFIXES})
+    raise DataError(
+        f"there is no prompt list {name!r}: gerl ships {', '.join(names)}; or give the path of a "
+        f"{_either(SUFFIXES)} file"
+    )
+
+
+def _near(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f", nor does its folder {folder.absolute()}: correct the path"
+    names = sorted(other.name for other in folder.iterdir() if other.suffix in SUFFIXES)
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    if near:
+        return f" in {folder.absolute()}: did you mean {_either(near)}?"
+    return f" in {folder.absolute()}: correct the path"
+
+
+def _either(names: tuple[str, ...] | list[str]) -> str:
+    return " or ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"prompt file {path} cannot be read ({error.strerror}): check its permissions") from error
+
+
+def _lines(path: Path) -> list[tuple[str, str]]:
+    """(file:line, text) of every line that is not blank, without surrounding whitespace."""
+    try:
+        text = _bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"prompt file {path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    # Not splitlines(): it also breaks at characters such as U+2028, which are legal inside JSON strings.
+    lines = enumerate(text.replace("\r\n", "\n").split("\n"), start=1)
+    return [(f"{path}:{n}", line.strip()) for n, line in lines if line.strip()]
+
+
+def _json_row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not valid JSON ({error.msg}, column {error.colno}): correct the line") from error
+    if not isinstance(row, dict):
+        raise DataError(f'{where} is not a JSON object: write rows such as {{"prompt": "a red cube"}}')
+    return row
+
+
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"reading {path} needs pyarrow ({error}): run pip install pyarrow") from error
+    try:
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(pyarrow.BufferReader(_bytes(path))).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path} is not a readable Parquet file ({error}): write it anew") from error
+    return rows
+
+
+def _split(row: dict[str, Any], prompt_key: str, where: str) -> tuple[str, dict[str, Any]]:
+    """The prompt of a row and its other columns."""
+    if prompt_key not in row:
+        columns = ", ".join(row) or "none"
+        raise DataError(f"{where} has no {prompt_key!r}, only {columns}: add it, or name the column in data.prompt_key")
+    text = row[prompt_key]
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"{where} has {prompt_key}={text!r}: a prompt must be a text that is not empty")
+    return text.strip(), {name: value for name, value in row.items() if name != prompt_key}

@@ -1,0 +1,49 @@
+"""Exponential moving average of the trained weights."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+
+class EMA:
+    """`e <- e + (1 - d)(p - e)` with `d = min((1 + n) / (10 + n), decay)`, `n` the number of updates so far.
+
+    With `decay` 0 the average is the weights themselves.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
+        self.parameters = parameters
+        self.decay = decay
+        self.updates = 0
+        # clones: `detach().cpu()` would alias the weights on a CPU, and a swap would destroy them
+        self.average = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the current weights into the average."""
+        d = min((1 + self.updates) / (10 + self.updates), self.decay)
+        for name, p in self.parameters.items():
+            self.average[name].lerp_(p, 1 - d)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model computes with the averaged weights; the trained ones come back unchanged."""
+        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self._copy(self.average)
+        try:
+            yield
+        finally:
+            self._copy(kept)
+
+    def load(self, average: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Restore a saved average; names must be the same."""
+        for name, value in self.average.items():
+            value.copy_(average[name])
+        self.updates = updates
+
+    @torch.no_grad()
+    def _copy(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, p in self.parameters.items():
+            p.copy_(values[name])

@@ -1,0 +1,34 @@
+"""What every scorer is."""
+
+import importlib
+from types import ModuleType
+from typing import Any, Protocol
+
+from PIL import Image
+
+from gerl.errors import RewardError
+from gerl.protocol import Prompt
+
+
+class Scorer(Protocol):
+    """Gives images a score: higher is better, in the scorer's own unit."""
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
+        """Scores [B], a list of floats, for images [B] drawn for prompts [B] with metadata [B].
+
+        The type is `Any` because a user's own function may return anything; the reward manager checks it.
+        """
+
+    def check_prompts(self, prompts: list[Prompt]) -> None:
+        """Raise `DataError` naming the first prompt whose images could not be scored."""
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import the package of a scorer; raises `RewardError` naming the pip extra that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise RewardError(
+            f"this scorer needs the package {module}, which cannot be imported ({error}): "
+            f"run pip install 'gerl[{extra}]'"
+        ) from error

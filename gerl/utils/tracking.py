@@ -1,0 +1,156 @@
+"""What a run tells its user while it runs: `metrics.jsonl`, TensorBoard, sample grids and the progress bar."""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from gerl.config import LoggerConfig
+from gerl.errors import ConfigError, GerlError
+
+
+class Tracker:
+    """Writes the metrics and pictures of one run; the caller merges what belongs to one step into one `log` call.
+
+    start_step: the step a resumed run carries on from. Lines of later steps, which will be repeated, are cut, and so is
+    a line that a killed process left half-written. Raises `GerlError` if the run folder cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, config: LoggerConfig, start_step: int = 0) -> None:
+        self.run_dir = run_dir
+        self._path = run_dir / "metrics.jsonl"
+        self._last_step = -1
+        with _writing(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                self._cut(start_step)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._board = _open_board(run_dir / "tensorboard", start_step) if config.tensorboard else None
+
+    def _cut(self, start_step: int) -> None:
+        kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
+        part = self._path.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(part, self._path)
+        self._last_step = max((row["step"] for row in kept), default=-1)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append one line, `step` first; a value that is not finite becomes null. Steps must rise from call to call."""
+        if step <= self._last_step:
+            raise ValueError(f"step {step} was logged after step {self._last_step}: merge what belongs to one step")
+        self._last_step = step
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        row = {"step": step, **{name: finite.get(name) for name in values}}
+        with _writing(self._path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            if self._board is not None:
+                for name, value in finite.items():
+                    self._board.add_scalar(name, value, step)
+
+    def images(self, step: int, name: str, grid: Image.Image) -> Path:
+        """Save a picture as `samples/{name}_{step:06d}.png` and show it in TensorBoard; returns its path."""
+        path = self.run_dir / "samples" / f"{name}_{step:06d}.png"
+        with _writing(path):
+            path.parent.mkdir(exist_ok=True)
+            grid.save(path)
+            if self._board is not None:
+                self._board.add_image(f"samples/{name}", np.asarray(grid.convert("RGB")), step, dataformats="HWC")
+        return path
+
+    def close(self) -> None:
+        """Write out what is buffered; may be called twice."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class Progress:
+    """A progress bar over trainer steps: reward, whatever else is passed, and the time left.
+
+    While it is open, log records go above the bar instead of through it. disable: show nothing.
+    """
+
+    def __init__(self, total: int, initial: int = 0, disable: bool = False) -> None:
+        self._stack = contextlib.ExitStack()
+        if not disable:
+            self._stack.enter_context(logging_redirect_tqdm())
+        self._bar = self._stack.enter_context(
+            tqdm(total=total, initial=initial, disable=disable, unit="step", dynamic_ncols=True, smoothing=0.1)
+        )
+
+    def update(self, reward: float, **postfix: Any) -> None:
+        """One trainer step is done, with this mean reward; floats are shown with three digits."""
+        self._bar.set_postfix({"reward": f"{reward:.3f}", **postfix}, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the log its console back; may be called twice."""
+        self._stack.close()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, empty if there is none.
+
+    A last line that a killed process left half-written is passed over; `GerlError` names any other line that is wrong.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise GerlError(f"{path} cannot be read: {error.strerror or error}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):
+                break
+            raise GerlError(
+                f"{path}, line {number}: expected a JSON object with a step, got {line[:60]!r}; remove the line"
+            ) from None
+        rows.append(row)
+    return rows
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise GerlError(
+            f"{path} cannot be written: {error.strerror or error}; free space or choose another folder"
+        ) from error
+
+
+def _open_board(folder: Path, start_step: int) -> Any:
+    try:
+        # Here and not above: the import takes a second, and only this process needs it.
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "logger.tensorboard=true: tensorboard is not installed; pip install tensorboard, or set the key to false"
+        ) from None
+    with _writing(folder):
+        # Events of the steps that a resumed run repeats are hidden, as they are cut from metrics.jsonl.
+        return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None, flush_secs=10)

@@ -1,0 +1,111 @@
+"""The hybrid worker: rollout and actor over one pipeline on one device, so that tapes never leave it."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+import transformers
+
+from gerl.config import Config
+from gerl.protocol import Images, RolloutTask, Sample, StepResult, UpdateStats
+from gerl.utils.checkpoint import pack_tensors, unpack_tensors
+from gerl.utils.collective import free_address, join
+from gerl.utils.lora import WEIGHTS
+from gerl.utils.seeding import seed_everything
+from gerl.workers.actor import Actor, Batch
+from gerl.workers.diffusers_model import Tape
+from gerl.workers.diffusers_model.loading import Policy, load_policy, weights_fingerprint
+from gerl.workers.rollout import Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class HybridWorker:
+    """One of the workers that share the images of a step; `rank` 0 also writes checkpoints."""
+
+    def __init__(self, config: Config, rank: int, device: str, threads: int, total_updates: int) -> None:
+        self.config, self.rank, self.device, self.threads = config, rank, device, threads
+        self.total_updates = total_updates
+        self.tapes: dict[int, Tape] = {}
+        self.policy: Policy
+        self.rollout: Rollout
+        self.actor: Actor
+
+    def setup(self) -> dict[str, Any]:
+        """Load the pipeline; returns what the driver wants to know about it."""
+        torch.set_num_threads(self.threads)
+        for library in (diffusers.logging, transformers.logging):
+            library.set_verbosity_error()
+            library.disable_progress_bar()
+        seed_everything("worker", self.config.trainer.seed)
+        self.policy = load_policy(self.config.model, self.config.actor.ema_decay, self.device, self.config.trainer.seed)
+        self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
+        self.actor = Actor(self.policy, self.config.actor, self.config.algorithm, self.total_updates)
+        return {
+            "pipeline": type(self.policy.pipe).__name__,
+            "denoisers": list(self.policy.denoisers),
+            "lora_parameters": sum(p.numel() for p in self.policy.lora.values()),
+            "weights": weights_fingerprint(self.policy.denoisers),
+        }
+
+    def address(self) -> str:
+        """An address at which the workers can meet for their all-reduce."""
+        return free_address()
+
+    def join(self, address: str, world_size: int) -> None:
+        """Meet the other workers; a collective call."""
+        join(address, self.rank, world_size, self.device)
+
+    def generate(self, task: RolloutTask) -> Images:
+        """Draw a micro-batch and keep its tape."""
+        start = time.perf_counter()
+        seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
+        pixels, self.tapes[task.id] = self.rollout.generate(task.samples, task.window)
+        return Images(task.id, pixels, time.perf_counter() - start)
+
+    def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
+        """Draw held-out prompts with the averaged LoRA."""
+        start = time.perf_counter()
+        return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
+
+    def accumulate(self, advantages: dict[int, list[float | None]], num_pairs: int) -> UpdateStats:
+        """Add the gradient of this worker's tapes among the tasks of `advantages`."""
+        return self.actor.accumulate(
+            [Batch(self.tapes[i], values) for i, values in advantages.items() if i in self.tapes], num_pairs
+        )
+
+    def reduce_gradient(self) -> None:
+        """Sum the gradients of all workers by one flat all-reduce; a collective call."""
+        flat = self.actor.flat_gradient()
+        dist.all_reduce(flat)
+        self.actor.set_flat_gradient(flat)
+
+    def flat_gradient(self) -> torch.Tensor:
+        """This worker's gradient as one vector."""
+        return self.actor.flat_gradient()
+
+    def set_flat_gradient(self, flat: torch.Tensor) -> None:
+        """Replace this worker's gradient."""
+        self.actor.set_flat_gradient(flat)
+
+    def step(self) -> StepResult:
+        """Take an optimizer step with the accumulated gradient."""
+        return self.actor.step()
+
+    def forget(self) -> None:
+        """Drop the tapes and gradients of a finished or abandoned step."""
+        self.tapes.clear()
+        self.actor.optimizer.zero_grad(set_to_none=True)
+
+    def checkpoint(self) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """Files and numbers of a checkpoint: the exact state, and the averaged LoRA for plain diffusers."""
+        tensors, numbers = self.actor.state()
+        return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file()}, numbers
+
+    def load_checkpoint(self, state: bytes, numbers: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.actor.load_state(unpack_tensors(state), numbers)

@@ -1,0 +1,19 @@
+"""Settings of the whole suite: one thread (the tensors are tiny, and sums keep their order), reproducible examples."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+settings.register_profile("gerl", deadline=None, derandomize=True)
+settings.load_profile("gerl")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

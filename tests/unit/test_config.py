@@ -1,0 +1,146 @@
+"""The configuration: defaults are accepted, and each bad value is refused by its key, with the value and the remedy."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gerl.config import Config, did_you_mean, from_mapping, keys
+from gerl.errors import ConfigError
+
+
+def nested(**values: Any) -> dict[str, Any]:
+    """`nested(actor__lr=1)` is `{"actor": {"lr": 1}}`."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *blocks, name = path.split("__")
+        node = tree
+        for block in blocks:
+            node = node.setdefault(block, {})
+        node[name] = value
+    return tree
+
+
+def test_the_defaults_are_accepted_and_survive_a_round_trip() -> None:
+    assert from_mapping({}) == Config()
+    assert from_mapping(dataclasses.asdict(Config())) == Config()
+
+
+def test_values_that_are_given_arrive_typed() -> None:
+    config = from_mapping(
+        nested(
+            actor__lr=1,
+            sampling__window_range=[1, 5],
+            sampling__window_size=3,
+            reward__scorers={"mine": {"path": "a.py"}},
+        )
+    )
+    assert config.actor.lr == 1.0 and isinstance(config.actor.lr, float)
+    assert config.sampling.steps_range == (1, 5) and config.sampling.trained_steps == 3
+    assert config.reward.scorers["mine"].path == "a.py" and config.reward.scorers["mine"].weight == 1.0
+
+
+def test_a_window_of_all_steps_but_the_last_is_the_default() -> None:
+    config = from_mapping(nested(sampling__num_inference_steps=6))
+    assert config.sampling.steps_range == (0, 5) and config.sampling.trained_steps == 5
+
+
+def test_the_configuration_is_frozen() -> None:
+    config = Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.actor.lr = 1.0  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.actor = config.actor  # type: ignore[misc]
+
+
+def test_defaults_are_not_shared_between_configurations() -> None:
+    assert Config().actor.betas is not Config().actor.betas
+    assert Config().sampling.call is not Config().sampling.call
+
+
+BAD = [
+    # wrong type
+    (nested(actor__lr="fast"), "actor.lr='fast'", "number"),
+    (nested(rollout__n=2.5), "rollout.n=2.5", "integer"),
+    (nested(model__compile="maybe"), "model.compile='maybe'", "boolean"),
+    (nested(model__path=None), "model.path=None", "string"),
+    (nested(cluster__launcher="slurm"), "cluster.launcher='slurm'", "'ray' or 'local'"),
+    (nested(algorithm__advantage_std="global"), "algorithm.advantage_std='global'", "'group', 'batch' or 'none'"),
+    (nested(sampling__window_range=["a", 3]), "sampling.window_range.0='a'", "integer"),
+    (nested(trainer=5), "trainer=5", "dictionary"),
+    # unknown key
+    (nested(sampling__noise_levl=0.7), "sampling.noise_levl", "did you mean 'sampling.noise_level'"),
+    (nested(reward__scorers={"ocr": {"wieght": 1}}), "reward.scorers.ocr.wieght", "did you mean"),
+    (nested(actor__xyzzy=1), "actor.xyzzy", "--help lists all"),
+    (nested(optimizer__lr=1), "optimizer", "--help lists all"),
+    # out of range
+    (nested(actor__lr=0), "actor.lr=0", "greater than 0"),
+    (nested(actor__ema_decay=1.5), "actor.ema_decay=1.5", "at most 1"),
+    (nested(actor__updates_per_step=0), "actor.updates_per_step=0", "at least 1"),
+    (nested(actor__betas=[0.9]), "actor.betas=[0.9]", "two numbers"),
+    (nested(actor__betas=[0.9, 1.0]), "actor.betas=[0.9, 1.0]", "[0, 1)"),
+    (nested(algorithm__kl_coef=-0.1), "algorithm.kl_coef=-0.1", "at least 0"),
+    (nested(algorithm__clip_low=2), "algorithm.clip_low=2", "at most 1"),
+    (nested(algorithm__kl_coef=float("nan")), "algorithm.kl_coef=nan", "at least 0"),
+    (nested(trainer__seed=-1), "trainer.seed=-1", "at least 0"),
+    (nested(model__lora_rank=0), "model.lora_rank=0", "at least 1"),
+    # keys that contradict each other
+    (nested(rollout__n=1), "rollout.n=1", "at least 2"),
+    (nested(sampling__noise_level=0), "sampling.noise_level=0", "above 0"),
+    (nested(sampling__window_range=[8, 10]), "sampling.window_range=[8, 10]", "end at 9"),
+    (nested(sampling__window_range=[3, 3]), "sampling.window_range=[3, 3]", "first < end"),
+    (nested(sampling__window_range=[1]), "sampling.window_range=[1]", "[first, end)"),
+    (nested(sampling__window_size=10), "sampling.window_size=10", "only 9 steps"),
+    (
+        nested(sampling__window_size=4, sampling__window_range=[2, 5]),
+        "sampling.window_size=4",
+        "only 3 steps lie in [2, 5)",
+    ),
+    (nested(actor__micro_batch_size=64), "actor.micro_batch_size=64", "at most rollout.micro_batch_size=16"),
+    (nested(reward__scorers={}), "reward.scorers", "+reward.scorers.ocr={}"),
+]
+
+
+@pytest.mark.parametrize(("values", "named", "remedy"), BAD, ids=[named for _, named, _ in BAD])
+def test_a_bad_value_is_named_with_its_remedy(values: dict[str, Any], named: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(values)
+    message = str(caught.value)
+    assert message.startswith(named), message
+    assert remedy in message
+    assert "\n" not in message and "pydantic" not in message
+
+
+@given(st.sampled_from([name for name, _ in keys() if "NAME" not in name]), st.data())
+def test_a_key_with_two_letters_swapped_is_suggested(name: str, data: st.DataObject) -> None:
+    block, key = name.split(".")
+    swaps = [k for k in range(len(key) - 1) if key[k] != key[k + 1]]
+    if len(key) < 5 or not swaps:
+        return
+    k = data.draw(st.sampled_from(swaps))
+    typo = key[:k] + key[k + 1] + key[k] + key[k + 2 :]
+    with pytest.raises(ConfigError, match=re.escape(f"{block}.{typo}: there is no such key, did you mean '{block}.")):
+        from_mapping({block: {typo: 1}})
+    assert did_you_mean(f"{block}.{typo}") == f", did you mean {name!r}"
+
+
+def test_there_are_fewer_than_a_hundred_keys() -> None:
+    names = [name for name, _ in keys()]
+    assert len(names) == len(set(names)) < 100
+
+
+@pytest.mark.parametrize(("name", "key"), keys(), ids=[name for name, _ in keys()])
+def test_every_key_has_a_help_text_and_a_default(name: str, key: dataclasses.Field[Any]) -> None:
+    assert len(key.metadata["help"].split()) >= 2, name
+    assert key.default is not dataclasses.MISSING or key.default_factory is not dataclasses.MISSING
+
+
+def test_the_keys_are_the_fields_of_the_configuration() -> None:
+    config = Config()
+    for name, key in keys():
+        if "NAME" not in name:
+            block, attribute = name.split(".")
+            assert key.name == attribute and hasattr(getattr(config, block), attribute)

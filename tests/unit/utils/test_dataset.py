@@ -1,0 +1,119 @@
+import hashlib
+import re
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gerl.errors import DataError
+from gerl.utils.dataset import SHIPPED, PromptSchedule, fingerprint, load_prompts
+
+
+def write(folder: Path, name: str, content: str | bytes) -> str:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def test_txt_skips_blank_lines_and_counts_on(tmp_path: Path) -> None:
+    prompts = load_prompts(write(tmp_path, "a.txt", "\ufeffa red cube\r\n\n  a café \n\t\na red cube"))
+    assert [(p.id, p.text, p.metadata) for p in prompts] == [
+        (0, "a red cube", {}),
+        (1, "a café", {}),
+        (2, "a red cube", {}),
+    ]
+
+
+def test_jsonl_other_columns_are_metadata(tmp_path: Path) -> None:
+    rows = '{"caption": "a sign\u2028", "text": "A", "n": [1]}\n\n{"caption": "b", "text": "B"}\n'
+    prompts = load_prompts(write(tmp_path, "a.jsonl", rows), prompt_key="caption")
+    assert [(p.id, p.text, p.metadata) for p in prompts] == [
+        (0, "a sign", {"text": "A", "n": [1]}),
+        (1, "b", {"text": "B"}),
+    ]
+
+
+def test_parquet_equals_jsonl(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "text": "A", "n": {"count": 2}}, {"prompt": "b", "text": None, "n": {"count": 3}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    prompts = load_prompts(str(tmp_path / "a.parquet"))
+    assert [p.text for p in prompts] == ["a", "b"]
+    assert [p.metadata for p in prompts] == [{"text": "A", "n": {"count": 2}}, {"text": None, "n": {"count": 3}}]
+
+
+def test_relative_path_and_shipped_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "mine.txt", "a")
+    monkeypatch.chdir(tmp_path)
+    assert load_prompts("mine.txt")[0].text == "a"
+    shipped = load_prompts("signs_train")
+    assert len(shipped) == len({p.id for p in shipped}) > 100
+    assert fingerprint("signs_train") == hashlib.sha256((SHIPPED / "signs_train.txt").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", "a.txt has no prompts"),
+        ("a.txt", " \n\n", "a.txt has no prompts"),
+        ("a.txt", b"a\xff", "not UTF-8"),
+        ("a.jsonl", "", "a.jsonl has no prompts"),
+        ("a.csv", "a", "suffix '.csv': it must be .txt, .jsonl or .parquet"),
+        ("a.jsonl", '{"prompt": "a"}\n\n{"text": "b"}', "a.jsonl:3 has no 'prompt', only text"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}', "a.jsonl:2 has prompt=' '"),
+        ("a.jsonl", '{"prompt": 5}', "a.jsonl:1 has prompt=5"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": }', "a.jsonl:2 is not valid JSON"),
+        ("a.jsonl", '"a red cube"', "a.jsonl:1 is not a JSON object"),
+        ("a.parquet", "prompt", "a.parquet is not a readable Parquet file"),
+    ],
+)
+def test_bad_file_is_one_sentence(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_prompts(write(tmp_path, name, content))
+
+
+def test_bad_parquet_row_is_named(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", None]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 2 has prompt=None"):
+        load_prompts(str(tmp_path / "a.parquet"))
+
+
+def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl", "")
+    with pytest.raises(DataError, match=r"does not exist in .*did you mean train\.jsonl\?"):
+        load_prompts(str(tmp_path / "trian.jsonl"))
+    with pytest.raises(DataError, match="nor does its folder"):
+        load_prompts(str(tmp_path / "no" / "train.jsonl"))
+    with pytest.raises(DataError, match=r"no prompt list 'signs': gerl ships .*signs_train"):
+        load_prompts("signs")
+    with pytest.raises(DataError, match="is not a file"):
+        fingerprint(str(tmp_path))
+
+
+schedules = st.builds(
+    PromptSchedule,
+    count=st.integers(1, 40),
+    per_step=st.integers(1, 45),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**70),
+)
+
+
+@given(schedules, st.integers(0, 5))
+def test_an_epoch_is_a_permutation_in_batches(schedule: PromptSchedule, epoch: int) -> None:
+    first = epoch * schedule.steps_per_epoch
+    steps = range(first, first + schedule.steps_per_epoch)
+    batches = [schedule.batch(step) for step in reversed(steps)][::-1]  # any order: there is no state
+    assert sorted(i for batch in batches for i in batch) == list(range(schedule.count))
+    assert all(len(batch) == schedule.per_step for batch in batches[:-1])
+    assert 1 <= len(batches[-1]) <= schedule.per_step
+    assert {schedule.epoch(step) for step in steps} == {epoch}
+    assert schedule.shuffle or batches[0][0] == 0
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    orders = [PromptSchedule(50, 50, True, seed).batch(step) for seed in (0, 1) for step in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert PromptSchedule(3, 2, False, 0).batch(3) == [2]
