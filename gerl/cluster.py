@@ -26,7 +26,7 @@ class Pending:
                 self._value = call()
             except Interrupted:
                 raise
-            except Exception as error:  # any error of the call: it belongs to whoever asks for the result
+            except Exception as error:  # noqa: BLE001 - any error belongs to whoever asks for the result
                 self._error = error
 
     def wait(self) -> None:

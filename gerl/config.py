@@ -5,6 +5,7 @@ The tree is flat: one dataclass a block, composed by Hydra (`configs/`), checked
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ GROUP_ALGORITHMS = ("flow_grpo",)
 def key(
     default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> Any:
-    """A configuration key: its default, its explanation (shown by `--help`) and its range (`above` excludes the bound)."""
+    """A configuration key: its default, its explanation (shown by `--help`) and its range (`above` is exclusive)."""
     metadata = {"help": help, "low": low, "high": high, "above": above}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -36,7 +37,9 @@ class Block:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             low, high, above = (f.metadata.get(bound) for bound in ("low", "high", "above"))
-            if value != value or (low is not None and value < low):
+            if not math.isfinite(value):
+                raise ConfigError(f"{self._path(f.name)}={value}: it must be a finite number")
+            if low is not None and value < low:
                 raise ConfigError(f"{self._path(f.name)}={value}: it must be at least {low}")
             if high is not None and value > high:
                 raise ConfigError(f"{self._path(f.name)}={value}: it must be at most {high}")
@@ -45,7 +48,8 @@ class Block:
         self.check()
 
     def _path(self, name: str) -> str:
-        return f"{type(self).__name__.removesuffix('Config').lower()}.{name}"
+        block = type(self).__name__.removesuffix("Config").lower()
+        return f"{'reward.scorers.NAME' if block == 'scorer' else block}.{name}"
 
     def check(self) -> None:
         """Raise `ConfigError` where keys of the block contradict each other."""
@@ -55,7 +59,8 @@ class Block:
 class ModelConfig(Block):
     path: str = key("signs", "diffusers pipeline: hub id, folder, or 'signs' (the small SD3 that ships with gerl)")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "precision of the frozen weights; auto is bfloat16 on a GPU and float32 on a CPU; LoRA is always float32"
+        "auto",
+        "precision of the frozen weights; auto is bfloat16 on a GPU and float32 on a CPU; LoRA is always float32",
     )
     lora_rank: int = key(32, "LoRA rank", low=1)
     lora_alpha: float = key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)
@@ -86,6 +91,8 @@ class SamplingConfig(Block):
     call: dict[str, Any] = key({}, "further keyword arguments of the pipeline's __call__, such as max_sequence_length")
 
     def check(self) -> None:
+        if self.kernel == "cps" and self.noise_level > 1:
+            raise ConfigError(f"sampling.noise_level={self.noise_level}: cps takes at most 1, which re-noises fully")
         last = self.num_inference_steps - 1
         if self.window_range is not None:
             if len(self.window_range) != 2 or not 0 <= self.window_range[0] < self.window_range[1]:
@@ -151,11 +158,15 @@ class ActorConfig(Block):
     micro_batch_size: int | None = key(
         None, "images per forward and backward; null: as in the rollout. It changes memory, never the gradient", low=1
     )
-    ema_decay: float = key(0.9, "EMA of the LoRA used for validation and export, warmed up; 0: the raw weights", low=0, high=1)
+    ema_decay: float = key(
+        0.9, "EMA of the LoRA used for validation and export, warmed up; 0: the raw weights", low=0, high=1
+    )
     max_ratio_deviation: float = key(
         1e-3, "the run stops if max |ratio - 1| exceeds this before the step's first optimizer step", above=0
     )
-    max_nonfinite_updates: int = key(3, "updates with non-finite gradients that are skipped before the run stops", low=0)
+    max_nonfinite_updates: int = key(
+        3, "updates with non-finite gradients that are skipped before the run stops", low=0
+    )
 
     def check(self) -> None:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
@@ -166,7 +177,9 @@ class ActorConfig(Block):
 class ScorerConfig(Block):
     weight: float = key(1.0, "factor of this scorer in the total reward; 0: watched only")
     path: str | None = key(None, "Python file of your own scorer; null: a scorer of gerl with this entry's name")
-    function: str = key("compute_score", "function in that file: (images, prompts, metadata, **kwargs) -> list of float")
+    function: str = key(
+        "compute_score", "function in that file: (images, prompts, metadata, **kwargs) -> list of float"
+    )
     kwargs: dict[str, Any] = key({}, "keyword arguments of the scorer")
 
 
@@ -282,13 +295,15 @@ def from_mapping(values: dict[str, Any]) -> Config:
         name = ".".join(str(part) for part in first["loc"])
         if first["type"] == "unexpected_keyword_argument":
             raise ConfigError(f"{name}: there is no such key{did_you_mean(name)}; --help lists all") from None
-        message = first["msg"].removeprefix("Input should be ").removeprefix("a ")
+        message = first["msg"].removeprefix("Input should be ")
         raise ConfigError(f"{name}={first['input']!r}: it must be {message}") from None
 
 
 def did_you_mean(name: str) -> str:
     """`, did you mean 'x'` for the key nearest to `name`, or nothing."""
     names = [known for known, _ in keys()]
+    if "." not in name:
+        names = sorted({known.split(".")[0] for known in names})
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f", did you mean {near[0]!r}" if near else ""
 

@@ -13,7 +13,7 @@ from gerl.errors import CheckpointError, ConfigError, GerlError, Interrupted
 from gerl.protocol import Prompt
 from gerl.trainer.ppo.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.trainer.ppo.reward import check_reward
-from gerl.utils.checkpoint import Checkpoint, find_run_to_resume, load_checkpoint, newest_checkpoint
+from gerl.utils.checkpoint import Checkpoint, checkpoint_paths, find_run_to_resume, load_checkpoint, newest_checkpoint
 from gerl.utils.composition import Composed, compose_run, help_text
 from gerl.utils.dataset import fingerprint, load_prompts
 from gerl.utils.report import load_validation, validation_steps, write_report
@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Interrupted as error:
         logger.info("stopped: %s", error)
         return 128 + error.signal_number
+    except KeyboardInterrupt:
+        logger.info("stopped without a checkpoint of the step in progress")
+        return 130
     except GerlError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
@@ -50,9 +53,15 @@ def run(composed: Composed) -> Path:
     held_out = load_prompts(config.validation.data, config.data.prompt_key) if config.validation.data else []
     check_reward(config.reward, [*prompts, *held_out])
     run_dir, checkpoint = find_checkpoint(composed)
+    if checkpoint is None and checkpoint_paths(run_dir / "checkpoints"):
+        raise ConfigError(
+            f"hydra.run.dir={run_dir}: there is a run with checkpoints in it; choose another folder, or carry that "
+            f"run on with checkpoint.resume={run_dir}"
+        )
     prepare_folder(run_dir, composed)
     logger.info("run folder: %s", run_dir)
-    with Signals() as signals, Cluster(config.cluster) as cluster:
+    # Ray sets a SIGTERM handler of its own when it starts: ours come after it
+    with Cluster(config.cluster) as cluster, Signals() as signals:
         trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config), signals)
         try:
             trainer.fit(checkpoint)
@@ -80,7 +89,8 @@ def find_checkpoint(composed: Composed) -> tuple[Path, Checkpoint | None]:
     if resume == "never":
         return composed.run_dir, None
     if resume == "auto":
-        run_dir = find_run_to_resume(composed.run_dir.parent)
+        own = checkpoint_paths(composed.run_dir / "checkpoints")  # the same hydra.run.dir again
+        run_dir = composed.run_dir if own else find_run_to_resume(composed.run_dir.parent)
         checkpoint = newest_checkpoint(run_dir / "checkpoints") if run_dir else None
         if run_dir is None or checkpoint is None or checkpoint.state["finished"]:
             logger.info("nothing to resume in %s: starting anew", composed.run_dir.parent)
@@ -91,7 +101,9 @@ def find_checkpoint(composed: Composed) -> tuple[Path, Checkpoint | None]:
         return path.resolve().parents[1], load_checkpoint(path)
     checkpoint = newest_checkpoint(path / "checkpoints")
     if checkpoint is None:
-        raise CheckpointError(f"checkpoint.resume={resume}: there is no run or checkpoint; give its folder, auto or never")
+        raise CheckpointError(
+            f"checkpoint.resume={resume}: there is no run or checkpoint; give its folder, auto or never"
+        )
     return path, checkpoint
 
 
@@ -103,7 +115,7 @@ def prepare_folder(run_dir: Path, composed: Composed) -> None:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(
-            f"hydra.run.dir={run_dir}: the run folder cannot be written ({reason}); choose another with hydra.run.dir=..."
+            f"hydra.run.dir={run_dir}: the run folder cannot be written ({reason}); choose another folder"
         ) from None
 
 
@@ -114,10 +126,8 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
     if len(steps) > 1:
         first, last = (load_validation(run_dir, step) for step in (steps[0], steps[-1]))
         for name in first.by_scorer:
-            before, after = (
-                sum(v for v in validation.by_scorer[name] if v is not None) / max(1, len(validation.prompts))
-                for validation in (first, last)
-            )
+            scored = ([v for v in validation.by_scorer[name] if v is not None] for validation in (first, last))
+            before, after = (sum(values) / len(values) if values else float("nan") for values in scored)
             lines.append(f"{name} on {len(first.prompts)} held-out prompts: {before:.3f} before, {after:.3f} after")
     lora = run_dir / "checkpoints" / f"step_{config.trainer.steps}" / "lora"
     lines += [

@@ -11,7 +11,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -19,6 +19,7 @@ from gerl.config import Config, ScorerConfig, did_you_mean, from_mapping, keys
 from gerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+FREE = ("sampling.call", "reward.scorers")  # dictionaries: their entries are set without Hydra's plus sign
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,19 @@ def compose_run(overrides: Sequence[str]) -> Composed:
     """
     defaults = dataclasses.asdict(Config())
     del defaults["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
-    ConfigStore.instance().store("gerl", defaults)
+    schema = OmegaConf.create(defaults)
+    for free in FREE:
+        OmegaConf.set_struct(OmegaConf.select(schema, free), False)
+    ConfigStore.instance().store("gerl", schema)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             composed = compose("config", [_own_experiment(o) for o in overrides], return_hydra_config=True)
             run_dir = Path(composed.hydra.run.dir)
             experiment = str(composed.hydra.runtime.choices.experiment)
+        values = _values(composed)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_sentence(error)) from None
-    values = _values(composed)
     if not values["reward"]["scorers"]:
         values["reward"]["scorers"] = {"ocr": dataclasses.asdict(ScorerConfig())}
     return Composed(from_mapping(values), experiment, run_dir)
@@ -78,25 +82,41 @@ def _own_experiment(override: str) -> str:
     path = Path(value).expanduser()
     if not path.is_file():
         raise ConfigError(f"experiment={value}: there is no such file")
+    stem = re.sub(r"[^\w.-]", "_", path.stem)  # a name that Hydra takes without quotes, and a fit folder name
+    if stem in experiments():
+        raise ConfigError(f"experiment={value}: gerl has an experiment of the name {stem}, give the file another")
     try:
         content = OmegaConf.load(path)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"experiment={value}: it is no yaml file ({str(error).splitlines()[0]})") from None
-    ConfigStore.instance().store(path.stem, content, group="experiment", package="_global_")
-    return f"experiment={path.stem}"
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"experiment={value}: expected blocks of keys, such as 'trainer: {{steps: 5}}', got a list")
+    content.pop("experiment", None)  # in the config.yaml of a run it names what the run was composed from
+    ConfigStore.instance().store(stem, content, group="experiment", package="_global_")
+    return f"experiment={stem}"
+
+
+def experiments() -> list[str]:
+    """The names of the shipped experiments."""
+    return sorted(p.stem for p in (config_folder() / "experiment").glob("*.yaml"))
 
 
 def _sentence(error: Exception) -> str:
     """What Hydra has to say, in one sentence with a remedy."""
     text = str(error)
+    if isinstance(error, OverrideParseException):
+        hint = "quote a value with special characters, as in \"key='a b'\"; --help lists the keys"
+        return f"{error.override}: expected key=value; {hint}"
+    if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        return f"{match[1]}: expected one value; write a list as [1,2] and quote a text with a comma, as in \"'a, b'\""
     if match := re.search(r"Could not override '([^']+)'", text):
         name = match[1].split("@")[0]
-        return f"{name}: there is no such key{did_you_mean(name)}; --help lists all, '+{name}=...' adds to a dictionary"
+        return f"{name}: there is no such key{did_you_mean(name)}; --help lists all"
     if match := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{match[1]}: the key exists, set it without the plus sign"
     if match := re.search(r"Could not find '([^']+)'", text):
-        names = ", ".join(sorted(p.stem for p in (config_folder() / "experiment").glob("*.yaml")))
-        return f"{match[1].replace('/', '=')}: there is no such file; choose one of {names}, or give a path ending in .yaml"
+        names = ", ".join(experiments())
+        return f"{match[1].replace('/', '=')}: there is no such file; choose one of {names}, or a path ending in .yaml"
     return " ".join(text.split())
 
 
@@ -106,7 +126,7 @@ def help_text(program: str) -> str:
         f"usage: {program} [experiment=NAME|FILE.yaml] [key=value ...]",
         "",
         "Fine-tune a diffusers pipeline with reinforcement learning. Without arguments: the signs demo.",
-        "  experiment=NAME        one of " + ", ".join(sorted(p.stem for p in (config_folder() / "experiment").glob("*.yaml"))),
+        "  experiment=NAME        one of " + ", ".join(experiments()),
         "  hydra.run.dir=FOLDER   where the run writes (default: outputs/EXPERIMENT/TIME)",
         "",
         "The keys, with their defaults; an experiment changes some of them.",
@@ -116,7 +136,8 @@ def help_text(program: str) -> str:
         if name.split(".")[0] != block:
             block = name.split(".")[0]
             lines.append("")
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+        factory = f.default_factory
+        default = f.default if factory is dataclasses.MISSING else factory()
         shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
         choices = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
         suffix = f" ({'|'.join(map(str, choices))})" if choices else ""

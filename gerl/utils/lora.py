@@ -14,13 +14,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from gerl.errors import ModelError
 
-# linear layers of a repeated block that are neither attention nor feed-forward: modulation, embeddings, resnets, routers
+# what in a repeated block is neither attention nor feed-forward: modulation, embeddings, resnets, routers
 NOT_TRAINED = re.compile(r"norm|embed|mod|time|resnet|router|adaln", re.IGNORECASE)
 WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
 def default_targets(denoiser: torch.nn.Module) -> list[str]:
-    """Names of the attention and feed-forward linear layers in the repeated blocks (the `ModuleList`s) of `denoiser`."""
+    """Names of the attention and feed-forward linear layers in the repeated blocks (`ModuleList`s) of `denoiser`."""
     modules = dict(denoiser.named_modules())
 
     def is_target(name: str) -> bool:
@@ -94,7 +94,9 @@ def lora_file(pipe: Any, denoisers: dict[str, Any]) -> bytes:
     arguments: dict[str, Any] = {}
     for name, denoiser in denoisers.items():
         if f"{name}_lora_layers" not in accepted:
-            raise ModelError(f"diffusers cannot save a LoRA of {type(pipe).__name__}.{name}: train another pipeline class")
+            raise ModelError(
+                f"diffusers cannot save a LoRA of {type(pipe).__name__}.{name}: train another pipeline class"
+            )
         arguments[f"{name}_lora_layers"] = get_peft_model_state_dict(denoiser)
         arguments[f"{name}_lora_adapter_metadata"] = denoiser.peft_config["default"].to_dict()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,7 @@
 """What a trainer step draws: a pure function of the configuration and the step, the same on any number of workers."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -46,7 +47,7 @@ def prompt_schedule(config: Config, count: int) -> PromptSchedule:
 def update_parts(tasks: Sequence[RolloutTask], updates: int) -> list[list[RolloutTask]]:
     """`tasks` in `updates` runs of nearly equal length, one per optimizer step; empty ones are left out."""
     bounds = [round(i * len(tasks) / updates) for i in range(updates + 1)]
-    parts = [list(tasks[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [list(tasks[a:b]) for a, b in pairwise(bounds)]
     return [part for part in parts if part]
 
 

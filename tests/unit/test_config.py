@@ -84,7 +84,7 @@ BAD = [
     (nested(actor__betas=[0.9, 1.0]), "actor.betas=[0.9, 1.0]", "[0, 1)"),
     (nested(algorithm__kl_coef=-0.1), "algorithm.kl_coef=-0.1", "at least 0"),
     (nested(algorithm__clip_low=2), "algorithm.clip_low=2", "at most 1"),
-    (nested(algorithm__kl_coef=float("nan")), "algorithm.kl_coef=nan", "at least 0"),
+    (nested(algorithm__kl_coef=float("nan")), "algorithm.kl_coef=nan", "finite number"),
     (nested(trainer__seed=-1), "trainer.seed=-1", "at least 0"),
     (nested(model__lora_rank=0), "model.lora_rank=0", "at least 1"),
     # keys that contradict each other

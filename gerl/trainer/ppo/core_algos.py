@@ -18,8 +18,8 @@ def group_advantages(
 
     `std`: population standard deviation of the group (Flow-GRPO), of all rewards (`batch`), or no division (Dr. GRPO,
     arXiv 2503.20783). `leave_one_out`: the baseline is the mean of the *other* members (RLOO, arXiv 2402.14740).
-    A group whose rewards are all equal gets exactly 0. Raises `ValueError` on shapes that differ, on non-finite rewards,
-    and on groups of one where a leave-one-out baseline does not exist.
+    A group whose rewards are all equal gets exactly 0. Raises `ValueError` on shapes that differ, non-finite rewards,
+    and groups of one where a leave-one-out baseline does not exist.
     """
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
         raise ValueError(f"rewards and group_ids must be [B], got {list(rewards.shape)} and {list(group_ids.shape)}")
@@ -47,7 +47,8 @@ def group_advantages(
             scale = torch.ones(())
         case _:
             raise ValueError(f"std must be group, batch or none, got {std!r}")
-    return torch.where((highest > lowest)[members], centred / scale, 0.0).to(rewards.dtype)
+    result = torch.where((highest > lowest)[members], centred / scale, 0.0)
+    return result.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 
 
 def zero_std_fraction(rewards: torch.Tensor, group_ids: torch.Tensor) -> float:
@@ -64,13 +65,14 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """PPO's clipped surrogate, mean over `[B]`: `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))` (arXiv 1707.06347).
+    """PPO's surrogate (arXiv 1707.06347), mean over `[B]`: `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
 
     Returns the loss (scalar with gradient) and metrics: `ratio_deviation` = max |r - 1|, `clip_fraction_low` and
     `clip_fraction_high` = share of samples whose gradient the lower and the upper bound removes, `log_ratio_mean`.
     """
     log_ratio = log_prob - old_log_prob.detach()
-    ratio = log_ratio.exp()
+    # beyond e^20 every clip range has long cut in; without the bound an infinite ratio makes the masked gradient NaN
+    ratio = log_ratio.clamp(-20, 20).exp()
     clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
     clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)

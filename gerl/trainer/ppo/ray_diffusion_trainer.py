@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gerl import __version__
 from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.config import Config
-from gerl.errors import CheckpointError, GerlError, Interrupted, TrainingError
+from gerl.errors import CheckpointError, GerlError, TrainingError
 from gerl.protocol import Prompt, RolloutTask, Sample, ScorerFailure, Scores, StepResult, UpdateStats
 from gerl.trainer.ppo.core_algos import group_advantages, zero_std_fraction
 from gerl.trainer.ppo.reward import usable_groups
@@ -79,6 +78,8 @@ class RayDiffusionTrainer:
         self.nonfinite = 0
         self.val_reward: float | None = None
         self.saved_step: int | None = None
+        self.unlogged: Metrics = {}  # of a step whose update is done, but not yet its validation and its line
+        self.mid_update = False  # some, but not all, optimizer steps of a trainer step are taken
         self.workers: WorkerGroup
         self.scorers: WorkerGroup
         self.tracker: Tracker
@@ -91,6 +92,8 @@ class RayDiffusionTrainer:
             if self.step == 0:
                 self.tracker.log(0, self.validate(0))
             with Progress(total, self.step, disable=not config.logger.progress) as progress:
+                if self.unlogged:  # the resumed run was stopped before the end of its last step
+                    self.conclude(Stopwatch())
                 for step in range(self.step + 1, total + 1):
                     watch = Stopwatch()
                     with watch("step"):
@@ -98,19 +101,27 @@ class RayDiffusionTrainer:
                         scored = self.roll_out(tasks, watch)
                         metrics, advantages = self.advantages(scored)
                         with self.signals.deferred():
-                            metrics |= self.update(tasks, advantages, watch)
+                            self.unlogged = metrics | self.update(tasks, advantages, watch) | watch.metrics()
                             self.step = step
-                        if _due(step, config.validation.every, total):
-                            metrics |= self.validate(step, watch)
-                    self.tracker.log(step, {**metrics, **watch.metrics()})
-                    if _due(step, config.checkpoint.every, total):
-                        self.save(finished=step == total)
+                    self.conclude(watch)
                     progress.update(metrics["reward/mean"], **self.postfix())
-        except GerlError as error:
-            self.rescue(error)
+        except GerlError:
+            self.rescue()
             raise
         finally:
             self.tracker.close()
+
+    def conclude(self, watch: Stopwatch) -> None:
+        """End a step: validate, log its line, save."""
+        step, total = self.step, self.config.trainer.steps
+        if _due(step, self.config.validation.every, total):
+            with watch("step"):
+                self.unlogged |= self.validate(step, watch)
+        with self.signals.deferred():
+            self.tracker.log(step, {**self.unlogged, **watch.metrics()})
+            self.unlogged = {}
+        if _due(step, self.config.checkpoint.every, total):
+            self.save()
 
     def setup(self, resume: Checkpoint | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
@@ -138,7 +149,8 @@ class RayDiffusionTrainer:
         self.identity |= {"model.path": model["weights"]}
         if resume is not None:
             self.load(resume)
-        self.tracker = Tracker(self.run_dir, config.logger, start_step=self.step)
+        # a run that was stopped at step 0 validates again: -1 cuts what it had logged
+        self.tracker = Tracker(self.run_dir, config.logger, start_step=self.step or -1)
 
     def roll_out(self, tasks: Sequence[RolloutTask], watch: Stopwatch) -> Scored:
         """Draw the images of a step; each micro-batch is scored while the next one is denoised."""
@@ -159,7 +171,7 @@ class RayDiffusionTrainer:
         return self.scorers.submit(i % len(self.scorers), "score", images, prompts, metadata)
 
     def advantages(self, scored: Scored) -> tuple[Metrics, list[float | None]]:
-        """Advantages `[B]` in the order of the samples, None where a sample is not trained on, and the step's metrics."""
+        """The step's metrics, and advantages `[B]` in the order of the samples (None: not trained on)."""
         algorithm = self.config.algorithm
         keep, report = usable_groups(scored.samples, scored.totals, scored.failures, self.config.reward.on_error)
         for sentence in report:
@@ -194,9 +206,11 @@ class RayDiffusionTrainer:
                     self._check_ratio(deviation)
                 self._reduce_gradients()
                 result = self.workers.run("step")[0]
+                self.mid_update |= result.applied
                 self._count(result)
                 stats += new
             self.workers.run("forget")
+        self.mid_update = False
         return _actor_metrics(stats, result, deviation) | {
             "actor/nonfinite_updates": float(self.nonfinite),
             "actor/policy_version": float(self.policy_version),
@@ -234,7 +248,7 @@ class RayDiffusionTrainer:
             logger.warning("update skipped: its gradient is not finite (%d so far)", self.nonfinite)
             if self.nonfinite > limit:
                 raise TrainingError(
-                    f"{self.nonfinite} updates had a non-finite gradient, more than actor.max_nonfinite_updates={limit}: "
+                    f"{self.nonfinite} updates had no finite gradient, more than actor.max_nonfinite_updates={limit}; "
                     "lower actor.lr, or use model.dtype=float32"
                 )
 
@@ -245,9 +259,7 @@ class RayDiffusionTrainer:
         scored, limit = Scored(), self.config.logger.grid_images
         with (watch or Stopwatch())("validation"):
             batches = plan_validation(self.config, self.held_out, step)
-            images = [
-                self.workers.submit(i % len(self.workers), "validate", i, b) for i, b in enumerate(batches)
-            ]
+            images = [self.workers.submit(i % len(self.workers), "validate", i, b) for i, b in enumerate(batches)]
             scores = [self._score(i, image, batches[i]) for i, image in enumerate(images)]
             pixels: list[Any] = []
             for batch, image, score in zip(batches, images, scores, strict=True):
@@ -256,9 +268,7 @@ class RayDiffusionTrainer:
                 scored.add(batch, score.result())
             metrics = scored.means("val/")
         texts = [s.prompt.text for s in scored.samples]
-        save_validation(
-            self.run_dir, step, texts, np.stack(pixels[:limit]), scored.totals, scored.by_scorer
-        )
+        save_validation(self.run_dir, step, texts, np.stack(pixels[:limit]), scored.totals, scored.by_scorer)
         captions = [_caption(text, total) for text, total in zip(texts, scored.totals, strict=True)]
         self.tracker.images(step, "validation", grid(pixels[:limit], captions[:limit], columns=4))
         self.val_reward = metrics["val/reward/mean"]
@@ -269,18 +279,18 @@ class RayDiffusionTrainer:
         """What the progress bar shows besides the reward of the step."""
         return {} if self.val_reward is None else {"held-out": f"{self.val_reward:.3f}"}
 
-    def save(self, finished: bool = False) -> Path:
+    def save(self) -> Path:
         """Write a checkpoint of the last finished step and remove those no longer wanted."""
         with self.signals.deferred():
             files, worker_state = self.workers.submit(0, "checkpoint").result()
             state = {
                 "step": self.step,
-                "finished": finished,
+                "finished": self.step == self.config.trainer.steps and not self.unlogged,
+                "unlogged": self.unlogged,
                 "val_reward": self.val_reward,
                 "nonfinite": self.nonfinite,
                 "worker": worker_state,
                 "identity": self.identity,
-                "gerl_version": __version__,
             }
             root = self.run_dir / "checkpoints"
             path = save_checkpoint(root, self.step, files, state)
@@ -294,18 +304,18 @@ class RayDiffusionTrainer:
         changed = [key for key, value in self.identity.items() if state["identity"].get(key) != value]
         if changed:
             raise CheckpointError(
-                f"{checkpoint.path} cannot be resumed: {' and '.join(changed)} changed since it was written; restore it, "
-                "or start anew with checkpoint.resume=never"
+                f"{checkpoint.path} cannot be resumed: {' and '.join(changed)} changed since it was written; restore "
+                "it, or start anew with checkpoint.resume=never"
             )
         self.workers.run("load_checkpoint", checkpoint.read("state.safetensors"), state["worker"])
         self.step, self.nonfinite = state["step"], state["nonfinite"]
         self.val_reward, self.policy_version = state["val_reward"], state["worker"]["policy_version"]
-        self.saved_step = self.step
+        self.unlogged, self.saved_step = state["unlogged"], self.step
         logger.info("resumed from %s", checkpoint.path)
 
-    def rescue(self, error: GerlError) -> None:
+    def rescue(self) -> None:
         """A run that stops keeps its last finished step, if the workers still hold it."""
-        if self.saved_step == self.step or not isinstance(error, Interrupted | GerlError):
+        if self.saved_step == self.step or self.mid_update:
             return
         try:
             self.workers.run("forget")

@@ -14,7 +14,8 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 # what `__call__` computes or draws outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
 # `prepare_extra_step_kwargs` inspects the scheduler's signature and must run.
 ANSWERED = re.compile(
-    r"_?(encode|prepare(?!_extra_step)|generate|enhance|upsample_prompt|rewire|expand_prompts|add_noise|get_image_caption)(_|$)"
+    r"_?(encode|prepare(?!_extra_step)|generate|enhance|upsample_prompt|rewire|expand_prompts|add_noise"
+    r"|get_image_caption)(_|$)"
 )
 
 
@@ -52,7 +53,13 @@ class _Step:
         return copied
 
     def __call__(
-        self, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, *_: Any, return_dict: bool = True, **__: Any
+        self,
+        model_output: torch.Tensor,
+        timestep: Any,
+        sample: torch.Tensor,
+        *_: Any,
+        return_dict: bool = True,
+        **__: Any,
     ) -> SchedulerOutput | tuple[torch.Tensor]:
         x_next = self.head.on_scheduler_step(self.scheduler, model_output, timestep, sample)
         x_next = x_next.to(sample.dtype, copy=True)  # a copy, since some pipelines write into it

@@ -1,6 +1,7 @@
 """The transition kernels of flow matching: one formula, one table.
 
-With `s` = sigma, `s'` = next sigma, velocity `v`, `x0h = x - s v` and `eps_h = x + (1 - s) v`, every published sampler is
+With `s` = sigma, `s'` = next sigma, velocity `v`, `x0h = x - s v` and `eps_h = x + (1 - s) v`, every published sampler
+is
 
     x' ~ Normal((1 - s') x0h + kappa * eps_h, std)
 
@@ -24,8 +25,8 @@ def coefficients(
     """`(kappa, std)` of one step from `sigma` to `sigma_next`, both in [0, 1] and decreasing.
 
     `noise_level` is the eta of the respective paper; at 0 every kernel is the Euler step `(sigma_next, 0.0)`.
-    `sigma_one` stands in for `sigma` where `sigma / (1 - sigma)` is singular (Flow-SDE at sigma 1): the schedule's
-    second sigma (used above 0.999). A step to `sigma_next` 0 of CPS, Precise and DDIM has std 0, hence no density.
+    `sigma_one`, the schedule's second sigma, stands in for `sigma` in Flow-SDE's `1 - sigma` where that vanishes (sigma
+    above 0.999). A step to `sigma_next` 0 of CPS, Precise and DDIM has std 0, hence no density.
 
     Sources: Flow-SDE, arXiv 2505.05470; Dance-SDE, arXiv 2505.07818; CPS, arXiv 2509.05952; Precise, arXiv 2605.23522;
     DDIM, arXiv 2010.02502 in the variance-exploding form of DiffusionNFT's solver.
@@ -40,13 +41,15 @@ def coefficients(
         return sigma_next, 0.0
     match name:
         case "flow_sde" | "dance_sde":
-            regular = sigma_one if sigma > NEARLY_ONE else sigma
+            regular = min(sigma, sigma_one) if sigma > NEARLY_ONE else sigma
             if name == "flow_sde" and regular >= 1.0:
                 raise ValueError(f"sigma_one must be below 1 where sigma is 1, got {sigma_one}")
-            g = noise_level * math.sqrt(regular / (1 - regular)) if name == "flow_sde" else noise_level
+            g = noise_level * math.sqrt(sigma / (1 - regular)) if name == "flow_sde" else noise_level
             h = sigma - sigma_next
             return sigma_next - g * g * h / (2 * sigma), g * math.sqrt(h)
         case "cps":
+            if noise_level > 1:
+                raise ValueError(f"cps needs a noise_level of at most 1 (full re-noising), got {noise_level}")
             angle = noise_level * math.pi / 2
             # cos(pi/2) is 6e-17 in floating point: full re-noising has kappa 0
             return sigma_next * (0.0 if noise_level == 1 else math.cos(angle)), sigma_next * math.sin(angle)

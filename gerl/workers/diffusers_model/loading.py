@@ -94,7 +94,9 @@ def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -
         raise ModelError(f"{type(pipe).__name__} has none of the denoisers {', '.join(DENOISERS)}")
     lora: dict[str, torch.nn.Parameter] = {}
     for name, denoiser in denoisers.items():
-        added = add_lora(denoiser, config.lora_rank, config.lora_alpha, config.lora_targets, derive_seed("lora", seed, name))
+        added = add_lora(
+            denoiser, config.lora_rank, config.lora_alpha, config.lora_targets, derive_seed("lora", seed, name)
+        )
         lora |= {f"{name}.{key}": p for key, p in added.items()}
         if config.gradient_checkpointing:
             denoiser.enable_gradient_checkpointing()
@@ -106,7 +108,7 @@ def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -
 
 
 def pipeline_call(pipe: Any, sampling: SamplingConfig, prompts: list[str], **overrides: Any) -> dict[str, Any]:
-    """Keyword arguments of the pipeline for `prompts`; raises `ModelError` for a key that the pipeline does not take."""
+    """Keyword arguments of the pipeline for `prompts`; raises `ModelError` for one that it does not take."""
     optional = {"height": sampling.height, "width": sampling.width, "guidance_scale": sampling.guidance_scale}
     optional |= {"num_inference_steps": sampling.num_inference_steps, **sampling.call}
     optional |= {name: value for name, value in overrides.items() if value is not None}
@@ -114,7 +116,9 @@ def pipeline_call(pipe: Any, sampling: SamplingConfig, prompts: list[str], **ove
     accepted = inspect.signature(type(pipe).__call__).parameters
     unknown = [name for name in given if name not in accepted]
     if unknown:
-        raise ModelError(f"{type(pipe).__name__} takes no argument {unknown[0]!r}: remove it from sampling or sampling.call")
+        raise ModelError(
+            f"{type(pipe).__name__} takes no argument {unknown[0]!r}: remove it from sampling or sampling.call"
+        )
     return {"prompt": prompts, "output_type": "np", **given}
 
 

@@ -33,8 +33,9 @@ def record(
     `call`: keyword arguments of the pipeline with one prompt per sample (a list). `kernel`, `noise_level`: the
     transition kernel of the stochastic steps, see `kernels.coefficients`; other steps are Euler (ODE) steps. `window`:
     indices of the stochastic steps, None: all but the last. `generators`: one `torch.Generator` per sample, from which
-    its initial latents and then its step noise are drawn; None: the global generator. `probe`: True makes the one-sample
-    tape needed to replay sub-batches, a tape reuses that of an earlier call of the same kind, False goes without.
+    its initial latents and then its step noise are drawn; None: the global generator. `probe`: True makes the
+    one-sample tape needed to replay sub-batches, a tape reuses that of an earlier call of the same kind, False
+    goes without.
 
     Raises `ModelError` where the scheduler has no transition kernel or `window` names the last or a missing step.
     """

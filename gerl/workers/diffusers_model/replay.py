@@ -7,7 +7,6 @@ is back-propagated through the pipeline's arithmetic (guidance) to that cut at o
 denoiser before it runs again. So one step's graph is alive at a time, and none reaches from one step into another.
 """
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +92,9 @@ def replay(
         except StopPipeline:
             finished = True
     if not finished:
-        raise ReplayError(f"the pipeline ended before trained step {max(player.trained)}: it took fewer steps than recorded")
+        raise ReplayError(
+            f"the pipeline ended before trained step {max(player.trained)}: it took fewer steps than recorded"
+        )
 
 
 class Player:
@@ -119,7 +120,9 @@ class Player:
         self.looped = tape.looped_components()
         loop = [c for c in tape.component_calls if c.component in self.looped]
         if not loop:
-            raise ReplayError("the pipeline called none of its components in the denoising loop: nothing can be trained")
+            raise ReplayError(
+                "the pipeline called none of its components in the denoising loop: nothing can be trained"
+            )
         # two scheduler streams may share one denoiser call: a step is served by the last call before it
         self.live_at = {max(c.step for c in loop if c.step <= k) for k in self.trained}
         self.calls = iter(loop)
@@ -175,8 +178,8 @@ class Player:
             raise ReplayError(f"the pipeline did not arrive at the recorded latents at step {k}: it cannot be replayed")
         if self.answered != recorded.num_answers:
             raise ReplayError(
-                f"the pipeline had {self.answered} answers at step {k}, {recorded.num_answers} in the rollout: it draws "
-                "noise once per sample and can only be replayed in whole batches"
+                f"the pipeline had {self.answered} answers at step {k}, {recorded.num_answers} in the rollout: it "
+                "draws noise once per sample and can only be replayed in whole batches"
             )
         if k in self.trained:
             self._train(k, x, model_output)

@@ -1,0 +1,124 @@
+"""What gerl costs on top of the denoiser: `python benchmarks/overhead.py [--model PATH] [--repetitions N]`.
+
+One process alternates gerl's rollout (without VAE decode) and update with the bare denoiser, called the same number
+of times on the same inputs, and prints the median ratio of their times. The machine's speed cancels out, and its drift.
+"""
+
+import argparse
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gerl.config import ActorConfig, AlgorithmConfig, ModelConfig, SamplingConfig
+from gerl.utils.composition import compose_run
+from gerl.utils.seeding import sample_generators
+from gerl.workers.actor import Actor, Batch
+from gerl.workers.diffusers_model import record, record_probe
+from gerl.workers.diffusers_model.loading import Policy, load_policy, pipeline_call
+
+Inputs = list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def captured_inputs(policy: Policy, run: Callable[[], Any]) -> Inputs:
+    """Positional and keyword arguments of every denoiser call that `run` makes."""
+    calls: Inputs = []
+    (denoiser,) = policy.denoisers.values()
+    hook = denoiser.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    try:
+        run()
+    finally:
+        hook.remove()
+    return calls
+
+
+def bare_rollout(denoiser: Any, inputs: Inputs) -> None:
+    """The denoiser alone, without gradient."""
+    with torch.no_grad():
+        for args, kwargs in inputs:
+            denoiser(*args, **kwargs)
+
+
+def bare_update(denoiser: Any, inputs: Inputs) -> None:
+    """The denoiser alone, forward and backward, one step's graph alive at a time."""
+    for args, kwargs in inputs:
+        output = denoiser(*args, **kwargs)[0]
+        output.backward(torch.ones_like(output))
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(policy: Policy, sampling: SamplingConfig, batch: int, repetitions: int) -> dict[str, list[float]]:
+    """Ratios of gerl's time to the bare denoiser's, one per repetition, for rollout and update."""
+    prompts = [f'a red sign that reads "{100 + i}"' for i in range(batch)]
+    call = pipeline_call(policy.pipe, sampling, prompts) | {"output_type": "latent"}
+    window = tuple(range(sampling.trained_steps))
+    probe = record_probe(policy.pipe, call)  # made once a run by the rollout worker
+    actor = Actor(policy, ActorConfig(), AlgorithmConfig(), total_updates=1)
+    (denoiser,) = policy.denoisers.values()
+
+    def rollout() -> Any:
+        generators = sample_generators(list(range(batch)))
+        return record(policy.pipe, call, sampling.kernel, sampling.noise_level, window, generators, probe)[1]
+
+    tape = rollout()
+    advantages = [1.0 if i % 2 else -1.0 for i in range(batch)]
+
+    def update() -> None:
+        actor.accumulate([Batch(tape, advantages)], batch * len(window))
+
+    rollout_inputs, update_inputs = captured_inputs(policy, rollout), captured_inputs(policy, update)
+    pairs = {
+        "rollout": (rollout, lambda: bare_rollout(denoiser, rollout_inputs)),
+        "update": (update, lambda: bare_update(denoiser, update_inputs)),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in pairs}
+    for repetition in range(repetitions + 1):
+        for name, (ours, bare) in pairs.items():
+            # who goes first alternates, and the first repetition warms up
+            order = (ours, bare) if repetition % 2 else (bare, ours)
+            times = {f: seconds(f) for f in order}
+            if repetition:
+                ratios[name].append(times[ours] / times[bare])
+    return ratios
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--experiment", default="signs", help="experiment whose model and sampling are measured")
+    parser.add_argument("--model", default=None, help="pipeline folder or hub id; default: the experiment's")
+    parser.add_argument(
+        "--batch", type=int, default=None, help="images per call; default: the experiment's micro-batch"
+    )
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(args.threads)
+    config = compose_run([f"experiment={args.experiment}"]).config
+    model = config.model if args.model is None else ModelConfig(path=args.model, lora_rank=config.model.lora_rank)
+    policy = load_policy(model, 0.0, "cuda" if torch.cuda.is_available() else "cpu", seed=0)
+    batch = args.batch or config.rollout.micro_batch_size
+    ratios = measure(policy, config.sampling, batch, args.repetitions)
+    for name, values in ratios.items():
+        low, middle, high = min(values), statistics.median(values), max(values)
+        sys.stdout.write(
+            f"{name:8s} x{middle:.3f} of the bare denoiser (min {low:.3f}, max {high:.3f}, batch {batch})\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
