@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,12 +99,17 @@ class Cluster:
         return self.config.device
 
     def __enter__(self) -> "Cluster":
-        joined = "RAY_ADDRESS" in os.environ
+        joined = os.environ.get("RAY_ADDRESS")
         if self.remote and not ray.is_initialized():
             options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
             if not joined:
                 options |= {"address": "local", "include_dashboard": False}
-            ray.init(**options)
+            try:
+                if joined:
+                    _knock(joined)
+                ray.init(**options)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ClusterError(_why_not_joined(error) if joined else f"Ray does not start: {error}") from error
             self._started = True
         try:
             self._check_devices()
@@ -161,3 +167,17 @@ class Cluster:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` if nothing listens at `host:port`, where Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def _why_not_joined(error: Exception) -> str:
+    return (
+        f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: this Ray cluster cannot be joined ({' '.join(str(error).split())}); "
+        "start it, unset the variable to get a cluster of one's own, or set RAY_AUTH_MODE=token if it asks for a token"
+    )

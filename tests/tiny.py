@@ -289,11 +289,29 @@ def generators(n: int = len(PROMPTS), seed: int = 0) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(1000 * seed + i) for i in range(n)]
 
 
+def output_of(output: Any) -> Any:
+    """The images, frames or latents of a pipeline's output object."""
+    return next(iter(output.values()))
+
+
+def build(case: Case) -> Any:
+    """A fresh pipeline without progress bar and warnings."""
+    diffusers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    pipe = case.build()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def denoiser_of(pipe: Any) -> Any:
+    return pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+
+
 def add_lora(pipe: Any, rank: int = 4) -> list[torch.nn.Parameter]:
     """LoRA with non-zero B on the denoiser's attention, so that replays have something to differ in."""
     from peft import LoraConfig
 
-    denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    denoiser = denoiser_of(pipe)
     denoiser.requires_grad_(False)
     denoiser.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=r".*(to_q|to_k|to_v|to_out\.0)"))
     parameters = [p for p in denoiser.parameters() if p.requires_grad]

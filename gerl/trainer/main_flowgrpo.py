@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gerl.cluster import Cluster
 from gerl.config import Config
-from gerl.errors import CheckpointError, ConfigError, GerlError, Interrupted
+from gerl.errors import CheckpointError, ConfigError, DataError, GerlError, Interrupted
 from gerl.protocol import Prompt
-from gerl.trainer.ppo.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.trainer.ppo.ray_diffusion_trainer import RayDiffusionTrainer, check_identity
 from gerl.trainer.ppo.reward import check_reward
 from gerl.utils.checkpoint import Checkpoint, checkpoint_paths, find_run_to_resume, load_checkpoint, newest_checkpoint
 from gerl.utils.composition import Composed, compose_run, help_text
@@ -49,11 +49,13 @@ def run(composed: Composed) -> Path:
     """Check everything that can be checked, train, write the report; returns the run folder."""
     config, start = composed.config, time.perf_counter()
     resolve(config.model.path)
-    prompts = load_prompts(config.data.train, config.data.prompt_key)
-    held_out = load_prompts(config.validation.data, config.data.prompt_key) if config.validation.data else []
-    check_reward(config.reward, [*prompts, *held_out])
+    prompts = read_prompts(config, "data.train", config.data.train)
+    held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
+    machines = Cluster(config.cluster)
     run_dir, checkpoint = find_checkpoint(composed)
-    if checkpoint is None and checkpoint_paths(run_dir / "checkpoints"):
+    if checkpoint is not None:
+        check_identity(checkpoint, identity(config))
+    elif checkpoint_paths(run_dir / "checkpoints"):
         raise ConfigError(
             f"hydra.run.dir={run_dir}: there is a run with checkpoints in it; choose another folder, or carry that "
             f"run on with checkpoint.resume={run_dir}"
@@ -61,7 +63,7 @@ def run(composed: Composed) -> Path:
     prepare_folder(run_dir, composed)
     logger.info("run folder: %s", run_dir)
     # Ray sets a SIGTERM handler of its own when it starts: ours come after it
-    with Cluster(config.cluster) as cluster, Signals() as signals:
+    with machines as cluster, Signals() as signals:
         trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config), signals)
         try:
             trainer.fit(checkpoint)
@@ -70,6 +72,16 @@ def run(composed: Composed) -> Path:
                 write_report(run_dir)
     logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
     return run_dir
+
+
+def read_prompts(config: Config, key: str, source: str) -> list[Prompt]:
+    """The prompts of `source`, which is the value of `key`, all of them fit for the scorers."""
+    try:
+        prompts = load_prompts(source, config.data.prompt_key)
+        check_reward(config.reward, prompts)
+    except DataError as error:
+        raise DataError(f"{key}={source}: {error}") from None
+    return prompts
 
 
 def identity(config: Config) -> dict[str, str]:

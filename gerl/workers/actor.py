@@ -136,7 +136,8 @@ class Actor:
         average = {name: tensors[f"ema/{name}"] for name in self.policy.lora}
         self.policy.ema.load(average, numbers["ema_updates"])
         self.policy.version = numbers["policy_version"]
-        self.schedule.load_state_dict(numbers["lr_schedule"])
+        # the lambdas are functions, made anew by the constructor
+        self.schedule.load_state_dict({**numbers["lr_schedule"], "lr_lambdas": [None]})
         for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr
 

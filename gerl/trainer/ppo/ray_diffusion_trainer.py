@@ -1,5 +1,6 @@
 """The training loop: roll out, score, advantages, update, log, validate, save."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 
 from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.config import Config
-from gerl.errors import CheckpointError, GerlError, TrainingError
+from gerl.errors import CheckpointError, GerlError, Interrupted, TrainingError
 from gerl.protocol import Prompt, RolloutTask, Sample, ScorerFailure, Scores, StepResult, UpdateStats
 from gerl.trainer.ppo.core_algos import group_advantages, zero_std_fraction
 from gerl.trainer.ppo.reward import usable_groups
@@ -279,7 +280,7 @@ class RayDiffusionTrainer:
         """What the progress bar shows besides the reward of the step."""
         return {} if self.val_reward is None else {"held-out": f"{self.val_reward:.3f}"}
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Write a checkpoint of the last finished step and remove those no longer wanted."""
         with self.signals.deferred():
             files, worker_state = self.workers.submit(0, "checkpoint").result()
@@ -293,20 +294,14 @@ class RayDiffusionTrainer:
                 "identity": self.identity,
             }
             root = self.run_dir / "checkpoints"
-            path = save_checkpoint(root, self.step, files, state)
+            save_checkpoint(root, self.step, files, state)
             prune(root, self.config.checkpoint.keep)
             self.saved_step = self.step
-        return path
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""
         state = checkpoint.state
-        changed = [key for key, value in self.identity.items() if state["identity"].get(key) != value]
-        if changed:
-            raise CheckpointError(
-                f"{checkpoint.path} cannot be resumed: {' and '.join(changed)} changed since it was written; restore "
-                "it, or start anew with checkpoint.resume=never"
-            )
+        check_identity(checkpoint, self.identity)
         self.workers.run("load_checkpoint", checkpoint.read("state.safetensors"), state["worker"])
         self.step, self.nonfinite = state["step"], state["nonfinite"]
         self.val_reward, self.policy_version = state["val_reward"], state["worker"]["policy_version"]
@@ -319,9 +314,21 @@ class RayDiffusionTrainer:
             return
         try:
             self.workers.run("forget")
-            logger.info("stopped after step %d: checkpoint at %s", self.step, self.save())
+            with contextlib.suppress(Interrupted):  # the signal that ended the run speaks up again after the save
+                self.save()
+            logger.info("stopped after step %d: checkpoint in %s", self.step, self.run_dir / "checkpoints")
         except GerlError as second:
             logger.warning("no checkpoint of step %d could be written: %s", self.step, second)
+
+
+def check_identity(checkpoint: Checkpoint, identity: dict[str, str]) -> None:
+    """Raise `CheckpointError` if something has changed that a resumed run must share with the one before."""
+    changed = [key for key, value in identity.items() if checkpoint.state["identity"].get(key) != value]
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be resumed: {' and '.join(changed)} changed since it was written; restore it, "
+            "or start anew with checkpoint.resume=never"
+        )
 
 
 def _split(values: Sequence[float | None], tasks: Sequence[RolloutTask]) -> dict[int, list[float | None]]:

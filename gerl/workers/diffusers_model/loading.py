@@ -20,6 +20,9 @@ from gerl.workers.diffusers_model.transitions import is_flow_matching
 
 logger = logging.getLogger(__name__)
 SHIPPED = ("signs",)
+NOISE_SCHEDULE = (
+    "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",
+)  # fmt: skip
 DENOISERS = ("transformer", "transformer_2", "unet")
 
 
@@ -65,7 +68,7 @@ def load_pipeline(config: ModelConfig, device: str) -> Any:
     folder = resolve(config.path)
     try:
         pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, RuntimeError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, AttributeError, ImportError, KeyError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model.path={config.path!r} cannot be loaded as a diffusers pipeline: {reason}") from error
     pipe.scheduler = trainable_scheduler(pipe.scheduler)
@@ -80,10 +83,17 @@ def trainable_scheduler(scheduler: Any) -> Any:
     """`scheduler`, or a DDIM one of the same noise schedule where it is neither flow matching nor DDIM."""
     if is_flow_matching(scheduler) or isinstance(scheduler, diffusers.DDIMScheduler):
         return scheduler
-    if scheduler.config.get("prediction_type") not in ("epsilon", "v_prediction", "sample"):
+    config, alphas = scheduler.config, getattr(scheduler, "alphas_cumprod", None)  # EDM schedulers have no alphas
+    if config.get("prediction_type") not in ("epsilon", "v_prediction", "sample") or alphas is None:
         raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has no transition kernel")
+    # `from_config` drops what the other class had by default; and DDIM by default clips the predicted sample, which
+    # would ruin the latents of schedulers that never do
+    kept = {name: config[name] for name in NOISE_SCHEDULE if name in config}
+    ddim = diffusers.DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False), **kept)
+    if not torch.equal(ddim.alphas_cumprod, alphas):
+        raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has another noise schedule than DDIM")
     logger.info("replaced %s by DDIMScheduler, which has a transition kernel", type(scheduler).__name__)
-    return diffusers.DDIMScheduler.from_config(scheduler.config)
+    return ddim
 
 
 def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -> Policy:

@@ -115,6 +115,12 @@ class Player:
             raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
         if index is not None and tape.batch_size > 1 and tape.probe is None:
             raise ReplayError("replaying a sub-batch needs a tape recorded with probe=True")
+        for k, given in latents.items():
+            if given.shape != self._rows(tape.steps[k].x).shape:
+                raise ReplayError(
+                    f"latents of step {k} have shape {list(given.shape)}, the replayed ones "
+                    f"{list(self._rows(tape.steps[k].x).shape)}: give one row per replayed sample"
+                )
         self.step = 0
         self.answered = 0
         self.looped = tape.looped_components()

@@ -1,0 +1,142 @@
+"""Whole runs on a tiny Stable Diffusion 3 with random weights: 16x16 pixels, four denoising steps."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from gerl.trainer.main_flowgrpo import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ["a red fox", "blue", 'a sign that reads "482"', "x y", "seven", "a cat"]
+BRIGHT = """
+import numpy as np
+
+def compute_score(images, prompts, metadata):
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def untimed(self) -> list[dict[str, Any]]:
+        """The metrics without the wall-clock times, which no two runs share."""
+        return [{k: v for k, v in row.items() if not k.startswith("timing/")} for row in self.metrics]
+
+    def column(self, name: str) -> list[float]:
+        return [row[name] for row in self.metrics if name in row]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step}"
+
+    def state(self, step: int) -> dict[str, torch.Tensor]:
+        return load_file(self.checkpoint(step) / "state.safetensors")
+
+    def lora(self, step: int) -> torch.Tensor:
+        """The trained weights as one vector."""
+        tensors = self.state(step)
+        return torch.cat([tensors[name].flatten() for name in sorted(tensors) if name.startswith("lora/")])
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "sd3"
+    tiny.sd3().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with prompt files and scorers."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "train.txt").write_text("\n".join(PROMPTS) + "\n")
+    (folder / "val.txt").write_text("\n".join(PROMPTS[:4]) + "\n")
+    (folder / "bright.py").write_text(BRIGHT)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def arguments(model: Path, workplace: Path) -> Callable[..., list[str]]:
+    """The command line of a small run into `folder`; keyword arguments replace keys (`__` stands for a dot)."""
+
+    def build(folder: Path, *overrides: str, scorer: str = "bright.py", **keys: Any) -> list[str]:
+        values = {
+            "experiment": "plain",
+            "hydra.run.dir": folder,
+            "model.path": model,
+            "model.lora_rank": 4,
+            "model.lora_alpha": 8,
+            "sampling.height": 16,
+            "sampling.width": 16,
+            "sampling.num_inference_steps": 4,
+            "sampling.guidance_scale": 1.0,
+            "sampling.call": "{max_sequence_length: 8}",
+            "rollout.prompts_per_step": 2,
+            "rollout.n": 4,
+            "rollout.micro_batch_size": 4,
+            "data.train": workplace / "train.txt",
+            "validation.data": "null",
+            "trainer.steps": 2,
+            "cluster.launcher": "local",
+            "cluster.device": "cpu",
+            "cluster.threads_per_worker": 1,
+            "logger.progress": "false",
+            "logger.tensorboard": "false",
+        }
+        if scorer:
+            values["reward.scorers.bright.path"] = workplace / scorer
+        values |= {name.replace("__", "."): value for name, value in keys.items()}
+        return [*(f"{name}={value}" for name, value in values.items()), *overrides]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def train(arguments: Callable[..., list[str]]) -> Callable[..., Run]:
+    """Run the command line in this process and expect success."""
+
+    def run(folder: Path, *overrides: str, **keys: Any) -> Run:
+        assert main(arguments(folder, *overrides, **keys)) == 0
+        return Run(folder)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[[list[str]], "subprocess.Popen[str]"]:
+    """Start the command line as a process of its own, leader of a process group as under a shell."""
+
+    def popen(arguments: list[str], cwd: Path = ROOT, **environment: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "gerl.trainer.main_flowgrpo", *arguments],
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    return popen
+
+
+@pytest.fixture(scope="session")
+def run_of() -> type[Run]:
+    return Run

@@ -1,0 +1,101 @@
+"""The README is true: its Python runs, its commands compose, its make targets and links exist.
+
+A Python block is executed as it stands unless an HTML comment `<!-- not run: reason -->` stands before it.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gerl.utils.composition import compose_run, help_text
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+TRAIN = "python -m gerl.trainer.main_flowgrpo"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, and the reason why it is not executed, if one is given before it."""
+
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+
+
+def blocks() -> list[Block]:
+    text = README.read_text(encoding="utf-8") if README.exists() else ""
+    found = []
+    for match in re.finditer(
+        r"(<!-- not run: (?P<why>.+?) -->\s*)?^```(?P<language>\w*)\n(?P<text>.*?)^```", text, re.M | re.S
+    ):
+        line = text[: match.start("text")].count("\n") + 1
+        found.append(Block(line, match["language"], match["text"], match["why"]))
+    return found
+
+
+def commands() -> list[tuple[int, str]]:
+    """(line, command) of the bash blocks, without comments, continued lines joined."""
+    found = []
+    for block in blocks():
+        if block.language in ("bash", "sh", "console"):
+            for number, line in enumerate(block.text.replace("\\\n", "  ").splitlines()):
+                if command := re.sub(r"(^|\s)#.*", "", line).removeprefix("$ ").strip():
+                    found.append((block.line + number, command))
+    return found
+
+
+PYTHON = [block for block in blocks() if block.language == "python"]
+TRAINING = [(line, command) for line, command in commands() if command.startswith(TRAIN)]
+
+
+def test_the_readme_has_what_is_checked_here() -> None:
+    assert README.exists(), "README.md is missing"
+    assert "@@" not in README.read_text(encoding="utf-8"), "a placeholder was left in"
+    assert PYTHON and TRAINING
+    assert {"make demo", "make test"} <= {command for _, command in commands()}
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line {block.line}")
+def test_python_blocks_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    code = compile(block.text, f"{README.name}, block at line {block.line}", "exec")
+    if block.not_run is None:
+        values: dict[str, Any] = {"__name__": "readme"}
+        exec(code, values)
+
+
+@pytest.mark.parametrize(("line", "command"), TRAINING, ids=lambda value: f"{value}")
+def test_training_commands_compose(line: int, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    overrides = shlex.split(command.removeprefix(TRAIN))
+    if overrides == ["--help"]:
+        assert help_text(TRAIN)
+    else:
+        scorers = compose_run(overrides).config.reward.scorers
+        assert all((ROOT / scorer.path).is_file() for scorer in scorers.values() if scorer.path)
+
+
+def test_make_targets_exist() -> None:
+    rules = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = [command.split()[1] for _, command in commands() if command.startswith("make ")]
+    assert targets and set(targets) <= set(rules)
+
+
+def test_modules_that_are_run_exist() -> None:
+    modules = re.findall(r"python -m (gerl[\w.]*)", README.read_text(encoding="utf-8"))
+    assert modules
+    for module in modules:
+        assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file(), module
+
+
+def test_links_lead_somewhere() -> None:
+    text = README.read_text(encoding="utf-8")
+    links = [*re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text), *re.findall(r'(?:src|href)="([^"]+)"', text)]
+    for link in links:
+        assert link.startswith(("http", "data:")) or (ROOT / link).exists(), link

@@ -1,0 +1,256 @@
+"""A run that stops, by itself, by a signal or by kill -9, carries on as if nothing had happened."""
+
+import json
+import logging
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from gerl.trainer.main_flowgrpo import main
+from gerl.utils.composition import compose_run
+from gerl.utils.dataset import load_prompts
+from gerl.utils.planning import plan_validation
+from gerl.utils.seeding import sample_generators
+
+Arguments = Callable[..., list[str]]
+STEPS = 5
+# Brightness; call number `number` (from 1) sends a signal to the process, as a user or a scheduler would.
+STOPPING = """
+import os, pathlib, signal
+import numpy as np
+
+def compute_score(images, prompts, metadata, log, number):
+    calls = pathlib.Path(log)
+    count = int(calls.read_text()) + 1 if calls.exists() else 1
+    calls.write_text(str(count))
+    if count == number:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+
+
+@pytest.fixture(scope="module")
+def command(arguments: Arguments, workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Arguments:
+    """Four calls of the scorer a step: validation on one, rollout on three, an epoch of two steps."""
+    (workplace / "stopping.py").write_text(STOPPING)
+
+    def build(folder: Path, *overrides: str, stop: int = 0, **keys: Any) -> list[str]:
+        settings = {
+            "scorer": "stopping.py",
+            "trainer__steps": STEPS,
+            "rollout__prompts_per_step": 3,
+            "validation__data": workplace / "val.txt",
+            "validation__every": 1,
+            "checkpoint__every": 1,
+            "checkpoint__keep": 9,
+            "actor__lr": 0.01,
+            "actor__warmup_steps": 3,
+            "reward__scorers__bright__kwargs": f"{{log: {folder.parent / 'calls'}, number: {stop}}}",
+        }
+        return arguments(folder, *overrides, **settings | keys)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def whole(command: Arguments, run_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert main(command(folder)) == 0
+    return run_of(folder)
+
+
+@pytest.fixture(scope="module")
+def three(command: Arguments, run_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("three") / "run"
+    assert main(command(folder, trainer__steps=3)) == 0
+    return run_of(folder)
+
+
+@pytest.fixture
+def stopped(three: Any, run_of: Any, tmp_path: Path) -> Any:
+    """A copy of a run that ended after three steps."""
+    return run_of(Path(shutil.copytree(three.folder, tmp_path / "runs" / "run")))
+
+
+def assert_same_end(run: Any, other: Any) -> None:
+    state, expected = run.state(STEPS), other.state(STEPS)
+    assert sorted(state) == sorted(expected)
+    assert any(name.startswith("ema/") for name in state) and any(name.startswith("optimizer/") for name in state)
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    assert run.untimed() == other.untimed()
+    assert json.loads((run.checkpoint(STEPS) / "state.json").read_text())["finished"] is True
+    for step in range(STEPS + 1):
+        name = f"validation/step_{step:06d}.npz"
+        assert (np.load(run.folder / name)["pixels"] == np.load(other.folder / name)["pixels"]).all()
+
+
+def test_three_steps_and_two_are_five(
+    command: Arguments, whole: Any, stopped: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        assert main(command(stopped.folder, f"checkpoint.resume={stopped.folder}")) == 0
+    assert f"resumed from {stopped.checkpoint(3)}" in caplog.messages
+    assert_same_end(stopped, whole)
+
+
+def test_a_single_checkpoint_can_be_named(command: Arguments, whole: Any, stopped: Any) -> None:
+    assert main(command(stopped.folder, f"checkpoint.resume={stopped.checkpoint(2)}")) == 0
+    assert_same_end(stopped, whole)
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+    command: Arguments, whole: Any, stopped: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = stopped.checkpoint(3) / "state.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        assert main(command(stopped.folder, f"checkpoint.resume={stopped.folder}")) == 0
+    assert any(str(stopped.checkpoint(3)) in m and "'state.safetensors' is not the file" in m for m in caplog.messages)
+    assert f"resumed from {stopped.checkpoint(2)}" in caplog.messages
+    assert_same_end(stopped, whole)
+
+
+@pytest.mark.parametrize(
+    ("call", "kept"),
+    [(1, 0), (3, 0), (6, 1), (5, 1), (17 + 4, 5)],
+    ids=["first validation", "first rollout", "later rollout", "validation of a step", "last validation"],
+)
+def test_sigterm_leaves_a_checkpoint_and_auto_carries_on(
+    command: Arguments, run_of: Any, whole: Any, tmp_path: Path, call: int, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_of(tmp_path / "runs" / "first")
+    settings = ("actor.lr_schedule=constant", "checkpoint.every=0")
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        assert main(command(run.folder, *settings, stop=call)) == 128 + signal.SIGTERM
+    assert caplog.messages[-2:] == [
+        f"stopped after step {kept}: checkpoint in {run.folder / 'checkpoints'}",
+        f"stopped: interrupted by signal {int(signal.SIGTERM)}",
+    ]
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == [f"step_{kept}"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the handlers are gone
+    again = command(tmp_path / "runs" / "second", *settings, "checkpoint.resume=auto", stop=call)
+    assert main(again) == 0
+    assert not (tmp_path / "runs" / "second").exists()  # it carried on where the first one lies
+    assert_same_end(run, whole)
+
+
+def test_kill_9_during_a_step_and_the_same_command_again(
+    command: Arguments, start: Callable[..., Any], run_of: Any, whole: Any, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path / "run")
+    arguments = command(run.folder, "checkpoint.resume=auto")
+    process = start(arguments)
+    while not ((run.folder / "metrics.jsonl").exists() and len(run.metrics) >= 3):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    steps = [row["step"] for row in run.metrics]
+    assert steps[:3] == [0, 1, 2] and len(steps) < STEPS + 1
+    assert main(arguments) == 0
+    assert_same_end(run, whole)
+
+
+def test_auto_after_a_finished_run_starts_anew(
+    command: Arguments, run_of: Any, stopped: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = run_of(stopped.folder.parent / "new")
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        assert main(command(new.folder, "checkpoint.resume=auto", trainer__steps=1)) == 0
+    assert f"nothing to resume in {new.folder.parent}: starting anew" in caplog.messages
+    assert [row["step"] for row in new.metrics] == [0, 1] and len(stopped.metrics) == 4
+
+
+def test_a_folder_with_a_run_is_not_written_over(
+    command: Arguments, stopped: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in stopped.folder.rglob("*") if path.is_file()}
+    assert main(command(stopped.folder)) == 2
+    assert f"hydra.run.dir={stopped.folder}" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in stopped.folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew_in_its_folder(
+    command: Arguments, whole: Any, stopped: Any
+) -> None:
+    shutil.rmtree(stopped.folder / "checkpoints")
+    assert main(command(stopped.folder, "checkpoint.resume=auto")) == 0
+    assert_same_end(stopped, whole)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train", "changed.txt"),
+        ("validation.data", "changed.txt"),
+        ("model.path", "changed"),
+        ("model.lora_rank", "2"),
+        ("trainer.seed", "7"),
+    ],
+)
+def test_a_run_that_changed_is_not_resumed(
+    command: Arguments, stopped: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str
+) -> None:
+    if "changed" in value:
+        value = str(tmp_path / value)
+        Path(f"{tmp_path}/changed.txt").write_text("another prompt\n")
+    if key == "model.path":
+        pipe = tiny.sd3()
+        with torch.no_grad():
+            pipe.transformer.transformer_blocks[0].attn.to_q.weight += 0.01
+        pipe.save_pretrained(value)
+    kept = stopped.untimed()
+    assert main([*command(stopped.folder, f"checkpoint.resume={stopped.folder}"), f"{key}={value}"]) == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    named = "model.lora_*" if "lora" in key else key
+    assert said == (
+        f"error: {stopped.checkpoint(3)} cannot be resumed: {named} changed since it was written; restore it, or start "
+        "anew with checkpoint.resume=never"
+    )
+    assert stopped.untimed() == kept
+
+
+def test_nothing_to_resume_at_a_path(command: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path / "run", f"checkpoint.resume={tmp_path / 'nowhere'}")) == 1
+    assert f"checkpoint.resume={tmp_path / 'nowhere'}: there is no run" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_plain_diffusers_draws_the_validation_images_with_the_lora(
+    command: Arguments, whole: Any, model: Path, workplace: Path
+) -> None:
+    config = compose_run(command(whole.folder)).config
+    (samples,) = plan_validation(config, load_prompts(str(workplace / "val.txt")), STEPS)
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(model)
+    pipe.set_progress_bar_config(disable=True)
+
+    def draw() -> np.ndarray:
+        images = pipe(
+            [s.prompt.text for s in samples],
+            height=16,
+            width=16,
+            num_inference_steps=4,
+            guidance_scale=1.0,
+            max_sequence_length=8,
+            generator=sample_generators([s.seed for s in samples]),
+            output_type="pil",
+        ).images
+        return np.stack([np.asarray(image) for image in images])
+
+    before, after = (np.load(whole.folder / f"validation/step_{step:06d}.npz")["pixels"] for step in (0, STEPS))
+    assert (draw() == before).all()
+    pipe.load_lora_weights(str(whole.checkpoint(STEPS) / "lora"))
+    assert (draw() == after).all()
+    assert (before != after).any()

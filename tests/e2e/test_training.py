@@ -1,0 +1,179 @@
+"""What a run does: the reward follows its sign, the numbers mean what they say, the batch layout changes nothing."""
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+Train = Callable[..., Any]
+# An easy task for random weights: a large LoRA and a high learning rate, scored by the brightness.
+EASY = {
+    "model__lora_alpha": 32,
+    "actor__lr": 0.02,
+    "actor__ema_decay": 0.5,
+    "rollout__prompts_per_step": 3,
+    "rollout__n": 8,
+    "rollout__micro_batch_size": 24,
+}
+STEP_KEYS = {
+    "step",
+    "reward/mean",
+    "reward/bright/mean",
+    "reward/std",
+    "reward/failures",
+    "group/zero_std_fraction",
+    "group/dropped",
+    "actor/ratio_deviation",
+    "actor/clip_fraction",
+    "actor/clip_fraction_low",
+    "actor/clip_fraction_high",
+    "actor/log_ratio_mean",
+    "actor/loss",
+    "actor/kl",
+    "actor/grad_norm",
+    "actor/lr",
+    "actor/nonfinite_updates",
+    "actor/policy_version",
+    "timing/rollout_s",
+    "timing/reward_wait_s",
+    "timing/update_s",
+    "timing/step_s",
+}
+VALIDATION_KEYS = {"val/reward/mean", "val/bright/mean"}
+
+
+@pytest.fixture(scope="module")
+def rising(train: Train, workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("rising") / "run"
+    return train(folder, trainer__steps=12, validation__data=workplace / "val.txt", validation__every=6, **EASY)
+
+
+def test_the_reward_rises(rising: Any) -> None:
+    before, after = rising.column("val/bright/mean")[0], rising.column("val/bright/mean")[-1]
+    assert after > before + 0.002
+    training = rising.column("reward/bright/mean")
+    assert sum(training[-3:]) / 3 > sum(training[:3]) / 3 + 0.002
+
+
+def test_the_negated_reward_falls(train: Train, workplace: Path, tmp_path: Path) -> None:
+    weight, data = "reward.scorers.bright.weight=-1", workplace / "val.txt"
+    run = train(tmp_path / "run", weight, trainer__steps=12, validation__data=data, **EASY)
+    bright = run.column("val/bright/mean")
+    assert bright[-1] < bright[0] - 0.002
+    assert run.column("val/reward/mean") == pytest.approx([-value for value in bright])
+
+
+def test_the_ratio_is_one_on_policy(rising: Any) -> None:
+    assert len(rising.column("actor/ratio_deviation")) == 12
+    assert max(rising.column("actor/ratio_deviation")) < 1e-5
+
+
+def test_metrics_have_their_names_and_mean_what_they_say(rising: Any) -> None:
+    rows = rising.metrics
+    assert [row["step"] for row in rows] == list(range(13))
+    assert set(rows[0]) == {"step"} | VALIDATION_KEYS
+    for row in rows[1:]:
+        validated = VALIDATION_KEYS | {"timing/validation_s"} if row["step"] in (6, 12) else set()
+        assert set(row) == STEP_KEYS | validated
+        assert all(math.isfinite(value) for value in row.values())
+        assert 0 < row["reward/mean"] < 1 and row["reward/mean"] == row["reward/bright/mean"]
+        assert 0 < row["reward/std"] < 0.1
+        assert row["reward/failures"] == row["group/dropped"] == row["group/zero_std_fraction"] == 0
+        assert row["actor/clip_fraction"] == row["actor/log_ratio_mean"] == row["actor/kl"] == 0  # one update, no KL
+        assert 0 < row["actor/grad_norm"] < 1
+        assert row["actor/lr"] == EASY["actor__lr"]
+        assert row["actor/policy_version"] == row["step"]
+        parts = sum(row.get(f"timing/{name}_s", 0) for name in ("rollout", "reward_wait", "update", "validation"))
+        assert parts <= row["timing/step_s"] < parts + 1
+
+
+def test_the_run_folder(rising: Any) -> None:
+    folder = rising.folder
+    names = {"config.yaml", "metrics.jsonl", "report.html", "samples", "checkpoints", "validation"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert {path.name for path in (folder / "samples").iterdir()} == {
+        f"validation_{step:06d}.png" for step in (0, 6, 12)
+    }
+    assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"step_10", "step_12"}
+    assert 'src="data:image' in (folder / "report.html").read_text()
+
+
+def test_the_actor_micro_batch_changes_nothing(train: Train, tmp_path: Path) -> None:
+    runs = [train(tmp_path / str(size), actor__micro_batch_size=size, actor__lr=0.01) for size in (1, 3, "null")]
+    weights = [run.lora(2) for run in runs]
+    assert weights[0].abs().max() > 0.01  # it did learn something
+    for run, other in zip(runs[:2], weights[:2], strict=True):
+        assert run.column("actor/grad_norm") == pytest.approx(runs[2].column("actor/grad_norm"), rel=1e-4)
+        assert torch.allclose(other, weights[2], atol=1e-5)
+
+
+def test_kl_to_the_base_model(train: Train, tmp_path: Path) -> None:
+    free, held = (
+        train(tmp_path / str(weight), trainer__steps=4, algorithm__kl_coef=weight, **EASY) for weight in (1e-9, 1e3)
+    )
+    kl = free.column("actor/kl")
+    assert kl[0] == 0  # the LoRA starts at zero
+    assert 0 < kl[1] < kl[3]
+    assert held.column("actor/kl")[3] < kl[3] / 2
+    assert max(free.column("actor/ratio_deviation")) < 1e-5
+
+
+def test_the_second_update_of_a_step_is_off_policy(train: Train, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", actor__updates_per_step=2, actor__lr=0.01, rollout__prompts_per_step=4)
+    assert max(run.column("actor/ratio_deviation")) < 1e-5  # before the first update of a step
+    assert all(abs(value) > 1e-6 for value in run.column("actor/log_ratio_mean"))  # in the second
+    assert all(value > 0 for value in run.column("actor/clip_fraction"))
+    assert run.column("actor/policy_version") == [2, 4]
+
+
+def test_the_last_batch_of_an_epoch_may_be_partial(train: Train, tmp_path: Path) -> None:
+    # six prompts, four a step: 4, 2, 4; and 16, 8, 16 images in micro-batches of at most 5
+    run = train(tmp_path / "run", trainer__steps=3, rollout__prompts_per_step=4, rollout__micro_batch_size=5)
+    assert max(run.column("actor/ratio_deviation")) < 1e-5
+    assert all(value > 0 for value in run.column("actor/grad_norm"))
+
+
+def test_a_constant_reward_takes_no_optimizer_step(train: Train, workplace: Path, tmp_path: Path) -> None:
+    (workplace / "constant.py").write_text("def compute_score(images, *_):\n    return [0.1] * len(images)\n")
+    run = train(tmp_path / "run", scorer="constant.py", trainer__steps=2)
+    assert run.column("group/zero_std_fraction") == [1, 1]
+    assert run.column("actor/grad_norm") == run.column("actor/policy_version") == [0, 0]
+    assert not any(name.startswith("optimizer/") for name in run.state(2))
+
+
+def test_checkpointing_and_compiling_compute_the_same(train: Train, tmp_path: Path) -> None:
+    small = {"model__path": tmp_path / "model", "trainer__steps": 1, "rollout__prompts_per_step": 1}
+    tiny.sd3(layers=1).save_pretrained(tmp_path / "model")
+    plain = train(tmp_path / "plain", **small)
+    compiled = ("model.gradient_checkpointing=true", "model.compile=true", "model.compile_backend=aot_eager")
+    run = train(tmp_path / "compiled", *compiled, **small)
+    assert run.column("actor/ratio_deviation")[0] < 1e-5
+    assert run.column("reward/mean") == pytest.approx(plain.column("reward/mean"), rel=1e-3)
+    assert run.column("actor/grad_norm") == pytest.approx(plain.column("actor/grad_norm"), rel=1e-2)
+
+
+def test_one_step_of_an_sde_window_is_trained(train: Train, tmp_path: Path) -> None:
+    window = ("sampling.window_size=1", "sampling.window_range=[0,2]")
+    run = train(tmp_path / "run", *window, trainer__steps=2)
+    assert max(run.column("actor/ratio_deviation")) < 1e-5
+    assert all(value > 0 for value in run.column("actor/grad_norm"))
+
+
+def test_the_screen_says_where_everything_lies(
+    train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        run = train(tmp_path / "run", trainer__steps=1, validation__data=workplace / "val.txt")
+    said = caplog.messages
+    assert said[0] == f"run folder: {run.folder}"
+    last = said[-1]
+    before, after = run.column("val/bright/mean")
+    assert f"bright on 4 held-out prompts: {before:.3f} before, {after:.3f} after" in last
+    assert f"run folder: {run.folder}" in last and str(run.folder / "report.html") in last
+    assert f"pipe.load_lora_weights('{run.checkpoint(1) / 'lora'}')" in last
+    assert (run.checkpoint(1) / "lora").is_dir()

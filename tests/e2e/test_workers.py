@@ -1,0 +1,179 @@
+"""One worker or two, in this process or over Ray: the same images and the same step."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+STEPS = 2
+# Brightness, with a log of when it was called and what it saw.
+SEEN = """
+import hashlib, json, time
+import numpy as np
+
+def compute_score(images, prompts, metadata, log):
+    digests = [hashlib.sha256(image.tobytes()).hexdigest() for image in images]
+    with open(log, "a") as file:
+        file.write(json.dumps({"time": time.time(), "images": [prompts, digests]}) + "\\n")
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+CLUSTER = """
+import ray, sys
+ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.readline()
+print(ray.get(ray.remote(lambda: 42).remote()), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def keys(workplace: Path) -> dict[str, Any]:
+    (workplace / "seen.py").write_text(SEEN)
+    return {
+        "scorer": "seen.py",
+        "trainer__steps": STEPS,
+        "validation__data": workplace / "val.txt",
+        "validation__every": 1,
+        "validation__micro_batch_size": 2,
+        "rollout__prompts_per_step": 4,
+        "rollout__micro_batch_size": 2,
+        "actor__lr": 0.01,
+    }
+
+
+@pytest.fixture(scope="module")
+def run(
+    train: Callable[..., Any], keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    def start(**more: Any) -> Any:
+        folder = tmp_path_factory.mktemp("workers")
+        return train(folder / "run", f"reward.scorers.bright.kwargs.log={folder / 'log'}", **keys | more)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def one(run: Callable[..., Any]) -> Any:
+    return run(cluster__num_workers=1)
+
+
+@pytest.fixture(scope="module")
+def two(run: Callable[..., Any]) -> Any:
+    return run(cluster__num_workers=2)
+
+
+def calls(run: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder.parent / "log").read_text().splitlines()]
+
+
+def images(run: Any) -> list[Any]:
+    """Prompts and digests of everything that was drawn up to the first update, in a fixed order."""
+    first = calls(run)[: 2 + 8]  # two micro-batches of validation, eight of rollout
+    return sorted(pair for call in first for pair in zip(*call["images"], strict=True))
+
+
+def pixels(run: Any, step: int) -> np.ndarray:
+    with np.load(run.folder / "validation" / f"step_{step:06d}.npz") as arrays:
+        return arrays["pixels"]
+
+
+def assert_same_run(run: Any, other: Any) -> None:
+    assert images(run) == images(other)
+    assert (pixels(run, 0) == pixels(other, 0)).all()
+    rows, others = run.untimed(), other.untimed()
+    assert [set(row) for row in rows] == [set(row) for row in others]
+    for row, expected in zip(rows, others, strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert row_of(run, 1)["reward/mean"] == row_of(other, 1)["reward/mean"]  # drawn before any update
+    assert run.lora(STEPS).abs().max() > 0.01
+    assert torch.allclose(run.lora(STEPS), other.lora(STEPS), atol=1e-5)
+
+
+def row_of(run: Any, step: int) -> dict[str, Any]:
+    return next(row for row in run.metrics if row["step"] == step)
+
+
+def test_one_and_two_workers_draw_and_learn_the_same(one: Any, two: Any) -> None:
+    assert_same_run(one, two)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """A Ray cluster that somebody else started."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    yield process.stdout.readline().strip(), process
+    process.kill()
+
+
+def test_a_ray_cluster_is_joined_and_left_running(
+    run: Callable[..., Any], two: Any, cluster: tuple[str, "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, process = cluster
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    over_ray = run(cluster__num_workers=2, cluster__launcher="ray")
+    assert_same_run(over_ray, two)
+    # streaming: the first micro-batch is scored long before the last one is drawn
+    times = [call["time"] for call in calls(over_ray)][-10:-2]  # of the last rollout
+    assert times[-1] - times[0] > 0.4 * over_ray.metrics[-1]["timing/rollout_s"]
+    answer, _ = process.communicate("\n", timeout=30)
+    assert answer.strip() == "42"
+
+
+def test_ctrl_c_on_ray_leaves_a_checkpoint_and_no_process(
+    arguments: Callable[..., list[str]], start: Any, run_of: Any, keys: dict[str, Any], two: Any, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path / "run")
+    more = keys | {"trainer__steps": 500, "cluster__num_workers": 2, "cluster__launcher": "ray"}
+    log, mark = f"reward.scorers.bright.kwargs.log={tmp_path / 'log'}", f"ctrl-c-{tmp_path}"
+    process = start(arguments(run.folder, log, **more), GERL_TEST=mark)
+    wait_for(lambda: len(run.metrics) > STEPS, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, said
+    step = run.metrics[-1]["step"]
+    assert f"stopped after step {step}: checkpoint in {run.folder / 'checkpoints'}" in said
+    assert "Traceback" not in said
+    assert run.lora(step).abs().max() > 0
+    assert run.untimed()[:STEPS] == two.untimed()[:STEPS]
+    assert not processes_with(f"GERL_TEST={mark}")
+
+
+def wait_for(condition: Callable[[], bool], process: Any) -> None:
+    for _ in range(1200):
+        assert process.poll() is None, process.communicate()[1]
+        try:
+            if condition():
+                return
+        except (OSError, ValueError):  # not there yet, or half a line
+            pass
+        time.sleep(0.05)
+    raise AssertionError("waited for a minute")
+
+
+def processes_with(variable: str) -> list[str]:
+    """Command lines of the processes that were started with this environment variable."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # it ended, or is not ours
+    return found

@@ -1,0 +1,104 @@
+"""The worker groups of this process; those over Ray are in tests/e2e/test_workers.py."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from gerl.cluster import Cluster, Pending, WorkerGroup
+from gerl.config import ClusterConfig
+from gerl.errors import ClusterError, Interrupted, RewardError
+
+
+@dataclass
+class Worker:
+    rank: int
+    calls: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> str:
+        self.calls.append(text)
+        return f"{self.rank}:{text}"
+
+    def fail(self, text: str) -> None:
+        raise RewardError(text)
+
+    def crash(self) -> None:
+        raise ZeroDivisionError
+
+    def interrupt(self) -> None:
+        raise Interrupted(15)
+
+
+@pytest.fixture
+def group() -> WorkerGroup:
+    with Cluster(ClusterConfig(launcher="local", device="cpu", num_workers=3)) as cluster:
+        return cluster.workers("worker", Worker, 3, lambda rank: (rank,), device=True)
+
+
+def test_each_worker_gets_its_arguments_and_results_keep_the_order(group: WorkerGroup) -> None:
+    assert len(group) == 3
+    assert group.run("note", "a") == ["0:a", "1:a", "2:a"]
+
+
+def test_calls_of_a_worker_happen_in_the_order_of_submission(group: WorkerGroup) -> None:
+    pending = [group.submit(i % 2, "note", str(i)) for i in range(5)]
+    assert [p.result() for p in pending] == ["0:0", "1:1", "0:2", "1:3", "0:4"]
+    assert group.workers[0].calls == ["0", "2", "4"]
+
+
+def test_a_pending_argument_arrives_as_its_value(group: WorkerGroup) -> None:
+    first = group.submit(0, "note", "x")
+    second = group.submit(1, "note", first)
+    assert isinstance(second, Pending) and second.result() == "1:0:x"
+
+
+def test_an_exception_waits_for_whoever_asks(group: WorkerGroup) -> None:
+    pending = group.submit(0, "fail", "no score")
+    pending.wait()
+    for _ in range(2):
+        with pytest.raises(RewardError, match="no score"):
+            pending.result()
+    with pytest.raises(ZeroDivisionError):
+        group.submit(0, "crash").result()
+
+
+def test_what_depends_on_a_failed_call_fails_with_its_exception(group: WorkerGroup) -> None:
+    chained = group.submit(1, "note", group.submit(0, "fail", "the cause"))
+    assert group.workers[1].calls == []
+    with pytest.raises(RewardError, match="the cause"):
+        chained.result()
+
+
+def test_a_signal_is_not_kept_for_later(group: WorkerGroup) -> None:
+    with pytest.raises(Interrupted):
+        group.submit(0, "interrupt")
+
+
+def test_a_failure_on_one_worker_is_that_of_the_group(group: WorkerGroup) -> None:
+    with pytest.raises(RewardError):
+        group.run("fail", "x")
+
+
+def test_devices_and_threads() -> None:
+    cluster = Cluster(ClusterConfig(device="cpu", num_workers=2, threads_per_worker=3))
+    assert (cluster.device, cluster.worker_device(1), cluster.num_workers, cluster.threads) == ("cpu", "cpu", 2, 3)
+    alone = Cluster(ClusterConfig(device="cpu"))
+    assert alone.num_workers == 1 and alone.threads >= 1
+    assert Cluster(ClusterConfig(device="cpu", num_workers=10_000)).threads == 1
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    local = Cluster(ClusterConfig(launcher="local"))
+    assert (local.device, local.num_workers, local.worker_device(1)) == ("cuda", 2, "cuda:1")
+    assert Cluster(ClusterConfig(launcher="ray")).worker_device(1) == "cuda"  # Ray shows each worker its own GPU only
+    with local, pytest.raises(ClusterError, match=r"cluster\.num_workers=3, but there are only 2 GPUs: lower it"):
+        Cluster(ClusterConfig(launcher="local", num_workers=3)).__enter__()
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Cluster(ClusterConfig(device="auto")).device == "cpu"
+    with pytest.raises(ClusterError, match=r"cluster\.device=cuda, .*use cluster\.device=auto or cpu"):
+        Cluster(ClusterConfig(device="cuda"))
