@@ -89,7 +89,13 @@ class Cluster:
         self.remote = config.launcher == "ray"
         self._actors: list[Any] = []
         self.device = self._device()
-        self.num_workers = config.num_workers or (torch.cuda.device_count() if self.device == "cuda" else 1)
+        self.num_workers = config.num_workers or self._default_workers()
+
+    def _default_workers(self) -> int:
+        if self.device == "cuda":
+            return torch.cuda.device_count()
+        # on a CPU two processes beat one with as many threads, which wait for each other at every operation
+        return min(2, _cores()) if self.remote else 1
 
     def _device(self) -> str:
         if self.config.device == "cuda" and not torch.cuda.is_available():

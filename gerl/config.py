@@ -229,7 +229,7 @@ class CheckpointConfig(Block):
 class ClusterConfig(Block):
     launcher: Literal["ray", "local"] = key("ray", "workers as Ray actors, or in this process")
     num_workers: int | None = key(
-        None, "rollout and actor workers; null: one per GPU, or one on a machine without GPU", low=1
+        None, "rollout and actor workers; null: one per GPU; without GPU two over Ray (if there are two cores), one in process", low=1
     )
     num_reward_workers: int = key(1, "processes that score images", low=1)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")

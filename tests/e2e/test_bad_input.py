@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import socket
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -202,6 +203,18 @@ def test_a_gpu_that_is_not_there(arguments: Arguments, tmp_path: Path, capsys: p
     said = sentence(capsys)
     assert "cluster.device=cuda" in said and "use cluster.device=auto or cpu" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_ray_cluster_that_is_not_there(
+    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(arguments(tmp_path / "run", cluster__launcher="ray")) == 1
+    said = sentence(capsys)
+    assert f"RAY_ADDRESS={address}: this Ray cluster cannot be joined" in said and "unset the variable" in said
 
 
 # Scorers that fail on the first image of every group of the prompt "blue", and count their calls.

@@ -90,7 +90,7 @@ class RayDiffusionTrainer:
         self.setup(resume)
         config, total = self.config, self.config.trainer.steps
         try:
-            if self.step == 0:
+            if self.step == 0 and self.held_out:
                 self.tracker.log(0, self.validate(0))
             with Progress(total, self.step, disable=not config.logger.progress) as progress:
                 if self.unlogged:  # the resumed run was stopped before the end of its last step
@@ -143,8 +143,8 @@ class RayDiffusionTrainer:
         if cluster.remote and len(self.workers) > 1:
             self.workers.run("join", self.workers.submit(0, "address").result(), len(self.workers))
         logger.info(
-            "%s, LoRA of %.2f M parameters on %s; %d workers on %s; %d prompts, %d steps an epoch",
-            *(model["pipeline"], model["lora_parameters"] / 1e6, " and ".join(model["denoisers"])),
+            "%s, LoRA of %s parameters on %s; %d worker(s) on %s; %d prompts, %d steps an epoch",
+            *(model["pipeline"], f"{model['lora_parameters']:,}", " and ".join(model["denoisers"])),
             *(len(self.workers), cluster.device, len(self.prompts), per_epoch),
         )
         self.identity |= {"model.path": model["weights"]}

@@ -112,8 +112,6 @@ def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -
             denoiser.enable_gradient_checkpointing()
         if config.compile:
             denoiser.compile(backend=config.compile_backend)
-    count = sum(p.numel() for p in lora.values())
-    logger.info("%s: LoRA of %.2f M parameters on %s", type(pipe).__name__, count / 1e6, ", ".join(denoisers))
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay))
 
 
