@@ -25,7 +25,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, processors
 from tokenizers.models import WordLevel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gerl.config import ValidationConfig
 from gerl.utils.reward_score.ocr import OcrScorer
+from gerl.utils.seeding import derive_seed, sample_generators
 
 log = logging.getLogger("train_signs")
 
@@ -64,7 +66,7 @@ SPRING STREET STUDIO SUMMER SUNSET TEMPLE TICKET TUNNEL TURTLE VALLEY VELVET VIO
 def render_sign(text: str, colour: str, rng: np.random.Generator, worn: float = 0.0) -> Image.Image:
     """Draw ``text`` on a board of the named colour, a little off centre and off colour; [HEIGHT, WIDTH] RGB.
 
-    ``worn`` is the mean share of characters whose paint has come off; from sign to sign 0 to twice that.
+    ``worn``: a character is left out with a chance drawn for each sign, uniform between 0 and twice this.
     """
     board, ink = (tuple(int(c) for c in np.clip(rng.normal(rgb, 4), 0, 255)) for rgb in COLOURS[colour])
     image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), WALL)
@@ -315,7 +317,8 @@ def evaluate(args: argparse.Namespace) -> None:
     pipe = StableDiffusion3Pipeline.from_pretrained(args.output)
     pipe.set_progress_bar_config(disable=True)
     targets, prompts = zip(*held_out(args).items(), strict=True)
-    generators = [torch.Generator().manual_seed(args.seed + i) for i in range(len(prompts))]
+    # the noise of the trainer's own validation: this score is where reinforcement learning starts
+    generators = sample_generators([derive_seed("validation", ValidationConfig().seed, i) for i in range(len(prompts))])
     images = pipe(
         list(prompts), height=HEIGHT, width=WIDTH, num_inference_steps=args.eval_steps, guidance_scale=args.guidance,
         max_sequence_length=1, generator=generators,
@@ -353,7 +356,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     numbers: dict[str, int | float] = {
         "seed": 0, "threads": 2, "images": 50_000, "save-every": 250, "ema": 0.998,
         "vae-steps": 1500, "vae-batch": 16, "vae-lr": 2e-3,
-        "steps": 4000, "clean-steps": 2500, "worn": 0.5, "batch": 64, "lr": 1e-3, "width": 128, "layers": 5,
+        "steps": 3500, "clean-steps": 2500, "worn": 0.65, "batch": 64, "lr": 1e-3, "width": 128, "layers": 5,
         "use-step": 0, "eval-steps": 10, "shift": 1.0, "guidance": 1.0,
     }  # fmt: skip
     for name, default in numbers.items():

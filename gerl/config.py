@@ -161,8 +161,11 @@ class ActorConfig(Block):
     ema_decay: float = key(
         0.9, "EMA of the LoRA used for validation and export, warmed up; 0: the raw weights", low=0, high=1
     )
-    max_ratio_deviation: float = key(
-        1e-3, "the run stops if max |ratio - 1| exceeds this before the step's first optimizer step", above=0
+    max_ratio_deviation: float | None = key(
+        None,
+        "the run stops if max |ratio - 1| exceeds this before the step's first optimizer step; null: 1e-3, or 2e-2 "
+        "with base weights in half precision, where another batch size rounds differently",
+        above=0,
     )
     max_nonfinite_updates: int = key(
         3, "updates with non-finite gradients that are skipped before the run stops", low=0
@@ -229,7 +232,9 @@ class CheckpointConfig(Block):
 class ClusterConfig(Block):
     launcher: Literal["ray", "local"] = key("ray", "workers as Ray actors, or in this process")
     num_workers: int | None = key(
-        None, "rollout and actor workers; null: one per GPU; without GPU two over Ray (if there are two cores), one in process", low=1
+        None,
+        "rollout and actor workers; null: one per GPU; on a CPU two over Ray (if it has two cores), one in process",
+        low=1,
     )
     num_reward_workers: int = key(1, "processes that score images", low=1)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")

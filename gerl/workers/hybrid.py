@@ -49,6 +49,7 @@ class HybridWorker:
             "pipeline": type(self.policy.pipe).__name__,
             "denoisers": list(self.policy.denoisers),
             "lora_parameters": sum(p.numel() for p in self.policy.lora.values()),
+            "half_precision": any(d.dtype != torch.float32 for d in self.policy.denoisers.values()),
             "weights": weights_fingerprint(self.policy.denoisers),
         }
 

@@ -81,6 +81,7 @@ class RayDiffusionTrainer:
         self.saved_step: int | None = None
         self.unlogged: Metrics = {}  # of a step whose update is done, but not yet its validation and its line
         self.mid_update = False  # some, but not all, optimizer steps of a trainer step are taken
+        self.half_precision = False  # of the base weights
         self.workers: WorkerGroup
         self.scorers: WorkerGroup
         self.tracker: Tracker
@@ -147,6 +148,7 @@ class RayDiffusionTrainer:
             *(model["pipeline"], f"{model['lora_parameters']:,}", " and ".join(model["denoisers"])),
             *(len(self.workers), cluster.device, len(self.prompts), per_epoch),
         )
+        self.half_precision = bool(model["half_precision"])
         self.identity |= {"model.path": model["weights"]}
         if resume is not None:
             self.load(resume)
@@ -224,7 +226,7 @@ class RayDiffusionTrainer:
         return {i: [a or None for a in values] for i, values in advantages.items()}
 
     def _check_ratio(self, deviation: float) -> None:
-        limit = self.config.actor.max_ratio_deviation
+        limit = self.config.actor.max_ratio_deviation or (2e-2 if self.half_precision else 1e-3)
         if not deviation <= limit:
             raise TrainingError(
                 f"max |ratio - 1| is {deviation:.2e} before the first optimizer step, above actor.max_ratio_deviation="
