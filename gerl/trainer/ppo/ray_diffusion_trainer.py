@@ -15,7 +15,7 @@ from gerl.config import Config
 from gerl.errors import CheckpointError, GerlError, Interrupted, TrainingError
 from gerl.protocol import Prompt, RolloutTask, Sample, ScorerFailure, Scores, StepResult, UpdateStats
 from gerl.trainer.ppo.core_algos import group_advantages, zero_std_fraction
-from gerl.trainer.ppo.reward import usable_groups
+from gerl.trainer.ppo.reward import usable_groups, with_absolute_paths
 from gerl.utils.checkpoint import Checkpoint, prune, save_checkpoint
 from gerl.utils.images import grid
 from gerl.utils.planning import plan_step, plan_validation, prompt_schedule, update_parts
@@ -77,7 +77,8 @@ class RayDiffusionTrainer:
         self.step = 0  # finished trainer steps
         self.policy_version = 0
         self.nonfinite = 0
-        self.val_reward: float | None = None
+        self.val_reward: float | None = None  # of the last validation, after step `validated_step`
+        self.validated_step: int | None = None
         self.saved_step: int | None = None
         self.unlogged: Metrics = {}  # of a step whose update is done, but not yet its validation and its line
         self.mid_update = False  # some, but not all, optimizer steps of a trainer step are taken
@@ -128,10 +129,11 @@ class RayDiffusionTrainer:
     def setup(self, resume: Checkpoint | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
         config, cluster = self.config, self.cluster
+        reward = with_absolute_paths(config.reward)  # a worker may have another current directory
         per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
         self.scorers = cluster.workers(
-            "reward worker", RewardManager, config.cluster.num_reward_workers, lambda _: (config.reward,), device=False
+            "reward worker", RewardManager, config.cluster.num_reward_workers, lambda _: (reward,), device=False
         )
         self.workers = cluster.workers(
             "worker",
@@ -274,7 +276,7 @@ class RayDiffusionTrainer:
         save_validation(self.run_dir, step, texts, np.stack(pixels[:limit]), scored.totals, scored.by_scorer)
         captions = [_caption(text, total) for text, total in zip(texts, scored.totals, strict=True)]
         self.tracker.images(step, "validation", grid(pixels[:limit], captions[:limit], columns=4))
-        self.val_reward = metrics["val/reward/mean"]
+        self.val_reward, self.validated_step = metrics["val/reward/mean"], step
         logger.info("step %d: reward on %d held-out prompts %.3f", step, len(texts), self.val_reward)
         return metrics
 
@@ -290,7 +292,7 @@ class RayDiffusionTrainer:
                 "step": self.step,
                 "finished": self.step == self.config.trainer.steps and not self.unlogged,
                 "unlogged": self.unlogged,
-                "val_reward": self.val_reward,
+                "val_reward": self.val_reward if self.validated_step == self.step else None,
                 "nonfinite": self.nonfinite,
                 "worker": worker_state,
                 "identity": self.identity,
@@ -306,7 +308,8 @@ class RayDiffusionTrainer:
         check_identity(checkpoint, self.identity)
         self.workers.run("load_checkpoint", checkpoint.read("state.safetensors"), state["worker"])
         self.step, self.nonfinite = state["step"], state["nonfinite"]
-        self.val_reward, self.policy_version = state["val_reward"], state["worker"]["policy_version"]
+        self.val_reward, self.validated_step = state["val_reward"], self.step
+        self.policy_version = state["worker"]["policy_version"]
         self.unlogged, self.saved_step = state["unlogged"], self.step
         logger.info("resumed from %s", checkpoint.path)
 

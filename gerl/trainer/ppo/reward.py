@@ -1,5 +1,7 @@
 """What the trainer does about rewards: the check before any work, and the groups it must do without."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from gerl.config import RewardConfig
@@ -17,6 +19,15 @@ def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
     """
     for name, scorer in config.scorers.items():
         build_scorer(name, scorer).check_prompts(prompts)
+
+
+def with_absolute_paths(config: RewardConfig) -> RewardConfig:
+    """`config` with the files of custom scorers as absolute paths, seen from the current directory."""
+    scorers = {
+        name: replace(scorer, path=None if scorer.path is None else str(Path(scorer.path).expanduser().absolute()))
+        for name, scorer in config.scorers.items()
+    }
+    return replace(config, scorers=scorers)
 
 
 def usable_groups(

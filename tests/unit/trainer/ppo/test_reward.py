@@ -7,7 +7,7 @@ import pytest
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt, Sample, ScorerFailure
-from gerl.trainer.ppo.reward import check_reward, usable_groups
+from gerl.trainer.ppo.reward import check_reward, usable_groups, with_absolute_paths
 
 PROMPTS = [Prompt(0, 'a "B"'), Prompt(1, "a cat"), Prompt(2, "a dog")]
 SAMPLES = [Sample(prompt, index, seed=0, step=7) for index in (0, 1) for prompt in PROMPTS]
@@ -61,3 +61,13 @@ def test_check_reward_refuses_what_cannot_be_built(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "rapidocr", None)
     with pytest.raises(RewardError, match=r"gerl\[ocr\]"):
         check_reward(RewardConfig({"ocr": ScorerConfig()}), PROMPTS)
+
+
+def test_custom_scorers_get_absolute_paths_and_nothing_else_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RewardConfig({"mine": ScorerConfig(path="my.py", weight=0.5), "ocr": ScorerConfig()}, retries=3)
+    changed = with_absolute_paths(config)
+    assert changed.scorers["mine"] == ScorerConfig(path=str(tmp_path / "my.py"), weight=0.5)
+    assert changed.scorers["ocr"] == ScorerConfig() and changed.retries == 3
