@@ -1,4 +1,4 @@
-"""The README is true: its Python runs, its commands compose, its make targets and links exist.
+"""The README and docs/engine.md are true: its Python runs, its commands compose, its make targets and links exist.
 
 A Python block is executed as it stands unless an HTML comment `<!-- not run: reason -->` stands before it.
 """
@@ -28,8 +28,8 @@ class Block:
     not_run: str | None
 
 
-def blocks() -> list[Block]:
-    text = README.read_text(encoding="utf-8") if README.exists() else ""
+def blocks(document: Path = README) -> list[Block]:
+    text = document.read_text(encoding="utf-8") if document.exists() else ""
     found = []
     for match in re.finditer(
         r"(<!-- not run: (?P<why>.+?) -->\s*)?^```(?P<language>\w*)\n(?P<text>.*?)^```", text, re.M | re.S
@@ -50,7 +50,7 @@ def commands() -> list[tuple[int, str]]:
     return found
 
 
-PYTHON = [block for block in blocks() if block.language == "python"]
+PYTHON = [b for document in (README, ROOT / "docs" / "engine.md") for b in blocks(document) if b.language == "python"]
 TRAINING = [(line, command) for line, command in commands() if command.startswith(TRAIN)]
 
 
@@ -64,7 +64,7 @@ def test_the_readme_has_what_is_checked_here() -> None:
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line {block.line}")
 def test_python_blocks_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    code = compile(block.text, f"{README.name}, block at line {block.line}", "exec")
+    code = compile(block.text, f"block at line {block.line}", "exec")
     if block.not_run is None:
         values: dict[str, Any] = {"__name__": "readme"}
         exec(code, values)

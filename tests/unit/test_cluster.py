@@ -1,5 +1,6 @@
 """The worker groups of this process; those over Ray are in tests/e2e/test_workers.py."""
 
+import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -82,8 +83,10 @@ def test_a_failure_on_one_worker_is_that_of_the_group(group: WorkerGroup) -> Non
 def test_devices_and_threads() -> None:
     cluster = Cluster(ClusterConfig(device="cpu", num_workers=2, threads_per_worker=3))
     assert (cluster.device, cluster.worker_device(1), cluster.num_workers, cluster.threads) == ("cpu", "cpu", 2, 3)
-    alone = Cluster(ClusterConfig(device="cpu"))
-    assert alone.num_workers == 1 and alone.threads >= 1
+    cores = len(os.sched_getaffinity(0))
+    assert Cluster(ClusterConfig(device="cpu")).num_workers == min(2, cores)
+    alone = Cluster(ClusterConfig(device="cpu", launcher="local"))
+    assert (alone.num_workers, alone.threads) == (1, cores)
     assert Cluster(ClusterConfig(device="cpu", num_workers=10_000)).threads == 1
 
 
