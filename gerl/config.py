@@ -305,11 +305,15 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 
 def did_you_mean(name: str) -> str:
-    """`, did you mean 'x'` for the key nearest to `name`, or nothing."""
+    """`, did you mean 'x'` for the key nearest to `name`; else what its block has, if there is such a block."""
     names = [known for known, _ in keys()]
-    if "." not in name:
-        names = sorted({known.split(".")[0] for known in names})
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    block, _, leaf = name.rpartition(".")
+    leaves = [known.rpartition(".")[2] for known in names if block and known.rpartition(".")[0] == block]
+    if leaves:  # only the last part is compared: the common beginning would make everything look near
+        near = difflib.get_close_matches(leaf, leaves, n=1)
+        return f", did you mean {f'{block}.{near[0]}'!r}" if near else f"; {block} has {', '.join(leaves)}"
+    candidates = names if block else sorted({known.split(".")[0] for known in names})
+    near = difflib.get_close_matches(name, candidates, n=1)
     return f", did you mean {near[0]!r}" if near else ""
 
 
