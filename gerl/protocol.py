@@ -94,7 +94,7 @@ class UpdateStats:
             self.clip_low + other.clip_low,
             self.clip_high + other.clip_high,
             self.log_ratio + other.log_ratio,
-            max(self.ratio_deviation, other.ratio_deviation),
+            float(np.maximum(self.ratio_deviation, other.ratio_deviation)),  # a NaN stays one
         )
 
 

@@ -131,7 +131,7 @@ def test_a_ray_cluster_is_joined_and_left_running(
     assert_same_run(over_ray, two)
     # streaming: the first micro-batch is scored long before the last one is drawn
     times = [call["time"] for call in calls(over_ray)][-10:-2]  # of the last rollout
-    assert times[-1] - times[0] > 0.4 * over_ray.metrics[-1]["timing/rollout_s"]
+    assert times[-1] - times[0] > 0.2 * over_ray.metrics[-1]["timing/rollout_s"]
     answer, _ = process.communicate("\n", timeout=30)
     assert answer.strip() == "42"
 

@@ -229,7 +229,7 @@ class RayDiffusionTrainer:
 
     def _check_ratio(self, deviation: float) -> None:
         limit = self.config.actor.max_ratio_deviation or (2e-2 if self.half_precision else 1e-3)
-        if not deviation <= limit:
+        if deviation > limit:  # a NaN comes with a non-finite gradient, which is skipped and counted
             raise TrainingError(
                 f"max |ratio - 1| is {deviation:.2e} before the first optimizer step, above actor.max_ratio_deviation="
                 f"{limit:g}: the replay does not compute what the rollout did; try model.dtype=float32, the same micro-"
