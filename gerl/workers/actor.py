@@ -95,7 +95,7 @@ class Actor:
     def set_flat_gradient(self, flat: torch.Tensor) -> None:
         """Replace all gradients by those in `flat`."""
         for p, values in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
-            p.grad = values.view_as(p).clone()
+            p.grad = values.view_as(p).to(p.device, copy=True)
 
     def step(self) -> StepResult:
         """Clip the gradient and take an optimizer step; a non-finite gradient is dropped instead."""

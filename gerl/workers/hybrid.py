@@ -86,8 +86,8 @@ class HybridWorker:
         self.actor.set_flat_gradient(flat)
 
     def flat_gradient(self) -> torch.Tensor:
-        """This worker's gradient as one vector."""
-        return self.actor.flat_gradient()
+        """This worker's gradient as one vector on the CPU, where those of several devices meet."""
+        return self.actor.flat_gradient().cpu()
 
     def set_flat_gradient(self, flat: torch.Tensor) -> None:
         """Replace this worker's gradient."""
