@@ -88,6 +88,7 @@ class Cluster:
         self.config = config
         self.remote = config.launcher == "ray"
         self._actors: list[Any] = []
+        self._started = False
         self.device = self._device()
         self.num_workers = config.num_workers or self._default_workers()
 
@@ -128,8 +129,9 @@ class Cluster:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        if getattr(self, "_started", False):
+        if self._started:
             ray.shutdown()  # an embedded cluster ends, a joined one is only left
+            self._started = False
 
     def _check_devices(self) -> None:
         if self.device != "cuda":
