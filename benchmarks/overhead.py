@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from gerl.config import ActorConfig, AlgorithmConfig, ModelConfig, SamplingConfig
+from gerl.algorithms import Batch, build_algorithm
+from gerl.config import Config, ModelConfig, SamplingConfig
+from gerl.protocol import Prompt, Sample
 from gerl.utils.composition import compose_run
 from gerl.utils.seeding import sample_generators
-from gerl.workers.actor import Actor, Batch
+from gerl.workers.actor import Actor
 from gerl.workers.diffusers_model import record, record_probe
 from gerl.workers.diffusers_model.loading import Policy, load_policy, pipeline_call
 
@@ -66,7 +68,8 @@ def measure(policy: Policy, sampling: SamplingConfig, batch: int, repetitions: i
     call = pipeline_call(policy.pipe, sampling, prompts) | {"output_type": "latent"}
     window = tuple(range(sampling.trained_steps))
     probe = record_probe(policy.pipe, call)  # made once a run by the rollout worker
-    actor = Actor(policy, ActorConfig(), AlgorithmConfig(), total_updates=1)
+    config = Config(sampling=sampling)
+    actor = Actor(policy, config.actor, build_algorithm(config), total_updates=1)
     (denoiser,) = policy.denoisers.values()
 
     def rollout() -> Any:
@@ -74,10 +77,11 @@ def measure(policy: Policy, sampling: SamplingConfig, batch: int, repetitions: i
         return record(policy.pipe, call, sampling.kernel, sampling.noise_level, window, generators, probe)[1]
 
     tape = rollout()
-    advantages = [1.0 if i % 2 else -1.0 for i in range(batch)]
+    credit = torch.tensor([[1.0 if i % 2 else -1.0] * len(tape.steps) for i in range(batch)])
+    samples = [Sample(Prompt(0, prompt), i, i, 1) for i, prompt in enumerate(prompts)]
 
     def update() -> None:
-        actor.accumulate([Batch(tape, advantages)], batch * len(window))
+        actor.accumulate([Batch(tape, samples, window, credit)], batch * len(window))
 
     rollout_inputs, update_inputs = captured_inputs(policy, rollout), captured_inputs(policy, update)
     pairs = {

@@ -1,10 +1,11 @@
 """What travels between driver and workers: typed records, no string-keyed batches.
 
-*prompt*: a row of a prompt file. *group*: the images of one prompt in one trainer step. *sample*: one image.
+*prompt*: a row of a prompt file. *group*: the images of one prompt in one trainer step. *sample*: one image. *credit*:
+the advantage of each (sample, timestep), `[B, T]` fp32, NaN where it is not trained.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,12 +19,23 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
+class Group(NamedTuple):
+    """What samples have in common that may be compared (AT-GRPO, arXiv 2510.11062): the prompt and, where they apply,
+    the turn, the role of the policy and the branching point, that is everything that makes up the state they shared."""
+
+    prompt: int
+    turn: int | None = None
+    role: str | None = None
+    branch: int | None = None
+
+
 @dataclass(frozen=True)
 class Sample:
     """One image to draw: sample number `index` of the group of `prompt` in trainer step `step`.
 
-    Its noise is drawn from `seed` alone, so it is the same on any worker. `policy_version` counts the optimizer steps
-    behind the weights that draw it.
+    Its noise is drawn from `seed` alone, so it is the same on any worker; its initial latents from `init_seed` where
+    that is given. `policy_version` counts the optimizer steps behind the weights that draw it. `turn`, `role` and
+    `branch` divide the images of a prompt into groups that shared a state; see `Group`.
     """
 
     prompt: Prompt
@@ -31,20 +43,43 @@ class Sample:
     seed: int
     step: int
     policy_version: int = 0
+    init_seed: int | None = None
+    turn: int | None = None
+    role: str | None = None
+    branch: int | None = None
 
     @property
-    def group_id(self) -> int:
-        """Samples are compared within a group: here, those of one prompt."""
-        return self.prompt.id
+    def group(self) -> Group:
+        """Samples are compared within a group only."""
+        return Group(self.prompt.id, self.turn, self.role, self.branch)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Trajectories (rows) denoised together from step `start` to before step `stop`; a tree consists of several.
+
+    `leaves[r]` is the first sample of the task that descends from row `r`: its credit at the steps of the segment is
+    that of all of them. A segment with a `parent` branches off: row `r` continues row `rows[r]` of that segment, with
+    noise of its own from step `start` on.
+    """
+
+    seeds: tuple[int, ...]  # [R] of the step noise
+    leaves: tuple[int, ...]  # [R]
+    window: tuple[int, ...]  # stochastic steps
+    trained: tuple[int, ...]  # steps (or noise levels) the update trains
+    parent: int | None = None  # index in the task
+    rows: tuple[int, ...] = ()  # [R]
+    start: int = 0
+    stop: int | None = None  # None: to the end, where the rows are the samples `leaves`
 
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """A micro-batch: samples denoised together in one pipeline call, with noise at the steps of `window`."""
+    """A micro-batch: samples drawn together on one worker. Without branches it is one segment of one row a sample."""
 
     id: int
     samples: list[Sample]
-    window: tuple[int, ...]
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
@@ -76,7 +111,10 @@ class Scores:
 
 @dataclass
 class UpdateStats:
-    """Sums over trained (sample, timestep) pairs, so that workers and micro-batches add up to the same averages."""
+    """Sums over trained (sample, timestep) pairs, so that workers and micro-batches add up to the same averages.
+
+    `extra`: what an algorithm reports besides.
+    """
 
     pairs: int = 0
     loss: float = 0.0
@@ -85,6 +123,7 @@ class UpdateStats:
     clip_high: float = 0.0
     log_ratio: float = 0.0
     ratio_deviation: float = 0.0  # max |ratio - 1|
+    extra: dict[str, float] = field(default_factory=dict)
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
         return UpdateStats(
@@ -95,6 +134,7 @@ class UpdateStats:
             self.clip_high + other.clip_high,
             self.log_ratio + other.log_ratio,
             float(np.maximum(self.ratio_deviation, other.ratio_deviation)),  # a NaN stays one
+            {k: self.extra.get(k, 0.0) + other.extra.get(k, 0.0) for k in {**self.extra, **other.extra}},
         )
 
 
@@ -105,3 +145,12 @@ class StepResult:
     grad_norm: float
     lr: float
     applied: bool
+
+
+@dataclass(frozen=True)
+class SamplingProbe:
+    """What was measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, and the
+    stochastic steps whose kernel turns the predicted noise around, as (step, sigma, next sigma, kappa)."""
+
+    log_ratio_noise: float
+    reversed_noise: list[tuple[int, float, float, float]]

@@ -59,6 +59,7 @@ def compose_run(overrides: Sequence[str]) -> Composed:
             composed = compose("config", [_own_experiment(o) for o in overrides], return_hydra_config=True)
             run_dir = Path(composed.hydra.run.dir)
             experiment = str(composed.hydra.runtime.choices.experiment)
+            _check_algorithm(overrides, str(composed.algorithm.name))
         values = _values(composed)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_sentence(error)) from None
@@ -98,7 +99,24 @@ def _own_experiment(override: str) -> str:
 
 def experiments() -> list[str]:
     """The names of the shipped experiments."""
-    return sorted(p.stem for p in (config_folder() / "experiment").glob("*.yaml"))
+    return shipped("experiment")
+
+
+def shipped(group: str) -> list[str]:
+    """The names of the shipped yaml files of `group` (experiment, algorithm)."""
+    return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
+
+
+def _check_algorithm(overrides: Sequence[str], name: str) -> None:
+    """`algorithm=NAME` must not be overruled by an experiment that sets `algorithm.name` (a run's config.yaml does)."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "algorithm" and value in shipped("algorithm"):
+            chosen = OmegaConf.load(config_folder() / "algorithm" / f"{value}.yaml").algorithm.name
+            if chosen != name:
+                raise ConfigError(
+                    f"algorithm={value}: the experiment sets algorithm.name={name}, which wins: remove it there"
+                )
 
 
 def _sentence(error: Exception) -> str:
@@ -115,7 +133,7 @@ def _sentence(error: Exception) -> str:
     if match := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{match[1]}: the key exists, set it without the plus sign"
     if match := re.search(r"Could not find '([^']+)'", text):
-        names = ", ".join(experiments())
+        names = ", ".join(shipped(match[1].split("/")[0]))
         return f"{match[1].replace('/', '=')}: there is no such file; choose one of {names}, or a path ending in .yaml"
     return " ".join(text.split())
 
@@ -127,6 +145,7 @@ def help_text(program: str) -> str:
         "",
         "Fine-tune a diffusers pipeline with reinforcement learning. Without arguments: the signs demo.",
         "  experiment=NAME        one of " + ", ".join(experiments()),
+        "  algorithm=NAME         one of " + ", ".join(shipped("algorithm")),
         "  hydra.run.dir=FOLDER   where the run writes (default: outputs/EXPERIMENT/TIME)",
         "",
         "The keys, with their defaults; an experiment changes some of them.",
@@ -141,5 +160,6 @@ def help_text(program: str) -> str:
         shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
         choices = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
         suffix = f" ({'|'.join(map(str, choices))})" if choices else ""
-        lines.append(f"  {name}={shown}{suffix}\n      {f.metadata['help']}")
+        only = f" [{', '.join(f.metadata['only'])}]" if f.metadata["only"] else ""
+        lines.append(f"  {name}={shown}{suffix}\n      {f.metadata['help']}{only}")
     return "\n".join(lines) + "\n"

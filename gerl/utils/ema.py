@@ -1,28 +1,36 @@
-"""Exponential moving average of the trained weights."""
+"""Exponential moving averages of the trained weights: what validation draws with, and the old policies."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 
 class EMA:
-    """`e <- e + (1 - d)(p - e)` with `d = min((1 + n) / (10 + n), decay)`, `n` the number of updates so far.
+    """`e <- d e + (1 - d) p`, where `n`, the number of updates so far, gives `d`.
 
-    With `decay` 0 the average is the weights themselves.
+    `decay`: a number, warmed up as `d = min((1 + n) / (10 + n), decay)`, or the function `n -> d` itself. With 0 the
+    average is the weights themselves.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float | Callable[[int], float]) -> None:
         self.parameters = parameters
         self.decay = decay
         self.updates = 0
         # clones: `detach().cpu()` would alias the weights on a CPU, and a swap would destroy them
         self.average = {name: p.detach().clone() for name, p in parameters.items()}
 
+    @property
+    def next_decay(self) -> float:
+        """The decay of the next update."""
+        if callable(self.decay):
+            return self.decay(self.updates)
+        return min((1 + self.updates) / (10 + self.updates), self.decay)
+
     @torch.no_grad()
     def update(self) -> None:
         """Take the current weights into the average."""
-        d = min((1 + self.updates) / (10 + self.updates), self.decay)
+        d = self.next_decay
         for name, p in self.parameters.items():
             self.average[name].lerp_(p, 1 - d)
         self.updates += 1

@@ -1,32 +1,24 @@
-"""The actor worker: tapes and advantages in, a LoRA update out."""
+"""The actor worker: tapes and credit in, a LoRA update out."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
 
-from gerl.config import ActorConfig, AlgorithmConfig
+from gerl.algorithms import Algorithm, Batch, ForwardProcess
+from gerl.config import ActorConfig
 from gerl.protocol import StepResult, UpdateStats
-from gerl.trainer.ppo.core_algos import clipped_policy_loss, gaussian_kl
-from gerl.utils.lora import lora_disabled
-from gerl.workers.diffusers_model import ReplayedStep, Tape, replay
+from gerl.trainer.ppo.core_algos import decay_at
+from gerl.utils.ema import EMA
 from gerl.workers.diffusers_model.loading import Policy
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A tape and the advantages of its samples; a sample whose advantage is None is not trained on."""
-
-    tape: Tape
-    advantages: Sequence[float | None]  # [B]
-
-
 class Actor:
-    """Accumulates the policy gradient of a whole update, then takes one optimizer step."""
+    """Accumulates the algorithm's gradient of a whole update, then takes one optimizer step."""
 
-    def __init__(self, policy: Policy, config: ActorConfig, algorithm: AlgorithmConfig, total_updates: int) -> None:
+    def __init__(self, policy: Policy, config: ActorConfig, algorithm: Algorithm, total_updates: int) -> None:
         self.policy, self.config, self.algorithm = policy, config, algorithm
         self.parameters = list(policy.lora.values())
         self.optimizer = torch.optim.AdamW(
@@ -40,6 +32,11 @@ class Actor:
         self.schedule = get_scheduler(
             name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=total_updates
         )
+        settings = algorithm.config.algorithm
+        if isinstance(algorithm, ForwardProcess) and algorithm.needs_old:
+            policy.old = EMA(policy.lora, partial(decay_at, settings.old_decay))
+        if settings.rollout_decay is not None:
+            policy.sampler = EMA(policy.lora, partial(decay_at, settings.rollout_decay))
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int) -> UpdateStats:
         """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs in all.
@@ -49,43 +46,8 @@ class Actor:
         """
         stats = UpdateStats()
         for batch in batches:
-            for index in self._micro_batches(batch):
-                stats += self._micro_batch(batch, index, num_pairs)
-        return stats
-
-    def _micro_batches(self, batch: Batch) -> Iterator[list[int]]:
-        kept = [i for i, advantage in enumerate(batch.advantages) if advantage is not None]
-        size = self.config.micro_batch_size or len(batch.advantages)
-        for start in range(0, len(kept), size):
-            yield kept[start : start + size]
-
-    def _micro_batch(self, batch: Batch, index: list[int], num_pairs: int) -> UpdateStats:
-        tape, pipe = batch.tape, self.policy.pipe
-        samples = None if len(index) == tape.batch_size else index
-        device = tape.steps[0].x.device
-        advantages = torch.tensor([batch.advantages[i] for i in index], dtype=torch.float32, device=device)
-        stats = UpdateStats()
-        reference: dict[int, torch.Tensor] = {}
-        if self.algorithm.kl_coef > 0:
-
-            def keep(k: int, step: ReplayedStep) -> None:
-                reference[k] = step.mean
-
-            with lora_disabled(list(self.policy.denoisers.values())):
-                replay(pipe, tape, keep, index=samples, grad=False)
-
-        def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-            nonlocal stats
-            assert step.recorded_log_prob is not None
-            loss, metrics = clipped_policy_loss(
-                step.log_prob, step.recorded_log_prob, advantages, self.algorithm.clip_low, self.algorithm.clip_high
-            )
-            kl = gaussian_kl(step.mean, reference[k], step.std).mean() if reference else torch.zeros((), device=device)
-            total = loss + self.algorithm.kl_coef * kl
-            stats += _sums(len(index), float(total.detach()), float(kl.detach()), metrics)
-            return total * (len(index) / num_pairs)
-
-        replay(pipe, tape, on_step, index=samples)
+            for rows in self.algorithm.micro_batches(batch):
+                stats += self.algorithm.train(self.policy, batch, rows, num_pairs)
         return stats
 
     def flat_gradient(self) -> torch.Tensor:
@@ -106,19 +68,32 @@ class Actor:
             self.optimizer.step()
             self.policy.ema.update()
             self.policy.version += 1
+            self.policy.old_is_current = False
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, lr, finite)
 
+    def finish_step(self, step: int) -> None:
+        """End of trainer step `step`: the old policies follow the trained one."""
+        policy = self.policy
+        if policy.old is not None and step % self.algorithm.config.algorithm.old_every == 0:
+            policy.old_is_current |= policy.old.next_decay == 0
+            policy.old.update()
+        if policy.sampler is not None:
+            policy.sampler.update()
+
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors and numbers from which `load_state` continues exactly."""
         tensors = {f"lora/{name}": p.detach() for name, p in self.policy.lora.items()}
-        tensors |= {f"ema/{name}": value for name, value in self.policy.ema.average.items()}
+        averages = self.policy.averages()
+        for kind, average in averages.items():
+            tensors |= {f"{kind}/{name}": value for name, value in average.average.items()}
         for name, p in self.policy.lora.items():
             tensors |= {f"optimizer/{key}/{name}": value for key, value in self.optimizer.state.get(p, {}).items()}
         numbers = {
             "policy_version": self.policy.version,
-            "ema_updates": self.policy.ema.updates,
+            "averages": {kind: average.updates for kind, average in averages.items()},
+            "old_is_current": self.policy.old_is_current,
             "lr_schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
         }
         return tensors, numbers
@@ -133,22 +108,11 @@ class Actor:
             restored = {k: tensors[f"optimizer/{k}/{name}"].to("cpu" if k == "step" else p.device) for k in keys}
             if restored:
                 self.optimizer.state[p] = {k: v.clone() for k, v in restored.items()}
-        average = {name: tensors[f"ema/{name}"] for name in self.policy.lora}
-        self.policy.ema.load(average, numbers["ema_updates"])
+        for kind, average in self.policy.averages().items():
+            average.load({name: tensors[f"{kind}/{name}"] for name in self.policy.lora}, numbers["averages"][kind])
+        self.policy.old_is_current = numbers["old_is_current"]
         self.policy.version = numbers["policy_version"]
         # the lambdas are functions, made anew by the constructor
         self.schedule.load_state_dict({**numbers["lr_schedule"], "lr_lambdas": [None]})
         for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr
-
-
-def _sums(samples: int, loss: float, kl: float, metrics: dict[str, float]) -> UpdateStats:
-    return UpdateStats(
-        pairs=samples,
-        loss=loss * samples,
-        kl=kl * samples,
-        clip_low=metrics["clip_fraction_low"] * samples,
-        clip_high=metrics["clip_fraction_high"] * samples,
-        log_ratio=metrics["log_ratio_mean"] * samples,
-        ratio_deviation=metrics["ratio_deviation"],
-    )

@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from gerl.algorithms import Algorithm, Batch, PolicyGradient, build_algorithm, row_credit
 from gerl.config import Config
-from gerl.protocol import Images, RolloutTask, Sample, StepResult, UpdateStats
+from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepResult, UpdateStats
 from gerl.utils.checkpoint import pack_tensors, unpack_tensors
 from gerl.utils.collective import free_address, join
 from gerl.utils.lora import WEIGHTS
 from gerl.utils.seeding import seed_everything
-from gerl.workers.actor import Actor, Batch
-from gerl.workers.diffusers_model import Tape
+from gerl.workers.actor import Actor
+from gerl.workers.diffusers_model import Tape, replay
+from gerl.workers.diffusers_model.kernels import FlowRule
 from gerl.workers.diffusers_model.loading import Policy, load_policy, weights_fingerprint
 from gerl.workers.rollout import Rollout
 
@@ -30,10 +32,11 @@ class HybridWorker:
     def __init__(self, config: Config, rank: int, device: str, threads: int, total_updates: int) -> None:
         self.config, self.rank, self.device, self.threads = config, rank, device, threads
         self.total_updates = total_updates
-        self.tapes: dict[int, Tape] = {}
+        self.drawn: dict[int, tuple[RolloutTask, list[Tape]]] = {}  # by task id
         self.policy: Policy
         self.rollout: Rollout
         self.actor: Actor
+        self.algorithm: Algorithm
 
     def setup(self) -> dict[str, Any]:
         """Load the pipeline; returns what the driver wants to know about it."""
@@ -44,7 +47,8 @@ class HybridWorker:
         seed_everything("worker", self.config.trainer.seed)
         self.policy = load_policy(self.config.model, self.config.actor.ema_decay, self.device, self.config.trainer.seed)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
-        self.actor = Actor(self.policy, self.config.actor, self.config.algorithm, self.total_updates)
+        self.algorithm = build_algorithm(self.config)
+        self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates)
         return {
             "pipeline": type(self.policy.pipe).__name__,
             "denoisers": list(self.policy.denoisers),
@@ -62,10 +66,11 @@ class HybridWorker:
         join(address, self.rank, world_size, self.device)
 
     def generate(self, task: RolloutTask) -> Images:
-        """Draw a micro-batch and keep its tape."""
+        """Draw a micro-batch and keep its tapes."""
         start = time.perf_counter()
         seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
-        pixels, self.tapes[task.id] = self.rollout.generate(task.samples, task.window)
+        pixels, tapes = self.rollout.generate(task)
+        self.drawn[task.id] = (task, tapes)
         return Images(task.id, pixels, time.perf_counter() - start)
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
@@ -73,11 +78,47 @@ class HybridWorker:
         start = time.perf_counter()
         return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
 
-    def accumulate(self, advantages: dict[int, list[float | None]], num_pairs: int) -> UpdateStats:
-        """Add the gradient of this worker's tapes among the tasks of `advantages`."""
-        return self.actor.accumulate(
-            [Batch(self.tapes[i], values) for i, values in advantages.items() if i in self.tapes], num_pairs
+    def accumulate(self, credit: dict[int, torch.Tensor], num_pairs: int) -> UpdateStats:
+        """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`."""
+        batches = [batch for i, values in credit.items() if i in self.drawn for batch in self._batches(i, values)]
+        return self.actor.accumulate(batches, num_pairs)
+
+    def _batches(self, task_id: int, credit: torch.Tensor) -> list[Batch]:
+        """The segments of a task with something to train."""
+        task, tapes = self.drawn[task_id]
+        return [
+            Batch(tape, [task.samples[leaf] for leaf in segment.leaves], segment.trained, row_credit(segment, credit))
+            for segment, tape in zip(task.segments, tapes, strict=True)
+            if segment.trained
+        ]
+
+    def kl_to_base(self, task_id: int) -> list[float] | None:
+        """KL `[B]` to the base model of the samples of a task of this worker; None if another worker drew it."""
+        if task_id not in self.drawn:
+            return None
+        assert isinstance(self.algorithm, PolicyGradient)
+        steps = self.config.sampling.num_inference_steps
+        (batch,) = self._batches(task_id, torch.zeros(len(self.drawn[task_id][0].samples), steps))
+        return [float(v) for v in self.algorithm.kl_to_base(self.policy, batch)]
+
+    def probe(self, task: RolloutTask) -> SamplingProbe:
+        """Measure what a policy gradient depends on: draws a micro-batch and replays half of it."""
+        assert isinstance(self.algorithm, PolicyGradient)
+        (segment,), algorithm = task.segments, self.algorithm
+        _, (tape,) = self.rollout.generate(task)
+        half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))
+        found: list[torch.Tensor] = []
+        replay(
+            self.policy.pipe,
+            tape,
+            lambda k, step: found.append(algorithm.log_ratio(step).abs().cpu()),
+            steps=segment.trained,
+            index=half,
+            grad=False,
         )
+        rules = [(k, tape.steps[k].rule) for k in segment.window]
+        turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in rules if isinstance(r, FlowRule) and r.kappa < 0]
+        return SamplingProbe(float(torch.cat(found).quantile(0.99)), turned)
 
     def reduce_gradient(self) -> None:
         """Sum the gradients of all workers by one flat all-reduce; a collective call."""
@@ -97,9 +138,14 @@ class HybridWorker:
         """Take an optimizer step with the accumulated gradient."""
         return self.actor.step()
 
+    def finish_step(self, step: int) -> None:
+        """End of trainer step `step`: the old policies move on, the tapes go."""
+        self.actor.finish_step(step)
+        self.forget()
+
     def forget(self) -> None:
         """Drop the tapes and gradients of a finished or abandoned step."""
-        self.tapes.clear()
+        self.drawn.clear()
         self.actor.optimizer.zero_grad(set_to_none=True)
 
     def checkpoint(self) -> tuple[dict[str, bytes], dict[str, Any]]:

@@ -7,10 +7,10 @@ import numpy as np
 
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.errors import ModelError
-from gerl.protocol import Sample
+from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.seeding import sample_generators
-from gerl.workers.diffusers_model import Tape, record
-from gerl.workers.diffusers_model.loading import Policy, pipeline_call
+from gerl.workers.diffusers_model import Tape, branch, record
+from gerl.workers.diffusers_model.loading import Policy, pipeline_call, training_sigmas
 
 
 class Rollout:
@@ -20,20 +20,38 @@ class Rollout:
         self.policy, self.sampling, self.validation = policy, sampling, validation
         self._probe: Tape | None = None  # the structure of a call is the same in every rollout: probed once
 
-    def generate(self, samples: Sequence[Sample], window: tuple[int, ...]) -> tuple[np.ndarray, Tape]:
-        """Images `[B, H, W, 3]` uint8 of `samples`, with noise at the steps of `window`, and their tape."""
-        call = pipeline_call(self.policy.pipe, self.sampling, [s.prompt.text for s in samples])
-        output, tape = record(
-            self.policy.pipe,
-            call,
-            kernel=self.sampling.kernel,
-            noise_level=self.sampling.noise_level,
-            window=window,
-            generators=sample_generators([s.seed for s in samples]),
-            probe=self._probe or True,
-        )
+    def generate(self, task: RolloutTask) -> tuple[np.ndarray, list[Tape]]:
+        """Images `[B, H, W, 3]` uint8 of the samples of `task`, and a tape per segment."""
+        tapes: list[Tape] = []
+        images: list[np.ndarray] = []
+        with self.policy.as_sampler():
+            for segment in task.segments:
+                output, tape = self._draw(task, segment, tapes)
+                tapes.append(tape)
+                if segment.stop is None:
+                    images.append(to_uint8(output))
+        return np.concatenate(images), tapes
+
+    def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape]) -> tuple[Any, Tape]:
+        sampling, pipe = self.sampling, self.policy.pipe
+        options: dict[str, Any] = {
+            "kernel": sampling.kernel,
+            "noise_level": sampling.noise_level,
+            "window": segment.window,
+            "generators": sample_generators(list(segment.seeds)),
+            "solver": sampling.solver,
+            "compression": sampling.compression,
+            "stop": segment.stop,
+        }
+        if segment.parent is not None:
+            return branch(pipe, tapes[segment.parent], segment.start, segment.rows, **options)
+        samples = [task.samples[leaf] for leaf in segment.leaves]
+        call = pipeline_call(pipe, sampling, [s.prompt.text for s in samples], sigmas=training_sigmas(sampling))
+        initial = [s.init_seed for s in samples if s.init_seed is not None]
+        options["init_generators"] = sample_generators(initial) if initial else None
+        output, tape = record(pipe, call, probe=self._probe or True, **options)
         self._probe = tape.probe
-        return to_uint8(output), tape
+        return output, tape
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
         """Images `[B, H, W, 3]` uint8 of the plain pipeline (ODE sampling), with the averaged LoRA."""

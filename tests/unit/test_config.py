@@ -89,7 +89,7 @@ BAD = [
     (nested(model__lora_rank=0), "model.lora_rank=0", "at least 1"),
     # keys that contradict each other
     (nested(rollout__n=1), "rollout.n=1", "at least 2"),
-    (nested(sampling__noise_level=0), "sampling.noise_level=0", "above 0"),
+    (nested(sampling__noise_level=0), "sampling.noise_level=0", "use kernel=flow_sde"),
     (nested(sampling__window_range=[8, 10]), "sampling.window_range=[8, 10]", "end at 9"),
     (nested(sampling__window_range=[3, 3]), "sampling.window_range=[3, 3]", "first < end"),
     (nested(sampling__window_range=[1]), "sampling.window_range=[1]", "[first, end)"),

@@ -13,9 +13,10 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 # Prefix of a module name -> floor; the longest prefix decides. A file imports only from lower floors; within its own
 # floor only from its own package (`gerl.utils`, `gerl.workers`, ...; the files directly in gerl are one package).
 FLOORS = {
-    5: ("gerl.trainer.main_flowgrpo", "gerl.evaluate"),
-    4: ("gerl.trainer.ppo.ray_diffusion_trainer", "gerl.trainer.ppo.reward"),
-    3: ("gerl.workers.actor", "gerl.workers.rollout", "gerl.workers.reward_manager", "gerl.workers.hybrid"),
+    6: ("gerl.trainer.main_flowgrpo", "gerl.evaluate"),
+    5: ("gerl.trainer.ppo.ray_diffusion_trainer", "gerl.trainer.ppo.credit", "gerl.trainer.ppo.reward"),
+    4: ("gerl.workers.actor", "gerl.workers.rollout", "gerl.workers.reward_manager", "gerl.workers.hybrid"),
+    3: ("gerl.algorithms",),
     2: ("gerl.workers.diffusers_model",),
     1: ("gerl.utils", "gerl.cluster"),
     0: (
@@ -26,7 +27,7 @@ FLOORS = {
         "gerl.workers.diffusers_model.kernels",
     ),
 }
-EXACT = {"gerl": 5}  # the package itself, not what is inside
+EXACT = {"gerl": 6}  # the package itself, not what is inside
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 
@@ -64,8 +65,9 @@ def floors_of(module: str) -> list[int]:
 
 
 def package(module: str) -> str:
-    """`gerl.utils` for everything in it, `gerl` for the files directly in gerl."""
-    return ".".join(module.split(".")[:2]) if module.count(".") > 1 or module not in FILES else "gerl"
+    """`gerl.utils` for everything in it, `gerl` for the files directly in gerl and the folder `gerl.config`."""
+    name = ".".join(module.split(".")[:2])
+    return "gerl" if name == "gerl.config" or (name in FILES and FILES[name].name != "__init__.py") else name
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,10 +1,54 @@
-"""The mathematics of the update: advantages, clipped policy loss, KL. Pure functions that never write an input."""
+"""The mathematics of the update: advantages, credit, policy losses, KL. Pure functions that never write an input."""
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
 StdKind = Literal["group", "batch", "none"]
+StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian"]
+KLKind = Literal["gaussian", "flow_grpo", "velocity", "k1", "k2", "k3"]
+
+# --- advantages
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Rewards by group, in fp64: fp32 sums of equal rewards need not cancel."""
+
+    values: torch.Tensor  # [B]
+    members: torch.Tensor  # [B] which of the G groups a sample is in
+    sizes: torch.Tensor  # [G]
+    mean: torch.Tensor  # [G]
+    std: torch.Tensor  # [G] population
+    highest: torch.Tensor  # [G]
+    lowest: torch.Tensor  # [G]
+
+    @property
+    def differ(self) -> torch.Tensor:
+        """Whether the rewards of a sample's group differ at all: `[B]`."""
+        return (self.highest > self.lowest)[self.members]
+
+
+def _grouped(rewards: torch.Tensor, group_ids: torch.Tensor) -> _Groups:
+    if rewards.ndim != 1 or rewards.shape != group_ids.shape:
+        raise ValueError(f"rewards and group_ids must be [B], got {list(rewards.shape)} and {list(group_ids.shape)}")
+    if not torch.isfinite(rewards).all():
+        raise ValueError("rewards must be finite: drop failed groups before computing advantages")
+    values = rewards.double()
+    _, members, sizes = group_ids.unique(return_inverse=True, return_counts=True)
+    sizes = sizes.to(values.dtype)
+    zeros = torch.zeros_like(sizes)
+    mean = zeros.index_add(0, members, values) / sizes
+    variance = zeros.index_add(0, members, (values - mean[members]) ** 2) / sizes
+    highest = zeros.scatter_reduce(0, members, values, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, members, values, "amin", include_self=False)
+    return _Groups(values, members, sizes, mean, variance.sqrt(), highest, lowest)
+
+
+def _typed_as(rewards: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    return result.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
 
 
 def group_advantages(
@@ -21,34 +65,73 @@ def group_advantages(
     A group whose rewards are all equal gets exactly 0. Raises `ValueError` on shapes that differ, non-finite rewards,
     and groups of one where a leave-one-out baseline does not exist.
     """
-    if rewards.ndim != 1 or rewards.shape != group_ids.shape:
-        raise ValueError(f"rewards and group_ids must be [B], got {list(rewards.shape)} and {list(group_ids.shape)}")
-    if not torch.isfinite(rewards).all():
-        raise ValueError("rewards must be finite: drop failed groups before computing advantages")
-    values = rewards.double()  # fp32 sums of a group of equal rewards need not cancel
-    _, members, sizes = group_ids.unique(return_inverse=True, return_counts=True)
-    sizes = sizes.to(values.dtype)
-    zeros = torch.zeros_like(sizes)
-    mean = zeros.index_add(0, members, values) / sizes
-    centred = values - mean[members]
-    variance = zeros.index_add(0, members, centred**2) / sizes
-    highest = zeros.scatter_reduce(0, members, values, "amax", include_self=False)
-    lowest = zeros.scatter_reduce(0, members, values, "amin", include_self=False)
+    g = _grouped(rewards, group_ids)
+    centred = g.values - g.mean[g.members]
     if leave_one_out:
-        if (sizes < 2).any():
+        if (g.sizes < 2).any():
             raise ValueError("leave_one_out needs at least two samples in every group")
-        centred = centred * (sizes / (sizes - 1))[members]
+        centred = centred * (g.sizes / (g.sizes - 1))[g.members]
     match std:
         case "group":
-            scale = variance.sqrt()[members] + eps
+            scale = g.std[g.members] + eps
         case "batch":
-            scale = values.std(correction=0) + eps
+            scale = g.values.std(correction=0) + eps
         case "none":
             scale = torch.ones(())
         case _:
             raise ValueError(f"std must be group, batch or none, got {std!r}")
-    result = torch.where((highest > lowest)[members], centred / scale, 0.0)
-    return result.to(rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype())
+    return _typed_as(rewards, torch.where(g.differ, centred / scale, 0.0))
+
+
+def batch_advantages(rewards: torch.Tensor, eps: float = 1e-4) -> torch.Tensor:
+    """`(reward - mean of the batch) / (population std of the batch + eps)`, `[B]` -> `[B]`: REINFORCE++.
+
+    No groups, so a prompt needs only one sample (arXiv 2501.03262). Rewards that are all equal give exactly 0. Raises
+    `ValueError` on non-finite rewards.
+    """
+    return group_advantages(rewards, torch.zeros_like(rewards, dtype=torch.long), eps=eps)
+
+
+def decoupled_advantages(
+    rewards: torch.Tensor,
+    weights: torch.Tensor,
+    group_ids: torch.Tensor,
+    std: StdKind = "group",
+    leave_one_out: bool = False,
+    eps: float = 1e-4,
+) -> torch.Tensor:
+    """GDPO (arXiv 2601.05242) for `rewards` `[B, R]` of R scorers, `weights` `[R]`, `group_ids` `[B]` -> `[B]`.
+
+    Each column is normalised within its groups as `group_advantages` does, so that no scorer dominates by its spread;
+    the weighted sum is divided by its population std over the batch, plus `eps` (its mean is 0 already). A group whose
+    rewards are equal in every column gets exactly 0. Raises `ValueError` as `group_advantages` does.
+    """
+    if rewards.ndim != 2 or weights.shape != rewards.shape[1:]:
+        raise ValueError(f"rewards must be [B, R] and weights [R], got {list(rewards.shape)} and {list(weights.shape)}")
+    columns = [group_advantages(column, group_ids, std, leave_one_out, eps) for column in rewards.double().unbind(1)]
+    total = torch.stack(columns, 1) @ weights.to(columns[0])
+    return _typed_as(rewards, torch.where(total == 0, 0.0, total / (total.std(correction=0) + eps)))
+
+
+def tree_advantages(
+    rewards: torch.Tensor, nodes: torch.Tensor, group_ids: torch.Tensor, eps: float = 1e-8
+) -> torch.Tensor:
+    """BranchGRPO (arXiv 2509.06040): the advantage of each leaf's ancestor at each depth of its tree, `[B, D]`.
+
+    `rewards` `[B]` of the leaves, `nodes` `[B, D]` integer ids of their ancestors, distinct within one group and depth.
+    A node's reward is the mean over its leaves; its advantage `(reward - mean) / (std + eps)` over the nodes of its
+    group and depth, each counted once however many leaves it has, and 0 where std < 1e-6 or it is alone (a root).
+    Raises `ValueError` on shapes that differ and non-finite rewards.
+    """
+    if nodes.ndim != 2 or nodes.shape[:1] != rewards.shape:
+        raise ValueError(f"rewards must be [B] and nodes [B, D], got {list(rewards.shape)} and {list(nodes.shape)}")
+    result = torch.zeros(nodes.shape, dtype=torch.double, device=rewards.device)
+    for depth, ids in enumerate(nodes.unbind(1)):
+        keys, node = torch.stack([group_ids, ids], 1).unique(dim=0, return_inverse=True)
+        g = _grouped(_grouped(rewards, node).mean, keys[:, 0])
+        scaled = (g.values - g.mean[g.members]) / (g.std[g.members] + eps)
+        result[:, depth] = torch.where(g.std[g.members] < 1e-6, 0.0, scaled)[node]
+    return _typed_as(rewards, result)
 
 
 def zero_std_fraction(rewards: torch.Tensor, group_ids: torch.Tensor) -> float:
@@ -56,6 +139,54 @@ def zero_std_fraction(rewards: torch.Tensor, group_ids: torch.Tensor) -> float:
     groups = group_ids.unique()
     flat = sum(int((rewards[group_ids == g] == rewards[group_ids == g][0]).all()) for g in groups)
     return flat / len(groups) if len(groups) else 0.0
+
+
+# --- credit of likelihood-free algorithms
+
+
+def preference_pairs(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """+1 for the best sample of each group, -1 for the worst, else 0: `[B]`; the first one where several tie.
+
+    The pairs of online Diffusion-DPO (arXiv 2311.12908). A group whose rewards are all equal has no pair: only zeros.
+    Raises `ValueError` on shapes that differ and non-finite rewards.
+    """
+    g = _grouped(rewards, group_ids)
+    order = torch.arange(len(rewards), device=rewards.device)
+    none = torch.full_like(g.sizes, len(rewards), dtype=torch.long)
+    result = torch.zeros_like(g.values)
+    for sign, extreme in ((1.0, g.highest), (-1.0, g.lowest)):
+        candidates = torch.where(g.values == extreme[g.members], order, len(rewards))
+        first = none.scatter_reduce(0, g.members, candidates, "amin")
+        result = result + sign * (order == first[g.members])
+    return _typed_as(rewards, result)  # of equal rewards the first is best and worst: +1 - 1
+
+
+def best_of_group(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """1 where a sample has the highest reward of its group, else 0: `[B]`, for RAFT (arXiv 2304.06767).
+
+    A group whose rewards are all equal gets only zeros: it carries no signal. Raises `ValueError` on shapes that differ
+    and non-finite rewards.
+    """
+    g = _grouped(rewards, group_ids)
+    return _typed_as(rewards, (g.values == g.highest[g.members]) & g.differ)
+
+
+def regression_weights(rewards: torch.Tensor, group_ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """`group size * softmax over the group of (group advantage / temperature)`: `[B]`, mean 1 in every group.
+
+    Reward-weighted regression (Peters & Schaal 2007; of diffusion models arXiv 2302.12192). A group whose rewards are
+    all equal gets 0 in place of 1: it carries no signal. Raises `ValueError` as `preference_pairs` does, and on a
+    temperature that is not positive.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    g = _grouped(rewards, group_ids)
+    scores = group_advantages(g.values, g.members) / temperature
+    powers = (scores - _grouped(scores, g.members).highest[g.members]).exp()
+    return _typed_as(rewards, torch.where(g.differ, powers / _grouped(powers, g.members).mean[g.members], 0.0))
+
+
+# --- policy losses
 
 
 def clipped_policy_loss(
@@ -71,21 +202,98 @@ def clipped_policy_loss(
     `clip_fraction_high` = share of samples whose gradient the lower and the upper bound removes, `log_ratio_mean`.
     """
     log_ratio = log_prob - old_log_prob.detach()
-    # beyond e^20 every clip range has long cut in; without the bound an infinite ratio makes the masked gradient NaN
-    ratio = log_ratio.clamp(-20, 20).exp()
+    ratio = _ratio(log_ratio)
     clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
     clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     # `where` rather than `maximum`: at r = 1 both arguments tie, and maximum would be free to split the gradient
     loss = torch.where(clipped_high | clipped_low, -advantages * bounded, -advantages * ratio).mean()
+    return loss, _ratio_metrics(log_ratio, ratio, clipped_low, clipped_high)
+
+
+def masked_policy_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    kl: torch.Tensor,
+    threshold: float,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Flow-DPPO (arXiv 2606.11025): the mean over `[B]` of `-A r`, its trust region that of a KL, not of the ratio.
+
+    A sample whose exact `kl` `[B]` to the old policy is at least `threshold` has no gradient while its ratio moves
+    further away (`A > 0` and `r > 1`, or `A < 0` and `r < 1`). Returns the loss and metrics of `clipped_policy_loss`,
+    where `clip_fraction_low` and `clip_fraction_high` are the shares masked below and above ratio 1.
+    """
+    log_ratio = log_prob - old_log_prob.detach()
+    ratio = _ratio(log_ratio)
+    beyond = kl.detach() >= threshold
+    masked_high = beyond & (advantages > 0) & (ratio > 1)
+    masked_low = beyond & (advantages < 0) & (ratio < 1)
+    loss = (-advantages * torch.where(masked_high | masked_low, ratio.detach(), ratio)).mean()
+    return loss, _ratio_metrics(log_ratio, ratio, masked_low, masked_high)
+
+
+def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    # beyond e^20 every clip range has long cut in; without the bound an infinite ratio makes the masked gradient NaN
+    return log_ratio.clamp(-20, 20).exp()
+
+
+def _ratio_metrics(
+    log_ratio: torch.Tensor, ratio: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> dict[str, float]:
     names = ("ratio_deviation", "clip_fraction_low", "clip_fraction_high", "log_ratio_mean")
-    values = (
-        (ratio.detach() - 1).abs().max(),
-        clipped_low.float().mean(),
-        clipped_high.float().mean(),
-        log_ratio.detach().mean(),
-    )
-    return loss, dict(zip(names, torch.stack(values).tolist(), strict=True))  # one device synchronisation
+    values = ((ratio.detach() - 1).abs().max(), low.float().mean(), high.float().mean(), log_ratio.detach().mean())
+    return dict(zip(names, torch.stack(values).tolist(), strict=True))  # one device synchronisation
+
+
+def guard_log_ratio(
+    log_prob: torch.Tensor, old_log_prob: torch.Tensor, mean: torch.Tensor, old_mean: torch.Tensor, std: float
+) -> torch.Tensor:
+    """GRPO-Guard's normalised log-ratio (arXiv 2510.22319): `(log_prob - old_log_prob + KL to the old policy) * std`.
+
+    Equal to `mean(z (mean - old_mean))` with `z = (x' - old_mean) / std`: unlike the plain one it is 0 on average and
+    spreads alike at every timestep, so that both sides of the clip act. `std` is that of the whole step, sqrt(|dt|)
+    included; `old_log_prob` and `old_mean` are data. `[B]`, a `log_prob` for the policy losses, with 0 as the old one.
+    """
+    return (log_prob - old_log_prob.detach() + gaussian_kl(mean, old_mean, std)) * std
+
+
+def step_weights(
+    kind: StepWeighting, stds: Sequence[float], dts: Sequence[float], jacobians: Sequence[float]
+) -> list[float]:
+    """Weight of each trained timestep's loss, from its transition's std, `dt` and `J = d mean / d model output`.
+
+    `uniform`: 1. `std`: std over its mean (TempFlow-GRPO, arXiv 2508.04324). `inverse_dt`: `1 / |dt|` (GRPO-Guard,
+    arXiv 2510.22319). `inverse_jacobian`: `1 / |J|` (Precise, arXiv 2605.23522). Raises `ValueError` where a
+    denominator is 0.
+    """
+    match kind:
+        case "uniform":
+            return [1.0] * len(stds)
+        case "std":
+            numerators, denominators = list(stds), [sum(stds) / max(len(stds), 1)] * len(stds)
+        case "inverse_dt":
+            numerators, denominators = [1.0] * len(dts), [abs(dt) for dt in dts]
+        case "inverse_jacobian":
+            numerators, denominators = [1.0] * len(jacobians), [abs(j) for j in jacobians]
+        case _:
+            raise ValueError(f"kind must be one of {', '.join(get_args(StepWeighting))}, got {kind!r}")
+    if 0 in denominators:
+        raise ValueError(f"{kind} weights do not exist: trained timestep {denominators.index(0)} divides by 0")
+    return [n / d for n, d in zip(numerators, denominators, strict=True)]
+
+
+def decay_at(schedule: Sequence[float], update: int) -> float:
+    """Decay of an averaged old policy at its `update`-th update; `schedule` is (hold, start, slope, limit).
+
+    `start` up to and including update `hold`, then `min(start + slope * (update - hold), limit)`: the schedules of
+    DiffusionNFT (arXiv 2509.16117) and CRD (arXiv 2603.14128).
+    """
+    hold, start, slope, limit = schedule
+    return start if update <= hold else min(start + slope * (update - hold), limit)
+
+
+# --- KL
 
 
 def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, std: float) -> torch.Tensor:
@@ -94,3 +302,43 @@ def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, std: float) -> torch
     `std` is that of the whole step, sqrt(|dt|) included: the true KL (Flow-GRPO's code scales it by |dt|).
     """
     return ((mean.float() - ref_mean.detach().float()) ** 2).flatten(1).mean(1) / (2 * std**2)
+
+
+def kl_divergence(
+    kind: KLKind,
+    *,
+    mean: torch.Tensor | None = None,
+    ref_mean: torch.Tensor | None = None,
+    std: float | None = None,
+    dt: float | None = None,
+    output: torch.Tensor | None = None,
+    ref_output: torch.Tensor | None = None,
+    log_prob: torch.Tensor | None = None,
+    ref_log_prob: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Distance of one timestep's policy to the reference policy: `[B]`, with gradient to the former only.
+
+    - `gaussian` (`mean`, `ref_mean`, `std`): `gaussian_kl`, the true KL as a mean over the D non-batch dims.
+    - `flow_grpo` (also `dt`): |dt| times that, as in Flow-GRPO's code (arXiv 2505.05470).
+    - `velocity` (`output`, `ref_output`): mean squared difference of the model outputs.
+    - `k1`, `k2`, `k3` (`log_prob`, `ref_log_prob` of the sampled x'): Schulman's estimators (2020) `d`, `d^2 / 2` and
+      `exp(-d) - 1 + d` of `d = log_prob - ref_log_prob`. As log-probs are means over dims, the mean of `k1` is
+      `gaussian`, but `k2` and `k3` are about 1/D of it. On policy the gradient of `k1` vanishes on average.
+
+    Raises `ValueError` on an unknown kind and on a kind that lacks one of its arguments.
+    """
+    match kind:
+        case "gaussian" if mean is not None and ref_mean is not None and std is not None:
+            return gaussian_kl(mean, ref_mean, std)
+        case "flow_grpo" if mean is not None and ref_mean is not None and std is not None and dt is not None:
+            return abs(dt) * gaussian_kl(mean, ref_mean, std)
+        case "velocity" if output is not None and ref_output is not None:
+            return ((output.float() - ref_output.detach().float()) ** 2).flatten(1).mean(1)
+        case "k1" | "k2" | "k3" if log_prob is not None and ref_log_prob is not None:
+            d = log_prob - ref_log_prob.detach()
+            # expm1, as exp(-d) - 1 loses the digits of the small differences there are
+            return d if kind == "k1" else d**2 / 2 if kind == "k2" else (-d).clamp(-20, 20).expm1() + d
+        case _ if kind in get_args(KLKind):
+            raise ValueError(f"a KL of kind {kind} lacks one of its arguments")
+        case _:
+            raise ValueError(f"kind must be one of {', '.join(get_args(KLKind))}, got {kind!r}")

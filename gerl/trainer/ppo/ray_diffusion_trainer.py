@@ -3,22 +3,22 @@
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from gerl.algorithms import Algorithm, PolicyGradient, build_algorithm, count_pairs
 from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.config import Config
 from gerl.errors import CheckpointError, GerlError, Interrupted, TrainingError
-from gerl.protocol import Prompt, RolloutTask, Sample, ScorerFailure, Scores, StepResult, UpdateStats
-from gerl.trainer.ppo.core_algos import group_advantages, zero_std_fraction
-from gerl.trainer.ppo.reward import usable_groups, with_absolute_paths
+from gerl.protocol import Prompt, RolloutTask, Sample, StepResult, UpdateStats
+from gerl.trainer.ppo.credit import Metrics, Scored, credit_step
+from gerl.trainer.ppo.reward import with_absolute_paths
 from gerl.utils.checkpoint import Checkpoint, prune, save_checkpoint
 from gerl.utils.images import grid
-from gerl.utils.planning import plan_step, plan_validation, prompt_schedule, update_parts
+from gerl.utils.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule, update_parts
 from gerl.utils.report import save_validation
 from gerl.utils.seeding import seed_everything
 from gerl.utils.signals import Signals
@@ -28,37 +28,10 @@ from gerl.workers.hybrid import HybridWorker
 from gerl.workers.reward_manager import RewardManager
 
 logger = logging.getLogger(__name__)
-Metrics = dict[str, float]
-
-
-@dataclass
-class Scored:
-    """The samples of a step in order, with what the scorers said about them."""
-
-    samples: list[Sample] = field(default_factory=list)
-    totals: list[float | None] = field(default_factory=list)
-    by_scorer: dict[str, list[float | None]] = field(default_factory=dict)
-    failures: list[list[ScorerFailure]] = field(default_factory=list)
-
-    def add(self, samples: Sequence[Sample], scores: Scores) -> None:
-        """Append a micro-batch."""
-        self.samples += samples
-        self.totals += scores.totals
-        self.failures += scores.failures
-        for name, values in scores.by_scorer.items():
-            self.by_scorer.setdefault(name, []).extend(values)
-
-    def means(self, prefix: str = "") -> Metrics:
-        """Mean total and mean of each scorer over the samples that have one."""
-        columns = {"reward": self.totals, **self.by_scorer}
-        names = {name: f"{prefix}{name}/mean" for name in columns}
-        if not prefix:
-            names = {name: "reward/mean" if name == "reward" else f"reward/{name}/mean" for name in columns}
-        return {names[name]: _mean(values) for name, values in columns.items()}
 
 
 class RayDiffusionTrainer:
-    """Flow-GRPO over a cluster's workers; `fit` is the whole run. The driver holds no model and moves only images."""
+    """An algorithm over a cluster's workers; `fit` is the run. The driver holds no model and moves only images."""
 
     def __init__(
         self,
@@ -74,6 +47,7 @@ class RayDiffusionTrainer:
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
         self.identity = identity  # what a resumed run must have in common with this one
         self.signals = signals or Signals()
+        self.algorithm: Algorithm = build_algorithm(config)
         self.step = 0  # finished trainer steps
         self.policy_version = 0
         self.nonfinite = 0
@@ -100,11 +74,10 @@ class RayDiffusionTrainer:
                 for step in range(self.step + 1, total + 1):
                     watch = Stopwatch()
                     with watch("step"):
-                        tasks = plan_step(config, self.prompts, step, self.policy_version)
-                        scored = self.roll_out(tasks, watch)
-                        metrics, advantages = self.advantages(scored)
+                        tasks, scored = self.draw(step, watch)
+                        metrics, credit = credit_step(config, self.algorithm, scored, self.kl_to_base(tasks, watch))
                         with self.signals.deferred():
-                            self.unlogged = metrics | self.update(tasks, advantages, watch) | watch.metrics()
+                            self.unlogged = metrics | self.update(tasks, credit, watch) | watch.metrics()
                             self.step = step
                     self.conclude(watch)
                     progress.update(metrics["reward/mean"], **self.postfix())
@@ -154,12 +127,49 @@ class RayDiffusionTrainer:
         self.identity |= {"model.path": model["weights"]}
         if resume is not None:
             self.load(resume)
+        self.check_sampling()
         # a run that was stopped at step 0 validates again: -1 cuts what it had logged
         self.tracker = Tracker(self.run_dir, config.logger, start_step=self.step or -1)
 
-    def roll_out(self, tasks: Sequence[RolloutTask], watch: Stopwatch) -> Scored:
-        """Draw the images of a step; each micro-batch is scored while the next one is denoised."""
+    def check_sampling(self) -> None:
+        """Warn of settings that cannot work with the loaded model, in numbers measured on a first micro-batch."""
+        config, algorithm = self.config, self.algorithm
+        if not isinstance(algorithm, PolicyGradient) or config.algorithm.cfg == "off":
+            return
+        samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.policy_version)
+        task = Algorithm.plan(algorithm, samples)[0]
+        probe = self.workers.submit(0, "probe", task).result()
+        clip = min(config.algorithm.clip_low, config.algorithm.clip_high)
+        logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
+        if algorithm.clips and probe.log_ratio_noise > clip / 2:
+            logger.warning(
+                "the clip range %g is below twice the numerical noise of the log-ratio, %.1e: samples are clipped at "
+                "random; widen algorithm.clip_low and clip_high, or use model.dtype=float32",
+                *(clip, probe.log_ratio_noise),
+            )
+        for k, sigma, sigma_next, kappa in probe.reversed_noise:
+            logger.warning(
+                "step %d of the window, from sigma %.3f to %.3f, turns the predicted noise around (kappa %.2f), which "
+                "leaves noise in the images: end sampling.window_range before it, or use sampling.kernel=precise",
+                *(k, sigma, sigma_next, kappa),
+            )
+
+    def draw(self, step: int, watch: Stopwatch) -> tuple[list[RolloutTask], Scored]:
+        """The images of a step and their scores; with dynamic sampling until enough groups have a signal."""
+        tasks: list[RolloutTask] = []
         scored = Scored()
+        for attempt in range(self.config.algorithm.dynamic_sampling + 1):
+            prompts = plan_prompts(self.config, self.prompts, step, attempt)
+            samples = plan_samples(self.config, prompts, step, self.policy_version)
+            new = self.algorithm.plan(samples, first_id=len(tasks))
+            self.roll_out(new, scored, watch)
+            tasks += new
+            if len(scored.groups_with_signal()) >= self.config.rollout.prompts_per_step:
+                break
+        return tasks, scored
+
+    def roll_out(self, tasks: Sequence[RolloutTask], scored: Scored, watch: Stopwatch) -> None:
+        """Add images and scores of `tasks` to `scored`; each micro-batch is scored while the next one is denoised."""
         with watch("rollout"):
             images = [self.workers.submit(i % len(self.workers), "generate", t) for i, t in enumerate(tasks)]
             scores = [self._score(i, image, tasks[i].samples) for i, image in enumerate(images)]
@@ -169,44 +179,32 @@ class RayDiffusionTrainer:
             for task, image, score in zip(tasks, images, scores, strict=True):
                 image.result()  # a failed rollout says more than the scoring of its missing images
                 scored.add(task.samples, score.result())
-        return scored
 
     def _score(self, i: int, images: Pending, samples: Sequence[Sample]) -> Pending:
         prompts, metadata = [s.prompt.text for s in samples], [s.prompt.metadata for s in samples]
         return self.scorers.submit(i % len(self.scorers), "score", images, prompts, metadata)
 
-    def advantages(self, scored: Scored) -> tuple[Metrics, list[float | None]]:
-        """The step's metrics, and advantages `[B]` in the order of the samples (None: not trained on)."""
-        algorithm = self.config.algorithm
-        keep, report = usable_groups(scored.samples, scored.totals, scored.failures, self.config.reward.on_error)
-        for sentence in report:
-            logger.warning(sentence)
-        rewards = torch.tensor([t for t, k in zip(scored.totals, keep, strict=True) if k and t is not None])
-        groups = torch.tensor([s.group_id for s, k in zip(scored.samples, keep, strict=True) if k])
-        values = group_advantages(rewards, groups, algorithm.advantage_std, algorithm.leave_one_out)
-        clipped = iter(values.clamp(-algorithm.advantage_clip, algorithm.advantage_clip).tolist())
-        metrics = scored.means() | {
-            "reward/std": float(rewards.std(correction=0)),
-            "reward/failures": float(sum(total is None for total in scored.totals)),
-            "group/zero_std_fraction": zero_std_fraction(rewards, groups),
-            "group/dropped": float(len(report)),
-        }
-        return metrics, [next(clipped) if kept else None for kept in keep]
+    def kl_to_base(self, tasks: Sequence[RolloutTask], watch: Stopwatch) -> list[float] | None:
+        """Distances `[B]` of the samples to the base model, if the rewards are to pay for them."""
+        if not (self.config.algorithm.kl_in_reward and self.config.algorithm.kl_coef > 0):
+            return None
+        with watch("update"):
+            answers = [self.workers.run("kl_to_base", task.id) for task in tasks]
+        return [value for found in answers for values in found if values is not None for value in values]
 
-    def update(self, tasks: Sequence[RolloutTask], advantages: Sequence[float | None], watch: Stopwatch) -> Metrics:
+    def update(self, tasks: Sequence[RolloutTask], credit: torch.Tensor, watch: Stopwatch) -> Metrics:
         """Take the step's optimizer steps; the first is on policy, where the ratio must be 1."""
         seed_everything("update", self.config.trainer.seed, self.step)
-        by_task = _split(advantages, tasks)
+        by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
         stats, result, deviation = UpdateStats(), StepResult(0.0, 0.0, False), 0.0
         with watch("update"):
             for number, part in enumerate(update_parts(tasks, self.config.actor.updates_per_step)):
                 given = {task.id: by_task[task.id] for task in part}
-                pairs = sum(a is not None for values in given.values() for a in values) * len(tasks[0].window)
-                trained = self._without_zeros(given)
-                if not any(a is not None for values in trained.values() for a in values):
-                    continue  # no group of this part has a signal
-                new = sum(self.workers.run("accumulate", trained, pairs), UpdateStats())
-                if number == 0:
+                if not self._has_signal(torch.cat(list(given.values()))):
+                    continue  # decided here for all workers, which must take the same steps
+                pairs = count_pairs((task, given[task.id]) for task in part)
+                new = sum(self.workers.run("accumulate", given, pairs), UpdateStats())
+                if number == 0 and self.algorithm.on_policy_ratio:
                     deviation = new.ratio_deviation
                     self._check_ratio(deviation)
                 self._reduce_gradients()
@@ -214,18 +212,16 @@ class RayDiffusionTrainer:
                 self.mid_update |= result.applied
                 self._count(result)
                 stats += new
-            self.workers.run("forget")
+            self.workers.run("finish_step", self.step + 1)
         self.mid_update = False
         return _actor_metrics(stats, result, deviation) | {
             "actor/nonfinite_updates": float(self.nonfinite),
             "actor/policy_version": float(self.policy_version),
         }
 
-    def _without_zeros(self, advantages: dict[int, list[float | None]]) -> dict[int, list[float | None]]:
-        """A sample with advantage 0 has no gradient, and costs no computation, unless it has a KL to the base."""
-        if self.config.algorithm.kl_coef > 0:
-            return advantages
-        return {i: [a or None for a in values] for i, values in advantages.items()}
+    def _has_signal(self, credit: torch.Tensor) -> bool:
+        known = credit[~credit.isnan()]
+        return bool(len(known) if self.algorithm.needs_all_samples else known.any())
 
     def _check_ratio(self, deviation: float) -> None:
         limit = self.config.actor.max_ratio_deviation or (2e-2 if self.half_precision else 1e-3)
@@ -295,6 +291,7 @@ class RayDiffusionTrainer:
                 "val_reward": self.val_reward if self.validated_step == self.step else None,
                 "nonfinite": self.nonfinite,
                 "worker": worker_state,
+                "algorithm": self.algorithm.state(),
                 "identity": self.identity,
             }
             root = self.run_dir / "checkpoints"
@@ -307,6 +304,7 @@ class RayDiffusionTrainer:
         state = checkpoint.state
         check_identity(checkpoint, self.identity)
         self.workers.run("load_checkpoint", checkpoint.read("state.safetensors"), state["worker"])
+        self.algorithm.load_state(state["algorithm"])
         self.step, self.nonfinite = state["step"], state["nonfinite"]
         self.val_reward, self.validated_step = state["val_reward"], self.step
         self.policy_version = state["worker"]["policy_version"]
@@ -336,12 +334,6 @@ def check_identity(checkpoint: Checkpoint, identity: dict[str, str]) -> None:
         )
 
 
-def _split(values: Sequence[float | None], tasks: Sequence[RolloutTask]) -> dict[int, list[float | None]]:
-    """Per-sample values by task id."""
-    rest = iter(values)
-    return {task.id: [next(rest) for _ in task.samples] for task in tasks}
-
-
 def _actor_metrics(stats: UpdateStats, result: StepResult, deviation: float) -> Metrics:
     pairs = max(stats.pairs, 1)
     return {
@@ -354,12 +346,8 @@ def _actor_metrics(stats: UpdateStats, result: StepResult, deviation: float) -> 
         "actor/kl": stats.kl / pairs,
         "actor/grad_norm": result.grad_norm,
         "actor/lr": result.lr,
+        **{f"actor/{name}": value / pairs for name, value in stats.extra.items()},
     }
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else float("nan")
 
 
 def _due(step: int, every: int, total: int) -> bool:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from gerl.config import RewardConfig
 from gerl.errors import RewardError
-from gerl.protocol import Prompt, Sample, ScorerFailure
+from gerl.protocol import Group, Prompt, Sample, ScorerFailure
 from gerl.utils.reward_score import build_scorer
 
 
@@ -44,11 +44,11 @@ def usable_groups(
     Raises:
         RewardError: a sample failed and `on_error` is `stop`, or no group is left.
     """
-    dropped: dict[int, str] = {}
+    dropped: dict[Group, str] = {}
     for sample, total, causes in zip(samples, totals, failures, strict=True):
-        if total is None and sample.group_id not in dropped:
+        if total is None and sample.group not in dropped:
             cause = causes[0]
-            dropped[sample.group_id] = (
+            dropped[sample.group] = (
                 f"scorer {cause.scorer} has no score for image {sample.index} of {sample.prompt.text!r}: {cause.reason}"
             )
     if dropped and on_error == "stop":
@@ -56,7 +56,7 @@ def usable_groups(
             f"{next(iter(dropped.values()))}; repair the scorer, or let such groups be dropped with "
             "reward.on_error=drop_group"
         )
-    keep = [sample.group_id not in dropped for sample in samples]
+    keep = [sample.group not in dropped for sample in samples]
     if not any(keep):
         raise RewardError(
             f"no group of step {samples[0].step} has all its scores, so there is nothing to train on; the first "

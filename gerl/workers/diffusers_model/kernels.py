@@ -108,10 +108,34 @@ class FlowRule:
     std: float
     inverted: bool = False
 
+    @property
+    def dt(self) -> float:
+        """`sigma_next - sigma`, negative."""
+        return self.sigma_next - self.sigma
+
+    @property
+    def jacobian(self) -> float:
+        """`|d mean / d model_output| = |kappa (1 - s) - (1 - s') s|` (Precise, arXiv 2605.23522)."""
+        return abs(self.kappa * (1 - self.sigma) - (1 - self.sigma_next) * self.sigma)
+
     def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
         """Mean of the next latents, fp32, shape of `x`."""
-        velocity = -model_output if self.inverted else model_output
-        return transition_mean(x, velocity, self.sigma, self.sigma_next, self.kappa)
+        return transition_mean(x, self._velocity(model_output), self.sigma, self.sigma_next, self.kappa)
+
+    def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Clean latents noised to `sigma`: `(1 - s) x0 + s noise`, fp32, shape of `x0`."""
+        return (1 - self.sigma) * x0.float() + self.sigma * noise.float()
+
+    def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """What a perfect model would output at `noised(x0, noise)`: the velocity `noise - x0`, fp32, shape of `x0`."""
+        return self._velocity(noise.float() - x0.float())
+
+    def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """The clean latents that `model_output` predicts at `x`: `x - s v`, fp32, shape of `x`."""
+        return x.float() - self.sigma * self._velocity(model_output.float())
+
+    def _velocity(self, model_output: torch.Tensor) -> torch.Tensor:
+        return -model_output if self.inverted else model_output
 
 
 @dataclass(frozen=True)
@@ -119,7 +143,7 @@ class DDIMRule:
     """One DDIM step (arXiv 2010.02502, equations 12 and 16) of an epsilon-, v- or sample-prediction model.
 
     The coefficients are fp32 numbers, computed as `DDIMScheduler.step` computes them: at `std` 0 the result is bitwise
-    the same. `sigma` is sqrt(1 - alpha_bar).
+    the same. `sigma` is sqrt(1 - alpha_bar). Methods raise `ValueError` for other prediction types.
     """
 
     sigma: float
@@ -131,9 +155,51 @@ class DDIMRule:
     prediction_type: str
     clip_range: float | None
 
+    @property
+    def dt(self) -> float:
+        """`sigma_next - sigma`, negative."""
+        return self.sigma_next - self.sigma
+
+    @property
+    def jacobian(self) -> float:
+        """`|d mean / d model_output|` where nothing is clipped."""
+        match self.prediction_type:
+            case "epsilon":
+                return abs(self.direction - self.sqrt_alpha_next * self.sigma / self.sqrt_alpha)
+            case "v_prediction":
+                return abs(self.direction * self.sqrt_alpha - self.sqrt_alpha_next * self.sigma)
+            case "sample":
+                return abs(self.sqrt_alpha_next - self.direction * self.sqrt_alpha / self.sigma)
+            case _:
+                raise self._unknown()
+
     def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
         """Mean of the next latents, fp32, shape of `x`."""
-        x, out = x.float(), model_output.float()
+        x0, epsilon = self._predictions(x.float(), model_output.float())
+        return self.sqrt_alpha_next * x0 + self.direction * epsilon
+
+    def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Clean latents noised to `sigma`: `sqrt(alpha_bar) x0 + sigma noise`, fp32, shape of `x0`."""
+        return self.sqrt_alpha * x0.float() + self.sigma * noise.float()
+
+    def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """What a perfect model would output at `noised(x0, noise)`, fp32, shape of `x0`."""
+        match self.prediction_type:
+            case "epsilon":
+                return noise.float()
+            case "v_prediction":
+                return self.sqrt_alpha * noise.float() - self.sigma * x0.float()
+            case "sample":
+                return x0.float()
+            case _:
+                raise self._unknown()
+
+    def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """The clean latents that `model_output` predicts at `x`, clipped as in `mean`, fp32, shape of `x`."""
+        return self._predictions(x.float(), model_output.float())[0]
+
+    def _predictions(self, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predicted clean latents, clipped, and predicted noise."""
         match self.prediction_type:
             case "epsilon":
                 x0, epsilon = (x - self.sigma * out) / self.sqrt_alpha, out
@@ -143,10 +209,13 @@ class DDIMRule:
             case "sample":
                 x0, epsilon = out, (x - self.sqrt_alpha * out) / self.sigma
             case _:
-                raise ValueError(f"unknown prediction_type {self.prediction_type!r}")
+                raise self._unknown()
         if self.clip_range is not None:
             x0 = x0.clamp(-self.clip_range, self.clip_range)
-        return self.sqrt_alpha_next * x0 + self.direction * epsilon
+        return x0, epsilon
+
+    def _unknown(self) -> ValueError:
+        return ValueError(f"unknown prediction_type {self.prediction_type!r}")
 
 
 Rule = FlowRule | DDIMRule

@@ -1,8 +1,10 @@
 """Loading a pipeline by hub id or folder and preparing it for training."""
 
+import contextlib
 import hashlib
 import inspect
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -28,13 +30,31 @@ DENOISERS = ("transformer", "transformer_2", "unet")
 
 @dataclass
 class Policy:
-    """A pipeline with a LoRA on its denoisers: what rollout and actor share. `lora` names are `denoiser.parameter`."""
+    """A pipeline with a LoRA on its denoisers: what rollout and actor share. `lora` names are `denoiser.parameter`.
+
+    `ema` is what validation and export use; `old` an earlier policy that an algorithm compares with; `sampler` draws
+    the rollouts, if it is not the trained LoRA that does.
+    """
 
     pipe: Any
     denoisers: dict[str, Any]
     lora: dict[str, torch.nn.Parameter]
     ema: EMA
     version: int = 0  # optimizer steps taken
+    old: EMA | None = None
+    old_is_current: bool = True  # `old` holds the trained weights: no need to run it
+    sampler: EMA | None = None
+
+    def averages(self) -> dict[str, EMA]:
+        """All weights besides the trained ones, by name."""
+        named = {"ema": self.ema, "old": self.old, "sampler": self.sampler}
+        return {name: average for name, average in named.items() if average is not None}
+
+    @contextlib.contextmanager
+    def as_sampler(self) -> Iterator[None]:
+        """The model computes with the weights that draw rollouts."""
+        with contextlib.nullcontext() if self.sampler is None else self.sampler.swapped_in():
+            yield
 
     def lora_file(self) -> bytes:
         """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with."""
@@ -124,10 +144,17 @@ def pipeline_call(pipe: Any, sampling: SamplingConfig, prompts: list[str], **ove
     accepted = inspect.signature(type(pipe).__call__).parameters
     unknown = [name for name in given if name not in accepted]
     if unknown:
-        raise ModelError(
-            f"{type(pipe).__name__} takes no argument {unknown[0]!r}: remove it from sampling or sampling.call"
+        place = (
+            "set sampling.sigmas=scheduler" if unknown[0] == "sigmas" else "remove it from sampling or sampling.call"
         )
+        raise ModelError(f"{type(pipe).__name__} takes no argument {unknown[0]!r}: {place}")
     return {"prompt": prompts, "output_type": "np", **given}
+
+
+def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
+    """The noise levels `sampling.sigmas` asks the pipeline for, before its scheduler's shift; None: its own."""
+    n = sampling.num_inference_steps
+    return None if sampling.sigmas == "scheduler" else [1 - i * (1 - 1 / n) / (n - 1) for i in range(n)]
 
 
 def weights_fingerprint(denoisers: dict[str, Any]) -> str:

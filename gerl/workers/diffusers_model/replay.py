@@ -5,6 +5,8 @@ Methods answer from the tape; the denoiser runs only where a trained step needs 
 elsewhere; `scheduler.step` returns the recorded next latents. The graph is cut at the denoiser's output: a step's loss
 is back-propagated through the pipeline's arithmetic (guidance) to that cut at once, and from there through the
 denoiser before it runs again. So one step's graph is alive at a time, and none reaches from one step into another.
+
+How a guided step runs the denoiser, with gradient through both halves or less, is `guidance`'s.
 """
 
 import inspect
@@ -17,7 +19,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from gerl.errors import ReplayError
-from gerl.workers.diffusers_model.batching import detached_copy, select_call, take
+from gerl.workers.diffusers_model.batching import detached_copy, materialised, rows, select_call, take
+from gerl.workers.diffusers_model.guidance import CfgMode, Role, guidance_roles, guided, has_rows_in_list
 from gerl.workers.diffusers_model.instrument import StopPipeline, routed
 from gerl.workers.diffusers_model.kernels import Rule, gaussian_log_prob
 from gerl.workers.diffusers_model.tape import Tape
@@ -30,7 +33,8 @@ class ReplayedStep:
     rule: Rule
     x: torch.Tensor  # [B, ...] fp32
     x_next: torch.Tensor | None  # [B, ...] fp32; None where `latents` replaced the recorded x
-    recorded_log_prob: torch.Tensor | None  # [B] fp32
+    recorded_log_prob: torch.Tensor | None  # [B] fp32; None there and where the step was deterministic
+    recorded_mean: torch.Tensor | None  # [B, ...] fp32 mean under the rollout's weights; None as recorded_log_prob
     model_output: torch.Tensor  # [B, ...] fp32, with graph
 
     @property
@@ -72,6 +76,7 @@ def replay(
     index: Sequence[int] | None = None,
     latents: Mapping[int, torch.Tensor] | None = None,
     grad: bool = True,
+    cfg: CfgMode = "joint",
 ) -> None:
     """Run the recorded call again and hand its trained steps to `on_step(k, step) -> loss or None`.
 
@@ -80,10 +85,18 @@ def replay(
     train on instead of the recorded ones (forward-process algorithms), in the order of `index`. `grad`: False runs
     without gradient, for reference outputs.
 
-    Raises `ReplayError` where the pipeline does not do what it did in the rollout.
+    `cfg`: what becomes of classifier-free guidance `u + w (c - u)` at the trained steps that have it. joint: gradient
+    through the conditional output `c` and the unconditional one `u`. detach_uncond: the same values, but `u` is
+    computed without gradient, which saves a quarter of the time or more. off: only `c` is computed and stands for `u`
+    too, so that the model output is `c`: training without guidance what was sampled with it (CFG distillation).
+
+    Raises `ReplayError` where the pipeline does not do what it did in the rollout, or guides in a way that `cfg` other
+    than joint cannot take apart.
     """
     call = select_call(tape.call, range(tape.batch_size) if index is None else index)
-    player = Player(tape, on_step, steps, index, latents or {}, grad)
+    player = Player(tape, on_step, steps, index, latents or {}, grad, cfg)
+    if cfg != "joint":
+        player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
     undecorated = inspect.unwrap(type(pipe).__call__)  # without @torch.no_grad
     finished = False
     with torch.set_grad_enabled(grad), routed(pipe, player):
@@ -108,8 +121,12 @@ class Player:
         index: Sequence[int] | None,
         latents: Mapping[int, torch.Tensor],
         grad: bool,
+        cfg: CfgMode,
     ) -> None:
         self.tape, self.on_step, self.index, self.latents, self.grad = tape, on_step, index, latents, grad
+        self.cfg = cfg
+        self.roles: dict[tuple[int, int], Role] = {}  # of the live calls by position, where cfg is not joint
+        self.conditional: Any = None  # the latest output of a separate conditional call
         self.trained = set(tape.stochastic_steps if steps is None else steps)
         if not self.trained or self.trained - set(range(len(tape.steps))):
             raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
@@ -159,9 +176,15 @@ class Player:
         self.position = (self.step, nth)
         if self.step not in self.live_at:
             probed = self.probed[nth] if nth < len(self.probed) else None
-            return self._materialised(self._samples(recorded.output, probed))
+            return materialised(self._samples(recorded.output, probed), self.tape.steps[0].x.device)
         if self.cuts and self.cuts[0][0] != self.step:
             self._backward_through_denoiser()
+        role = self.roles.get(self.position)
+        if role == "unconditional" and self.cfg == "off":
+            return self.conditional  # the same cut: the gradients of both meet in it
+        if role:
+            half = len(self._rows(self.tape.steps[self.step].x))
+            forward = guided(forward, role, self.cfg, half, has_rows_in_list(recorded.output))
         cut: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def leaf(value: Any) -> Any:
@@ -172,6 +195,8 @@ class Player:
 
         output = tree_map(leaf, forward(*args, **kwargs))
         self.cuts.append((self.step, cut))
+        if role == "conditional":
+            self.conditional = output
         return output
 
     def on_scheduler_step(
@@ -200,9 +225,11 @@ class Player:
             raise ReplayError(f"no gradient reaches the model output at step {k}: nothing of the denoiser is trained")
         recorded = self.tape.steps[k]
         given = k in self.latents
-        log_prob = None if recorded.log_prob is None or given else self._rows(recorded.log_prob)
-        x_next = None if given else self._rows(recorded.x_next)
-        loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, model_output.float()))
+        x_next, log_prob, mean = (
+            None if value is None or given else self._rows(value)
+            for value in (recorded.x_next, recorded.log_prob, recorded.mean)
+        )
+        loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, model_output.float()))
         if loss is not None:
             leaves = [leaf for _, cut in self.cuts for _, leaf in cut]
             # retain_graph: a second scheduler stream may share this denoiser call
@@ -218,18 +245,10 @@ class Player:
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The replayed samples of a recorded `[B, ...]` or `[r * B, ...]` (rows of a sample together) tensor."""
-        if self.index is None:
-            return tensor
-        per_sample = tensor.unflatten(0, (self.tape.batch_size, -1))
-        return per_sample[list(self.index)].flatten(0, 1)
+        return tensor if self.index is None else rows(tensor, self.index, self.tape.batch_size)
 
     def _samples(self, full: Any, one: Any) -> Any:
         return detached_copy(full) if self.index is None else take(full, one, self.index, self.tape.batch_size)
-
-    def _materialised(self, output: Any) -> Any:
-        """Outputs of which only the shape was kept are answered with zeros."""
-        device = self.tape.steps[0].x.device
-        return tree_map(lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) and v.is_meta else v, output)
 
     def _with_given_start(self, value: Any) -> Any:
         """`value` with the recorded initial latents, where it holds them, replaced by the caller's."""

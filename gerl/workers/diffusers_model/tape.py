@@ -16,6 +16,7 @@ class TapeStep:
     x: torch.Tensor  # [B, ...] fp32 latents before the step
     x_next: torch.Tensor  # [B, ...] fp32 latents after it
     log_prob: torch.Tensor | None  # [B] fp32, None where the step was deterministic
+    mean: torch.Tensor | None  # [B, ...] fp32 mean that x_next was drawn around, None where deterministic
     num_answers: int  # answers the pipeline had received when it took the step
 
 
@@ -40,8 +41,9 @@ class ComponentCall:
 class Tape:
     """A recorded call of a pipeline.
 
-    `probe` is the tape of the same call for one sample, up to the first step: it shows where the batch dimension of
-    each value is. Needed only to replay sub-batches.
+    One that was stopped has the component calls of the step it was stopped at, but not the step. `probe` is the tape of
+    the same call for one sample, stopped at the first step: it shows where the batch dimension of each value is. Needed
+    only to replay sub-batches and to branch.
     """
 
     call: dict[str, Any]
@@ -58,6 +60,5 @@ class Tape:
 
     def looped_components(self) -> set[str]:
         """Names of the components called in the denoising loop, not just before it."""
-        last = len(self.steps)
-        inside = {c.component for c in self.component_calls if 0 < c.step < last}
-        return inside or {c.component for c in self.component_calls if c.step < last}
+        inside = {c.component for c in self.component_calls if c.step > 0}
+        return inside or {c.component for c in self.component_calls}

@@ -1,5 +1,6 @@
 """From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,48 +8,80 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
 from gerl.errors import ModelError
 from gerl.workers.diffusers_model.kernels import DDIMRule, FlowRule, Rule, coefficients
+from gerl.workers.diffusers_model.solver import ONE_STEP, SOLVERS, Span
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a rollout takes its steps, but for which of them are stochastic: the options of `record`."""
+
+    kernel: str
+    noise_level: float
+    solver: str = "euler"
+    compression: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.solver not in SOLVERS:
+            raise ValueError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
+        if not 0 < self.compression <= 1:
+            raise ValueError(f"compression must be above 0 and at most 1, got {self.compression}")
 
 
 class Transitions:
     """Gives the rule of each scheduler step of one pipeline call, and advances the scheduler's own step index."""
 
-    def __init__(self, kernel: str, noise_level: float) -> None:
-        self.kernel = kernel
-        self.noise_level = noise_level
-        self._sigmas: dict[int, tuple[torch.Tensor, list[float]]] = {}
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self._tables: dict[int, tuple[torch.Tensor, list[float]]] = {}
 
-    def next_rule(self, scheduler: Any, timestep: Any, stochastic: bool | None) -> Rule:
+    def next_rule(self, scheduler: Any, timestep: Any, stochastic: bool | None, span: Span = ONE_STEP) -> Rule:
         """The rule of the step `scheduler` is about to take at `timestep`.
 
-        `stochastic`: whether it adds noise; None: unless it is the last. Raises `ModelError` for schedulers without a
-        transition kernel and for noise on the last step, which has no density.
+        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `solver.compressed_spans`. Raises
+        `ModelError` for schedulers without a transition kernel and for noise on the last step, which has no density.
         """
         if is_flow_matching(scheduler):
-            return self._flow(scheduler, timestep, stochastic)
+            return self._flow(scheduler, timestep, stochastic, span)
         if isinstance(scheduler, DDIMScheduler):
-            return self._ddim(scheduler, int(timestep), stochastic)
+            return self._ddim(scheduler, int(timestep), stochastic, span)
         raise ModelError(
             f"the pipeline's scheduler is {type(scheduler).__name__}, which has no transition kernel: set "
             "pipe.scheduler to FlowMatchEulerDiscreteScheduler or DDIMScheduler .from_config(pipe.scheduler.config)"
         )
+
+    def advance(self, scheduler: Any, timestep: Any) -> None:
+        """Let `scheduler` pass the step it is about to take at `timestep`."""
+        if is_flow_matching(scheduler):
+            scheduler._step_index = self._position(scheduler, timestep) + 1
+
+    def num_steps(self, scheduler: Any, timestep: Any) -> int:
+        """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
+        total = len(scheduler.sigmas) - 1 if is_flow_matching(scheduler) else len(scheduler.timesteps)
+        return total - self._position(scheduler, timestep)
+
+    def _position(self, scheduler: Any, timestep: Any) -> int:
+        """Index in the schedule of the step that `scheduler` is about to take at `timestep`."""
+        if not is_flow_matching(scheduler):
+            return self._table(scheduler.timesteps).index(float(timestep))
+        if scheduler.step_index is None:
+            scheduler._init_step_index(timestep)
+        return scheduler.step_index
 
     def _noise(self, stochastic: bool | None, last: bool) -> float:
         if stochastic and last:
             raise ModelError(
                 "the last denoising step is deterministic and has no log-probability: leave it out of the window"
             )
-        return self.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
+        return self.sampler.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
 
-    def _flow(self, scheduler: Any, timestep: Any, stochastic: bool | None) -> FlowRule:
+    def _flow(self, scheduler: Any, timestep: Any, stochastic: bool | None, span: Span) -> FlowRule:
         if scheduler.config.get("stochastic_sampling", False):
             raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
-        if scheduler.step_index is None:
-            scheduler._init_step_index(timestep)
-        i = scheduler.step_index
-        scheduler._step_index += 1
+        i = self._position(scheduler, timestep)
+        self.advance(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
-        s, s_next, s_one = sigmas[i], sigmas[i + 1], sigmas[1]
-        inverted = s_next > s
+        s, s_next, s_one = sigmas[i + span[0]], sigmas[i + span[1]], sigmas[1]
+        inverted = sigmas[i + 1] > sigmas[i]
         if inverted:
             s, s_next, s_one = 1 - s, 1 - s_next, 1 - s_one
         if s > 1.001:
@@ -57,21 +90,28 @@ class Transitions:
             )
         s = min(s, 1.0)
         noise = self._noise(stochastic, last=s_next <= 0)
-        kappa, std = coefficients(self.kernel, s, s_next, noise, s_one)
+        kappa, std = coefficients(self.sampler.kernel, s, s_next, noise, s_one)
         return FlowRule(s, s_next, kappa, std, inverted)
 
-    def _ddim(self, scheduler: DDIMScheduler, timestep: int, stochastic: bool | None) -> DDIMRule:
-        if self.kernel not in ("ddim", "ode"):
+    def _ddim(self, scheduler: DDIMScheduler, timestep: int, stochastic: bool | None, span: Span) -> DDIMRule:
+        kernel = self.sampler.kernel
+        if kernel not in ("ddim", "ode"):
             raise ModelError(
-                f"sampling.kernel={self.kernel} is for flow matching: this pipeline has a DDIMScheduler, use ddim"
+                f"sampling.kernel={kernel} is for flow matching: this pipeline has a DDIMScheduler, use ddim"
+            )
+        if self.sampler.solver != "euler":
+            raise ModelError(
+                f"sampling.solver={self.sampler.solver} is for flow matching: this pipeline has a DDIMScheduler, use "
+                "euler"
             )
         config = scheduler.config
         if config.thresholding or config.rescale_betas_zero_snr:
             raise ModelError("DDIM with thresholding or rescale_betas_zero_snr has no transition kernel")
-        previous = timestep - config.num_train_timesteps // scheduler.num_inference_steps
-        noise = 0.0 if self.kernel == "ode" else self._noise(stochastic, last=previous < 0)
-        alpha = scheduler.alphas_cumprod[timestep]
-        alpha_next = scheduler.alphas_cumprod[previous] if previous >= 0 else scheduler.final_alpha_cumprod
+        here, previous = (self._ddim_timestep(scheduler, timestep, steps) for steps in span)
+        noise = 0.0 if kernel == "ode" else self._noise(stochastic, last=previous < 0)
+        alpha, alpha_next = (
+            scheduler.alphas_cumprod[t] if t >= 0 else scheduler.final_alpha_cumprod for t in (here, previous)
+        )
         std = noise * scheduler._get_variance(timestep, previous) ** 0.5 if noise else torch.zeros(())
         return DDIMRule(
             sigma=float((1 - alpha) ** 0.5),
@@ -84,11 +124,19 @@ class Transitions:
             clip_range=config.clip_sample_range if config.clip_sample else None,
         )
 
-    def _table(self, sigmas: torch.Tensor) -> list[float]:
-        """`sigmas` as floats: one device synchronisation a pipeline call instead of one a step."""
-        if id(sigmas) not in self._sigmas:
-            self._sigmas[id(sigmas)] = (sigmas, sigmas.tolist())  # the tensor is kept so that its id stays taken
-        return self._sigmas[id(sigmas)][1]
+    def _ddim_timestep(self, scheduler: DDIMScheduler, timestep: int, steps: int) -> int:
+        """The timestep whose noise the latents have `steps` steps after `timestep`; negative at the end."""
+        if steps == 0:
+            return timestep
+        if steps > 1:
+            timestep = int(self._table(scheduler.timesteps)[self._position(scheduler, timestep) + steps - 1])
+        return timestep - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
+
+    def _table(self, schedule: torch.Tensor) -> list[float]:
+        """Sigmas or timesteps as floats: one device synchronisation a pipeline call instead of one a step."""
+        if id(schedule) not in self._tables:
+            self._tables[id(schedule)] = (schedule, schedule.tolist())  # the tensor is kept so that its id stays taken
+        return self._tables[id(schedule)][1]
 
 
 def is_flow_matching(scheduler: Any) -> bool:

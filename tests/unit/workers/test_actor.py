@@ -10,13 +10,14 @@ import pytest
 import tiny
 import torch
 
-from gerl.config import ActorConfig, AlgorithmConfig
-from gerl.protocol import StepResult, UpdateStats
+from gerl.algorithms import Batch, build_algorithm
+from gerl.config import ActorConfig, AlgorithmConfig, Config, SamplingConfig
+from gerl.protocol import Prompt, Sample, StepResult, UpdateStats
 from gerl.trainer.ppo.core_algos import gaussian_kl
 from gerl.utils.checkpoint import pack_tensors, unpack_tensors
 from gerl.utils.ema import EMA
 from gerl.utils.lora import add_lora, lora_disabled
-from gerl.workers.actor import Actor, Batch
+from gerl.workers.actor import Actor
 from gerl.workers.diffusers_model import Tape, record, replay
 from gerl.workers.diffusers_model.batching import select_call
 from gerl.workers.diffusers_model.loading import Policy
@@ -39,7 +40,15 @@ def new_actor(
     policy: Policy | None = None, kl_coef: float = 0.0, total_updates: int = 10, clip: float = 0.2, **config: Any
 ) -> Actor:
     algorithm = AlgorithmConfig(kl_coef=kl_coef, clip_low=clip, clip_high=clip)
-    return Actor(policy or new_policy(), ActorConfig(**config), algorithm, total_updates)
+    whole = Config(algorithm=algorithm, actor=ActorConfig(**config), sampling=SamplingConfig(num_inference_steps=4))
+    return Actor(policy or new_policy(), whole.actor, build_algorithm(whole), total_updates)
+
+
+def batch_of(tape: Tape, advantages: Sequence[float | None]) -> Batch:
+    """The rows of `tape` with one advantage for all their steps; None: not trained on."""
+    values = torch.tensor([math.nan if a is None else a for a in advantages])
+    samples = [Sample(Prompt(0, "p"), i, i, 1) for i in range(tape.batch_size)]
+    return Batch(tape, samples, tuple(tape.stochastic_steps), values[:, None].expand(-1, len(tape.steps)))
 
 
 def roll_out(policy: Policy, samples: Sequence[int] = (0, 1, 2, 3)) -> Tape:
@@ -72,10 +81,10 @@ def shared() -> tuple[Policy, Tape]:
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 def test_the_micro_batch_size_does_not_change_the_gradient(shared: tuple[Policy, Tape], kl_coef: float) -> None:
     policy, tape = shared
-    batch = [Batch(tape, ADVANTAGES)]
+    batch = [batch_of(tape, ADVANTAGES)]
     whole, whole_stats = gradient(new_actor(policy, kl_coef), batch)
     assert whole.norm() > 0 and whole_stats.ratio_deviation == 0.0
-    for size in (1, 3, 4, 100):
+    for size in (1, 3, 4, 16):
         parts, stats = gradient(new_actor(policy, kl_coef, micro_batch_size=size), batch)
         assert relative(parts, whole) < 1e-5
         assert stats.pairs == whole_stats.pairs == 8
@@ -86,7 +95,7 @@ def test_the_micro_batch_size_does_not_change_the_gradient(shared: tuple[Policy,
 
 def test_the_gradient_is_that_of_the_policy_gradient_written_by_hand(shared: tuple[Policy, Tape]) -> None:
     policy, tape = shared
-    found, stats = gradient(new_actor(policy), [Batch(tape, ADVANTAGES)])
+    found, stats = gradient(new_actor(policy), [batch_of(tape, ADVANTAGES)])
     advantages = torch.tensor(ADVANTAGES)
     for p in policy.lora.values():
         p.grad = None
@@ -102,9 +111,9 @@ def test_the_gradient_is_that_of_the_policy_gradient_written_by_hand(shared: tup
 def test_two_workers_sum_to_one(kl_coef: float) -> None:
     one, two = new_policy(), new_policy()
     first, second = [0, 1], [2, 3]
-    whole, stats = gradient(new_actor(one, kl_coef), [Batch(roll_out(one), ADVANTAGES)])
+    whole, stats = gradient(new_actor(one, kl_coef), [batch_of(roll_out(one), ADVANTAGES)])
     parts = [
-        gradient(new_actor(policy, kl_coef), [Batch(roll_out(policy, half), [ADVANTAGES[i] for i in half])])
+        gradient(new_actor(policy, kl_coef), [batch_of(roll_out(policy, half), [ADVANTAGES[i] for i in half])])
         for policy, half in ((one, first), (two, second))
     ]
     assert relative(parts[0][0] + parts[1][0], whole) < 1e-5
@@ -112,29 +121,29 @@ def test_two_workers_sum_to_one(kl_coef: float) -> None:
     summed = parts[0][1] + parts[1][1]
     assert summed.pairs == stats.pairs and summed.loss == pytest.approx(stats.loss, abs=1e-5)
     # both batches on one worker are the same as one on each
-    tapes = [Batch(roll_out(one, half), [ADVANTAGES[i] for i in half]) for half in (first, second)]
+    tapes = [batch_of(roll_out(one, half), [ADVANTAGES[i] for i in half]) for half in (first, second)]
     assert relative(gradient(new_actor(one, kl_coef), tapes)[0], parts[0][0] + parts[1][0]) < 1e-6
 
 
 def test_samples_without_advantage_contribute_nothing(shared: tuple[Policy, Tape]) -> None:
     policy, tape = shared
     actor = new_actor(policy)
-    some, stats = gradient(actor, [Batch(tape, [1.0, None, 2.0, None])], num_pairs=4)
-    zeros, zero_stats = gradient(actor, [Batch(tape, [1.0, 0.0, 2.0, 0.0])], num_pairs=4)
+    some, stats = gradient(actor, [batch_of(tape, [1.0, None, 2.0, None])], num_pairs=4)
+    zeros, zero_stats = gradient(actor, [batch_of(tape, [1.0, 0.0, 2.0, 0.0])], num_pairs=4)
     assert relative(some, zeros) < 1e-5
     assert (stats.pairs, zero_stats.pairs) == (4, 8)
-    nothing, stats = gradient(actor, [Batch(tape, [None] * 4)])
+    nothing, stats = gradient(actor, [batch_of(tape, [None] * 4)])
     assert not nothing.any() and stats == UpdateStats()
     for size in (1, 2):
-        split, _ = gradient(new_actor(policy, micro_batch_size=size), [Batch(tape, [1.0, None, 2.0, None])], 4)
+        split, _ = gradient(new_actor(policy, micro_batch_size=size), [batch_of(tape, [1.0, None, 2.0, None])], 4)
         assert relative(split, some) < 1e-5
 
 
 def test_gradients_accumulate_until_the_step(shared: tuple[Policy, Tape]) -> None:
     policy, tape = shared
     actor = new_actor(policy)
-    once, _ = gradient(actor, [Batch(tape, ADVANTAGES)])
-    actor.accumulate([Batch(tape, ADVANTAGES)], 8)
+    once, _ = gradient(actor, [batch_of(tape, ADVANTAGES)])
+    actor.accumulate([batch_of(tape, ADVANTAGES)], 8)
     assert relative(actor.flat_gradient(), 2 * once) < 1e-6
     actor.optimizer.zero_grad(set_to_none=True)
 
@@ -167,17 +176,17 @@ def test_beyond_the_clip_range_there_is_no_gradient(shared: tuple[Policy, Tape])
     policy, tape = shared
     actor = new_actor(policy, clip=0.2)
     up, down = moved(tape, math.log(1.5)), moved(tape, math.log(0.5))
-    high, stats = gradient(actor, [Batch(up, [1.0, 1.0, -1.0, -1.0])])
+    high, stats = gradient(actor, [batch_of(up, [1.0, 1.0, -1.0, -1.0])])
     assert (stats.pairs, stats.clip_high, stats.clip_low) == (8, 4, 0)
     assert stats.ratio_deviation == pytest.approx(0.5, rel=1e-5)
     assert stats.log_ratio / stats.pairs == pytest.approx(math.log(1.5), rel=1e-5)
     assert stats.loss / stats.pairs == pytest.approx((-1.2 - 1.2 + 1.5 + 1.5) / 4, rel=1e-5)
-    expected, _ = gradient(actor, [Batch(tape, [0.0, 0.0, -1.5, -1.5])])
+    expected, _ = gradient(actor, [batch_of(tape, [0.0, 0.0, -1.5, -1.5])])
     assert relative(high, expected) < 1e-5
-    _, stats = gradient(actor, [Batch(down, [1.0, 1.0, 1.0, -1.0])])
+    _, stats = gradient(actor, [batch_of(down, [1.0, 1.0, 1.0, -1.0])])
     assert (stats.clip_high, stats.clip_low) == (0, 2)
-    assert not gradient(actor, [Batch(up, [1.0] * 4)])[0].any()
-    assert not gradient(actor, [Batch(down, [-1.0] * 4)])[0].any()
+    assert not gradient(actor, [batch_of(up, [1.0] * 4)])[0].any()
+    assert not gradient(actor, [batch_of(down, [-1.0] * 4)])[0].any()
 
 
 def test_a_ratio_that_is_not_one_is_reported() -> None:
@@ -186,8 +195,8 @@ def test_a_ratio_that_is_not_one_is_reported() -> None:
         lambda m, args, out: (out[0] + out[0][:1],)
     )  # samples mix, as OmniGen
     tape = roll_out(policy)
-    assert gradient(new_actor(policy), [Batch(tape, ADVANTAGES)])[1].ratio_deviation == 0.0
-    assert gradient(new_actor(policy, micro_batch_size=2), [Batch(tape, ADVANTAGES)])[1].ratio_deviation > 1e-3
+    assert gradient(new_actor(policy), [batch_of(tape, ADVANTAGES)])[1].ratio_deviation == 0.0
+    assert gradient(new_actor(policy, micro_batch_size=2), [batch_of(tape, ADVANTAGES)])[1].ratio_deviation > 1e-3
 
 
 # --- KL
@@ -198,7 +207,7 @@ def forwards(policy: Policy, actor: Actor, tape: Tape) -> int:
     calls: list[None] = []
     layer = policy.pipe.transformer.transformer_blocks[0].attn.to_q
     handle = layer.register_forward_hook(lambda *_: calls.append(None))
-    actor.accumulate([Batch(tape, ADVANTAGES)], 8)
+    actor.accumulate([batch_of(tape, ADVANTAGES)], 8)
     handle.remove()
     return len(calls)
 
@@ -212,16 +221,16 @@ def test_the_reference_is_run_only_for_a_kl(shared: tuple[Policy, Tape]) -> None
 def test_kl_of_a_fresh_lora_is_zero_with_its_gradient() -> None:
     policy = new_policy(perturbed=False)
     tape = roll_out(policy)
-    without, _ = gradient(new_actor(policy), [Batch(tape, ADVANTAGES)])
-    with_kl, stats = gradient(new_actor(policy, kl_coef=10.0), [Batch(tape, ADVANTAGES)])
+    without, _ = gradient(new_actor(policy), [batch_of(tape, ADVANTAGES)])
+    with_kl, stats = gradient(new_actor(policy, kl_coef=10.0), [batch_of(tape, ADVANTAGES)])
     assert without.any() and torch.equal(with_kl, without) and stats.kl == 0.0
-    assert not gradient(new_actor(policy, kl_coef=10.0), [Batch(tape, [0.0] * 4)])[0].any()
+    assert not gradient(new_actor(policy, kl_coef=10.0), [batch_of(tape, [0.0] * 4)])[0].any()
 
 
 def test_kl_of_a_trained_lora(shared: tuple[Policy, Tape]) -> None:
     policy, tape = shared
     weight = 0.3
-    only_kl, stats = gradient(new_actor(policy, kl_coef=weight), [Batch(tape, [0.0] * 4)])
+    only_kl, stats = gradient(new_actor(policy, kl_coef=weight), [batch_of(tape, [0.0] * 4)])
     reference: dict[int, torch.Tensor] = {}
     values: list[torch.Tensor] = []
 
@@ -238,8 +247,8 @@ def test_kl_of_a_trained_lora(shared: tuple[Policy, Tape]) -> None:
     assert relative(only_kl, actor.flat_gradient()) < 1e-6 and only_kl.any()
     assert stats.kl / stats.pairs == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
     assert stats.loss == pytest.approx(weight * stats.kl, rel=1e-5) and stats.kl > 0
-    both, _ = gradient(new_actor(policy, kl_coef=weight), [Batch(tape, ADVANTAGES)])
-    policy_only, _ = gradient(new_actor(policy), [Batch(tape, ADVANTAGES)])
+    both, _ = gradient(new_actor(policy, kl_coef=weight), [batch_of(tape, ADVANTAGES)])
+    policy_only, _ = gradient(new_actor(policy), [batch_of(tape, ADVANTAGES)])
     assert relative(both, policy_only + only_kl) < 1e-5
 
 

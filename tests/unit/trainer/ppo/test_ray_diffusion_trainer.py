@@ -4,9 +4,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from gerl.algorithms import build_algorithm
 from gerl.cluster import Cluster
-from gerl.config import ActorConfig, ClusterConfig, Config
+from gerl.config import ActorConfig, AlgorithmConfig, ClusterConfig, Config
 from gerl.errors import TrainingError
 from gerl.protocol import StepResult, UpdateStats
 from gerl.trainer.ppo.ray_diffusion_trainer import RayDiffusionTrainer, _actor_metrics
@@ -43,10 +45,12 @@ def test_updates_without_a_finite_gradient_are_counted_and_fatal_after_the_limit
         run._count(StepResult(float("inf"), 1e-3, False))
 
 
-def test_samples_without_advantage_cost_nothing_unless_there_is_a_kl(tmp_path: Path) -> None:
-    advantages: dict[int, list[float | None]] = {0: [0.0, 1.0, None], 1: [0.0, 0.0, -1.0]}
+def test_an_update_without_any_signal_is_decided_by_the_driver(tmp_path: Path) -> None:
+    credit = torch.tensor([[0.0, 0.0], [math.nan, math.nan]])
     run = trainer(tmp_path)
-    assert run._without_zeros(advantages) == {0: [None, 1.0, None], 1: [None, None, -1.0]}
+    assert not run._has_signal(credit) and run._has_signal(torch.tensor([[0.0, -1.0]]))
+    run.algorithm = build_algorithm(Config(algorithm=AlgorithmConfig(kl_coef=0.1)))
+    assert run._has_signal(credit) and not run._has_signal(credit[1:])  # there is a KL
 
 
 def test_a_nan_among_the_ratios_is_not_lost() -> None:
@@ -55,7 +59,9 @@ def test_a_nan_among_the_ratios_is_not_lost() -> None:
 
 
 def test_actor_metrics_are_averages_over_pairs() -> None:
-    stats = UpdateStats(pairs=4, loss=2.0, kl=1.0, clip_low=1.0, clip_high=2.0, log_ratio=-4.0, ratio_deviation=0.5)
+    stats = UpdateStats(
+        pairs=4, loss=2.0, kl=1.0, clip_low=1.0, clip_high=2.0, log_ratio=-4.0, ratio_deviation=0.5, extra={"a": 8.0}
+    )
     metrics = _actor_metrics(stats, StepResult(3.0, 1e-3, True), deviation=1e-6)
     assert metrics == {
         "actor/ratio_deviation": 1e-6,
@@ -67,4 +73,5 @@ def test_actor_metrics_are_averages_over_pairs() -> None:
         "actor/kl": 0.25,
         "actor/grad_norm": 3.0,
         "actor/lr": 1e-3,
+        "actor/a": 2.0,
     }

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from schedules import along, levels, sd3_sigmas, steps
@@ -22,6 +22,7 @@ from gerl.workers.diffusers_model.kernels import (
     gaussian_log_prob,
     transition_mean,
 )
+from gerl.workers.diffusers_model.transitions import Sampler, Transitions
 
 STOCHASTIC = tuple(name for name in KERNELS if name != "ode")
 MARGINAL_PRESERVING = ("cps", "precise", "dance_precise", "ddim")  # kappa^2 + std^2 = s2^2
@@ -337,16 +338,60 @@ def test_an_inverted_schedule_predicts_the_negative_velocity() -> None:
     assert torch.equal(inverted.mean(x, -v), usual.mean(x, v))
 
 
-def test_ddim_of_every_prediction_type_is_the_same_step() -> None:
-    generator, s, s2, std = torch.Generator().manual_seed(7), 0.6, 0.28, 0.1
+# --- the forward process
+
+
+def ddim_rule(prediction_type: str, clip_range: float | None = None, std: float = 0.1) -> DDIMRule:
+    s, s2 = 0.6, 0.28
     a, a2 = math.sqrt(1 - s**2), math.sqrt(1 - s2**2)
-    direction = math.sqrt(s2**2 - std**2)
-    x0, epsilon = torch.randn(2, 5, generator=generator), torch.randn(2, 5, generator=generator)
-    outputs = {"epsilon": epsilon, "v_prediction": a * epsilon - s * x0, "sample": x0}
-    for prediction_type, output in outputs.items():
-        rule = DDIMRule(s, s2, a, a2, direction, std, prediction_type, clip_range=None)
-        torch.testing.assert_close(
-            rule.mean(a * x0 + s * epsilon, output), a2 * x0 + direction * epsilon, atol=2e-6, rtol=1e-5
-        )
-    with pytest.raises(ValueError, match="prediction_type 'flow'"):
-        DDIMRule(s, s2, a, a2, direction, std, "flow", None).mean(x0, epsilon)
+    return DDIMRule(s, s2, a, a2, math.sqrt(s2**2 - std**2), std, prediction_type, clip_range)
+
+
+RULES = [FlowRule(0.7, 0.6, 0.5, 0.1), FlowRule(0.7, 0.6, 0.5, 0.1, inverted=True)]
+RULES += [ddim_rule(prediction_type) for prediction_type in ("epsilon", "v_prediction", "sample")]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 4, 3, 3)])
+def test_clean_inverts_noised_with_the_target(rule: FlowRule | DDIMRule, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(11)
+    x0, noise = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    x, output = rule.noised(x0, noise), rule.target(x0, noise)
+    alpha = math.sqrt(1 - rule.sigma**2) if isinstance(rule, DDIMRule) else 1 - rule.sigma
+    torch.testing.assert_close(x, alpha * x0 + rule.sigma * noise)
+    torch.testing.assert_close(rule.clean(x, output), x0, atol=2e-6, rtol=1e-5)
+    assert not torch.allclose(rule.clean(x, output + 0.1), x0, atol=1e-2)
+    kept = math.sqrt(1 - rule.sigma_next**2) if isinstance(rule, DDIMRule) else 1 - rule.sigma_next
+    left = rule.direction if isinstance(rule, DDIMRule) else rule.kappa
+    torch.testing.assert_close(rule.mean(x, output), kept * x0 + left * noise, atol=2e-6, rtol=1e-5)
+    half = [v.half() for v in (x0, noise)]
+    assert {f(*half).dtype for f in (rule.noised, rule.target, rule.clean)} == {torch.float32}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_jacobian_is_that_of_the_mean_and_dt_is_negative(rule: FlowRule | DDIMRule) -> None:  # T8
+    x, v = torch.ones(1, 4), torch.linspace(-1, 1, 4)[None]
+    difference = (rule.mean(x, v + 0.5) - rule.mean(x, v)) / 0.5
+    torch.testing.assert_close(difference.abs(), torch.full_like(x, rule.jacobian), atol=2e-6, rtol=1e-5)
+    assert rule.dt == rule.sigma_next - rule.sigma < 0
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_without_noise_the_ddim_step_is_bitwise_the_schedulers(prediction_type: str, clip: bool) -> None:
+    scheduler = DDIMScheduler(prediction_type=prediction_type, clip_sample=clip, clip_sample_range=0.5)
+    scheduler.set_timesteps(5)
+    x, output = (torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    for t in scheduler.timesteps:
+        rule = Transitions(Sampler("ode", 0.0)).next_rule(scheduler, t, None)
+        step = scheduler.step(output, t, x)
+        assert torch.equal(rule.mean(x, output), step.prev_sample)
+        assert torch.equal(rule.clean(x, output), step.pred_original_sample)
+        assert (rule.clean(x, output).abs().max() <= 0.5) == clip
+
+
+def test_other_prediction_types_are_unknown() -> None:
+    x, rule = torch.zeros(1, 2), ddim_rule("flow")
+    for use in (lambda: rule.mean(x, x), lambda: rule.clean(x, x), lambda: rule.target(x, x), lambda: rule.jacobian):
+        with pytest.raises(ValueError, match="prediction_type 'flow'"):
+            use()

@@ -17,6 +17,7 @@ from replaying import (
     EACH,
     GUIDED,
     NOISE,
+    CountedLinear,
     Recorded,
     as_class,
     fresh,
@@ -24,6 +25,7 @@ from replaying import (
     recorded,
     rolled_out,
 )
+from torch.utils._pytree import tree_leaves
 
 from gerl.errors import ModelError, ReplayError
 from gerl.workers.diffusers_model import ReplayedStep, Tape, record, replay
@@ -141,6 +143,69 @@ def test_ddim_std_and_mean_are_those_of_ddpo() -> None:
             torch.testing.assert_close(step.mean, mean.float(), rtol=1e-4, atol=1e-4)
 
         replay(r.pipe, tape, check, grad=False)
+
+
+@EACH
+def test_the_mean_of_a_step_is_recorded(name: str) -> None:
+    tape = recorded(name, True).tape
+    drawn = tiny.generators()
+    assert tape.steps[3].mean is None and tape.steps[3].log_prob is None
+    torch.stack([torch.randn(tape.steps[0].x[0].shape, generator=g) for g in drawn])  # the initial latents
+    for step in tape.steps[:3]:
+        assert step.mean is not None and step.mean.dtype == torch.float32 and step.mean.shape == step.x.shape
+        noise = torch.stack([torch.randn(step.x[0].shape, generator=g) for g in drawn])
+        assert torch.equal(step.x_next, step.mean + step.rule.std * noise)
+
+
+@EACH
+def test_samples_with_the_same_initial_generator_share_their_start(name: str) -> None:
+    r = recorded(name, True)
+    options: dict[str, Any] = {"kernel": r.kernel, "noise_level": NOISE, "probe": False}
+    first = [torch.Generator().manual_seed(seed) for seed in (7, 7, 8, 7)]
+    _, tape = record(r.pipe, r.call, generators=tiny.generators(), init_generators=first, **options)
+    start = tape.steps[0].x
+    assert torch.equal(start[0], start[1]) and torch.equal(start[0], start[3]) and not torch.equal(start[0], start[2])
+    noise = torch.stack([torch.randn(start[0].shape, generator=g) for g in tiny.generators()])
+    assert torch.equal(tape.steps[0].x_next, tape.steps[0].mean + tape.steps[0].rule.std * noise)
+    with pytest.raises(ValueError, match="3 generators for 4 samples"):
+        record(r.pipe, r.call, init_generators=tiny.generators(3), **options)
+
+
+# --- recordings that are stopped
+
+
+@EACH
+@GUIDED
+@pytest.mark.parametrize("stop", [0, 1, 3])
+def test_a_stopped_recording_is_the_beginning_of_the_whole(name: str, guided: bool, stop: int) -> None:
+    r = recorded(name, guided)
+    options: dict[str, Any] = {"kernel": r.kernel, "noise_level": NOISE, "probe": False}
+    with CountedLinear(r.pipe) as counted:
+        output, tape = record(r.pipe, r.call, generators=tiny.generators(), stop=stop, **options)
+        calls = counted.calls
+        record(r.pipe, r.call, generators=tiny.generators(), **options)
+        assert calls / (stop + 1) == (counted.calls - calls) / 4
+    assert output is None and len(tape.steps) == stop
+    for step, whole in zip(tape.steps, r.tape.steps, strict=False):
+        assert torch.equal(step.x_next, whole.x_next) and torch.equal(step.log_prob, whole.log_prob)
+    expected = [c for c in r.tape.component_calls if c.step <= stop]
+    assert [(c.step, c.component) for c in tape.component_calls] == [(c.step, c.component) for c in expected]
+    for call, whole in zip(tape.component_calls, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(leaves(call.output), leaves(whole.output), strict=True))
+    if stop:
+        assert gradients(r, tape, steps=range(stop))[1] == 0.0
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
+
+
+def test_a_stop_that_the_pipeline_does_not_reach() -> None:
+    r = recorded("sd3", False)
+    with pytest.raises(ModelError, match="should stop at step 4, but the pipeline took 4 steps"):
+        record(r.pipe, r.call, stop=4)
+    # what a stopped recording does not reach may be in its window
+    assert record(r.pipe, r.call, window=[0, 2], stop=1, probe=False)[1].stochastic_steps == [0]
 
 
 # --- nothing stays patched

@@ -95,11 +95,20 @@ def test_a_sub_batch_hands_out_the_rows_of_its_samples(name: str) -> None:
         assert step.x_next is not None and step.recorded_log_prob is not None and kept.log_prob is not None
         assert torch.equal(step.x, kept.x[index]) and torch.equal(step.x_next, kept.x_next[index])
         assert torch.equal(step.recorded_log_prob, kept.log_prob[index])
+        assert step.recorded_mean is not None and kept.mean is not None
+        assert torch.equal(step.recorded_mean, kept.mean[index])
+        torch.testing.assert_close(step.mean, step.recorded_mean, rtol=1e-4, atol=1e-5)
         assert (step.sigma, step.sigma_next, step.std) == (kept.rule.sigma, kept.rule.sigma_next, kept.rule.std)
         torch.testing.assert_close(step.model_output, outputs[k][index], rtol=1e-4, atol=1e-5)
 
     replay(r.pipe, r.tape, keep, grad=False)
     replay(r.pipe, r.tape, check, index=index, grad=False)
+
+
+def test_a_deterministic_step_has_neither_a_recorded_mean_nor_a_log_prob() -> None:
+    r, seen = recorded("flux", False), []
+    replay(r.pipe, r.tape, lambda k, step: seen.append((step.recorded_mean, step.recorded_log_prob)), [3], grad=False)
+    assert seen == [(None, None)]
 
 
 def test_a_probe_of_an_earlier_call_serves_again() -> None:
@@ -225,7 +234,7 @@ def test_given_latents_replace_the_recorded_ones(name: str, guided: bool) -> Non
             outputs[label].append(step.model_output.detach())
             if given:
                 assert torch.equal(step.x, given[k])
-                assert step.x_next is None and step.recorded_log_prob is None
+                assert step.x_next is None and step.recorded_log_prob is None and step.recorded_mean is None
                 with pytest.raises(ReplayError, match="log-probability"):
                     _ = step.log_prob
                 torch.testing.assert_close(step.mean, r.tape.steps[k].rule.mean(given[k], step.model_output))

@@ -162,3 +162,14 @@ def test_samples_that_depend_on_each_other_show_in_the_ratio(sd3: Recorded) -> N
     rolled_out(sd3)
     assert gradients(sd3)[1] == 0.0
     assert gradients(sd3, index=[2, 3])[1] > 1e-3  # what actor.max_ratio_deviation stops
+
+
+def test_skipped_layers_cannot_be_taken_apart_where_they_are_used(sd3: Recorded) -> None:
+    sd3.call |= {"skip_guidance_layers": [0], "skip_layer_guidance_start": 0.01, "skip_layer_guidance_stop": 0.5}
+    rolled_out(sd3)
+    assert [c.step for c in sd3.tape.component_calls] == [0, 1, 1, 2, 3]
+    assert gradients(sd3)[1] == 0.0
+    for cfg in ("detach_uncond", "off"):
+        assert gradients(sd3, steps=[0, 2], cfg=cfg)[2] == [0, 2]
+        with pytest.raises(ReplayError, match=r"step 1 uses 2 denoiser outputs with \[2.0, 1.0\] rows .*use cfg joint"):
+            gradients(sd3, cfg=cfg)

@@ -1,0 +1,163 @@
+"""What a reward costs: `python benchmarks/time_to_reward.py [ALGORITHM ...] [key=value ...] [--target R]`.
+
+Trains the signs pipeline with each algorithm, in this process, with the same model, prompts, group size, learning rate
+and OCR reward, and validates on the held-out prompts as it goes. Counted are the evaluations of the denoiser on an
+image: forward (rollout, update, old policy, base model) and backward, without those of validation. The seconds are those
+of the steps without validation.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gerl.cluster import Cluster
+from gerl.trainer.ppo.ray_diffusion_trainer import Metrics, RayDiffusionTrainer
+from gerl.utils.composition import compose_run, shipped
+from gerl.utils.dataset import load_prompts
+from gerl.utils.timing import Stopwatch
+
+
+@dataclass
+class Calls:
+    """Image evaluations of the denoiser."""
+
+    forward: int = 0
+    backward: int = 0
+    counting: bool = True
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        if self.counting:
+            rows = len(output[0])
+            self.forward += rows
+            self.backward += rows if output[0].requires_grad else 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """A validation: what had been paid, and what it had brought."""
+
+    step: int
+    forward: int
+    backward: int
+    seconds: float
+    reward: float
+
+    @property
+    def calls(self) -> int:
+        return self.forward + self.backward
+
+
+@dataclass
+class Curve:
+    """The validations of one run."""
+
+    name: str
+    seed: int
+    points: list[Point] = field(default_factory=list)
+
+    def reaching(self, target: float) -> Point | None:
+        """The first validation at or above `target`."""
+        return next((p for p in self.points if p.reward >= target), None)
+
+
+class CountingTrainer(RayDiffusionTrainer):
+    """The trainer, with counters on its denoiser; stops at the target reward."""
+
+    calls: Calls
+    curve: Curve
+    seconds: float = 0.0
+    target: float = 2.0
+
+    def setup(self, resume: Any) -> None:
+        super().setup(resume)
+        self.calls = Calls()
+        for worker in self.workers.workers:
+            for denoiser in worker.policy.denoisers.values():
+                denoiser.register_forward_hook(self.calls)
+
+    def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
+        self.calls.counting = False
+        metrics = super().validate(step, watch)
+        self.calls.counting = True
+        point = Point(step, self.calls.forward, self.calls.backward, self.seconds, metrics["val/reward/mean"])
+        self.curve.points.append(point)
+        sys.stdout.write(f"  {self.curve.name:16s} seed {self.curve.seed} {point}\n")
+        sys.stdout.flush()
+        if point.reward >= self.target:
+            raise Reached
+        return metrics
+
+    def conclude(self, watch: Stopwatch) -> None:
+        self.seconds += watch.seconds["step"]
+        super().conclude(watch)
+
+    def save(self) -> None:
+        """No checkpoints."""
+
+
+class Reached(Exception):
+    """The target reward is reached."""
+
+
+def run(name: str, seed: int, target: float, overrides: list[str]) -> Curve:
+    """Train with algorithm `name` until `target` or the last step."""
+    fixed = ["checkpoint.every=0", "logger.progress=false", "logger.tensorboard=false", "cluster.launcher=local"]
+    config = compose_run([f"algorithm={name}", f"trainer.seed={seed}", *fixed, *overrides]).config
+    curve = Curve(name, seed)
+    with tempfile.TemporaryDirectory() as folder, Cluster(config.cluster) as cluster:
+        prompts = load_prompts(config.data.train)
+        held_out = load_prompts(config.validation.data) if config.validation.data else []
+        trainer = CountingTrainer(config, Path(folder), cluster, prompts, held_out, {})
+        trainer.curve, trainer.target = curve, target
+        with contextlib.suppress(Reached):
+            trainer.fit()
+    return curve
+
+
+def table(curves: list[Curve], target: float) -> str:
+    """One line per run, in Markdown."""
+    lines = [
+        f"| algorithm | seed | steps | forward | backward | seconds | held-out reward | calls to {target:g} |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for curve in curves:
+        last, reached = curve.points[-1], curve.reaching(target)
+        calls = "-" if reached is None else f"{reached.calls:,}"
+        lines.append(
+            f"| {curve.name} | {curve.seed} | {last.step} | {last.forward:,} | {last.backward:,} "
+            f"| {last.seconds:.0f} | {last.reward:.3f} | {calls} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("algorithms", nargs="*", help=f"some of {', '.join(shipped('algorithm'))}; key=value overrides")
+    parser.add_argument("--target", type=float, default=2.0, help="end a run at this held-out reward")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--out", type=Path, help="append each run as a line of JSON")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    overrides = [a for a in args.algorithms if "=" in a]
+    names = [a for a in args.algorithms if "=" not in a] or ["flow_grpo", "flow_grpo_fast", "diffusion_nft"]
+    curves = []
+    for name in names:
+        for seed in args.seeds:
+            curves.append(run(name, seed, args.target, overrides))
+            if args.out:
+                with args.out.open("a") as file:
+                    points = [vars(p) for p in curves[-1].points]
+                    file.write(json.dumps({"algorithm": name, "seed": seed, "overrides": overrides, "points": points}))
+                    file.write("\n")
+    sys.stdout.write("\n" + table(curves, args.target))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

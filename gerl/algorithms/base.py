@@ -1,0 +1,148 @@
+"""What an algorithm decides: which trajectories to draw, what credit their rewards give, and how to learn from it.
+
+The driver plans and credits; the workers train. An algorithm never knows which model it trains.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, ClassVar
+
+import torch
+
+from gerl.config import Config
+from gerl.protocol import RolloutTask, Sample, Segment, UpdateStats
+from gerl.trainer.ppo.core_algos import batch_advantages, decoupled_advantages, group_advantages
+from gerl.utils.planning import chunks, drawn_steps, group_ids, sde_window
+from gerl.workers.diffusers_model import Tape
+from gerl.workers.diffusers_model.loading import Policy
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What the scorers said about the samples of a step that can be trained on."""
+
+    samples: Sequence[Sample]  # [B]
+    totals: torch.Tensor  # [B]
+    by_scorer: torch.Tensor  # [B, R] of the scorers with a weight
+    weights: torch.Tensor  # [R]
+
+    @property
+    def group_ids(self) -> torch.Tensor:
+        """`[B]` int64, equal for samples of one group."""
+        return group_ids(self.samples)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A tape and the credit of its rows; `samples[r]` is the sample whose credit row `r` has."""
+
+    tape: Tape
+    samples: Sequence[Sample]  # [R]
+    trained: tuple[int, ...]  # steps (or noise levels)
+    credit: torch.Tensor  # [R, T] fp32, NaN where not trained
+
+
+class Algorithm:
+    """The common part: groups of independent images, group-relative advantages for all their steps."""
+
+    needs_all_samples: ClassVar[bool] = False  # those with advantage 0 are trained on as well
+    whole_groups: ClassVar[bool] = False  # the images of a group are needed in one micro-batch
+    on_policy_ratio: ClassVar[bool] = True  # the ratio to the recorded policy must be 1 before the first update
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    # --- on the driver
+
+    def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
+        """The micro-batches in which `samples` are drawn; their ids count from `first_id`."""
+        micro, n = self.config.rollout.micro_batch_size, self.config.rollout.n
+        size = max(1, micro // n) * n if self.whole_groups else micro
+        tasks: list[RolloutTask] = []
+        for window, part in groupby(sorted(samples, key=self.window), key=self.window):
+            for chunk in chunks(list(part), size):
+                rows = tuple(range(len(chunk)))
+                trained = self.trained_steps(window, chunk[0].step)
+                segment = Segment(tuple(s.seed for s in chunk), rows, window, trained)
+                tasks.append(RolloutTask(first_id + len(tasks), chunk, (segment,)))
+        return tasks
+
+    def window(self, sample: Sample) -> tuple[int, ...]:
+        """The stochastic steps of a sample's trajectory."""
+        return sde_window(self.config, sample.step, sample.group)
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        """Which steps (or noise levels) trainer step `step` trains: here, a share of the stochastic ones."""
+        count = max(1, round(self.config.algorithm.timestep_fraction * len(window)))
+        return window if count == len(window) else drawn_steps(window, count, self.config.trainer.seed, step)
+
+    def credit(self, rewards: Rewards) -> torch.Tensor:
+        """The clipped advantages of the samples at each step, `[B, T]`."""
+        clip = self.config.algorithm.advantage_clip
+        values = self.advantages(rewards).clamp(-clip, clip)
+        return values[:, None].expand(-1, self.config.sampling.num_inference_steps)
+
+    def advantages(self, rewards: Rewards) -> torch.Tensor:
+        """One advantage per sample, `[B]`."""
+        algorithm, ids = self.config.algorithm, rewards.group_ids
+        match algorithm.adv_estimator:
+            case "grpo" | "rloo":
+                one_out = algorithm.adv_estimator == "rloo"
+                return group_advantages(rewards.totals, ids, algorithm.advantage_std, one_out)
+            case "reinforce_pp":
+                return batch_advantages(rewards.totals)
+            case "gdpo":
+                return decoupled_advantages(rewards.by_scorer, rewards.weights, ids, algorithm.advantage_std)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must know, as JSON."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+
+    # --- on a worker
+
+    def micro_batches(self, batch: Batch) -> Iterator[list[int]]:
+        """Rows of `batch` that are trained together; those without credit are left out."""
+        size = self.config.actor.micro_batch_size or len(batch.samples)
+        kept = self.kept_rows(batch)
+        if not self.whole_groups:
+            yield from (kept[i : i + size] for i in range(0, len(kept), size))
+            return
+        ids, rows = group_ids(batch.samples).tolist(), list[int]()
+        for number in dict.fromkeys(ids[r] for r in kept):
+            members = [r for r in kept if ids[r] == number]
+            if rows and len(rows) + len(members) > size:
+                yield rows
+                rows = []
+            rows = rows + members
+        if rows:
+            yield rows
+
+    def kept_rows(self, batch: Batch) -> list[int]:
+        """Rows with a credit, and unless the algorithm needs them all, with one that is not 0 at every step."""
+        credit = batch.credit[:, list(batch.trained)]
+        kept = ~credit.isnan().any(1)
+        if not self.needs_all_samples:
+            kept &= (credit != 0).any(1)
+        return [int(r) for r in kept.nonzero()]
+
+    def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
+        """Add the gradient of `rows` of `batch`, as a part of an update of `num_pairs` (sample, timestep) pairs."""
+        raise NotImplementedError
+
+
+def row_credit(segment: Segment, credit: torch.Tensor) -> torch.Tensor:
+    """The credit `[R, T]` of a segment's rows from that of the task's samples `[B, T]`."""
+    return credit[list(segment.leaves)]
+
+
+def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:
+    """Number of (row, timestep) pairs that have a credit: what an update's loss is averaged over."""
+    return sum(
+        int((~row_credit(segment, credit)[:, list(segment.trained)].isnan()).sum())
+        for task, credit in tasks
+        for segment in task.segments
+    )

@@ -1,0 +1,59 @@
+"""Online Diffusion-DPO (arXiv 2311.12908): the best image of each group against its worst.
+
+The policy should fit the winner better and the loser worse than the reference does, at the same noise eps and level:
+
+    L = -log sigmoid(-beta / 2 * ((mse_w - mse_w_ref) - (mse_l - mse_l_ref))),    mse = mean((v - target)^2)
+
+It is online: the pairs are drawn from the current policy, and the reference is the old policy, refreshed now and then.
+At the reference the loss is ln 2 and its derivatives by mse_w and mse_l are beta / 4 and -beta / 4.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.trainer.ppo.core_algos import preference_pairs
+
+
+class DiffusionDPO(ForwardProcess):
+    """The credit is +1 for the best of a group, -1 for the worst, and 0 for the others, which are not trained on."""
+
+    uses_old = True
+    shared_noise = True
+    whole_groups = True
+
+    def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """One pair per group; none where all rewards are equal."""
+        return preference_pairs(rewards, ids)
+
+    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+        """`dpo_loss`; reports the mean `preference_margin`: how much more than `old` the policy prefers the winners."""
+        assert s.old is not None
+        target = s.target
+        excess = per_sample((s.output - target) ** 2) - per_sample((s.old - target) ** 2)
+        margin = preference_margin(excess, s.advantages, s.groups)
+        losses = dpo_loss(excess, s.advantages, s.groups, self.config.algorithm.beta)
+        return losses, {"preference_margin": float(margin.detach().mean())}
+
+
+def dpo_loss(excess: torch.Tensor, preferences: torch.Tensor, groups: torch.Tensor, beta: float) -> torch.Tensor:
+    """Half the loss of its pair for each row of a pair, so that the sum over rows is the sum over pairs: `[B]`.
+
+    `excess` `[B]`: mse minus that of the reference. `preferences` `[B]`: positive for the winner of a group, negative
+    for its loser, else 0. Rows without a pair have loss 0.
+    """
+    losses = -F.logsigmoid(beta / 2 * preference_margin(excess, preferences, groups)) / 2
+    return torch.where(paired(preferences, groups), losses, 0.0)
+
+
+def preference_margin(excess: torch.Tensor, preferences: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """`excess` of the loser minus that of the winner, for each row of a pair; else 0: `[B]`."""
+    same = groups[:, None] == groups
+    margin = -torch.where(same, preferences.sign() * excess, 0.0).sum(1)
+    return torch.where(paired(preferences, groups), margin, 0.0)
+
+
+def paired(preferences: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Which rows are winner or loser of a group that has both: `[B]` bool."""
+    opposite = preferences.sign()[:, None] * preferences.sign() < 0
+    return (opposite & (groups[:, None] == groups)).any(1)

@@ -1,0 +1,28 @@
+"""Flow-DPPO: a trust region by divergence rather than by ratio.
+
+The Gaussian steps of a flow have a KL in closed form, ||mu - mu_old||^2 / (2 std^2). A sample whose KL to the rollout's
+policy has reached `kl_threshold` stops learning in the direction that leads further away; below it nothing is clipped,
+so that a single unlikely noise draw does not stop a step that has hardly moved.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.trainer.ppo.core_algos import gaussian_kl, masked_policy_loss
+from gerl.workers.diffusers_model import ReplayedStep
+
+
+class FlowDPPO(PolicyGradient):
+    """Flow-GRPO with the divergence mask in place of the clip."""
+
+    clips: ClassVar[bool] = False
+
+    def policy_loss(self, step: ReplayedStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        log_ratio = self.log_ratio(step)
+        old_mean = step.mean.detach() if self.config.algorithm.cfg == "off" else step.recorded_mean
+        assert old_mean is not None
+        kl = gaussian_kl(step.mean.detach(), old_mean, step.std)
+        threshold = self.config.algorithm.kl_threshold
+        return masked_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, kl, threshold)

@@ -1,0 +1,154 @@
+"""Learning from noised images: the likelihood-free family of DiffusionNFT.
+
+No trajectory is scored. The clean latents of a rollout (drawn by any ODE solver) are noised again, x_s = (1 - s) x0 + s
+eps, at some of the schedule's noise levels, and the model's output there is pulled towards or pushed away from the
+rollout, as the reward says. An algorithm is its loss on one noise level; the old policy is a decaying average of the
+trained weights, the reference is the base model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.protocol import Sample, UpdateStats
+from gerl.utils.lora import lora_disabled
+from gerl.utils.planning import drawn_steps, group_ids
+from gerl.utils.seeding import derive_seed, sample_generators
+from gerl.workers.diffusers_model import ReplayedStep, replay
+from gerl.workers.diffusers_model.kernels import Rule
+from gerl.workers.diffusers_model.loading import Policy
+
+
+@dataclass(frozen=True)
+class Noised:
+    """One noise level of a micro-batch of `B` rows; everything but `output` is data."""
+
+    rule: Rule
+    x0: torch.Tensor  # [B, ...] fp32 clean latents of the rollout
+    noise: torch.Tensor  # [B, ...] fp32
+    x: torch.Tensor  # [B, ...] fp32 rule.noised(x0, noise)
+    output: torch.Tensor  # [B, ...] fp32 model output, with graph
+    old: torch.Tensor | None  # [B, ...] fp32 that of the old policy
+    reference: torch.Tensor | None  # [B, ...] fp32 that of the base model
+    advantages: torch.Tensor  # [B] what `credit` made of the rewards
+    groups: torch.Tensor  # [B] int64, equal for rows of one group
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The output that would lead back to `x0`, `[B, ...]`."""
+        return self.rule.target(self.x0, self.noise)
+
+
+def per_sample(values: torch.Tensor) -> torch.Tensor:
+    """Mean over all non-batch dimensions: `[B, ...]` -> `[B]`."""
+    return values.flatten(1).mean(1)
+
+
+def group_mean(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """For each row the mean of the `values` `[B]` of its group: `[B]`, with gradient."""
+    same = groups[:, None] == groups
+    return torch.where(same, values, 0.0).sum(1) / same.sum(1)
+
+
+class ForwardProcess(Algorithm):
+    """The common part: noise levels, noise, and the outputs of old policy and base model at the same inputs."""
+
+    on_policy_ratio = False
+    uses_old: ClassVar[bool] = False
+    uses_reference: ClassVar[bool] = False
+    guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
+    shared_noise: ClassVar[bool] = False  # the samples of a group get the same noise at each level
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether an old policy is kept."""
+        return self.uses_old or self.config.algorithm.old_kl_coef > 0
+
+    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+        """Losses `[B]` of the rows at one noise level, and what to report (means over the rows)."""
+        raise NotImplementedError
+
+    def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+        """Credit `[B]` straight from the rewards, for algorithms that use no advantages."""
+        del rewards, ids
+        return None
+
+    def advantages(self, rewards: Rewards) -> torch.Tensor:
+        credit = self.credit_rewards(rewards.totals, rewards.group_ids)
+        return super().advantages(rewards) if credit is None else credit
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        levels = range(*self.config.sampling.steps_range)
+        return drawn_steps(levels, self.config.algorithm.timesteps or len(levels), self.config.trainer.seed, step)
+
+    def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
+        algorithm, tape = self.config.algorithm, batch.tape
+        x0 = tape.steps[-1].x_next[rows]
+        samples, credit = [batch.samples[r] for r in rows], batch.credit[rows].to(x0.device)
+        noise = {k: self._noise(samples, k, x0) for k in batch.trained}
+        latents = {k: tape.steps[k].rule.noised(x0, noise[k]) for k in batch.trained}
+        index = None if rows == list(range(tape.batch_size)) else rows
+        options: dict[str, Any] = {"steps": batch.trained, "index": index, "latents": latents}
+        old, reference = self._others(policy, batch, options)
+        groups = group_ids(samples).to(x0.device)
+        stats = UpdateStats()
+
+        def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
+            nonlocal stats
+            output = step.model_output
+            known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
+            s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups)
+            loss, metrics = self.loss(s)
+            to_base = _distance(output, s.reference, algorithm.kl_coef)
+            total = loss + algorithm.kl_coef * to_base + algorithm.old_kl_coef * _distance(output, known, 1.0)
+            stats += UpdateStats(
+                pairs=len(rows),
+                loss=float(total.detach().sum()),
+                kl=float(to_base.detach().sum()),
+                extra={name: value * len(rows) for name, value in metrics.items()},
+            )
+            return total.sum() / num_pairs
+
+        replay(policy.pipe, tape, on_step, cfg=algorithm.cfg, **options)
+        return stats
+
+    def _others(
+        self, policy: Policy, batch: Batch, options: dict[str, Any]
+    ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Outputs by noise level of the old policy and of the base model, as far as they are needed and not known."""
+        old: dict[int, torch.Tensor] = {}
+        reference: dict[int, torch.Tensor] = {}
+        cfg = self.config.algorithm.cfg
+
+        def keep(outputs: dict[int, torch.Tensor]) -> Callable[[int, ReplayedStep], None]:
+            return lambda k, step: outputs.update({k: step.model_output})
+
+        if policy.old is not None and self.needs_old and not policy.old_is_current:
+            with policy.old.swapped_in():
+                replay(policy.pipe, batch.tape, keep(old), grad=False, cfg=cfg, **options)
+        if self.uses_reference or self.config.algorithm.kl_coef > 0:
+            cfg = "joint" if self.guided_reference else cfg
+            with lora_disabled(list(policy.denoisers.values())):
+                replay(policy.pipe, batch.tape, keep(reference), grad=False, cfg=cfg, **options)
+        return old, reference
+
+    def _noise(self, samples: list[Sample], k: int, x0: torch.Tensor) -> torch.Tensor:
+        """Standard normal noise of level `k` in the shape of `x0`, the same in any micro-batch."""
+        seeds = [
+            derive_seed("forward", self.config.trainer.seed, s.step, repr(s.group), k)
+            if self.shared_noise
+            else derive_seed("forward", s.seed, k)
+            for s in samples
+        ]
+        shape = x0.shape[1:]
+        return torch.stack([torch.randn(shape, generator=g) for g in sample_generators(seeds)]).to(x0.device)
+
+
+def _distance(output: torch.Tensor, other: torch.Tensor | None, coefficient: float) -> torch.Tensor:
+    """Mean squared distance of two outputs `[B]`, 0 where it does not count."""
+    if other is None or coefficient == 0:
+        return torch.zeros(len(output), device=output.device)
+    return per_sample((output - other.detach()) ** 2)

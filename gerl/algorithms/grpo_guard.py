@@ -1,0 +1,25 @@
+"""GRPO-Guard (arXiv 2510.22319): a ratio whose mean and variance are the same at every step.
+
+With log-probabilities averaged over dimensions the mean log-ratio is -KL / D < 0 and its spread differs from step to
+step by an order of magnitude, so that the clip range rarely holds back samples with positive advantages. Guard adds the
+missing KL and multiplies by the step's std: log ratio = mean(z (mu - mu_old)). Each step's loss is divided by |dt|
+(`timestep_weights: inverse_dt`; `inverse_jacobian` is Precise's choice, arXiv 2605.23522).
+"""
+
+import torch
+
+from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.trainer.ppo.core_algos import guard_log_ratio
+from gerl.workers.diffusers_model import ReplayedStep
+
+
+class GRPOGuard(PolicyGradient):
+    """Flow-GRPO with the regulated ratio."""
+
+    def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
+        if self.config.algorithm.cfg == "off":  # see PolicyGradient.log_ratio
+            old_log_prob, old_mean = step.log_prob.detach(), step.mean.detach()
+        else:
+            assert step.recorded_log_prob is not None and step.recorded_mean is not None
+            old_log_prob, old_mean = step.recorded_log_prob, step.recorded_mean
+        return guard_log_ratio(step.log_prob, old_log_prob, step.mean, old_mean, step.std)

@@ -1,0 +1,42 @@
+"""Regression to the images that turned out well: flow matching on the rollout, weighted by a function of the reward.
+
+    L = weight * mean((v - target)^2)
+
+Reward-weighted regression (Peters & Schaal 2007; of diffusion models arXiv 2302.12192) weighs the images of a group by
+a softmax of their rewards, the exponentiated advantages of a KL-regularised optimum; best-of-n (RAFT, arXiv 2304.06767)
+keeps the best of each group. Weights are never negative: nothing is pushed away, so nothing diverges, but images that
+are merely less bad are imitated too.
+"""
+
+import torch
+
+from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.trainer.ppo.core_algos import best_of_group, regression_weights
+
+
+class _Regression(ForwardProcess):
+    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+        """`weighted_regression_loss`; reports the mean `squared_error` without weights."""
+        errors = (s.output.detach() - s.target) ** 2
+        return weighted_regression_loss(s.output, s.target, s.advantages), {"squared_error": float(errors.mean())}
+
+
+class RewardWeightedRegression(_Regression):
+    """The credit is `group size * softmax(beta * advantage)`: mean 1 in a group, 0 where all rewards are equal."""
+
+    def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """`beta` is the inverse temperature."""
+        return regression_weights(rewards, ids, temperature=1 / self.config.algorithm.beta)
+
+
+class BestOfN(_Regression):
+    """The credit is 1 for the best of each group and 0 for the others, which are not trained on."""
+
+    def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Nothing where all rewards are equal."""
+        return best_of_group(rewards, ids)
+
+
+def weighted_regression_loss(output: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`weights` `[B]` times the mean squared error of `output` to `target`, both `[B, ...]`: `[B]`."""
+    return weights * per_sample((output - target) ** 2)

@@ -1,0 +1,90 @@
+"""What the tests of the algorithms' training share: a tiny policy, its rollouts, gradients of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tiny
+import torch
+
+from gerl.algorithms import Algorithm, Batch, build_algorithm, count_pairs, row_credit
+from gerl.config import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig
+from gerl.protocol import Prompt, RolloutTask, Sample, UpdateStats
+from gerl.utils.ema import EMA
+from gerl.utils.lora import add_lora
+from gerl.utils.planning import plan_samples
+from gerl.workers.actor import Actor
+from gerl.workers.diffusers_model import Tape
+from gerl.workers.diffusers_model.loading import Policy
+from gerl.workers.rollout import Rollout
+
+PROMPTS = [Prompt(0, "a red fox"), Prompt(1, "blue")]
+
+
+def new_policy(name: str = "sd3", perturbed: bool = True) -> Policy:
+    """A tiny pipeline with a LoRA; the same weights every time."""
+    pipe = tiny.build(tiny.CASES[name])
+    denoiser = tiny.denoiser_of(pipe)
+    lora = {f"denoiser.{key}": p for key, p in add_lora(denoiser, 4, 4.0, None, seed=0).items()}
+    if perturbed:
+        torch.manual_seed(2)
+        for p in lora.values():
+            p.data.normal_(0, 0.2)
+    return Policy(pipe, {"transformer": denoiser}, lora, EMA(lora, 0.9))
+
+
+def config(
+    name: str, n: int = 4, guidance: float = 1.0, steps: int = 4, actor_micro: int | None = None, **keys: Any
+) -> Config:
+    """A configuration for the tiny Stable Diffusion 3; `sampling_*` keys belong to that block."""
+    sampling = {k.removeprefix("sampling_"): v for k, v in keys.items() if k.startswith("sampling_")}
+    own = {k: v for k, v in keys.items() if not k.startswith("sampling_")}
+    fixed = {"height": 16, "width": 16, "num_inference_steps": steps, "guidance_scale": guidance}
+    fixed["call"] = {"max_sequence_length": 8, "output_type": "np"}
+    return Config(
+        algorithm=AlgorithmConfig(name=name, **own),  # type: ignore[arg-type]
+        sampling=SamplingConfig(**{**fixed, **sampling}),  # type: ignore[arg-type]
+        rollout=RolloutConfig(prompts_per_step=2, n=n, micro_batch_size=2 * n),
+        actor=ActorConfig(micro_batch_size=actor_micro),
+    )
+
+
+class Training:
+    """An algorithm on a policy, and one rollout of two groups."""
+
+    def __init__(self, c: Config, policy: Policy | None = None, samples: Sequence[Sample] | None = None) -> None:
+        self.config, self.policy = c, policy or new_policy()
+        self.algorithm: Algorithm = build_algorithm(c)
+        self.actor = Actor(self.policy, c.actor, self.algorithm, total_updates=10)
+        rollout = Rollout(self.policy, c.sampling, ValidationConfig())
+        drawn = samples or plan_samples(c, PROMPTS, 1, 0)
+        self.tasks = [(task, *rollout.generate(task)) for task in self.algorithm.plan(drawn)]
+
+    def batches(self, task: RolloutTask, tapes: Sequence[Tape], credit: torch.Tensor) -> list[Batch]:
+        return [
+            Batch(tape, [task.samples[i] for i in segment.leaves], segment.trained, row_credit(segment, credit))
+            for segment, tape in zip(task.segments, tapes, strict=True)
+            if segment.trained
+        ]
+
+    def gradient(
+        self, credit: torch.Tensor, pairs: int | None = None, algorithm: Algorithm | None = None
+    ) -> tuple[torch.Tensor, UpdateStats]:
+        """The gradient for the credit `[B, T]` of all samples, and what was reported."""
+        parts = credit.split([len(task.samples) for task, _, _ in self.tasks])
+        given = list(zip(self.tasks, parts, strict=True))
+        pairs = pairs or count_pairs((task, part) for (task, _, _), part in given)
+        self.actor.algorithm = algorithm or self.algorithm
+        self.actor.optimizer.zero_grad(set_to_none=True)
+        found = [b for (task, _, tapes), part in given for b in self.batches(task, tapes, part)]
+        stats = self.actor.accumulate(found, pairs)
+        return self.actor.flat_gradient(), stats
+
+
+def chain_credit(values: Sequence[float], steps: int = 4) -> torch.Tensor:
+    """One advantage per sample for all its steps."""
+    return torch.tensor(list(values))[:, None].expand(-1, steps)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Norm of the difference relative to the norm of the second."""
+    return float((a - b).norm() / b.norm())

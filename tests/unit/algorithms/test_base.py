@@ -1,0 +1,191 @@
+"""What to draw and what credit rewards give: chains of denoising steps, whole groups, zero advantages."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gerl.algorithms import ALGORITHMS, Algorithm, Batch, Rewards, build_algorithm, count_pairs
+from gerl.config import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig
+from gerl.protocol import Prompt, Sample
+from gerl.utils.planning import plan_samples, sde_window
+from gerl.workers.diffusers_model import Tape
+
+PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
+
+
+def algorithm(
+    name: str = "flow_grpo", micro: int = 6, n: int = 3, actor_micro: int | None = None, **keys: object
+) -> Algorithm:
+    sampling = {k.removeprefix("sampling_"): v for k, v in keys.items() if k.startswith("sampling_")}
+    own = {k: v for k, v in keys.items() if not k.startswith("sampling_")}
+    return build_algorithm(
+        Config(
+            algorithm=AlgorithmConfig(name=name, **own),  # type: ignore[arg-type]
+            sampling=SamplingConfig(**{"num_inference_steps": 6} | sampling),  # type: ignore[arg-type]
+            rollout=RolloutConfig(prompts_per_step=4, n=n, micro_batch_size=micro),
+            actor=ActorConfig(micro_batch_size=actor_micro),
+        )
+    )
+
+
+def rewards(a: Algorithm, totals: Sequence[float]) -> Rewards:
+    samples = plan_samples(a.config, PROMPTS, 1, 0)[: len(totals)]
+    values = torch.tensor(totals)
+    return Rewards(samples, values, values[:, None], torch.ones(1))
+
+
+def test_every_algorithm_has_a_file_and_a_name() -> None:
+    for name, cls in ALGORITHMS.items():
+        assert isinstance(algorithm(name, micro=12), cls)
+
+
+# --- what to draw
+
+
+@given(st.integers(1, 13), st.integers(1, 5))
+def test_a_plan_is_the_samples_in_order_cut_into_micro_batches(micro: int, step: int) -> None:
+    a = algorithm(micro=micro)
+    samples = plan_samples(a.config, PROMPTS, step, 0)
+    tasks = a.plan(samples, first_id=7)
+    assert [s for task in tasks for s in task.samples] == samples
+    assert [task.id for task in tasks] == list(range(7, 7 + len(tasks)))
+    for task in tasks:
+        (segment,) = task.segments
+        assert 0 < len(task.samples) <= micro and segment.leaves == tuple(range(len(task.samples)))
+        assert segment.seeds == tuple(s.seed for s in task.samples)
+        assert segment.window == segment.trained == tuple(range(5))
+        assert (segment.parent, segment.start, segment.stop) == (None, 0, None)
+
+
+def test_groups_with_their_own_window_share_no_task_with_another_window() -> None:
+    a = algorithm(sampling_window_size=2, sampling_window_per="group")
+    samples = plan_samples(a.config, PROMPTS, 1, 0)
+    tasks = a.plan(samples)
+    assert sorted(s.seed for t in tasks for s in t.samples) == sorted(s.seed for s in samples)
+    assert len({task.segments[0].window for task in tasks}) > 1
+    for task in tasks:
+        assert {sde_window(a.config, 1, s.group) for s in task.samples} == {task.segments[0].window}
+
+
+@pytest.mark.parametrize(("micro", "sizes"), [(3, [3, 3, 3, 3]), (5, [3, 3, 3, 3]), (7, [6, 6]), (100, [12])])
+def test_algorithms_that_compare_within_a_micro_batch_get_whole_groups(micro: int, sizes: list[int]) -> None:
+    a = algorithm("dgpo", micro=micro)
+    tasks = a.plan(plan_samples(a.config, PROMPTS, 1, 0))
+    assert [len(task.samples) for task in tasks] == sizes
+    assert all(len({s.index for s in task.samples if s.group == g}) == 3 for task in tasks for g in
+               {s.group for s in task.samples})  # fmt: skip
+
+
+def test_a_share_of_the_steps_is_trained_and_drawn_anew_every_step() -> None:
+    a = algorithm(timestep_fraction=0.6)
+    drawn = [a.plan(plan_samples(a.config, PROMPTS, step, 0))[0].segments[0] for step in range(1, 30)]
+    assert all(segment.window == tuple(range(5)) and len(segment.trained) == 3 for segment in drawn)
+    assert len({segment.trained for segment in drawn}) > 3
+    assert all(set(segment.trained) <= set(segment.window) for segment in drawn)
+
+
+def test_forward_process_algorithms_train_noise_levels_of_an_ode() -> None:
+    a = algorithm("diffusion_nft", sampling_kernel="ode", timesteps=2)
+    segments = [a.plan(plan_samples(a.config, PROMPTS, step, 0))[0].segments[0] for step in range(1, 40)]
+    assert all(segment.window == () and len(segment.trained) == 2 for segment in segments)
+    assert {k for segment in segments for k in segment.trained} == set(range(5))  # never the last
+    everything = algorithm("diffusion_nft", sampling_kernel="ode")
+    assert everything.plan(plan_samples(a.config, PROMPTS, 1, 0))[0].segments[0].trained == tuple(range(5))
+
+
+# --- credit
+
+
+def test_credit_is_the_clipped_advantage_at_every_step() -> None:
+    a = algorithm(advantage_clip=1.2)
+    credit = a.credit(rewards(a, [0.0, 0.0, 1.0, 2.0, 2.0, 2.0]))
+    assert credit.shape == (6, 6)
+    third = math.sqrt(2) / 2
+    expected = torch.tensor([-third, -third, 1.2, 0, 0, 0])
+    torch.testing.assert_close(credit, expected[:, None].expand(6, 6), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("grpo", [-1.0, 0.0, 1.0]),
+        ("rloo", [-1.5, 0.0, 1.5]),
+        ("reinforce_pp", [-(1.5**0.5), 0.0, 1.5**0.5]),
+        ("gdpo", [-(1.5**0.5), 0.0, 1.5**0.5]),
+    ],
+)
+def test_estimators(estimator: str, expected: list[float]) -> None:
+    a = algorithm(adv_estimator=estimator, advantage_std="none")
+    found = a.advantages(rewards(a, [1.0, 2.0, 3.0]))
+    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-3, rtol=0)
+
+
+def test_gdpo_keeps_a_scorer_of_small_spread_audible() -> None:
+    a = algorithm(adv_estimator="gdpo")
+    samples = plan_samples(a.config, PROMPTS, 1, 0)[:3]
+    columns = torch.tensor([[100.0, 0.03], [200.0, 0.02], [300.0, 0.01]])
+    weights = torch.tensor([1.0, 2.0])
+    both = a.advantages(Rewards(samples, columns @ weights, columns, weights))
+    assert both[0] > 1 and both[2] < -1  # the second has twice the weight, though 10,000 times less spread
+    summed = algorithm().advantages(Rewards(samples, columns @ weights, columns, weights))
+    assert summed[0] < -1 and summed[2] > 1
+
+
+def test_ddpo_normalises_by_the_history_of_a_prompt_once_it_is_long_enough() -> None:
+    a = algorithm("ddpo", n=1, history=3, sampling_kernel="ddim")
+    one, other = (Sample(p, 0, 0, 1) for p in PROMPTS[:2])
+
+    def advantages(samples: list[Sample], totals: list[float]) -> list[float]:
+        values = torch.tensor(totals)
+        return a.advantages(Rewards(samples, values, values[:, None], torch.ones(1))).tolist()
+
+    assert advantages([one, other], [1.0, 3.0]) == pytest.approx([-1, 1], abs=1e-3)  # of the batch
+    assert advantages([one, other], [3.0, 9.0]) == pytest.approx([-1, 1], abs=1e-3)
+    found = advantages([one, other], [5.0, 9.0])  # past of one: 1 3 5, of the other: 3 9 9
+    assert found == pytest.approx([2 / (8 / 3) ** 0.5, 2 / 8**0.5], abs=1e-3)
+    again = algorithm("ddpo", n=1, history=3, sampling_kernel="ddim")
+    again.load_state(a.state())
+    a_next, b_next = advantages([one], [0.0]), again.advantages(rewards(again, [0.0])).tolist()
+    assert a_next == pytest.approx([(0 - 8 / 3) / (38 / 9) ** 0.5], abs=1e-3) and b_next == pytest.approx(a_next)
+
+
+# --- which rows are trained
+
+
+def batch(credit: list[list[float]], samples: list[Sample] | None = None) -> Batch:
+    rows = samples or [Sample(PROMPTS[i // 3], i % 3, i, 1) for i in range(len(credit))]
+    return Batch(Tape({}, len(credit)), rows, (0, 1), torch.tensor(credit))
+
+
+NAN = math.nan
+CREDIT = [[1, 0, 9], [0, 0, 9], [NAN, NAN, 9], [0, -1, NAN], [2, 2, 0], [0, 0, 0]]
+
+
+def test_rows_without_credit_are_left_out_and_zeros_too_unless_they_count() -> None:
+    assert list(algorithm().micro_batches(batch(CREDIT))) == [[0, 3, 4]]
+    assert list(algorithm(actor_micro=2).micro_batches(batch(CREDIT))) == [[0, 3], [4]]
+    assert list(algorithm(kl_coef=0.1).micro_batches(batch(CREDIT))) == [[0, 1, 3, 4, 5]]
+    assert list(algorithm(kl_coef=0.1, kl_in_reward=True).micro_batches(batch(CREDIT))) == [[0, 3, 4]]
+    assert list(algorithm().micro_batches(batch([[0.0, 0.0, 1.0]]))) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(3, [[0, 1, 2], [3, 4, 5]]), (5, [[0, 1, 2], [3, 4, 5]]), (None, [[0, 1, 2, 3, 4, 5]])]
+)
+def test_whole_groups_stay_together(size: int | None, expected: list[list[int]]) -> None:
+    a = algorithm("crd", actor_micro=size)
+    assert list(a.micro_batches(batch([[1.0, 1.0, 1.0]] * 6))) == expected
+
+
+def test_pairs_are_the_rows_and_steps_with_a_credit() -> None:
+    a = algorithm(sampling_window_size=2, micro=6)
+    (task,) = a.plan(plan_samples(a.config, PROMPTS[:2], 1, 0))
+    credit = torch.ones(6, 6)
+    assert count_pairs([(task, credit)]) == 12
+    credit[:3] = NAN
+    credit[3] = 0
+    assert count_pairs([(task, credit), (task, credit)]) == 12

@@ -1,0 +1,148 @@
+"""The forward-process algorithms on a tiny pipeline: gradients that depend on nothing but the samples."""
+
+from typing import Any
+
+import pytest
+import torch
+from training import Training, chain_credit, config, new_policy, relative
+
+from gerl.algorithms import ForwardProcess, build_algorithm
+from gerl.utils.seeding import derive_seed
+from gerl.workers.diffusers_model import replay
+
+NAMES = ["diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rwr", "best_of_n"]
+ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]
+CREDIT = chain_credit(ADVANTAGES)
+EXTRA: dict[str, dict[str, Any]] = {
+    "awm": {"clip_low": 1.0, "clip_high": 1.0},
+    "dgpo": {"clip_low": 0.5, "clip_high": 0.5},
+}
+
+
+def settings(name: str, **keys: Any) -> Any:
+    return config(name, sampling_kernel="ode", **{**EXTRA.get(name, {}), **keys})
+
+
+def moved(training: Training) -> None:
+    """Take the trained weights away from the old policy."""
+    training.policy.old_is_current = False
+    generator = torch.Generator().manual_seed(5)
+    for p in training.policy.lora.values():
+        p.data.add_(0.02 * torch.randn(p.shape, generator=generator))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_and_workers_do_not_change_the_gradient(name: str) -> None:
+    training = Training(settings(name, kl_coef=0.3, old_kl_coef=0.2))
+    moved(training)
+    whole, stats = training.gradient(CREDIT)
+    assert whole.norm() > 0 and stats.kl > 0 and stats.pairs == 8 * 3
+    parts = build_algorithm(settings(name, kl_coef=0.3, old_kl_coef=0.2, actor_micro=4))  # one group at a time
+    split, split_stats = training.gradient(CREDIT, algorithm=parts)
+    assert relative(split, whole) < 1e-4
+    assert split_stats.pairs == stats.pairs and split_stats.loss == pytest.approx(stats.loss, rel=1e-4)
+    assert set(split_stats.extra) == set(stats.extra)
+    # two workers, each with the rollout of one group: their gradients add up
+    total = torch.zeros_like(whole)
+    samples = [s for task, _, _ in training.tasks for s in task.samples]
+    for group in (samples[:4], samples[4:]):
+        worker = Training(settings(name, kl_coef=0.3, old_kl_coef=0.2), samples=group)
+        moved(worker)
+        total += worker.gradient(CREDIT[:4] if group[0].prompt.id == 0 else CREDIT[4:], pairs=24)[0]
+    assert relative(total, whole) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "awm", "crd"])
+def test_an_old_policy_that_is_the_current_one_is_not_run(name: str) -> None:
+    training = Training(settings(name))
+    calls: list[int] = []
+    layer = training.policy.pipe.transformer.transformer_blocks[0].attn.to_q
+    handle = layer.register_forward_hook(lambda *_: calls.append(1))
+    known, _ = training.gradient(CREDIT)
+    assert len(calls) == 3  # one noise level each
+    training.policy.old_is_current = False  # though it holds the same weights
+    run, _ = training.gradient(CREDIT)
+    handle.remove()
+    assert len(calls) == 3 + 6
+    assert relative(run, known) < 1e-5
+
+
+def test_without_an_old_policy_and_a_reference_neither_is_run() -> None:
+    training = Training(settings("rwr"))
+    calls: list[int] = []
+    layer = training.policy.pipe.transformer.transformer_blocks[0].attn.to_q
+    handle = layer.register_forward_hook(lambda *_: calls.append(1))
+    training.gradient(CREDIT)
+    assert len(calls) == 3 and training.policy.old is None
+    training.gradient(CREDIT, algorithm=build_algorithm(settings("rwr", kl_coef=0.1)))
+    handle.remove()
+    assert len(calls) == 3 + 6
+
+
+def test_the_gradient_is_that_of_flow_matching_written_by_hand() -> None:
+    training = Training(settings("rwr", timesteps=1))
+    (task, _, (tape,)) = training.tasks[0]
+    found, stats = training.gradient(CREDIT)
+    (k,) = task.segments[0].trained
+    x0 = tape.steps[-1].x_next
+    seeds = [derive_seed("forward", s.seed, k) for s in task.samples]
+    noise = torch.stack([torch.randn(x0.shape[1:], generator=torch.Generator().manual_seed(s)) for s in seeds])
+    sigma = tape.steps[k].rule.sigma
+    losses: list[torch.Tensor] = []
+
+    def on_step(_: int, step: Any) -> torch.Tensor:
+        error = ((step.model_output - (noise - x0)) ** 2).flatten(1).mean(1)
+        losses.append((torch.tensor(ADVANTAGES) * error).sum().detach())
+        return (torch.tensor(ADVANTAGES) * error).sum() / 8
+
+    training.actor.optimizer.zero_grad(set_to_none=True)
+    replay(training.policy.pipe, tape, on_step, steps=[k], latents={k: (1 - sigma) * x0 + sigma * noise})
+    assert relative(found, training.actor.flat_gradient()) < 1e-6
+    assert stats.loss == pytest.approx(float(losses[0]), rel=1e-5)
+
+
+def test_noise_is_per_sample_or_shared_by_the_group() -> None:
+    x0 = torch.zeros(8, 4, 2, 2)
+    for name, distinct in (("diffusion_nft", 8), ("dgpo", 2)):
+        training = Training(settings(name))
+        assert isinstance(training.algorithm, ForwardProcess)
+        samples = [s for task, _, _ in training.tasks for s in task.samples]
+        noise = training.algorithm._noise(samples, 1, x0)
+        assert len({tuple(row.flatten().tolist()) for row in noise}) == distinct
+        assert torch.equal(training.algorithm._noise(samples[3:5], 1, x0[:2]), noise[3:5])
+        assert not torch.equal(training.algorithm._noise(samples, 2, x0), noise)
+
+
+def test_the_distances_are_those_to_the_base_model_and_to_the_old_policy() -> None:
+    training = Training(settings("rwr", kl_coef=2.0, old_kl_coef=3.0))
+    moved(training)
+    base_only, _ = training.gradient(0 * CREDIT + 1e-9, algorithm=build_algorithm(settings("rwr", kl_coef=2.0)))
+    both, stats = training.gradient(0 * CREDIT + 1e-9)
+    assert stats.kl > 0 and relative(both, base_only) > 1e-2
+    assert stats.loss > 2 * stats.kl * 1.0001  # the old policy adds to it
+    fresh = Training(settings("rwr", kl_coef=2.0), policy=new_policy(perturbed=False))
+    none, stats = fresh.gradient(0 * CREDIT + 1e-9)
+    assert stats.kl == 0 and none.norm() < 1e-6
+
+
+def test_samples_without_credit_are_left_out_and_zeros_where_nothing_needs_them() -> None:
+    credit = chain_credit([1.0, -1.0, 0.0, 0.0, *[float("nan")] * 4])
+    for name, pairs in (("diffusion_nft", 12), ("rwr", 6), ("diffusion_dpo", 6)):
+        training = Training(settings(name))
+        assert training.gradient(credit)[1].pairs == pairs
+
+
+def test_guidance_off_learns_the_conditional_output() -> None:
+    guided = Training(settings("rwr", guidance=4.0, cfg="off"))
+    joint = build_algorithm(settings("rwr", guidance=4.0))
+    off, stats = guided.gradient(CREDIT)
+    on, joint_stats = guided.gradient(CREDIT, algorithm=joint)
+    assert off.norm() > 0 and relative(off, on) > 0.05 and stats.pairs == joint_stats.pairs
+
+
+def test_epsilon_prediction_is_trained_as_well() -> None:
+    c = config("diffusion_nft", sampling_kernel="ode", steps=4, sampling_call={"output_type": "np"})
+    training = Training(c, policy=new_policy("sd15"))
+    moved(training)
+    gradient, stats = training.gradient(CREDIT)
+    assert gradient.norm() > 0 and stats.pairs == 24

@@ -1,0 +1,181 @@
+"""The policy gradients on a tiny pipeline: chains and trees, ratios, weights, KLs and guidance."""
+
+from typing import Any
+
+import pytest
+import torch
+from training import Training, chain_credit, config, new_policy, relative
+
+from gerl.algorithms import PolicyGradient, Rewards, build_algorithm
+from gerl.trainer.ppo.core_algos import kl_divergence
+from gerl.utils.lora import lora_disabled
+from gerl.workers.diffusers_model import replay
+
+ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]
+CREDIT = chain_credit(ADVANTAGES)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Training:
+    """Flow-GRPO: tests restore what they change."""
+    return Training(config("flow_grpo"))
+
+
+def log_prob_gradient(training: Training, weights: dict[int, float], scale: float = 1.0) -> torch.Tensor:
+    """Gradient of -sum_k w_k mean(A log_prob_k), by hand."""
+    (_, _, (tape,)) = training.tasks[0]
+    training.actor.optimizer.zero_grad(set_to_none=True)
+    advantages = torch.tensor(ADVANTAGES)
+    replay(training.policy.pipe, tape, lambda k, s: -weights[k] * (advantages * s.log_prob).sum() * scale)
+    return training.actor.flat_gradient()
+
+
+# --- ratios
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "flow_dppo"])
+def test_on_policy_the_gradient_is_that_of_reinforce(name: str, plain: Training) -> None:
+    found, stats = plain.gradient(CREDIT, algorithm=build_algorithm(config(name)))
+    assert stats.ratio_deviation == 0 and stats.pairs == 24
+    assert relative(found, log_prob_gradient(plain, dict.fromkeys(range(3), 1.0), 1 / 24)) < 1e-6
+
+
+def test_guard_weighs_each_step_by_its_std(plain: Training) -> None:
+    found, stats = plain.gradient(CREDIT, algorithm=build_algorithm(config("grpo_guard")))
+    (_, _, (tape,)) = plain.tasks[0]
+    stds = {k: tape.steps[k].rule.std for k in range(3)}
+    assert stats.ratio_deviation == 0
+    assert relative(found, log_prob_gradient(plain, stds, 1 / 24)) < 1e-5  # the bias has no gradient on policy
+
+
+def test_timestep_weights(plain: Training) -> None:
+    (_, _, (tape,)) = plain.tasks[0]
+    rules = [tape.steps[k].rule for k in range(3)]
+    mean = sum(r.std for r in rules) / 3
+    expected = {
+        "std": [r.std / mean for r in rules],
+        "inverse_dt": [1 / abs(r.dt) for r in rules],
+        "inverse_jacobian": [1 / r.jacobian for r in rules],
+    }
+    for kind, weights in expected.items():
+        a = build_algorithm(config("flow_grpo", timestep_weights=kind))
+        found, _ = plain.gradient(CREDIT, algorithm=a)
+        assert relative(found, log_prob_gradient(plain, dict(enumerate(weights)), 1 / 24)) < 1e-5
+
+
+def test_weights_by_std_have_the_same_norm_in_any_window() -> None:
+    whole = Training(config("flow_grpo", timestep_weights="std"))
+    part = Training(config("flow_grpo", timestep_weights="std", sampling_window_size=1, sampling_window_range=[0, 3]))
+    for training in (whole, part):
+        (task, _, (tape,)) = training.tasks[0]
+        assert isinstance(training.algorithm, PolicyGradient)
+        trained = task.segments[0].trained
+        weights = dict(zip(trained, training.algorithm._weights(tape, trained), strict=True))
+        if training is whole:
+            full = weights
+    assert weights == {k: pytest.approx(full[k]) for k in weights} and len(weights) == 1
+
+
+# --- KL
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "flow_grpo", "velocity", "k2", "k3"])
+def test_every_kl_is_that_of_the_two_replays(kind: str, plain: Training) -> None:
+    (_, _, (tape,)) = plain.tasks[0]
+    reference: dict[int, Any] = {}
+    with lora_disabled(list(plain.policy.denoisers.values())):
+        replay(plain.policy.pipe, tape, lambda k, s: reference.update({k: s}), grad=False)
+    values: list[torch.Tensor] = []
+
+    def on_step(k: int, s: Any) -> torch.Tensor:
+        r = reference[k]
+        kl = kl_divergence(
+            kind, mean=s.mean, ref_mean=r.mean, std=s.std, dt=s.rule.dt, output=s.model_output,
+            ref_output=r.model_output, log_prob=s.log_prob, ref_log_prob=r.log_prob,
+        )  # fmt: skip
+        values.append(kl.detach())
+        return 0.7 * kl.sum() / 24
+
+    plain.actor.optimizer.zero_grad(set_to_none=True)
+    replay(plain.policy.pipe, tape, on_step)
+    expected = plain.actor.flat_gradient()
+    found, stats = plain.gradient(0 * CREDIT, algorithm=build_algorithm(config("flow_grpo", kl_coef=0.7, kl_type=kind)))
+    assert relative(found, expected) < 1e-5 and expected.any()
+    assert stats.kl == pytest.approx(float(torch.cat(values).sum()), rel=1e-5)
+
+
+def test_kl_of_the_rollout_from_what_was_recorded() -> None:
+    training = Training(config("flow_grpo", kl_coef=0.1, kl_in_reward=True))
+    assert isinstance(training.algorithm, PolicyGradient) and not training.algorithm.needs_all_samples
+    ((task, _, tapes),) = training.tasks
+    (batch,) = training.batches(task, tapes, CREDIT)
+    found = training.algorithm.kl_to_base(training.policy, batch)
+    _, stats = training.gradient(0 * CREDIT, algorithm=build_algorithm(config("flow_grpo", kl_coef=0.1)))
+    assert float(found.mean()) == pytest.approx(stats.kl / stats.pairs, rel=1e-4)
+    assert found.shape == (8,) and found.std() > 0
+    fresh = Training(config("flow_grpo", kl_coef=0.1, kl_in_reward=True), policy=new_policy(perturbed=False))
+    ((task, _, tapes),) = fresh.tasks
+    assert isinstance(fresh.algorithm, PolicyGradient)
+    assert not fresh.algorithm.kl_to_base(fresh.policy, fresh.batches(task, tapes, CREDIT)[0]).any()
+
+
+# --- guidance
+
+
+def test_guidance_modes_are_on_policy_and_differ() -> None:
+    training = Training(config("flow_grpo", guidance=4.0))
+    found = {}
+    for mode in ("joint", "detach_uncond", "off"):
+        a = build_algorithm(config("flow_grpo", guidance=4.0, cfg=mode))
+        found[mode], stats = training.gradient(CREDIT, algorithm=a)
+        assert stats.ratio_deviation < 1e-5
+    assert relative(found["detach_uncond"], found["joint"]) > 0.01
+    assert relative(found["off"], found["detach_uncond"]) > 0.01
+
+
+@pytest.mark.parametrize("name", ["grpo_guard", "flow_dppo"])
+def test_without_guidance_in_the_update_the_other_ratios_start_at_one_too(name: str) -> None:
+    training = Training(config(name, guidance=4.0, cfg="off"))
+    gradient, stats = training.gradient(CREDIT)
+    assert stats.ratio_deviation == 0 and gradient.any()
+
+
+# --- trees
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("tempflow_grpo", {"branch_factor": 2}), ("branch_grpo", {"split_steps": [0, 1]})]
+)
+def test_trees_are_on_policy_and_micro_batches_change_nothing(name: str, keys: dict[str, Any]) -> None:
+    training = Training(config(name, n=2, **keys))
+    samples = [s for task, _, _ in training.tasks for s in task.samples]
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(len(samples), generator=generator)
+    credit = training.algorithm.credit(Rewards(samples, rewards, rewards[:, None], torch.ones(1)))
+    whole, stats = training.gradient(credit)
+    assert whole.norm() > 0 and stats.ratio_deviation <= 1e-5
+    assert all(pixels.shape == (len(task.samples), 16, 16, 3) for task, pixels, _ in training.tasks)
+    part, part_stats = training.gradient(credit, algorithm=build_algorithm(config(name, n=2, actor_micro=1, **keys)))
+    assert relative(part, whole) < 1e-4
+    assert part_stats.pairs == stats.pairs and part_stats.ratio_deviation <= 1e-5
+
+
+def test_leaves_of_a_node_share_what_came_before_it() -> None:
+    training = Training(config("branch_grpo", n=1, split_steps=[1]))
+    for _, pixels, (trunk, leaves) in training.tasks:
+        assert len(trunk.steps) == 1 and len(leaves.steps) == 4
+        for k in (0, 1):
+            x = leaves.steps[k].x.unflatten(0, (-1, 2))
+            assert torch.equal(x[:, 0], x[:, 1])
+        assert not torch.equal(leaves.steps[1].x_next[0], leaves.steps[1].x_next[1])
+        assert torch.equal(leaves.steps[0].x_next[::2], trunk.steps[0].x_next)
+        assert len({image.tobytes() for image in pixels}) == len(pixels)
+
+
+def test_tempflow_noises_one_step_only() -> None:
+    training = Training(config("tempflow_grpo", n=2, branch_factor=2))
+    for task, _, (trunk, *branches) in training.tasks:
+        assert trunk.stochastic_steps == []
+        for k, (segment, tape) in enumerate(zip(task.segments[1:], branches, strict=True)):
+            assert tape.stochastic_steps == [k] and segment.trained == (k,)
+            assert torch.equal(tape.steps[0].x, trunk.steps[0].x[list(segment.rows)])
