@@ -2,8 +2,8 @@
 
 Trains the signs pipeline with each algorithm, in this process, with the same model, prompts, group size, learning rate
 and OCR reward, and validates on the held-out prompts as it goes. Counted are the evaluations of the denoiser on an
-image: forward (rollout, update, old policy, base model) and backward, without those of validation. The seconds are those
-of the steps without validation.
+image: forward (rollout, update, old policy, base model) and backward, without those of validation. The seconds are
+those of the steps without validation.
 """
 
 import argparse
@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from gerl.cluster import Cluster
 from gerl.trainer.ppo.ray_diffusion_trainer import Metrics, RayDiffusionTrainer
 from gerl.utils.composition import compose_run, shipped
@@ -25,17 +28,24 @@ from gerl.utils.timing import Stopwatch
 
 @dataclass
 class Calls:
-    """Image evaluations of the denoiser."""
+    """Image evaluations of the denoiser, counted where it computes: in its first block.
+
+    The denoiser as a whole is also called where it only hands out what was recorded.
+    """
 
     forward: int = 0
     backward: int = 0
     counting: bool = True
 
+    def attach(self, denoiser: torch.nn.Module) -> None:
+        blocks = next(m for m in denoiser.children() if isinstance(m, torch.nn.ModuleList))
+        blocks[0].register_forward_hook(self)
+
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         if self.counting:
-            rows = len(output[0])
+            rows = len(next(v for v in tree_leaves(output) if torch.is_tensor(v)))
             self.forward += rows
-            self.backward += rows if output[0].requires_grad else 0
+            self.backward += rows if torch.is_grad_enabled() else 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class CountingTrainer(RayDiffusionTrainer):
         self.calls = Calls()
         for worker in self.workers.workers:
             for denoiser in worker.policy.denoisers.values():
-                denoiser.register_forward_hook(self.calls)
+                self.calls.attach(denoiser)
 
     def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
         self.calls.counting = False

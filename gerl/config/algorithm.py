@@ -179,8 +179,8 @@ class AlgorithmConfig(Block):
                 )
         if self.kl_in_reward and (self.kl_type == "velocity" or self.name in TREES):
             raise ConfigError(
-                f"algorithm.kl_in_reward=true: it works from what the rollout recorded, which kl_type={self.kl_type} of "
-                f"{self.name} cannot; use kl_type=gaussian with an algorithm without branches, or put the KL in the loss"
+                f"algorithm.kl_in_reward=true: it works from what the rollout recorded, kl_type={self.kl_type} of "
+                f"{self.name} cannot; use kl_type=gaussian and no branches, or put the KL in the loss"
             )
         if self.kl_type == "k1" and not self.kl_in_reward:
             raise ConfigError(

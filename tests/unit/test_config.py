@@ -101,7 +101,44 @@ BAD = [
     ),
     (nested(actor__micro_batch_size=64), "actor.micro_batch_size=64", "at most rollout.micro_batch_size=16"),
     (nested(reward__scorers={}), "reward.scorers", "+reward.scorers.ocr={}"),
+    # settings with which an algorithm cannot work
+    (nested(sampling__kernel="ode"), "sampling.kernel=ode", "algorithm=diffusion_nft"),
+    (nested(algorithm__name="awm", rollout__n=1), "rollout.n=1", "awm compares images of the same prompt"),
+    (nested(algorithm__mix=0.5), "algorithm.mix=0.5", "flow_grpo does not read it, only diffusion_nft, crd"),
+    (nested(algorithm__name="flow_dppo", algorithm__clip_low=0.1), "algorithm.clip_low=0.1", "does not read it"),
+    (nested(algorithm__name="crd", rollout__n=20), "rollout.micro_batch_size=16", "20 images of a group"),
+    (
+        nested(algorithm__name="diffusion_dpo", actor__micro_batch_size=1),
+        "actor.micro_batch_size=1",
+        "compares 2 images",
+    ),
+    (nested(algorithm__cfg="off", actor__updates_per_step=2), "actor.updates_per_step=2", "use 1"),
+    (nested(algorithm__kl_type="k1"), "algorithm.kl_type=k1", "kl_in_reward=true"),
+    (
+        nested(algorithm__kl_in_reward=True, algorithm__kl_type="velocity"),
+        "algorithm.kl_in_reward=true",
+        "kl_type=gaussian",
+    ),
+    (nested(sampling__window_schedule="decay"), "sampling.window_schedule=decay", "sampling.window_size"),
+    (nested(sampling__compression=0.4), "sampling.compression=0.4", "sampling.solver=dpm2"),
+    (nested(algorithm__name="awm", algorithm__old_decay=[1]), "algorithm.old_decay=[1", "[hold, start, slope, limit]"),
+    (
+        nested(algorithm__name="branch_grpo", algorithm__split_steps=[3, 2]),
+        "algorithm.split_steps=[3, 2]",
+        "rising",
+    ),
+    (nested(algorithm__name="branch_grpo", algorithm__split_steps=[0, 9]), "algorithm.split_steps=[0, 9]", "is 8"),
+    (
+        nested(algorithm__name="tempflow_grpo", sampling__window_size=3),
+        "sampling.window_size",
+        "no meaning for tempflow_grpo",
+    ),
 ]
+
+
+def test_one_image_per_prompt_is_enough_where_no_group_is_compared() -> None:
+    for algorithm in ({"adv_estimator": "reinforce_pp"}, {"history": 16}, {"name": "branch_grpo"}):
+        assert from_mapping({"algorithm": algorithm, "rollout": {"n": 1}}).rollout.n == 1
 
 
 @pytest.mark.parametrize(("values", "named", "remedy"), BAD, ids=[named for _, named, _ in BAD])

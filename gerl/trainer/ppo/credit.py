@@ -25,6 +25,7 @@ class Scored:
     totals: list[float | None] = field(default_factory=list)
     by_scorer: dict[str, list[float | None]] = field(default_factory=dict)
     failures: list[list[ScorerFailure]] = field(default_factory=list)
+    further_prompts: int = 0  # drawn by dynamic sampling
 
     def add(self, samples: Sequence[Sample], scores: Scores) -> None:
         """Append a micro-batch."""
@@ -80,6 +81,7 @@ def credit_step(
     if config.algorithm.dynamic_sampling:
         chosen = set(scored.groups_with_signal()[: config.rollout.prompts_per_step])
         credit[[sample.group not in chosen for sample in scored.samples]] = torch.nan
+        metrics["group/further_prompts"] = float(scored.further_prompts)
     return metrics, credit
 
 

@@ -164,6 +164,7 @@ class RayDiffusionTrainer:
             new = self.algorithm.plan(samples, first_id=len(tasks))
             self.roll_out(new, scored, watch)
             tasks += new
+            scored.further_prompts += len(prompts) if attempt else 0
             if len(scored.groups_with_signal()) >= self.config.rollout.prompts_per_step:
                 break
         return tasks, scored

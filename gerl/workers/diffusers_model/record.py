@@ -180,10 +180,10 @@ class Recorder:
 
     def _same_call_before(self, name: str) -> ComponentCall | None:
         """The call at the last step that corresponds to the one `name` is about to make."""
-        k = len(self.tape.steps)
-        position = sum(c.step == k for c in self.tape.component_calls)
-        before = [c for c in self.tape.component_calls if c.step == k - 1][position : position + 1]
-        return before[0] if before and before[0].component == name else None
+        k, calls = len(self.tape.steps), self.tape.component_calls
+        nth = sum((c.step, c.component) == (k, name) for c in calls)
+        before = [c for c in calls if (c.step, c.component) == (k - 1, name)]
+        return before[nth] if nth < len(before) else None
 
     def _finish(self) -> None:
         """The pipeline came to its end."""

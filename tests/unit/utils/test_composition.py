@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gerl.config import Config, ScorerConfig, keys
+from gerl.config import FORWARD_PROCESS, POLICY_GRADIENT, Config, ScorerConfig, keys
 from gerl.errors import ConfigError
-from gerl.utils.composition import compose_run, experiments, help_text
+from gerl.utils.composition import compose_run, experiments, help_text, shipped
 
 
 def test_without_a_recipe_the_defaults_are_those_of_the_dataclasses() -> None:
@@ -84,6 +84,25 @@ def test_the_config_of_a_run_is_an_experiment(tmp_path: Path) -> None:
     assert yaml.safe_load(first.yaml())["experiment"] == "signs"
 
 
+@pytest.mark.parametrize("name", shipped("algorithm"))
+def test_an_algorithm_is_picked_with_its_settings(name: str) -> None:
+    config = compose_run([f"algorithm={name}"]).config
+    assert config.algorithm.name == name.removesuffix("_flash")
+    assert (config.sampling.height, config.trainer.steps) == (32, 80)  # of the signs experiment
+    assert compose_run(["experiment=plain", f"algorithm={name}"]).config.algorithm == config.algorithm
+    assert compose_run([f"algorithm={name}", "algorithm.advantage_clip=2"]).config.algorithm.advantage_clip == 2
+
+
+def test_every_algorithm_has_settings() -> None:
+    assert {*POLICY_GRADIENT, *FORWARD_PROCESS} <= set(shipped("algorithm"))
+
+
+def test_an_experiment_that_names_its_algorithm_is_not_silently_stronger(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(compose_run([]).yaml())
+    with pytest.raises(ConfigError, match=r"algorithm=awm: the experiment sets algorithm\.name=\w+, which wins"):
+        compose_run([f"experiment={tmp_path / 'config.yaml'}", "algorithm=awm"])
+
+
 def test_it_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = compose_run([]).config
     monkeypatch.chdir(tmp_path)
@@ -115,9 +134,10 @@ def test_help_explains_every_key() -> None:
     for name, f in keys():
         places = [i for i, line in enumerate(lines) if line.startswith(f"  {name}=")]
         assert len(places) == 1, name
-        assert lines[places[0] + 1].strip() == f.metadata["help"]
+        explained = lines[places[0] + 1].strip()
+        assert explained.startswith(f.metadata["help"]) and all(only in explained for only in f.metadata["only"])
     assert len(keys()) < 100
-    for name in experiments():
+    for name in (*experiments(), *shipped("algorithm")):
         assert name in text
     assert "  validation.seed=42\n" in text and "  cluster.num_workers=null\n" in text
     assert "  model.compile=false\n" in text and "  cluster.launcher=ray (ray|local)\n" in text

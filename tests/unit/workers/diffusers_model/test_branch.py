@@ -300,9 +300,14 @@ def test_residuals_of_which_only_the_shape_was_kept_are_not_computed_again(monke
     torch.manual_seed(0)
     _, trunk = record(r.pipe, r.call, generators=gens, stop=2, **drawn(r))
     handle = r.pipe.controlnet.time_text_embed.register_forward_hook(lambda *_: calls.append(1))
+    given: list[bool] = []
+    watch = r.pipe.transformer.register_forward_pre_hook(
+        lambda m, args, kwargs: given.append(kwargs["block_controlnet_hidden_states"][0].is_meta), with_kwargs=True
+    )
     same_rollout(*branch(r.pipe, trunk, 2, range(4), generators=gens, **drawn(r)), *whole)
-    assert len(calls) == 1  # at step 3
+    assert len(calls) == 1 and given == [False] * 4  # computed at step 3
     handle.remove()
+    watch.remove()
     _, tape = branch(r.pipe, trunk, 2, INDEX, **drawn(r))
     assert deviation(r, tape) <= 1e-5
     monkeypatch.setitem(record_function.__globals__, "MAX_KEPT_OUTPUT", 1)

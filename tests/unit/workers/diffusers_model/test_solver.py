@@ -323,6 +323,7 @@ def test_a_call_that_the_step_before_did_not_make_is_computed() -> None:
     def denoise_again(pipe: Any, i: int, t: Any, values: dict[str, Any]) -> dict[str, Any]:
         if i == 1:  # counts to step 2
             pipe.transformer(**seen[-1])
+            assert pipe.text_encoder(torch.ones(1, 4, dtype=torch.long)).last_hidden_state.shape == (1, 4, 16)
         return {}
 
     handle = pipe.transformer.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs), with_kwargs=True)
