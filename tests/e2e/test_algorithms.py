@@ -30,16 +30,19 @@ FITTED: dict[str, dict[str, Any]] = {
     "mix_grpo": {"sampling__window_size": 2, "sampling__window_every": 2},
     "mix_grpo_flash": {"sampling__window_size": 2, "sampling__window_every": 2},
     "tempflow_grpo": {"rollout__n": 2, "algorithm__branch_factor": 3},
-    "branch_grpo": {"rollout__n": 3, "algorithm__split_steps": "[0,1]", "sampling__noise_level": 0.7},
+    "branch_grpo": {
+        "rollout__n": 2,
+        "algorithm__split_steps": "[0,1,2]",
+        "sampling__kernel": "flow_sde",
+        "sampling__noise_level": 0.7,
+    },
     "dgpo": {"sampling__window_range": "[0,4]"},
     "crd": {"algorithm__kl_coef": 0},
 }
 
 
-@pytest.mark.parametrize("name", shipped("algorithm"))
+@pytest.mark.parametrize("name", [name for name in shipped("algorithm") if name != "ddpo"])  # that one is below
 def test_the_reward_follows_its_sign(name: str, train: Train, workplace: Path, tmp_path: Path) -> None:
-    if name == "ddpo":
-        pytest.skip("needs an epsilon-prediction pipeline: test_ddpo_on_stable_diffusion")
     keys = {**EASY, "validation__data": workplace / "val.txt", **FITTED.get(name, {})}
     change = {}
     for weight in (1, -1):
@@ -59,8 +62,9 @@ def test_ddpo_on_stable_diffusion(train: Train, workplace: Path, tmp_path: Path)
         "sampling__call": "{output_type: np}",
         "validation__data": workplace / "val.txt",
         "rollout__prompts_per_step": 6,
-        "rollout__n": 8,
-        "rollout__micro_batch_size": 48,
+        "rollout__n": 12,
+        "rollout__micro_batch_size": 72,
+        "trainer__steps": 16,
     }
     change = {}
     for weight in (1, -1):

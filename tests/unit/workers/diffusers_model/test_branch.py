@@ -171,6 +171,11 @@ def test_children_of_a_single_sample(name: str) -> None:
     assert len(tiny.output_of(only)) == 1 and deviation(r, thrice) <= 1e-5
 
 
+def test_the_arguments_of_a_single_sample_are_repeated() -> None:
+    call = select_call({"prompt": ["a"], "image": torch.ones(1, 3), "sigmas": [1.0]}, [0, 0])
+    assert call["prompt"] == ["a", "a"] and call["image"].shape == (2, 3) and call["sigmas"] == [1.0]
+
+
 def test_a_probe_that_is_missing_is_made_once() -> None:
     r = recorded("sd3", True)
     _, parent = record(r.pipe, r.call, generators=tiny.generators(), probe=False, **drawn(r))
@@ -341,6 +346,7 @@ def test_what_was_called_once_before_the_loop_says_the_same(
     _, trunk = record(r.pipe, r.call, generators=gens, stop=stop, **drawn(r))
     assert [c.component for c in trunk.component_calls[:2]] == ["text_encoder", "transformer"]
     assert tree_leaves(trunk.component_calls[0].output)[0].is_meta == (limit == 2)
+    assert record(r.pipe, r.call, stop=1, probe=False)[1].looped_components() == {"transformer"}
     calls: list[int] = []
     inner = next(m for m in r.pipe.text_encoder.modules() if isinstance(m, torch.nn.Embedding))
     handle = inner.register_forward_hook(lambda *_: calls.append(1))
