@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--target", type=float, default=2.0, help="end a run at this held-out reward")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, help="append each run as a line of JSON")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     logging.basicConfig(level=logging.WARNING)
     overrides = [a for a in args.algorithms if "=" in a]
     names = [a for a in args.algorithms if "=" not in a] or ["flow_grpo", "flow_grpo_fast", "diffusion_nft"]

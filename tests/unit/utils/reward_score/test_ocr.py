@@ -2,8 +2,11 @@ import logging
 import re
 import socket
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
@@ -11,7 +14,7 @@ from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
 from gerl.utils.reward_score import build_scorer
-from gerl.utils.reward_score.ocr import OcrScorer, text_reward
+from gerl.utils.reward_score.ocr import OcrScorer, paddle_text, text_reward, video_reward
 
 
 def sign(text: str, width: int = 64, height: int = 32, size: int = 20) -> Image.Image:
@@ -94,3 +97,104 @@ def test_scorer_that_is_not_installed_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "rapidocr", None)
     with pytest.raises(RewardError, match=r"rapidocr.*pip install 'gerl\[ocr\]'"):
         build_scorer("ocr", ScorerConfig())
+
+
+class Reader(OcrScorer):
+    """Reads the texts it is given, one a frame, and keeps the frames."""
+
+    texts: Iterator[str]
+    frames: list[Image.Image]
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "texts", iter(texts))
+        object.__setattr__(self, "frames", [])
+
+    def read(self, image: Image.Image) -> str:
+        self.frames.append(image)
+        return next(self.texts)
+
+
+@pytest.mark.parametrize(
+    ("texts", "reward"),
+    [
+        (["stop"], 1.0),
+        (["STOP here"], 0.0),  # no rule for a target inside more text: 4 characters too many of 4
+        (["stops"], 0.75),
+        (["st", "", "stop", "other words"], 0.75),  # the mean of 0.5 and 1
+        (["", "other words"], 0.0),
+    ],
+)
+def test_video_reward_is_the_mean_over_frames_with_some_of_the_text(texts: list[str], reward: float) -> None:
+    assert video_reward(texts, "S top") == pytest.approx(reward)
+
+
+def test_every_fourth_frame_of_a_video_is_read() -> None:
+    video = [Image.new("RGB", (8, 8), (i, i, i)) for i in range(10)]
+    scorer = Reader("482", "4", "", "x482x")
+    assert scorer([video, video[5]], ['"482"', '"482"'], [{}, {}]) == pytest.approx([(1 + 1 / 3) / 2, 1.0])
+    assert scorer.frames == [video[0], video[4], video[8], video[5]]
+
+
+def test_a_video_is_read_by_the_real_model() -> None:
+    assert OcrScorer()([[sign("482")] * 4 + [sign("481")]], ['"482"'], [{}]) == pytest.approx([5 / 6])
+
+
+def test_a_video_without_frames_is_refused() -> None:
+    with pytest.raises(RewardError, match="video without frames"):
+        OcrScorer()([[]], ['"482"'], [{}])
+
+
+def test_text_of_paddleocr_results() -> None:
+    # The keys of a result of PaddleOCR 3's pipeline, and of its recogniser.
+    page = {
+        "input_path": None,
+        "page_index": None,
+        "model_settings": {"use_doc_preprocessor": False, "use_textline_orientation": False},
+        "dt_polys": [np.zeros((4, 2), np.int16)] * 2,
+        "text_type": "general",
+        "rec_texts": ["HELLO", "WORLD"],
+        "rec_scores": [0.99, 0.98],
+        "rec_polys": [np.zeros((4, 2), np.int16)] * 2,
+        "rec_boxes": np.zeros((2, 4), np.int16),
+    }
+    line = {"input_path": None, "page_index": None, "rec_text": "482", "rec_score": 0.99, "vis_font": None}
+    assert [paddle_text([page]), paddle_text([line]), paddle_text([page | {"rec_texts": []}]), paddle_text([])] == [
+        "HELLOWORLD",
+        "482",
+        "",
+        "",
+    ]
+    with pytest.raises(RewardError, match=r"with res, page and without rec_texts: install paddleocr 3"):
+        paddle_text([{"res": {}, "page": 0}])
+
+
+@pytest.mark.parametrize(("detect", "kind"), [(False, "TextRecognition"), (True, "PaddleOCR")])
+def test_paddleocr_gets_the_image_as_bgr(monkeypatch: pytest.MonkeyPatch, detect: bool, kind: str) -> None:
+    built: list[dict[str, Any]] = []
+    seen: list[np.ndarray] = []
+
+    class Engine:
+        def __init__(self, **kwargs: Any) -> None:
+            built.append(kwargs)
+
+        def predict(self, image: np.ndarray) -> list[dict[str, Any]]:
+            seen.append(image)
+            return [{"rec_texts": ["4", "82"]} if detect else {"rec_text": "482"}]
+
+    monkeypatch.setitem(sys.modules, "paddle", types.ModuleType("paddle"))
+    monkeypatch.setitem(sys.modules, "paddleocr", types.SimpleNamespace(**{kind: Engine}))
+    scorer = OcrScorer(backend="paddleocr", threads=3, detect=detect)
+    assert scorer([Image.new("RGB", (6, 4), (1, 2, 3))] * 2, ['"482"', '"48"'], [{}, {}]) == [1.0, 1.0]
+    assert [(array.shape, array[0, 0].tolist(), array.flags.c_contiguous) for array in seen] == [
+        ((4, 6, 3), [3, 2, 1], True)
+    ] * 2
+    assert len(built) == 1 and built[0]["device"] == "cpu" and built[0]["cpu_threads"] == 3
+
+
+def test_paddleocr_that_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "paddle", None)
+    with pytest.raises(RewardError, match=r"paddle,.*pip install 'gerl\[paddleocr\]'"):
+        build_scorer("ocr", ScorerConfig(kwargs={"backend": "paddleocr"}))
+    with pytest.raises(RewardError, match=r"kwargs: backend='tesseract' is wrong"):
+        build_scorer("ocr", ScorerConfig(kwargs={"backend": "tesseract"}))

@@ -1,0 +1,314 @@
+"""What scorers that ask a service over HTTP share: a JSON client with time-outs and retries, tokens, images as text."""
+
+import base64
+import email.utils
+import io
+import ipaddress
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from http.client import responses
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import requests
+from PIL import Image
+from pydantic import ConfigDict, Field
+from requests.adapters import HTTPAdapter
+
+from gerl.errors import RewardError
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 10.0  # seconds; a machine that is there answers at once, however long it then computes
+LONGEST_WAIT = 60.0  # seconds between two attempts; a service that asks for more is out of order or out of quota
+SHOWN = 200  # characters of an answer that a message quotes
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class _Transient(RewardError):
+    """A request failed in a way that may pass; `wait` is the number of seconds the service asked for."""
+
+    def __init__(self, message: str, wait: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpScorer:
+    """The kwargs of every scorer that asks a service.
+
+    `token_file` or `token_env` names the file or the environment variable with the bearer token, which itself belongs
+    in no configuration; driver and reward workers read it. `timeout` is the number of seconds an answer may take,
+    `concurrency` the requests in flight of one reward worker, `retries` how often a request is repeated after a
+    connection error, a time-out or a status of 408, 429 or 5xx: after `backoff` seconds, then twice as many each time,
+    or after what the service asks for in `Retry-After`. The proxy settings of the environment apply, except to this
+    machine itself.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    token_file: str | None = None
+    token_env: str | None = None
+    timeout: Annotated[float, Field(gt=0)] = 120.0
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    retries: Annotated[int, Field(ge=0)] = 5
+    backoff: Annotated[float, Field(ge=0)] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.token_file is not None and self.token_env is not None:
+            raise RewardError(
+                f"token_file={self.token_file} and token_env={self.token_env} are both given: keep one of them"
+            )
+        self._token()
+
+    def client(self, url: str) -> "Client":
+        """A client of the service at `url`; the token is read anew, so that it may be renewed during a run."""
+        return Client(url, self, *self._token())
+
+    def _token(self) -> tuple[str | None, str]:
+        """The token and where it is from; raises `RewardError`, without showing it, if it cannot be one."""
+        if self.token_file is not None:
+            source = f"token_file={self.token_file}"
+            try:
+                token = Path(self.token_file).expanduser().read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise RewardError(f"{source} cannot be read ({type(error).__name__}): give a text file") from None
+        elif self.token_env is not None:
+            source = f"token_env={self.token_env}"
+            if self.token_env not in os.environ:
+                raise RewardError(f"{source}: this variable is not set; export it for driver and reward workers")
+            token = os.environ[self.token_env]
+        else:
+            return None, ""
+        token = token.strip()
+        if not (token and token.isascii() and token.isprintable() and " " not in token):
+            raise RewardError(f"{source} holds no token: expected one line of printable ASCII without spaces")
+        return token, source
+
+
+class Client:
+    """JSON over HTTP with the service at `url`, for one scoring call: leaving the context ends what is under way.
+
+    `config` gives time-out, retries and concurrency; `source` says where `token` is from. No message shows the token.
+
+    Raises:
+        RewardError: from every method, for a request that failed: what was asked, what came, and what to do.
+    """
+
+    def __init__(self, url: str, config: HttpScorer, token: str | None = None, source: str = "") -> None:
+        self.url = url.rstrip("/")
+        self.config = config
+        self._token = token
+        self._source = source
+        self._stop = threading.Event()
+        self._session = requests.Session()
+        self._session.trust_env = not _is_loopback(url)
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._session.close()
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """`function` of each item, `config.concurrency` at a time, in the order of the items.
+
+        The first failure is raised at once: what has not started is dropped; leaving the context ends the retries.
+        """
+        pool = ThreadPoolExecutor(self.config.concurrency, thread_name_prefix="scorer-http")
+        try:
+            futures = [pool.submit(function, item) for item in items]
+            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future in finished and (error := future.exception()) is not None:
+                    raise error
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def get(self, path: str) -> Any:
+        """The JSON that `GET url + path` answers."""
+        return self._request("GET", path, None)
+
+    def post(self, path: str, payload: dict[str, Any]) -> Any:
+        """The JSON that `POST url + path` answers to `payload`."""
+        return self._request("POST", path, json.dumps(payload, allow_nan=False).encode())
+
+    def _request(self, method: str, path: str, body: bytes | None) -> Any:
+        for attempt in range(self.config.retries + 1):
+            try:
+                return self._once(method, self.url + path, body)
+            except _Transient as error:
+                if attempt == self.config.retries:
+                    raise RewardError(f"{error} ({attempt + 1} attempts)") from None
+                if error.wait > LONGEST_WAIT:
+                    raise RewardError(f"{error} (it asks to wait {error.wait:.0f} s, which is not done)") from None
+                # Scattered, so that requests refused together do not come back together.
+                pause = self.config.backoff * 2 ** min(attempt, 16) * _SCATTER.uniform(0.75, 1.25)
+                pause = max(error.wait, min(pause, LONGEST_WAIT))
+                log.warning("%s (attempt %d; next in %.1f s)", error, attempt + 1, pause)
+                if self._stop.wait(pause):
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _once(self, method: str, url: str, body: bytes | None) -> Any:
+        deadline = time.monotonic() + self.config.timeout
+        asked = f"{method} {url}"
+        try:
+            with self._session.request(
+                *(method, url),
+                data=body,
+                headers={"Content-Type": "application/json", "Accept": "application/json"},
+                auth=self._authorise,
+                timeout=(min(CONNECT_TIMEOUT, self.config.timeout), self.config.timeout),
+                allow_redirects=False,  # a redirected POST becomes a GET, and the token would travel on
+                stream=True,
+            ) as response:
+                content = b""
+                for chunk in response.iter_content(1 << 16):
+                    content += chunk
+                    # The time-out of requests is for each piece; some services send blanks to keep the line open.
+                    if time.monotonic() > deadline:
+                        raise requests.Timeout
+                return self._answer(asked, response, content)
+        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
+            if isinstance(error, requests.exceptions.SSLError):
+                raise RewardError(f"{asked}: no secure connection ({_cause(error)}): correct the address") from None
+            raise _Transient(
+                f"{asked}: no connection, or a broken one ({_cause(error)}): start the service or correct the address"
+            ) from None
+        except requests.Timeout:
+            raise _Transient(
+                f"{asked} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
+                "if the service is overloaded"
+            ) from None
+        except requests.RequestException as error:
+            raise RewardError(f"{asked} cannot be asked ({_cause(error)}): correct the address") from None
+
+    def _answer(self, asked: str, response: requests.Response, content: bytes) -> Any:
+        status = response.status_code
+        if 200 <= status < 300:
+            try:
+                return json.loads(content)
+            except ValueError:
+                raise RewardError(
+                    f"{asked} answered {status} without JSON: {self.shown(content.decode(errors='replace'))}: "
+                    "correct the address, or look into the log of the service"
+                ) from None
+        message = (
+            f"{asked} answered {status} {responses.get(status, '')}: {self.shown(content.decode(errors='replace'))}: "
+            f"{self._remedy(status, response.headers.get('Location', ''))}"
+        )
+        if status in (408, 429) or status >= 500:
+            raise _Transient(message, _retry_after(response.headers.get("Retry-After", "")))
+        raise RewardError(message)
+
+    def _remedy(self, status: int, location: str) -> str:
+        match status:
+            case 401 | 403 if self._source:
+                return f"the token of {self._source} is not accepted, correct it"
+            case 401 | 403:
+                return "the service wants a token, name its file in token_file or its environment variable in token_env"
+            case 404 | 405:
+                return "correct the address and the name of the model or scorer"
+            case 413:
+                return "the images are too large for the service, lower image_size (and batch_size where there is one)"
+            case 408 | 429:
+                return "the service is overloaded, lower concurrency"
+            case _ if 300 <= status < 400:
+                return f"give the address it points to, {self.shown(location)}"
+            case _ if status >= 500:
+                return "look into the log of the service"
+            case _:
+                return "the service refuses such a request, correct the kwargs"
+
+    def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        # Given for every request, also without a token: else requests would look for a password in ~/.netrc.
+        if self._token is not None:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+    def shown(self, text: str) -> str:
+        """The first `SHOWN` characters of what a service said, on one line, for a message; without the token."""
+        return repr(" ".join(self.redacted(text).split())[:SHOWN])
+
+    def redacted(self, text: str) -> str:
+        """`text` without the token."""
+        return text if self._token is None else text.replace(self._token, "[token]")
+
+
+_SCATTER = random.Random()  # its own, so that no other draw depends on the weather of the network
+
+
+def png_base64(image: Image.Image) -> str:
+    """The image as a PNG file, RGB, in base64."""
+    buffer = io.BytesIO()
+    # Lossless at any level; 1 is several times as fast as the default and hardly larger.
+    image.convert("RGB").save(buffer, "PNG", compress_level=1)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def at_most(image: Image.Image, size: int | None) -> Image.Image:
+    """The image, reduced in proportion to at most `size` pixels a side; None leaves it as it is."""
+    if size is None or max(image.size) <= size:
+        return image
+    width, height = (max(1, round(side * size / max(image.size))) for side in image.size)
+    return image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+
+
+def check_url(kwarg: str, url: str) -> None:
+    """Raise `RewardError` unless `url` is the plain HTTP address of a service, without credentials in it."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  reading it checks it
+    except ValueError as error:
+        raise RewardError(f"{kwarg} is not an address ({error}): give one such as http://127.0.0.1:8000") from None
+    if parts.username is not None or parts.password is not None:
+        raise RewardError(f"{kwarg} has a password in it: remove it, and name a token in token_file or token_env")
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in url):
+        raise RewardError(f"{kwarg}={url!r} is not an address: give one such as http://127.0.0.1:8000")
+    if parts.query or parts.fragment:
+        raise RewardError(f"{kwarg} has something after its path, and paths are added to it: end it before ? or #")
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _retry_after(value: str) -> float:
+    """Seconds of a `Retry-After` header, which has a number or a date; 0 if it has neither (RFC 9110, 10.2.3)."""
+    try:
+        return max(0.0, float(int(value)))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+def _cause(error: BaseException) -> str:
+    """What lies at the bottom, such as a refused connection, without the layers of the library above it."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]
