@@ -15,6 +15,7 @@ from gerl.protocol import Images, ScorerFailure, Scores
 from gerl.utils.reward_score import Scorer, build_scorer
 
 log = logging.getLogger(__name__)
+Columns = dict[str, list[float | ScorerFailure]]  # name of a score -> [B]
 
 
 class RewardManager:
@@ -28,7 +29,8 @@ class RewardManager:
         """Rewards of images [B, H, W, 3] drawn for prompts [B] with metadata [B].
 
         The total is the weighted sum of the scores; it is None where a scorer of non-zero weight failed. A scorer of
-        weight 0 is only watched: its scores and failures are reported and change no total.
+        weight 0 is only watched: its scores and failures are reported and change no total. So are the columns of a
+        scorer besides its first one.
         """
         start = time.perf_counter()
         batch = len(images.pixels)
@@ -36,7 +38,9 @@ class RewardManager:
             raise RewardError(
                 f"{batch} images came with {len(prompts)} prompts and {len(metadata)} metadata: pair them"
             )
-        results = {name: self._scores(name, scorer, images, prompts, metadata) for name, scorer in self.scorers.items()}
+        results: Columns = {}
+        for name, scorer in self.scorers.items():
+            results |= self._scores(name, scorer, images, prompts, metadata)
         weights = {name: scorer.weight for name, scorer in self.config.scorers.items()}
         weighted = [name for name in weights if weights[name] != 0]
         watched = [name for name in weights if weights[name] == 0]
@@ -46,7 +50,7 @@ class RewardManager:
             parts = [weights[name] * value for name in weighted if isinstance(value := results[name][i], float)]
             totals.append(math.fsum(parts) if len(parts) == len(weighted) else None)
             # Weighted scorers first: the first failure of a sample without a total is why it has none.
-            row = [results[name][i] for name in weighted + watched]
+            row = [results[name][i] for name in [*weighted, *watched, *(n for n in results if n not in weights)]]
             failures.append([value for value in row if isinstance(value, ScorerFailure)])
         by_scorer = {
             name: [value if isinstance(value, float) else None for value in values] for name, values in results.items()
@@ -55,46 +59,55 @@ class RewardManager:
 
     def _scores(
         self, name: str, scorer: Scorer, images: Images, prompts: list[str], metadata: list[dict[str, Any]]
-    ) -> list[float | ScorerFailure]:
-        """Scores [B] of one scorer. A retry fills in what failed before, and keeps what did not."""
-        results: list[float | ScorerFailure] = []
+    ) -> Columns:
+        """Columns of one scorer. A retry fills in what failed before, and keeps what did not."""
+        results: Columns = {}
         for attempt in range(1, self.config.retries + 2):
             again = _attempt(name, scorer, images, prompts, metadata)
-            results = [
-                new if isinstance(old, ScorerFailure) else old for old, new in zip(results or again, again, strict=True)
-            ]
-            failed = [value for value in results if isinstance(value, ScorerFailure)]
+            for column, values in again.items():
+                old = results.get(column, values)
+                pairs = zip(old, values, strict=True)
+                results[column] = [new if isinstance(value, ScorerFailure) else value for value, new in pairs]
+            failed = [value for values in results.values() for value in values if isinstance(value, ScorerFailure)]
             if not failed:
                 break
             log.warning(
                 "scorer %s failed for %d of %d images (attempt %d of %d): %s",
-                *(name, len(failed), len(results), attempt, self.config.retries + 1, failed[0].reason),
+                *(name, len(failed), len(prompts), attempt, self.config.retries + 1, failed[0].reason),
             )
         return results
 
 
-def _attempt(
-    name: str, scorer: Scorer, images: Images, prompts: list[str], metadata: list[dict[str, Any]]
-) -> list[float | ScorerFailure]:
-    """Call a scorer once; whatever goes wrong is a `ScorerFailure` of the samples concerned."""
+def _attempt(name: str, scorer: Scorer, images: Images, prompts: list[str], metadata: list[dict[str, Any]]) -> Columns:
+    """Call a scorer once; whatever goes wrong is a `ScorerFailure` of the samples concerned.
+
+    The first of several columns is the score and has the scorer's name, the others are `name/column`.
+    """
     batch = len(prompts)
     # Copies, so that no scorer changes what another one, or a retry, gets to see.
     pictures = [Image.fromarray(pixels.copy()) for pixels in images.pixels]
     try:
         returned = scorer(pictures, list(prompts), copy.deepcopy(metadata))
-        if isinstance(returned, str | bytes | Mapping):
-            raise TypeError(f"returned a {type(returned).__name__}, expected a list of {batch} floats")
-        values = list(returned)
+        columns = dict(returned) if isinstance(returned, Mapping) else {"": returned}
+        if not columns or any(isinstance(values, str | bytes | Mapping) for values in columns.values()):
+            what = "an empty dict" if not columns else f"a {type(next(iter(columns.values()))).__name__}"
+            raise TypeError(f"returned {what}, expected a list of {batch} floats, or a dict of them by name")
+        values = {column: list(scores) for column, scores in columns.items()}
     except Interrupted:
         raise
     # A scorer is the user's code and may raise anything; its failure becomes a value with a reason, for which the
     # driver drops the group or stops, as `reward.on_error` says.
     except Exception as error:
         log.debug("scorer %s raised", name, exc_info=True)
-        return [ScorerFailure(name, f"{type(error).__name__}: {' '.join(str(error).split())}")] * batch
-    if len(values) != batch:
-        return [ScorerFailure(name, f"returned {len(values)} scores for {batch} images")] * batch
-    return [_checked(name, value) for value in values]
+        return {name: [ScorerFailure(name, f"{type(error).__name__}: {' '.join(str(error).split())}")] * batch}
+    results: Columns = {}
+    for number, (column, scores) in enumerate(values.items()):
+        label = f"{name}/{column}" if number else name
+        if len(scores) != batch:
+            results[label] = [ScorerFailure(name, f"returned {len(scores)} scores for {batch} images")] * batch
+        else:
+            results[label] = [_checked(name, value) for value in scores]
+    return results
 
 
 def _checked(name: str, value: Any) -> float | ScorerFailure:

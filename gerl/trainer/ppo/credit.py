@@ -28,12 +28,13 @@ class Scored:
     further_prompts: int = 0  # drawn by dynamic sampling
 
     def add(self, samples: Sequence[Sample], scores: Scores) -> None:
-        """Append a micro-batch."""
+        """Append a micro-batch; a column that one of them lacks, because its scorer failed, has no values there."""
+        for name in {**self.by_scorer, **scores.by_scorer}:
+            known = self.by_scorer.setdefault(name, [None] * len(self.samples))
+            known.extend(scores.by_scorer.get(name, [None] * len(samples)))
         self.samples += samples
         self.totals += scores.totals
         self.failures += scores.failures
-        for name, values in scores.by_scorer.items():
-            self.by_scorer.setdefault(name, []).extend(values)
 
     def means(self, prefix: str = "") -> Metrics:
         """Mean total and mean of each scorer over the samples that have one."""

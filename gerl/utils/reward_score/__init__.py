@@ -1,19 +1,45 @@
-"""The scorers: each turns images and their prompts into one number an image."""
+"""The scorers: each turns images and their prompts into numbers, one an image, or several by name."""
+
+from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
+from gerl.utils.reward_score.aesthetic import AestheticScore
 from gerl.utils.reward_score.base import Scorer, require
+from gerl.utils.reward_score.clipscore import ClipScore
+from gerl.utils.reward_score.colourfulness import Colourfulness
 from gerl.utils.reward_score.custom import CustomScorer
+from gerl.utils.reward_score.deqa import DeqaScorer
+from gerl.utils.reward_score.geneval import GenEvalScorer
+from gerl.utils.reward_score.image_similarity import ImageSimilarity
+from gerl.utils.reward_score.imagereward import ImageReward
 from gerl.utils.reward_score.jpeg import JpegCompressibility, JpegIncompressibility
 from gerl.utils.reward_score.ocr import OcrScorer
+from gerl.utils.reward_score.pickscore import PickScore
+from gerl.utils.reward_score.remote import RemoteScorer
+from gerl.utils.reward_score.sharpness import Sharpness
+from gerl.utils.reward_score.unified_reward import UnifiedRewardScorer
+from gerl.utils.reward_score.vlm_judge import VlmJudge
 
 __all__ = ["SCORERS", "Scorer", "build_scorer", "require"]
 
 # Each is a dataclass whose fields are the scorer's kwargs.
-SCORERS: dict[str, type[OcrScorer] | type[JpegCompressibility] | type[JpegIncompressibility]] = {
+SCORERS: dict[str, Any] = {
     "ocr": OcrScorer,
+    "pickscore": PickScore,
+    "clipscore": ClipScore,
+    "aesthetic": AestheticScore,
+    "imagereward": ImageReward,
+    "geneval": GenEvalScorer,
+    "image_similarity": ImageSimilarity,
+    "vlm_judge": VlmJudge,
+    "unified_reward": UnifiedRewardScorer,
+    "deqa": DeqaScorer,
+    "remote": RemoteScorer,
+    "sharpness": Sharpness,
+    "colourfulness": Colourfulness,
     "jpeg_compressibility": JpegCompressibility,
     "jpeg_incompressibility": JpegIncompressibility,
 }
@@ -35,7 +61,7 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
             f"{key}: gerl has no such scorer, only {', '.join(SCORERS)}; for your own, give its file in {key}.path"
         )
     try:
-        return TypeAdapter(SCORERS[name]).validate_python(config.kwargs)
+        return cast(Scorer, TypeAdapter(SCORERS[name]).validate_python(config.kwargs))
     except ValidationError as error:
         first = error.errors()[0]
         kwarg = ".".join(str(part) for part in first["loc"])

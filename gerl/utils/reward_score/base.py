@@ -16,7 +16,8 @@ class Scorer(Protocol):
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
         """Scores [B], a list of floats, for images [B] drawn for prompts [B] with metadata [B].
 
-        The type is `Any` because a user's own function may return anything; the reward manager checks it.
+        Or several such lists by name, of which the first is the score and the others are watched. The type is `Any`
+        because a user's own function may return anything; the reward manager checks it.
         """
 
     def check_prompts(self, prompts: list[Prompt]) -> None:

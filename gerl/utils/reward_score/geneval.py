@@ -181,10 +181,10 @@ class GenEvalScorer:
     `geneval_benchmark` (both 0 or 1); see `Verdict`.
 
     The row's metadata are those of GenEval's own files. `model` finds the objects: a Hub id or a folder of a
-    Mask2Former or MaskFormer instance segmenter, or of an object detector of transformers. A detection counts
-    above a score of `threshold`, in rows tagged `counting` of `counting_threshold`; of a class at most `max_objects`
-    do, and overlapping ones all do. `colour_model` is a CLIP that names the colour of an object, on grey if there are masks.
-    Both models run in `dtype`; a detection is compared with a threshold, so the default is fp32 on every device.
+    Mask2Former or MaskFormer instance segmenter, or of an object detector of transformers. A detection counts above a
+    score of `threshold`, in rows tagged `counting` of `counting_threshold`; of a class the best `max_objects` do,
+    overlapping or not. `colour_model` is a CLIP that names the colour of an object, on grey if there are masks. Both
+    models run in `dtype`; a detection is compared with a threshold, so the default is fp32 on every device.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

@@ -73,14 +73,17 @@ def test_numbers_of_any_kind_become_floats(answer: Any) -> None:
         ([1.0, 2.0, 3.0], "returned 3 scores for 2 images"),
         (0.5, "TypeError: "),
         (None, "TypeError: "),
-        ({"a": 1.0, "b": 2.0}, "returned a dict, expected a list of 2 floats"),
+        ({"a": 1.0, "b": 2.0}, "TypeError: "),
+        ({"a": "12"}, "returned a str, expected a list of 2 floats, or a dict of them by name"),
+        ({}, "returned an empty dict"),
+        ({"score": [1.0], "detail": [1.0, 2.0]}, "returned 1 scores for 2 images"),
         (ValueError("no\nmodel"), "ValueError: no model"),
     ],
 )
 def test_a_failed_call_fails_every_sample(answer: Any, reason: str) -> None:
     scores = score(manager(a=(1.0, Fake(answer)), b=(1.0, Fake([1.0, 2.0]))))
     assert scores.totals == [None, None]
-    assert scores.by_scorer == {"a": [None, None], "b": [1.0, 2.0]}
+    assert {name: scores.by_scorer[name] for name in ("a", "b")} == {"a": [None, None], "b": [1.0, 2.0]}
     assert [[f.scorer for f in row] for row in scores.failures] == [["a"], ["a"]]
     assert reason in scores.failures[0][0].reason
 
@@ -92,6 +95,20 @@ def test_a_bad_score_fails_its_sample_only(bad: Any) -> None:
     assert scores.by_scorer["a"] == [None, 2.0]
     assert "returned " in scores.failures[0][0].reason
     assert scores.failures[1] == []
+
+
+def test_of_several_columns_the_first_is_the_score_and_the_others_are_watched() -> None:
+    answer = {"mean": [1.0, 2.0], "hands": [0.1, float("nan")]}
+    scores = score(manager(judge=(2.0, Fake(answer)), b=(1.0, Fake([1.0, 2.0]))))
+    assert scores.totals == [3.0, 6.0]
+    assert scores.by_scorer == {"judge": [1.0, 2.0], "b": [1.0, 2.0], "judge/hands": [0.1, None]}
+    assert [[f.reason for f in row] for row in scores.failures] == [[], ["returned nan, which is not finite"]]
+
+
+def test_a_retry_fills_in_the_columns() -> None:
+    flaky = Fake(OSError("timeout"), {"mean": [1.0, float("nan")], "hands": [3.0, 4.0]}, {"mean": [9.0, 2.0]})
+    scores = score(manager(retries=2, a=(1.0, flaky)))
+    assert scores.by_scorer == {"a": [1.0, 2.0], "a/hands": [3.0, 4.0]} and scores.totals == [1.0, 2.0]
 
 
 def test_a_watched_scorer_changes_no_total() -> None:

@@ -82,3 +82,14 @@ def test_dynamic_sampling_trains_on_the_first_groups_with_a_signal() -> None:
     assert credit[[0, 1, 6, 7]].isnan().all()
     assert credit[2:6, 0].tolist() == [-1.0, 1.0, -1.0, 1.0]
     assert not torch.isnan(credit[2:6]).any()
+
+
+def test_a_column_that_a_micro_batch_lacks_has_no_values_there() -> None:
+    c = config()
+    samples = plan_samples(c, PROMPTS, 1, 0)
+    found = Scored()
+    found.add(samples[:1], Scores([1.0], {"a": [1.0]}, [[]], 0.1))
+    found.add(samples[1:3], Scores([2.0, 3.0], {"a": [2.0, 3.0], "a/detail": [5.0, 7.0]}, [[], []], 0.1))
+    found.add(samples[3:4], Scores([None], {"a": [None]}, [[ScorerFailure("a", "it broke")]], 0.1))
+    assert found.by_scorer == {"a": [1.0, 2.0, 3.0, None], "a/detail": [None, 5.0, 7.0, None]}
+    assert found.means()["reward/a/detail/mean"] == 6.0
