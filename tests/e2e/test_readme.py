@@ -1,4 +1,4 @@
-"""The README and docs/engine.md are true: its Python runs, its commands compose, its make targets and links exist.
+"""The README and the pages in docs are true: its Python runs, its commands compose, its make targets and links exist.
 
 A Python block is executed as it stands unless an HTML comment `<!-- not run: reason -->` stands before it.
 """
@@ -39,10 +39,10 @@ def blocks(document: Path = README) -> list[Block]:
     return found
 
 
-def commands() -> list[tuple[int, str]]:
+def commands(document: Path = README) -> list[tuple[int, str]]:
     """(line, command) of the bash blocks, without comments, continued lines joined."""
     found = []
-    for block in blocks():
+    for block in blocks(document):
         if block.language in ("bash", "sh", "console"):
             for number, line in enumerate(block.text.replace("\\\n", "  ").splitlines()):
                 if command := re.sub(r"(^|\s)#.*", "", line).removeprefix("$ ").strip():
@@ -50,13 +50,14 @@ def commands() -> list[tuple[int, str]]:
     return found
 
 
-PYTHON = [b for document in (README, ROOT / "docs" / "engine.md") for b in blocks(document) if b.language == "python"]
-TRAINING = [(line, command) for line, command in commands() if command.startswith(TRAIN)]
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PYTHON = [b for page in PAGES for b in blocks(page) if b.language == "python"]
+TRAINING = [(line, command) for page in PAGES for line, command in commands(page) if command.startswith(TRAIN)]
 
 
-def test_the_readme_has_what_is_checked_here() -> None:
+def test_the_pages_have_what_is_checked_here() -> None:
     assert README.exists(), "README.md is missing"
-    assert "@@" not in README.read_text(encoding="utf-8"), "a placeholder was left in"
+    assert not [page.name for page in PAGES if "@@" in page.read_text(encoding="utf-8")], "a placeholder was left in"
     assert PYTHON and TRAINING
     assert {"make demo", "make test"} <= {command for _, command in commands()}
 
@@ -94,8 +95,9 @@ def test_modules_that_are_run_exist() -> None:
         assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file(), module
 
 
-def test_links_lead_somewhere() -> None:
-    text = README.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     links = [*re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text), *re.findall(r'(?:src|href)="([^"]+)"', text)]
     for link in links:
-        assert link.startswith(("http", "data:")) or (ROOT / link).exists(), link
+        assert link.startswith(("http", "data:")) or (page.parent / link).exists(), link
