@@ -11,6 +11,7 @@ from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.seeding import sample_generators
 from gerl.workers.diffusers_model import Tape, branch, record
 from gerl.workers.diffusers_model.loading import Policy, pipeline_call, training_sigmas
+from gerl.workers.diffusers_model.transitions import Sampler, check_scheduler
 
 
 class Rollout:
@@ -18,6 +19,7 @@ class Rollout:
 
     def __init__(self, policy: Policy, sampling: SamplingConfig, validation: ValidationConfig) -> None:
         self.policy, self.sampling, self.validation = policy, sampling, validation
+        check_scheduler(policy.pipe.scheduler, Sampler(sampling.kernel, sampling.noise_level, sampling.solver))
         self._probe: Tape | None = None  # the structure of a call is the same in every rollout: probed once
 
     def generate(self, task: RolloutTask) -> tuple[np.ndarray, list[Tape]]:

@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 
+from gerl.trainer.main_flowgrpo import main
 from gerl.utils.composition import shipped
 
 Train = Callable[..., Any]
@@ -136,3 +137,20 @@ def test_the_kl_may_be_paid_by_the_reward(train: Train, tmp_path: Path) -> None:
     kl = run.column("reward/kl")
     assert kl[0] == 0 and kl[2] > 0  # the LoRA starts at the base model
     assert run.column("actor/kl") == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm=flow_grpo", "sampling.kernel=flow_sde is for flow matching"),
+        ("algorithm=diffusion_nft", "sampling.solver=dpm2 is for flow matching"),
+    ],
+)
+def test_a_sampler_that_the_scheduler_cannot_use_is_refused_before_any_image(
+    override: str, said: str, arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.sd15().save_pretrained(tmp_path / "sd15")
+    keys = {"model__path": tmp_path / "sd15", "sampling__call": "{output_type: np}"}
+    assert main(arguments(tmp_path / "run", override, **keys)) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

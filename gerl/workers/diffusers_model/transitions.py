@@ -40,14 +40,10 @@ class Transitions:
         `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `solver.compressed_spans`. Raises
         `ModelError` for schedulers without a transition kernel and for noise on the last step, which has no density.
         """
+        check_scheduler(scheduler, self.sampler)
         if is_flow_matching(scheduler):
             return self._flow(scheduler, timestep, stochastic, span)
-        if isinstance(scheduler, DDIMScheduler):
-            return self._ddim(scheduler, int(timestep), stochastic, span)
-        raise ModelError(
-            f"the pipeline's scheduler is {type(scheduler).__name__}, which has no transition kernel: set "
-            "pipe.scheduler to FlowMatchEulerDiscreteScheduler or DDIMScheduler .from_config(pipe.scheduler.config)"
-        )
+        return self._ddim(scheduler, int(timestep), stochastic, span)
 
     def advance(self, scheduler: Any, timestep: Any) -> None:
         """Let `scheduler` pass the step it is about to take at `timestep`."""
@@ -75,8 +71,6 @@ class Transitions:
         return self.sampler.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
 
     def _flow(self, scheduler: Any, timestep: Any, stochastic: bool | None, span: Span) -> FlowRule:
-        if scheduler.config.get("stochastic_sampling", False):
-            raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
         i = self._position(scheduler, timestep)
         self.advance(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
@@ -94,19 +88,7 @@ class Transitions:
         return FlowRule(s, s_next, kappa, std, inverted)
 
     def _ddim(self, scheduler: DDIMScheduler, timestep: int, stochastic: bool | None, span: Span) -> DDIMRule:
-        kernel = self.sampler.kernel
-        if kernel not in ("ddim", "ode"):
-            raise ModelError(
-                f"sampling.kernel={kernel} is for flow matching: this pipeline has a DDIMScheduler, use ddim"
-            )
-        if self.sampler.solver != "euler":
-            raise ModelError(
-                f"sampling.solver={self.sampler.solver} is for flow matching: this pipeline has a DDIMScheduler, use "
-                "euler"
-            )
-        config = scheduler.config
-        if config.thresholding or config.rescale_betas_zero_snr:
-            raise ModelError("DDIM with thresholding or rescale_betas_zero_snr has no transition kernel")
+        kernel, config = self.sampler.kernel, scheduler.config
         here, previous = (self._ddim_timestep(scheduler, timestep, steps) for steps in span)
         noise = 0.0 if kernel == "ode" else self._noise(stochastic, last=previous < 0)
         alpha, alpha_next = (
@@ -137,6 +119,30 @@ class Transitions:
         if id(schedule) not in self._tables:
             self._tables[id(schedule)] = (schedule, schedule.tolist())  # the tensor is kept so that its id stays taken
         return self._tables[id(schedule)][1]
+
+
+def check_scheduler(scheduler: Any, sampler: Sampler) -> None:
+    """Raise `ModelError` if `scheduler` has no transition kernel, or not that of `sampler`."""
+    config, name = scheduler.config, type(scheduler).__name__
+    if is_flow_matching(scheduler):
+        if config.get("stochastic_sampling", False):
+            raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
+        return
+    if not isinstance(scheduler, DDIMScheduler):
+        raise ModelError(
+            f"the pipeline's scheduler is {name}, which has no transition kernel: set "
+            "pipe.scheduler to FlowMatchEulerDiscreteScheduler or DDIMScheduler .from_config(pipe.scheduler.config)"
+        )
+    if sampler.kernel not in ("ddim", "ode"):
+        raise ModelError(
+            f"sampling.kernel={sampler.kernel} is for flow matching: this pipeline has a DDIMScheduler, use ddim"
+        )
+    if sampler.solver != "euler":
+        raise ModelError(
+            f"sampling.solver={sampler.solver} is for flow matching: this pipeline has a DDIMScheduler, use euler"
+        )
+    if config.thresholding or config.rescale_betas_zero_snr:
+        raise ModelError("DDIM with thresholding or rescale_betas_zero_snr has no transition kernel")
 
 
 def is_flow_matching(scheduler: Any) -> bool:
