@@ -26,7 +26,7 @@ test: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy gerl
+	$(BIN)/mypy gerl reward_models
 
 $(STAMP): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "gerl needs Python 3.11 or newer with the venv module (Debian, Ubuntu: apt install\
@@ -40,4 +40,4 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
-	find gerl tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find gerl reward_models tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,6 +39,15 @@ FITTED: dict[str, dict[str, Any]] = {
     },
     "dgpo": {"sampling__window_range": "[0,4]"},
     "crd": {"algorithm__kl_coef": 0},
+    # without bad examples a random model drifts towards whatever it draws, which the KL holds back
+    "rwr": {
+        "algorithm__beta": 3,
+        "algorithm__kl_coef": 0.5,
+        "rollout__n": 24,
+        "rollout__micro_batch_size": 72,
+        "trainer__steps": 14,
+        "trainer__seed": 1,
+    },
 }
 
 

@@ -1,0 +1,114 @@
+"""A reward of your own as a service, for an environment in which gerl cannot be installed: Python 3.8 and Pillow do.
+
+Put your model into `load` and `score`, start it in the environment of the model, and name its address in the run:
+
+python examples/scorer_service.py --port 8100
+python -m gerl.trainer.main_flowgrpo \
+    'reward.scorers={remote: {kwargs: {url: "http://127.0.0.1:8100", scorer: saturation}}}'
+
+Where gerl can be installed, `python -m reward_models.serve` does the same with replicas, batches and limits.
+"""
+
+from __future__ import annotations  # for Python 3.8
+
+import argparse
+import base64
+import hmac
+import io
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from PIL import Image, ImageStat
+
+NAME = "saturation"
+VERSION = "1"  # of the protocol; gerl refuses another
+MAX_BODY = 64 * 10**6
+
+
+def load() -> Any:
+    """The model, loaded once before the first request."""
+    return None
+
+
+def score(
+    model: Any,
+    images: list[Image.Image],
+    prompts: list[str],
+    metadata: list[dict[str, Any]],
+) -> dict[str, list[float]]:
+    """Columns by name, one number per image; the first column is the score. Raise for what cannot be scored."""
+    hsv = [ImageStat.Stat(image.convert("HSV")).mean for image in images]
+    return {NAME: [s / 255 for _, s, _ in hsv], "value": [v / 255 for _, _, v in hsv]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers JSON to `GET /v1/health` and `POST /v1/score`."""
+
+    model: Any = None
+    token = ""
+    lock = threading.Lock()  # one request at a time has the model
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/health":
+            self.answer(200, {"status": "live", "scorers": [NAME]})
+        else:
+            self.answer(404, {"error": "there is no " + self.path})
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        if length > MAX_BODY:
+            self.close_connection = True
+            self.answer(413, {"error": f"at most {MAX_BODY} bytes may come"})
+            return
+        body = self.rfile.read(length)
+        given = self.headers.get("Authorization", "")
+        if self.token and not hmac.compare_digest(given.encode(), ("Bearer " + self.token).encode()):
+            self.answer(401, {"error": "another token is wanted"})
+        elif self.path != "/v1/score":
+            self.answer(404, {"error": "there is no " + self.path})
+        else:
+            self.answer(*self.scored(body))
+
+    def scored(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        try:
+            asked = json.loads(body)
+            if asked["scorer"] != NAME:
+                return 404, {"error": "there is only the scorer " + NAME}
+            files = [io.BytesIO(base64.b64decode(text, validate=True)) for text in asked["images"]]
+            images = [Image.open(file, formats=("PNG", "JPEG")).convert("RGB") for file in files]
+            prompts, metadata = asked["prompts"], asked["metadata"]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            return 422, {"error": f"the request cannot be read: {error}"}
+        try:
+            with self.lock:
+                return 200, {"scores": score(self.model, images, prompts, metadata)}
+        except Exception as error:  # noqa: BLE001 - whatever your model raises is told to whoever asked
+            return 500, {"error": f"{type(error).__name__}: {error}"}
+
+    def answer(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps({**content, "version": VERSION}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--token-env", help="environment variable with the token that clients must send")
+    options = parser.parse_args()
+    Handler.model = load()
+    Handler.token = os.environ[options.token_env] if options.token_env else ""
+    server = ThreadingHTTPServer((options.host, options.port), Handler)
+    print(f"http://{options.host}:{server.server_port}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The scorer in replicas of Ray Serve: started, batched across requests, watched and replaced when one dies.
+
+Serve's own HTTP proxy is not used: the application of `reward_models.app` runs in the process that was started, so
+that a port in use, a wrong token or a body too large is answered before anything reaches Ray.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from gerl.config import ScorerConfig
+from gerl.errors import ClusterError, RewardError
+from gerl.utils.reward_score import build_scorer
+from reward_models.scoring import Columns, Item, Refusal, Row, decode, join, score_items, warm_up
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[1]  # replicas import this package from here
+DEPLOYMENT = "scorer"
+TRUSTED_SECONDS = 1.0  # that there is a replica, before Serve is asked again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How many replicas there are, what each may use, and how it forms batches.
+
+    `gpus` of one replica (a part lets several share a GPU) and its CPU `threads`: None shares out what there is.
+    A batch has at most `max_batch_size` images, of any requests that come within `batch_wait_s` seconds.
+    """
+
+    replicas: int = 1
+    gpus: float | None = None
+    threads: int | None = None
+    max_batch_size: int = 16
+    batch_wait_s: float = 0.01
+    max_megapixels: int = 256
+    max_in_flight: int = 64
+
+
+class Replica:
+    """One copy of the scorer; `warm` is the prompt and the metadata of an image to score first, None for none."""
+
+    def __init__(
+        self, name: str, config: ScorerConfig, placement: Placement, warm: tuple[str, dict[str, Any]] | None
+    ) -> None:
+        self.name, self.placement = name, placement
+        self.scorer = build_scorer(name, config)
+        # One thread: a scorer need not be thread-safe. Requests are decoded beside it, and health checks answered.
+        self._thread = ThreadPoolExecutor(1)
+        self._numbers = itertools.count()
+        batched: Any = self._batched  # the decorator adds these methods
+        batched.set_max_batch_size(placement.max_batch_size)
+        batched.set_batch_wait_timeout_s(placement.batch_wait_s)
+        if warm is not None:
+            self._thread.submit(warm_up, name, self.scorer, *warm).result()
+
+    async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+        """The columns [B] for image files [B] of one request."""
+        pictures = await asyncio.to_thread(decode, images, self.placement.max_megapixels)
+        if isinstance(pictures, Refusal):
+            return pictures
+        number = next(self._numbers)
+        rows = enumerate(zip(pictures, prompts, metadata, strict=True))
+        return join(self.name, await asyncio.gather(*(self._batched(Item(number, i, *row)) for i, row in rows)))
+
+    @serve.batch
+    async def _batched(self, items: list[Item]) -> list[Row]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, score_items, self.name, self.scorer, items)
+
+
+class RayScoring:
+    """Hands requests to the replicas of the Serve application `application`."""
+
+    def __init__(self, application: str, handle: Any, warm: bool) -> None:
+        self.application, self.handle, self.warm = application, handle, warm
+        self._ready_until = 0.0
+
+    async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+        # A handle would keep the request until there is a replica, beyond the client's time-out.
+        if time.monotonic() > self._ready_until:
+            if isinstance(state := await self.state(), Refusal):
+                return state
+            self._ready_until = time.monotonic() + TRUSTED_SECONDS
+        try:
+            columns: Columns | Refusal = await self.handle.score.remote(images, prompts, metadata)
+            return columns
+        except ray.exceptions.RayTaskError as error:
+            log.error("a replica raised: %s", error)
+            return Refusal(500, f"a replica failed with {type(error.cause).__name__}: look into the log of the service")
+        except (ray.exceptions.RayError, RayServeException) as error:
+            log.error("a replica is lost (%s: %s)", type(error).__name__, error)
+            return Refusal(503, "the replica that was scoring is lost and is being replaced: ask again")
+
+    async def state(self) -> dict[str, Any] | Refusal:
+        return await asyncio.to_thread(self.look)
+
+    def look(self) -> dict[str, Any] | Refusal:
+        """The number of replicas that run, or why there are none."""
+        try:
+            application = serve.status().applications[self.application]
+        except (ray.exceptions.RayError, RayServeException, KeyError) as error:
+            return Refusal(503, f"Ray Serve does not answer ({type(error).__name__}): look into the log of the service")
+        states = application.deployments[DEPLOYMENT].replica_states if application.deployments else {}
+        running = sum(count for state, count in states.items() if state == "RUNNING")
+        if not running:
+            return Refusal(503, f"no replica of the scorer runs yet ({application.status.value.lower()}): ask again")
+        return {"replicas": running, "warm": self.warm}
+
+    def check(self) -> None:
+        """Raise `RewardError` if the scorer cannot be started, `ClusterError` if Ray is gone."""
+        try:
+            application = serve.status().applications[self.application]
+        except (ray.exceptions.RayError, RayServeException, KeyError) as error:
+            raise ClusterError(
+                f"Ray Serve is gone ({type(error).__name__}: {error}): start the service again"
+            ) from None
+        if application.status.value == "DEPLOY_FAILED":
+            messages = [deployment.message for deployment in application.deployments.values()]
+            raise RewardError(f"the scorer does not start: {_cause(' '.join([*messages, application.message]))}")
+
+
+@contextlib.contextmanager
+def deployed(
+    name: str, config: ScorerConfig, placement: Placement, warm: tuple[str, dict[str, Any]] | None
+) -> Iterator[RayScoring]:
+    """Replicas of the scorer `name`, which start while the context goes on and end with it.
+
+    Joins the Ray cluster of the environment variable RAY_ADDRESS if it is set, else starts one on this machine; ends
+    only what it started.
+
+    Raises:
+        ClusterError: Ray does not start, or has fewer GPUs than asked for.
+    """
+    joined = "RAY_ADDRESS" in os.environ
+    options: dict[str, Any] = {"logging_level": logging.ERROR}
+    if not joined:
+        options |= {"address": "local", "include_dashboard": False}
+    try:
+        ray.init(**options)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"Ray does not start or cannot be joined: {' '.join(str(error).split())}") from error
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    application = f"gerl_reward_{name}_{os.getpid()}"
+    try:
+        deployment = _deployment(placement).bind(name, config, placement, warm)
+        quiet = {"log_level": "WARNING", "enable_access_log": False}
+        serve.start(proxy_location="Disabled", logging_config=quiet)
+        target = serve.RunTarget(deployment, name=application, route_prefix=None, logging_config=quiet)
+        (handle,) = serve.run_many([target], wait_for_applications_running=False)
+        yield RayScoring(application, handle, warm is not None)
+    finally:
+        if joined:
+            # Ray may be the reason why we are here.
+            with contextlib.suppress(ray.exceptions.RayError, RayServeException):
+                serve.delete(application)
+        ray.shutdown()  # a cluster of our own ends, with Serve and the replicas; a joined one is only left
+
+
+def _deployment(placement: Placement) -> Any:
+    resources = ray.cluster_resources()
+    there = resources.get("GPU", 0.0)
+    gpus = int(1000 * min(1.0, there / placement.replicas)) / 1000 if placement.gpus is None else placement.gpus
+    if gpus * placement.replicas > there:
+        raise ClusterError(
+            f"replicas={placement.replicas} with gpus={gpus:g} need more than the {there:g} GPUs Ray has: lower one"
+        )
+    threads = placement.threads or max(1, int(resources.get("CPU", 1.0)) // placement.replicas)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+    return serve.deployment(
+        Replica,
+        name=DEPLOYMENT,
+        num_replicas=placement.replicas,
+        # Each may take all: a replica that dies leaves its share to the others.
+        max_ongoing_requests=placement.max_in_flight,
+        max_constructor_retry_count=1,  # for the first replica only: later ones are tried for ever
+        # No CPU is reserved: CPUs are shared by design, and a replica must not wait for one that is never free.
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": environment}},
+    )
+
+
+def _cause(message: str) -> str:
+    """The sentence at the bottom of a traceback that came as text."""
+    for mark in ("gerl.errors.RewardError: ", "gerl.errors.DataError: "):
+        if mark in message:
+            return " ".join(message.rsplit(mark, 1)[1].split())
+    return " ".join(message.split())[-1000:]

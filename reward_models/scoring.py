@@ -1,0 +1,206 @@
+"""What a reward service does with a request, wherever it runs: decode the images, score them in batches, check.
+
+A failure is a value, a `Refusal` with the HTTP status it becomes, so that it travels between processes like a score.
+"""
+
+import asyncio
+import copy
+import io
+import logging
+import math
+import struct
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from PIL import Image
+
+from gerl.errors import DataError, GerlError, Interrupted, RewardError
+from gerl.utils.reward_score import Scorer
+
+log = logging.getLogger(__name__)
+
+Columns = dict[str, list[float]]  # name of a column -> [B]
+FORMATS = ("PNG", "JPEG")
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)  # what Pillow raises for a bad file
+SHOWN = 500  # characters of what a scorer raised that an answer quotes
+MEGAPIXEL = 10**6
+WARM_PROMPT = 'a photo of a sign that reads "ready"'
+WARM_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why there are no scores: an HTTP status and one sentence."""
+
+    status: int
+    message: str
+
+
+Row = dict[str, float] | Refusal  # the columns of one image
+
+
+@dataclass(frozen=True)
+class Item:
+    """Image `index` of request number `request`."""
+
+    request: int
+    index: int
+    image: Image.Image
+    prompt: str
+    metadata: dict[str, Any]
+
+
+class Scoring(Protocol):
+    """Where the scorer runs: in this process (`LocalScoring`) or in replicas of Ray Serve."""
+
+    async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+        """The columns [B] for image files [B], or why there are none."""
+
+    async def state(self) -> dict[str, Any] | Refusal:
+        """What is known of the running scorer, or, with status 503, why it cannot score yet."""
+
+
+class LocalScoring:
+    """Scores in a thread of this process, one request at a time."""
+
+    def __init__(self, name: str, scorer: Scorer, max_megapixels: int = 256) -> None:
+        self.name, self.scorer, self.max_megapixels = name, scorer, max_megapixels
+        self._lock = threading.Lock()  # a scorer need not be thread-safe
+
+    async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+        return await asyncio.to_thread(self._score, images, prompts, metadata)
+
+    async def state(self) -> dict[str, Any] | Refusal:
+        return {"replicas": 1}
+
+    def _score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+        pictures = decode(images, self.max_megapixels)
+        if isinstance(pictures, Refusal):
+            return pictures
+        items = [Item(0, i, *row) for i, row in enumerate(zip(pictures, prompts, metadata, strict=True))]
+        with self._lock:
+            return join(self.name, score_items(self.name, self.scorer, items))
+
+
+def decode(images: Sequence[bytes], max_megapixels: int) -> list[Image.Image] | Refusal:
+    """RGB images [B] of PNG or JPEG files [B]; together they may have `max_megapixels` million pixels."""
+    opened = []
+    pixels = 0
+    for i, data in enumerate(images):
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except (*BROKEN, Image.DecompressionBombError):
+            return Refusal(422, f"image {i} of {len(images)} is neither a PNG nor a JPEG file: send one of these")
+        # Only the headers are read so far: a small file may hold an image that fills the memory.
+        pixels += image.width * image.height
+        if pixels > max_megapixels * MEGAPIXEL:
+            return Refusal(
+                413,
+                f"images 0 to {i} of {len(images)} have more than {max_megapixels} million pixels together: send fewer "
+                "or smaller ones, or start the service with a larger max_megapixels",
+            )
+        opened.append(image)
+    pictures = []
+    for i, image in enumerate(opened):
+        try:
+            pictures.append(image.convert("RGB"))
+        except BROKEN as error:
+            reason = " ".join(str(error).split())[:SHOWN]
+            return Refusal(422, f"image {i} of {len(images)} is a broken file ({reason}): send it whole")
+    return pictures
+
+
+def score_items(name: str, scorer: Scorer, items: list[Item]) -> list[Row]:
+    """Score images of several requests in one batch; one row each.
+
+    If that fails, each request is scored by itself: what is wrong with one must not fail another that happened to come
+    at the same time.
+    """
+    rows = _attempt(name, scorer, items)
+    if not isinstance(rows, Refusal):
+        return list(rows)
+    requests = dict.fromkeys(item.request for item in items)
+    if len(requests) == 1:
+        return [rows] * len(items)
+    log.warning("scorer %s failed for a batch of %d requests, scoring each by itself", name, len(requests))
+    alone = {r: iter(score_items(name, scorer, [item for item in items if item.request == r])) for r in requests}
+    return [next(alone[item.request]) for item in items]
+
+
+def join(name: str, rows: list[Row]) -> Columns | Refusal:
+    """The columns [B] of rows [B], or the first refusal among them."""
+    good: list[dict[str, float]] = []
+    for row in rows:
+        if isinstance(row, Refusal):
+            return row
+        good.append(row)
+    for row in good:
+        if list(row) != list(good[0]):
+            return Refusal(
+                500,
+                f"the scorer {name} gave the columns {', '.join(good[0])} and then {', '.join(row)}: it must give the "
+                "same for every image",
+            )
+    return {column: [row[column] for row in good] for column in good[0]}
+
+
+def warm_up(name: str, scorer: Scorer, prompt: str, metadata: dict[str, Any]) -> None:
+    """Score a grey image, so that models are loaded before the first request; raises `RewardError` if it fails."""
+    grey = Image.new("RGB", (WARM_SIZE, WARM_SIZE), (128, 128, 128))
+    (row,) = score_items(name, scorer, [Item(0, 0, grey, prompt, metadata)])
+    if isinstance(row, Refusal):
+        raise RewardError(
+            f"the warm-up of scorer {name} with the prompt {prompt!r} and metadata {metadata} failed: {row.message}; "
+            "give a row it can score in warm_prompt and warm_metadata, or warm_up=false"
+        )
+
+
+def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, float]] | Refusal:
+    try:
+        returned = scorer(
+            [item.image.copy() for item in items],
+            [item.prompt for item in items],
+            [copy.deepcopy(item.metadata) for item in items],
+        )
+        columns = dict(returned) if isinstance(returned, Mapping) else {name: returned}
+        if not columns or any(isinstance(values, str | bytes | Mapping) for values in columns.values()):
+            raise TypeError(f"it returned {returned!r:.80}, expected a list of floats, or a dict of them by name")
+        lists = {str(column): list(values) for column, values in columns.items()}
+    except Interrupted:
+        raise
+    except DataError as error:  # the request asks for what cannot be scored
+        return Refusal(422, str(error))
+    # The scorer is anyone's code and may raise anything; whoever asked is told.
+    except Exception as error:
+        log.exception("scorer %s raised", name)
+        what = str(error) if isinstance(error, GerlError) else f"{type(error).__name__}: {error}"
+        return Refusal(500, f"the scorer {name} failed: {' '.join(what.split())[:SHOWN]}")
+    for column, values in lists.items():
+        if len(values) != len(items):
+            return Refusal(500, f"the scorer {name} gave {len(values)} scores for {len(items)} images in {column}")
+    rows: list[dict[str, float]] = [{} for _ in items]
+    for column, values in lists.items():
+        for item, row, value in zip(items, rows, values, strict=True):
+            number = _number(value)
+            if number is None:
+                return Refusal(
+                    500,
+                    f"the scorer {name} gave {value!r:.80} for image {item.index} in column {column}, expected a "
+                    "finite number: correct the scorer",
+                )
+            row[column] = number
+    return rows
+
+
+def _number(value: Any) -> float | None:
+    """A finite float, or None for everything else."""
+    if isinstance(value, str | bytes):  # float() would parse it
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

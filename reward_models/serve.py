@@ -1,0 +1,267 @@
+"""`python -m reward_models.serve scorer=NAME [key=value ...]`: a scorer over HTTP, for the scorer `remote` of a run.
+
+scorer=ocr                 a scorer of gerl, or a name for your own
+path=FILE function=NAME    your own: a function (images, prompts, metadata, **kwargs) in a Python file
+kwargs.KEY=VALUE           keyword arguments of the scorer
+host=127.0.0.1 port=8000   where to listen; port=0 takes a free one
+token_env=NAME             the environment variable with the bearer token that clients must send
+token_file=FILE            or the file with it
+allow_anonymous=false      listen to other machines without a token
+replicas=1                 copies of the scorer, each in a process of its own
+gpus=null threads=null     of each replica; null shares out what there is
+max_batch_size=16          images scored at a time, from however many requests
+batch_wait_s=0.01          how long an image waits for others
+max_body_mb=64             largest request
+max_megapixels=256         most pixels of the images of a request, in millions
+max_in_flight=64           most requests at a time; more are answered 429
+rate_per_minute=0          most requests a minute; more are answered 429; 0: any number
+warm_prompt=TEXT           prompt and metadata of an image scored before the first request
+warm_metadata.KEY=VALUE
+warm_up=true               false: start without
+"""
+
+import difflib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from gerl.config import ScorerConfig
+from gerl.errors import ConfigError, DataError, GerlError, RewardError
+from gerl.protocol import Prompt
+from gerl.utils.reward_score import build_scorer, require
+from reward_models.scoring import WARM_PROMPT
+
+logger = logging.getLogger("reward_models")
+
+Count = Annotated[int, Field(ge=1)]
+NESTED = ("kwargs", "warm_metadata")
+WATCH_SECONDS = 1.0
+CLOSING_SECONDS = 10.0  # for the requests under way when the service is stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line; see the help of the module."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    scorer: Annotated[str, Field(pattern=r"^\w+$")]
+    path: str | None = None
+    function: str = "compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    token_env: str | None = None
+    token_file: str | None = None
+    allow_anonymous: bool = False
+    replicas: Count = 1
+    gpus: Annotated[float, Field(ge=0)] | None = None
+    threads: Count | None = None
+    max_batch_size: Count = 16
+    batch_wait_s: Annotated[float, Field(ge=0, le=10)] = 0.01
+    max_body_mb: Count = 64
+    max_megapixels: Count = 256
+    max_in_flight: Count = 64
+    rate_per_minute: Annotated[int, Field(ge=0)] = 0
+    warm_prompt: str | None = None
+    warm_metadata: dict[str, Any] = field(default_factory=dict)
+    warm_up: bool = True
+
+    def config(self) -> ScorerConfig:
+        """The scorer as a run would be given it; its file absolute, as replicas may start elsewhere."""
+        path = None if self.path is None else str(Path(self.path).expanduser().absolute())
+        return ScorerConfig(path=path, function=self.function, kwargs=self.kwargs)
+
+    def token(self) -> str | None:
+        """The token clients must send; raises `ConfigError`, without showing it, if it cannot be one."""
+        if self.token_env is not None and self.token_file is not None:
+            raise ConfigError("token_env and token_file are both given: keep one of them")
+        if self.token_env is not None:
+            source, token = f"token_env={self.token_env}", os.environ.get(self.token_env, "")
+        elif self.token_file is not None:
+            source = f"token_file={self.token_file}"
+            try:
+                token = Path(self.token_file).expanduser().read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{source} cannot be read ({type(error).__name__}): give a text file") from None
+        else:
+            return None
+        token = token.strip()
+        if not (token and token.isascii() and token.isprintable() and " " not in token):
+            raise ConfigError(f"{source} holds no token: expected one line of printable ASCII without spaces")
+        return token
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Options from `key=value` arguments; values are YAML, keys after a dot are those of `kwargs` or `warm_metadata`.
+
+    Raises:
+        ConfigError: an argument is not of this form, a key is unknown or given twice, or a value is wrong.
+    """
+    known = [option.name for option in fields(Options)]
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        block, dot, inner = key.partition(".")
+        if not equals or (dot and (block not in NESTED or not inner)):
+            raise ConfigError(f"{argument!r} is not key=value: give arguments such as scorer=ocr kwargs.detect=true")
+        if block not in known:
+            near = difflib.get_close_matches(block, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise ConfigError(f"{key} is not a key of this command: {hint}")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        place = values.setdefault(block, {}) if dot else values
+        name = inner if dot else block
+        if not isinstance(place, dict) or name in place:
+            raise ConfigError(f"{key} is given twice: keep one")
+        place[name] = value
+    if "scorer" not in values:
+        raise ConfigError("no scorer is given: add scorer=NAME, such as scorer=ocr (--help lists the keys)")
+    try:
+        return TypeAdapter(Options).validate_python(values, strict=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"{'.'.join(map(str, first['loc']))}={first['input']!r} is wrong ({first['msg']}): correct it"
+        ) from None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at `host:port`; raises `ConfigError` if there cannot be one."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
+        raise ConfigError(
+            f"host={host} port={port} cannot be listened at ({reason}): take another port, or stop what uses it"
+        ) from None
+
+
+def warm_row(options: Options) -> tuple[str, dict[str, Any]] | None:
+    """Prompt and metadata of the image to warm up with; None, with a warning, if the scorer needs one that is given."""
+    if not options.warm_up:
+        return None
+    given = options.warm_prompt is not None or options.warm_metadata
+    prompt = WARM_PROMPT if options.warm_prompt is None else options.warm_prompt
+    try:
+        build_scorer(options.scorer, options.config()).check_prompts([Prompt(0, prompt, options.warm_metadata)])
+    except DataError as error:
+        if given:
+            raise ConfigError(f"warm_prompt and warm_metadata: {error}") from None
+        logger.warning("no warm-up, the first request will take longer: give warm_prompt or warm_metadata (%s)", error)
+        return None
+    return prompt, options.warm_metadata
+
+
+def run(options: Options, stop: threading.Event) -> None:
+    """Serve until `stop` is set.
+
+    Raises:
+        GerlError: something in the options is wrong, or the scorer or Ray does not start or is lost.
+    """
+    for module in ("ray.serve", "uvicorn", "prometheus_client"):
+        require(module, "serve")
+    from reward_models.app import Limits, build_app
+    from reward_models.replicas import Placement, deployed
+
+    token = options.token()
+    if token is None and not options.allow_anonymous and not _is_loopback(options.host):
+        raise ConfigError(
+            f"host={options.host} can be reached from other machines and there is no token: name one in token_env or "
+            "token_file, or give allow_anonymous=true"
+        )
+    warm = warm_row(options)
+    placement = Placement(**{f.name: getattr(options, f.name) for f in fields(Placement)})
+    limits = Limits(token, options.max_body_mb, options.rate_per_minute, options.max_in_flight)
+    with listen(options.host, options.port) as listener:
+        host, port = listener.getsockname()[:2]
+        logger.info(
+            "starting the scorer %s at http://%s:%d", options.scorer, f"[{host}]" if ":" in host else host, port
+        )
+        with deployed(options.scorer, options.config(), placement, warm) as scoring:
+            _on_signals(stop)  # Ray sets a handler of its own when it starts: ours come after it
+            app = build_app(options.scorer, scoring, limits)
+            _serve(app, listener, scoring, stop)
+
+
+def _serve(app: Any, listener: socket.socket, scoring: Any, stop: threading.Event) -> None:
+    import uvicorn
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(CLOSING_SECONDS),
+        )
+    )
+    thread = threading.Thread(target=server.run, args=([listener],), name="http")  # leaves signals to the main thread
+    thread.start()
+    ready = False
+    try:
+        while not stop.wait(WATCH_SECONDS):
+            if not thread.is_alive():
+                raise RewardError("the HTTP server stopped: its log says why")
+            scoring.check()
+            if ready != (ready := isinstance(scoring.look(), dict)):
+                logger.info("ready" if ready else "no replica runs, waiting for the next one")
+    finally:
+        server.should_exit = True
+        thread.join(CLOSING_SECONDS + 5)
+
+
+def _on_signals(stop: threading.Event) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handle)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0 after Ctrl-C or SIGTERM, 1 for an error, 2 for wrong arguments."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if any(a in ("-h", "--help") for a in arguments):
+        sys.stdout.write(__doc__ or "")
+        return 0
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logger.setLevel(logging.INFO)
+    stop = threading.Event()
+    try:
+        run(parse(arguments), stop)
+    except KeyboardInterrupt:
+        logger.info("stopped while starting")
+    except GerlError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

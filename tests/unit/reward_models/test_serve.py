@@ -1,0 +1,193 @@
+"""The command line of the service, without Ray: tests/e2e/test_services.py starts real ones."""
+
+import inspect
+import logging
+import os
+import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gerl.config import ScorerConfig
+from gerl.errors import ConfigError
+from gerl.utils.reward_score import SCORERS, build_scorer
+from reward_models import serve
+from reward_models.scoring import WARM_PROMPT
+from reward_models.serve import Options, listen, main, parse, warm_row
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# ray.serve defines its own settings in a way pydantic will drop.
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
+
+
+def test_arguments_become_options() -> None:
+    options = parse(
+        [
+            *("scorer=ocr", "kwargs.detect=true", "kwargs.threads=2", "port=0", "host=::1", "replicas=2"),
+            *("gpus=0.5", "batch_wait_s=0", "token_env=NAME", "warm_prompt=a", "warm_metadata.text=b"),
+        ]
+    )
+    assert options == Options(
+        scorer="ocr",
+        kwargs={"detect": True, "threads": 2},
+        port=0,
+        host="::1",
+        replicas=2,
+        gpus=0.5,
+        batch_wait_s=0.0,
+        token_env="NAME",
+        warm_prompt="a",
+        warm_metadata={"text": "b"},
+    )
+    assert options.config() == ScorerConfig(kwargs={"detect": True, "threads": 2})
+    assert parse(["scorer=a", "kwargs={b: [1, 2]}"]).kwargs == {"b": [1, 2]}
+    assert parse(["scorer=a", "kwargs.text=a=b"]).kwargs == {"text": "a=b"}
+
+
+def test_the_file_of_a_scorer_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse(["scorer=mine", "path=x.py", "function=f"]).config() == ScorerConfig(
+        path=str(tmp_path / "x.py"), function="f"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no scorer is given: add scorer=NAME"),
+        (["ocr"], "'ocr' is not key=value"),
+        (["scorer=ocr", "--port=1"], "--port is not a key of this command: did you mean port"),
+        (["scorer=ocr", "replica=2"], "replica is not a key of this command: did you mean replicas"),
+        (["scorer=ocr", "qqqq=2"], "there are scorer, path, function"),
+        (["scorer=ocr", "port.x=2"], "'port.x=2' is not key=value"),
+        (["scorer=ocr", "kwargs.=2"], "'kwargs.=2' is not key=value"),
+        (["scorer=ocr", "port=1", "port=2"], "port is given twice"),
+        (["scorer=ocr", "kwargs.a=1", "kwargs.a=2"], "kwargs.a is given twice"),
+        (["scorer=ocr", "kwargs=3", "kwargs.a=2"], "kwargs.a is given twice"),
+        (["scorer=ocr", "port=70000"], "port=70000 is wrong"),
+        (["scorer=ocr", "replicas=0"], "replicas=0 is wrong"),
+        (["scorer=ocr", "rate_per_minute=many"], "rate_per_minute='many' is wrong"),
+        (["scorer=a/b"], "scorer='a/b' is wrong"),
+        (["scorer=ocr", "warm_metadata=3"], "warm_metadata=3 is wrong"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse(arguments)
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and message in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["scorer=orc"], "gerl has no such scorer"),
+        (["scorer=ocr", "kwargs.detekt=1"], "detekt=1 is wrong"),
+        (["scorer=mine", "path=nowhere.py"], "there is no Python file"),
+        (["scorer=sharpness", "host=0.0.0.0"], "there is no token: name one in token_env"),
+        (["scorer=sharpness", "token_env=GERL_TEST_NO_TOKEN"], "token_env=GERL_TEST_NO_TOKEN holds no token"),
+        (["scorer=ocr", "warm_prompt=nothing quoted"], "warm_prompt and warm_metadata: prompt 0"),
+    ],
+)
+def test_what_is_wrong_is_said_before_ray_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reward_models import replicas
+
+    monkeypatch.setattr(replicas, "deployed", None)
+    assert main(arguments) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port={port} cannot be listened at \(Address already in use\)"):
+            listen("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+    with pytest.raises(ConfigError, match=r"host=no\.such\.host\.invalid port=1 cannot be listened at"):
+        listen("no.such.host.invalid", 1)
+
+
+def test_tokens_come_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    monkeypatch.setenv("GERL_TEST_TOKEN", "from-env")
+    assert parse(["scorer=a"]).token() is None
+    assert parse(["scorer=a", f"token_file={file}"]).token() == "from-file"
+    assert parse(["scorer=a", "token_env=GERL_TEST_TOKEN"]).token() == "from-env"
+    for wrong in ("", "two words", "umläut"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match="holds no token") as caught:
+            parse(["scorer=a", f"token_file={file}"]).token()
+        assert not wrong or wrong not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse(["scorer=a", f"token_file={tmp_path / 'none'}"]).token()
+    with pytest.raises(ConfigError, match="keep one of them"):
+        parse(["scorer=a", f"token_file={file}", "token_env=GERL_TEST_TOKEN"]).token()
+
+
+def test_the_warm_up_uses_a_row_the_scorer_can_score(caplog: pytest.LogCaptureFixture) -> None:
+    assert warm_row(parse(["scorer=ocr"])) == (WARM_PROMPT, {})
+    assert warm_row(parse(["scorer=ocr", "warm_prompt=x", "warm_metadata.text=7"])) == ("x", {"text": 7})
+    assert warm_row(parse(["scorer=ocr", "warm_up=false"])) is None
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert warm_row(parse(["scorer=image_similarity"])) is None
+    assert "no warm-up" in caplog.text and "give warm_prompt or warm_metadata" in caplog.text
+    assert "image_similarity" in SCORERS
+
+
+def test_the_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name, option in Options.__dataclass_fields__.items():
+        assert re.search(rf"\b{name}[=.]", text), name
+        if isinstance(option.default, bool | int | float) and name not in ("warm_up", "allow_anonymous"):
+            assert f"{name}={option.default}" in text, name
+
+
+def test_without_the_extra_the_error_names_it(tmp_path: Path) -> None:
+    (tmp_path / "uvicorn.py").write_text("raise ImportError('not installed')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "reward_models.serve", "scorer=sharpness"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "pip install 'gerl[serve]'" in done.stderr and "Traceback" not in done.stderr
+    assert serve.__doc__
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "reward_models" / "recipes").glob("*.md")), ids=lambda path: path.stem
+)
+def test_the_code_of_a_recipe_fits_into_the_service(recipe: Path) -> None:
+    text = recipe.read_text().replace("\\\n", " ")
+    assert recipe.name in (ROOT / "reward_models" / "README.md").read_text()
+    example = runpy.run_path(str(ROOT / "examples" / "scorer_service.py"))
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        values: dict[str, Any] = {}
+        exec(compile(block, recipe.name, "exec"), values)
+        assert set(values) - {"__builtins__"} == {"NAME", "load", "score"}
+        for name in ("load", "score"):
+            assert list(inspect.signature(values[name]).parameters) == list(inspect.signature(example[name]).parameters)
+    for command in re.findall(r"-m reward_models\.serve (.*)", text):
+        options = parse(shlex.split(command))
+        assert options.path or options.scorer in SCORERS
+    for name, block in re.findall(r"reward\.scorers(?:\.|={)(\w+)[=:] ?({.*?}})", text):
+        build_scorer(name, ScorerConfig(**yaml.safe_load(block)))
