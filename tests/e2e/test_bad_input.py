@@ -66,7 +66,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
     "name taken": (["experiment={}/signs.yaml"], ["experiment={}/signs.yaml", "give the file another"]),
     # what cannot train
     "one image a group": (["rollout.n=1"], ["rollout.n=1", "use at least 2"]),
-    "no noise": (["sampling.noise_level=0"], ["sampling.noise_level=0", "above 0"]),
+    "no noise": (["sampling.noise_level=0"], ["sampling.noise_level=0", "use kernel=flow_sde"]),
     "last step": (["sampling.window_range=[1,4]"], ["sampling.window_range=[1, 4]", "step 3", "end at 3"]),
     "wide window": (["sampling.window_size=4"], ["sampling.window_size=4", "lower it"]),
     "large micro-batch": (
@@ -98,7 +98,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
     ),
     "name that is no model": (["model.path=sings"], ["model.path='sings' is no pipeline", "'signs'"]),
     # scorers
-    "unknown scorer": (["reward.scorers.ocrr.weight=1"], ["reward.scorers.ocrr", "ocr, jpeg", ".path"]),
+    "unknown scorer": (["reward.scorers.ocrr.weight=1"], ["reward.scorers.ocrr", "only ocr, pick", ".path"]),
     "no scorer file": (["reward.scorers.bright.path={}/nope.py"], ["reward.scorers.bright.path", "correct the path"]),
     "no such function": (["reward.scorers.bright.path={}/other.py"], ["reward.scorers.bright.function", "only score"]),
     "wrong signature": (["reward.scorers.bright.path={}/fewer.py"], ["reward.scorers.bright.kwargs", "metadata"]),

@@ -89,7 +89,7 @@ def test_bad_kwargs_are_named(kwargs: dict[str, int], message: str) -> None:
 
 
 def test_unknown_scorer_lists_names() -> None:
-    with pytest.raises(RewardError, match=r"only ocr, jpeg_.*reward\.scorers\.orc\.path"):
+    with pytest.raises(RewardError, match=r"only ocr, pickscore, .*reward\.scorers\.orc\.path"):
         build_scorer("orc", ScorerConfig())
 
 
