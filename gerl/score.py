@@ -19,9 +19,10 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gerl.config import Config, RewardConfig, keys
-from gerl.errors import ConfigError, DataError, GerlError, Interrupted, RewardError
+from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Images, Prompt, Scores
 from gerl.trainer.ppo.reward import check_reward
+from gerl.utils.command import run_command
 from gerl.utils.composition import compose_run
 from gerl.utils.dataset import load_prompts
 from gerl.utils.gallery import COLUMNS, TOTAL, Card, summarise, thumbnail, write_gallery, write_tables
@@ -67,28 +68,11 @@ class Item:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 1 for an error, 2 for a wrong configuration, 128 + signal.
+    """Run the command line; returns the exit code, see `run_command`.
 
     Images without a score are no error as long as there is one with a score.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(a in ("-h", "--help") for a in arguments):
-        sys.stdout.write(help_text())
-        return 0
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logger.setLevel(logging.INFO)
-    try:
-        run(parse(arguments))
-    except Interrupted as error:
-        logger.info("stopped: %s", error)
-        return 128 + error.signal_number
-    except KeyboardInterrupt:
-        logger.info("stopped")
-        return 130
-    except GerlError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return run_command(argv, help_text, lambda arguments: run(parse(arguments)))
 
 
 def run(request: Request) -> list[Card]:

@@ -11,14 +11,14 @@ import math
 import struct
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from PIL import Image
 
 from gerl.errors import DataError, GerlError, Interrupted, RewardError
-from gerl.utils.reward_score import Scorer
+from gerl.utils.reward_score import Scorer, columns_of
 
 log = logging.getLogger(__name__)
 
@@ -165,10 +165,7 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
             [item.prompt for item in items],
             [copy.deepcopy(item.metadata) for item in items],
         )
-        columns = dict(returned) if isinstance(returned, Mapping) else {name: returned}
-        if not columns or any(isinstance(values, str | bytes | Mapping) for values in columns.values()):
-            raise TypeError(f"it returned {returned!r:.80}, expected a list of floats, or a dict of them by name")
-        lists = {str(column): list(values) for column, values in columns.items()}
+        lists = columns_of(returned, name)
     except Interrupted:
         raise
     except DataError as error:  # the request asks for what cannot be scored

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from gerl.cluster import Cluster
 from gerl.config import Config
-from gerl.errors import CheckpointError, ConfigError, DataError, GerlError, Interrupted
+from gerl.errors import CheckpointError, ConfigError, DataError
 from gerl.protocol import Prompt
 from gerl.trainer.ppo.ray_diffusion_trainer import RayDiffusionTrainer, check_identity
 from gerl.trainer.ppo.reward import check_reward
 from gerl.utils.checkpoint import Checkpoint, checkpoint_paths, find_run_to_resume, load_checkpoint, newest_checkpoint
+from gerl.utils.command import run_command
 from gerl.utils.composition import Composed, compose_run, help_text
 from gerl.utils.dataset import fingerprint, load_prompts
 from gerl.utils.report import load_validation, validation_steps, write_report
@@ -24,25 +25,8 @@ logger = logging.getLogger("gerl")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 1 for an error, 2 for a wrong configuration, 128 + signal."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(a in ("-h", "--help") for a in arguments):
-        sys.stdout.write(help_text("python -m gerl.trainer.main_flowgrpo"))
-        return 0
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logger.setLevel(logging.INFO)
-    try:
-        run(compose_run(arguments))
-    except Interrupted as error:
-        logger.info("stopped: %s", error)
-        return 128 + error.signal_number
-    except KeyboardInterrupt:
-        logger.info("stopped without a checkpoint of the step in progress")
-        return 130
-    except GerlError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    """Run the command line; returns the exit code, see `run_command`."""
+    return run_command(argv, lambda: help_text("python -m gerl.trainer.main_flowgrpo"), lambda a: run(compose_run(a)))
 
 
 def run(composed: Composed) -> Path:

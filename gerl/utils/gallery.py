@@ -4,17 +4,15 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
-from gerl.errors import GerlError
 from gerl.utils.images import enlarge, to_data_uri
+from gerl.utils.page import render, write_text
 
 SMALL = 128  # pixels; up to this width a thumbnail is exact and shown with sharp pixels
 LARGE = 256  # pixels; wider images are reduced to this
@@ -85,8 +83,8 @@ def write_tables(folder: Path, cards: Sequence[Card]) -> None:
     writer = csv.DictWriter(table, list(rows[0]) if rows else COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _write(folder / "scores.csv", table.getvalue())
-    _write(folder / "scores.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(folder / "scores.csv", table.getvalue())
+    write_text(folder / "scores.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_gallery(path: Path, title: str, cards: Sequence[Card], weights: dict[str, float]) -> None:
@@ -98,30 +96,15 @@ def write_gallery(path: Path, title: str, cards: Sequence[Card], weights: dict[s
     columns = list(cards[0].values) if cards else []
     if any(list(card.values) != columns for card in cards):
         raise ValueError("expected the same columns on all cards")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    html = environment.get_template("gallery.html.j2").render(
+    html = render(
+        "gallery.html.j2",
         title=title,
         columns=[_column(summarise(name, [card.values[name] for card in cards]), weights) for name in columns],
         cards=[_card(card) for card in sorted(cards, key=lambda card: _key(card, columns))],
         failed=sum(card.values[columns[0]] is None for card in cards) if columns else 0,
         show=_show,
     )
-    _write(path, html)
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8", newline="")
-        os.replace(part, path)
-    except OSError as error:
-        raise GerlError(f"{path} cannot be written: {error.strerror or error}; free space there") from error
+    write_text(path, html)
 
 
 def _key(card: Card, columns: Sequence[str]) -> tuple[bool, float]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import yaml
 
@@ -25,6 +24,7 @@ from gerl.errors import GerlError
 from gerl.utils.charts import TIMING_TOTALS, Rows, reward_charts, series, small_charts, timing_parts
 from gerl.utils.checkpoint import checkpoint_paths
 from gerl.utils.images import enlarge, to_data_uri
+from gerl.utils.page import render, write_text
 from gerl.utils.tracking import read_metrics
 
 log = logging.getLogger(__name__)
@@ -111,14 +111,8 @@ def write_report(run_dir: Path) -> Path:
     first = load_validation(run_dir, steps[0]) if steps else None
     last = load_validation(run_dir, steps[-1]) if steps[1:] else None
     config_text, config = _read_config(run_dir / "config.yaml")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    html = environment.get_template("report.html.j2").render(
+    html = render(
+        "report.html.j2",
         experiment=run_dir.resolve().parent.name,
         run=run_dir.resolve().name,
         facts=_facts(rows, config),
@@ -133,12 +127,7 @@ def write_report(run_dir: Path) -> Path:
         config_text=config_text,
     )
     path = run_dir / "report.html"
-    part = path.with_suffix(".part")
-    try:
-        part.write_text(html, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        raise GerlError(f"{path} cannot be written: {error.strerror or error}; free space there") from error
+    write_text(path, html)
     return path
 
 

@@ -4,7 +4,6 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from PIL import Image
@@ -12,7 +11,7 @@ from PIL import Image
 from gerl.config import RewardConfig
 from gerl.errors import Interrupted, RewardError
 from gerl.protocol import Images, ScorerFailure, Scores
-from gerl.utils.reward_score import Scorer, build_scorer
+from gerl.utils.reward_score import Scorer, build_scorer, columns_of
 
 log = logging.getLogger(__name__)
 Columns = dict[str, list[float | ScorerFailure]]  # name of a score -> [B]
@@ -87,12 +86,7 @@ def _attempt(name: str, scorer: Scorer, images: Images, prompts: list[str], meta
     # Copies, so that no scorer changes what another one, or a retry, gets to see.
     pictures = [Image.fromarray(pixels.copy()) for pixels in images.pixels]
     try:
-        returned = scorer(pictures, list(prompts), copy.deepcopy(metadata))
-        columns = dict(returned) if isinstance(returned, Mapping) else {"": returned}
-        if not columns or any(isinstance(values, str | bytes | Mapping) for values in columns.values()):
-            what = "an empty dict" if not columns else f"a {type(next(iter(columns.values()))).__name__}"
-            raise TypeError(f"returned {what}, expected a list of {batch} floats, or a dict of them by name")
-        values = {column: list(scores) for column, scores in columns.items()}
+        values = columns_of(scorer(pictures, list(prompts), copy.deepcopy(metadata)), name)
     except Interrupted:
         raise
     # A scorer is the user's code and may raise anything; its failure becomes a value with a reason, for which the

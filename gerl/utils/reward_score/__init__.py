@@ -7,7 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.utils.reward_score.aesthetic import AestheticScore
-from gerl.utils.reward_score.base import Scorer, require
+from gerl.utils.reward_score.base import Scorer, columns_of, require
 from gerl.utils.reward_score.clipscore import ClipScore
 from gerl.utils.reward_score.colourfulness import Colourfulness
 from gerl.utils.reward_score.custom import CustomScorer
@@ -23,7 +23,7 @@ from gerl.utils.reward_score.sharpness import Sharpness
 from gerl.utils.reward_score.unified_reward import UnifiedRewardScorer
 from gerl.utils.reward_score.vlm_judge import VlmJudge
 
-__all__ = ["SCORERS", "Scorer", "build_scorer", "require"]
+__all__ = ["SCORERS", "Scorer", "build_scorer", "columns_of", "require"]
 
 # Each is a dataclass whose fields are the scorer's kwargs.
 SCORERS: dict[str, Any] = {

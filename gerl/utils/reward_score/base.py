@@ -1,6 +1,7 @@
 """What every scorer is."""
 
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -22,6 +23,19 @@ class Scorer(Protocol):
 
     def check_prompts(self, prompts: list[Prompt]) -> None:
         """Raise `DataError` naming the first prompt whose images could not be scored."""
+
+
+def columns_of(returned: Any, name: str) -> dict[str, list[Any]]:
+    """What the scorer `name` returned, as lists by column; one list alone is the column `name`.
+
+    Raises `TypeError` for what is neither a list nor a dict of lists.
+    """
+    columns = dict(returned) if isinstance(returned, Mapping) else {name: returned}
+    wrong = [type(values).__name__ for values in columns.values() if isinstance(values, str | bytes | Mapping)]
+    if wrong or not columns:
+        what = f"a {wrong[0]}" if wrong else "an empty dict"
+        raise TypeError(f"returned {what}, expected a list of floats, or a dict of them by name")
+    return {str(column): list(values) for column, values in columns.items()}
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -1,0 +1,34 @@
+"""What every command line of gerl does around its work: help, log, exit codes."""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from gerl.errors import ConfigError, GerlError, Interrupted
+
+logger = logging.getLogger("gerl")
+
+
+def run_command(argv: Sequence[str] | None, help_text: Callable[[], str], work: Callable[[list[str]], object]) -> int:
+    """Run `work` on the arguments (None: those of the process) and return the exit code.
+
+    0; 1 for an error, 2 for a wrong configuration, both said in one sentence; 128 + the number of a signal.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if any(a in ("-h", "--help") for a in arguments):
+        sys.stdout.write(help_text())
+        return 0
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logger.setLevel(logging.INFO)
+    try:
+        work(arguments)
+    except Interrupted as error:
+        logger.info("stopped: %s", error)
+        return 128 + error.signal_number
+    except KeyboardInterrupt:
+        logger.info("stopped at once: what was in progress is lost")
+        return 130
+    except GerlError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
