@@ -120,7 +120,7 @@ def run(name: str, seed: int, target: float, overrides: list[str]) -> Curve:
     fixed = ["checkpoint.every=0", "logger.progress=false", "logger.tensorboard=false", "cluster.launcher=local"]
     config = compose_run([f"algorithm={name}", f"trainer.seed={seed}", *fixed, *overrides]).config
     curve = Curve(name, seed)
-    with tempfile.TemporaryDirectory() as folder, Cluster(config.cluster) as cluster:
+    with tempfile.TemporaryDirectory() as folder, Cluster(config.cluster, config.reward.gpu_shares) as cluster:
         prompts = load_prompts(config.data.train)
         held_out = load_prompts(config.validation.data) if config.validation.data else []
         trainer = CountingTrainer(config, Path(folder), cluster, prompts, held_out, {})

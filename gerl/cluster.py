@@ -10,7 +10,7 @@ import ray
 import torch
 
 from gerl.config import ClusterConfig
-from gerl.errors import ClusterError, GerlError, Interrupted
+from gerl.errors import ClusterError, GerlError, Interrupted, WorkerDied
 
 logger = logging.getLogger(__name__)
 
@@ -18,9 +18,11 @@ logger = logging.getLogger(__name__)
 class Pending:
     """The result of a submitted call, or the exception it raised; may be passed on as an argument of another call."""
 
-    def __init__(self, worker: str, reference: Any = None, call: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, worker: str, reference: Any = None, call: Callable[[], Any] | None = None, value: Any = None
+    ) -> None:
         self.worker, self.reference = worker, reference
-        self._value: Any = None
+        self._value = value
         self._error: Exception | None = None
         if call is not None:
             try:
@@ -48,17 +50,29 @@ class Pending:
                 raise error.cause from None
             raise
         except ray.exceptions.RayActorError as error:
-            raise ClusterError(
+            raise WorkerDied(
                 f"{self.worker} died ({str(error).splitlines()[0]}): its log is in Ray's session folder; restart the "
                 "command with checkpoint.resume=auto to carry on from the newest checkpoint"
             ) from None
 
 
+def wait_any(pending: Sequence[Pending], timeout: float | None = None) -> list[Pending]:
+    """Wait until one of the calls has ended, or for `timeout` seconds; returns those that have, in order."""
+    references = [p.reference for p in pending if p.reference is not None]
+    if len(references) < len(pending) or not references:  # what ran in this process has ended
+        return [p for p in pending if p.reference is None]
+    ready, _ = ray.wait(references, num_returns=1, timeout=timeout, fetch_local=False)
+    ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+    return [p for p in pending if p.reference in ready]
+
+
 class WorkerGroup:
     """Workers of one plain class; calls are queued per worker in the order they are submitted."""
 
-    def __init__(self, name: str, workers: Sequence[Any], remote: bool) -> None:
-        self.name, self.workers, self.remote = name, list(workers), remote
+    def __init__(self, name: str, count: int, start: Callable[[int], Any], end: Callable[[Any], None] | None) -> None:
+        self.name, self._start, self._end = name, start, end
+        self.remote = end is not None
+        self.workers = [start(rank) for rank in range(count)]
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -72,6 +86,12 @@ class WorkerGroup:
             return Pending(label, reference=function.remote(*arguments))
         return Pending(label, call=lambda: function(*(a.result() if isinstance(a, Pending) else a for a in args)))
 
+    def restart(self, index: int) -> None:
+        """End worker `index`, whatever it is doing, and start it anew; in this process there is nothing to end."""
+        if self._end is not None:
+            self._end(self.workers[index])
+            self.workers[index] = self._start(index)
+
     def run(self, method: str, *args: Any) -> list[Any]:
         """Run `method(*args)` on all workers at once and return what they returned, in order."""
         pending = [self.submit(i, method, *args) for i in range(len(self))]
@@ -84,12 +104,15 @@ class Cluster:
     Joins the Ray cluster of the environment variable RAY_ADDRESS if it is set, otherwise starts an embedded one.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, scorers: Sequence[float] = ()) -> None:
+        """`scorers`: the share of a GPU that each of their processes takes."""
         self.config = config
+        self.scorers = list(scorers)
         self.remote = config.launcher == "ray"
         self._actors: list[Any] = []
         self._started = False
         self.device = self._device()
+        self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
         self.num_workers = config.num_workers or self._default_workers()
 
     def _default_workers(self) -> int:
@@ -141,6 +164,8 @@ class Cluster:
             raise ClusterError(
                 f"cluster.num_workers={self.num_workers}, but there are only {devices} GPUs: lower it or use more GPUs"
             )
+        if self.remote:
+            self.gpus = worker_share(devices, self.num_workers, self.scorers)
 
     def worker_device(self, rank: int) -> str:
         """The torch device of worker `rank`; Ray shows each worker its own GPU only."""
@@ -152,25 +177,59 @@ class Cluster:
         return self.config.threads_per_worker or max(1, _cores() // self.num_workers)
 
     def workers(
-        self, name: str, cls: type, count: int, arguments: Callable[[int], tuple[Any, ...]], *, device: bool
+        self,
+        name: str,
+        cls: type,
+        count: int,
+        arguments: Callable[[int], tuple[Any, ...]],
+        *,
+        gpus: float = 0.0,
+        threads: int = 1,
     ) -> WorkerGroup:
-        """Start `count` workers `cls(*arguments(rank))`; with `device` each has a GPU of its own, where there are GPUs.
+        """Start `count` workers `cls(*arguments(rank))`, each with `threads` CPU threads and a share of a GPU.
 
-        Constructors must be light: Ray reports what they raise as a dead worker, without the exception.
+        `gpus` is the share where there are GPUs; without one a worker sees none. Constructors must be light: Ray
+        reports what they raise as a dead worker, without the exception.
         """
         if not self.remote:
-            return WorkerGroup(name, [cls(*arguments(rank)) for rank in range(count)], remote=False)
+            return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
         # shares that always fit: the CPU is shared by design, Ray's accounting must not leave a worker unplaced
         total = ray.cluster_resources().get("CPU", 1.0)
-        share = int(1000 * total / (self.num_workers + self.config.num_reward_workers + 1)) / 1000
-        environment = {"env_vars": {"OMP_NUM_THREADS": str(self.threads if device else 1)}}
+        share = int(1000 * total / (self.num_workers + len(self.scorers) + 1)) / 1000
+        environment = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
         options = {"num_cpus": min(share, 1.0), "runtime_env": environment}
-        if device and self.device == "cuda":
-            options["num_gpus"] = 1
+        if gpus and self.device == "cuda":
+            options["num_gpus"] = gpus
         actor_class = ray.remote(**options)(cls)
-        actors = [actor_class.remote(*arguments(rank)) for rank in range(count)]
-        self._actors += actors
-        return WorkerGroup(name, actors, remote=True)
+
+        def start(rank: int) -> Any:
+            actor = actor_class.remote(*arguments(rank))
+            self._actors.append(actor)
+            return actor
+
+        def end(actor: Any) -> None:
+            self._actors.remove(actor)
+            ray.kill(actor)
+
+        return WorkerGroup(name, count, start, end)
+
+
+def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
+    """The share of a GPU for each of `workers`, one a GPU, so that processes with the shares `scorers` find a place.
+
+    Raises `ClusterError` if scorers would have to take half a GPU or more from a worker.
+    """
+    largest = max(scorers, default=0.0)
+    count = sum(share > 0 for share in scorers)
+    if not count or int(1 / largest) * (devices - workers) >= count:
+        return 1.0
+    left = round(1 - largest * -(-count // devices), 3)
+    if left <= 0.5:  # Ray would put two workers on one GPU
+        raise ClusterError(
+            f"{count} processes of scorers with up to {largest:g} of a GPU each do not fit beside {workers} workers on "
+            f"{devices} GPUs: lower reward.scorers.NAME.gpus or cluster.num_workers"
+        )
+    return left
 
 
 def _cores() -> int:

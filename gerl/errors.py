@@ -33,6 +33,10 @@ class ClusterError(GerlError):
     """The workers cannot be placed or one of them died."""
 
 
+class WorkerDied(ClusterError):
+    """The process of a worker ended while it was needed."""
+
+
 class TrainingError(GerlError):
     """The update became meaningless: non-finite gradients, or a ratio that is not 1 on policy."""
 

@@ -87,7 +87,7 @@ class Images:
     """What a worker returns for a task; the trajectories stay with the worker under `task_id`."""
 
     task_id: int
-    pixels: np.ndarray  # [B, H, W, 3] uint8
+    pixels: Any  # uint8 [B, H, W, 3], videos [B, F, H, W, 3], or a list of B such images of several sizes
     seconds: float
 
 
@@ -101,12 +101,14 @@ class ScorerFailure:
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of one micro-batch, in its order. A failed sample has no total and at least one failure."""
+    """Rewards of one micro-batch, in its order. A failed sample has no total and at least one failure.
+
+    A scorer that does not apply to a sample has neither a score nor a failure there.
+    """
 
     totals: list[float | None]  # [B] weighted sum over scorers
     by_scorer: dict[str, list[float | None]]  # scorer -> [B]
     failures: list[list[ScorerFailure]]  # [B]
-    seconds: float
 
 
 @dataclass

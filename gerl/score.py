@@ -18,9 +18,10 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from gerl.config import Config, RewardConfig, keys
+from gerl.cluster import Cluster, Pending
+from gerl.config import ClusterConfig, Config, RewardConfig, keys
 from gerl.errors import ConfigError, DataError, RewardError
-from gerl.protocol import Images, Prompt, Scores
+from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.trainer.ppo.reward import check_reward
 from gerl.utils.command import run_command
 from gerl.utils.composition import compose_run
@@ -38,7 +39,7 @@ OWN = {
     "prompts": "with a folder: .txt, .jsonl or .parquet, row i for the i-th image by name (img2 comes before img10)",
     "prompt": "with a folder: one prompt for all images; without prompts and prompt: NAME.txt beside each image",
     "out": "folder for scores.csv, scores.jsonl and gallery.html",
-    "batch": "images a call of a scorer, of one size; default: rollout.micro_batch_size, as in training",
+    "batch": "images a call of a scorer; default: rollout.micro_batch_size, as in training",
 }
 READ = ("experiment", "data.prompt_key", "logger.progress")  # besides reward.*
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -88,15 +89,16 @@ def run(request: Request) -> list[Card]:
         check_reward(reward, [item.prompt for item in items])
     except DataError as error:
         raise DataError(f"images={request.images}: {error}") from None
-    sizes = [read_pixels(item).shape for item in items]
+    for item in items:
+        read_pixels(item)  # so that one that cannot be read is known before the work
     make_folder(request.out)
-    logger.info("%d images, %d sizes; scorers: %s", len(items), len(set(sizes)), ", ".join(reward.scorers))
+    logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     cards: dict[int, Card] = {}
     shown = request.config.logger.progress
     progress = tqdm(total=len(items), unit="image", disable=not shown)
     try:
         with Signals(), logging_redirect_tqdm() if shown else contextlib.nullcontext(), progress:
-            for batch, scored in score(reward, items, sizes, request.batch):
+            for batch, scored in score(reward, items, request.batch):
                 cards |= zip(batch, scored, strict=True)
                 progress.update(len(batch))
                 if reward.on_error == "stop":
@@ -295,22 +297,38 @@ def make_folder(out: Path) -> None:
         raise ConfigError(f"out={out}: the folder cannot be made ({error.strerror}); choose another") from None
 
 
-def score(
-    reward: RewardConfig, items: Sequence[Item], sizes: Sequence[tuple[int, ...]], batch_size: int
-) -> Iterator[tuple[list[int], list[Card]]]:
-    """Score batches of images of one size; yields the indices of a batch and its cards."""
-    manager = RewardManager(reward)
-    by_size: dict[tuple[int, ...], list[int]] = {}
-    for i, size in enumerate(sizes):
-        by_size.setdefault(size, []).append(i)
-    for same in by_size.values():
-        for start in range(0, len(same), batch_size):
-            batch = same[start : start + batch_size]
+def score(reward: RewardConfig, items: Sequence[Item], batch_size: int) -> Iterator[tuple[list[int], list[Card]]]:
+    """Score batches of images; yields the indices of a batch and its cards.
+
+    The images of a prompt are a group: where a scorer compares them, they are in one batch, which may then be larger.
+    """
+    with Cluster(ClusterConfig(launcher="local")) as here:
+        manager = RewardManager(reward, here)
+        groups: dict[str, list[int]] = {}
+        for i, item in enumerate(items):
+            groups.setdefault(item.prompt.text, []).append(i)
+        ids = {text: number for number, text in enumerate(groups)}
+        together = list(groups.values()) if manager.groupwise else [[i] for i in range(len(items))]
+        for batch in _batches(together, batch_size):
             chosen = [items[i] for i in batch]
-            images = Images(start, np.stack([read_pixels(item) for item in chosen]), 0.0)
-            prompts = [item.prompt for item in chosen]
-            scores = manager.score(images, [p.text for p in prompts], [p.metadata for p in prompts])
+            prompts = [replace(item.prompt, id=ids[item.prompt.text]) for item in chosen]
+            images = Images(0, [read_pixels(item) for item in chosen], 0.0)
+            read = Pending("image reader", value=images)
+            samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
+            (scores,) = manager.open([samples], lambda _: read).finish()
             yield batch, [_card(item, images.pixels[i], scores, i) for i, item in enumerate(chosen)]
+
+
+def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:
+    """Batches of at least one of `together` and, beyond that, at most `size` indices."""
+    batch: list[int] = []
+    for members in together:
+        if batch and len(batch) + len(members) > size:
+            yield batch
+            batch = []
+        batch = batch + members
+    if batch:
+        yield batch
 
 
 def _card(item: Item, pixels: np.ndarray, scores: Scores, i: int) -> Card:

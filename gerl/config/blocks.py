@@ -19,6 +19,11 @@ class ModelConfig(Block):
     lora_targets: str | None = key(
         None, "regular expression on names of linear layers; null: attention and feed-forward of the repeated blocks"
     )
+    offload: bool = key(
+        False,
+        "text encoders and VAE are on the GPU only while they run, one at a time: less memory, and some seconds more a "
+        "micro-batch of the rollout; the update does not need them",
+    )
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
     compile: bool = key(False, "torch.compile the denoiser")
     compile_backend: str = key("inductor", "torch.compile backend")
@@ -37,7 +42,6 @@ class ActorConfig(Block):
     lr_schedule: Literal["constant", "linear", "cosine"] = key("constant", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "optimizer steps over which the learning rate rises from 0", low=0)
     betas: list[float] = key([0.9, 0.999], "AdamW betas")
-    eps: float = key(1e-8, "AdamW epsilon", above=0)
     weight_decay: float = key(1e-4, "AdamW weight decay", low=0)
     max_grad_norm: float = key(1.0, "gradient norm is clipped to this", above=0)
     updates_per_step: int = key(1, "optimizer steps per trainer step; all but the first are off-policy", low=1)
@@ -53,9 +57,6 @@ class ActorConfig(Block):
         "with base weights in half precision, where another batch size rounds differently",
         above=0,
     )
-    max_nonfinite_updates: int = key(
-        3, "updates with non-finite gradients that are skipped before the run stops", low=0
-    )
 
     def check(self) -> None:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
@@ -70,6 +71,27 @@ class ScorerConfig(Block):
         "compute_score", "function in that file: (images, prompts, metadata, **kwargs) -> list of float"
     )
     kwargs: dict[str, Any] = key({}, "keyword arguments of the scorer")
+    scale: float = key(1.0, "the score counts in the total as clip(scale * score + offset), times the weight")
+    offset: float = key(0.0, "see scale")
+    clip: list[float] | None = key(None, "[low, high]: limits of scale * score + offset; null: none")
+    normalise: Literal["none", "group", "batch", "rank"] = key(
+        "none",
+        "in training, before the sum: mean 0 and deviation 1 among the images of a prompt (group) or of the step "
+        "(batch), or the share of the prompt's other images that it beats (rank)",
+    )
+    success: float | None = key(None, "log the share of images with at least this score as NAME/success_rate")
+    data_sources: list[str] | None = key(
+        None, "score only prompts whose column data_source has one of these values; null: all"
+    )
+    replicas: int = key(1, "processes of this scorer; CLIP scorers with the same weights share theirs", low=1)
+    gpus: float = key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)
+    timeout: float = key(600.0, "seconds after which a call counts as hung and its process is restarted", above=0)
+
+    def check(self) -> None:
+        if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] < self.clip[1]):
+            raise ConfigError(f"reward.scorers.NAME.clip={list(self.clip)}: give two numbers, the lower one first")
+        if self.data_sources is not None and not self.data_sources:
+            raise ConfigError("reward.scorers.NAME.data_sources=[]: name at least one, or use null for all prompts")
 
 
 @dataclass(frozen=True)
@@ -78,13 +100,21 @@ class RewardConfig(Block):
     on_error: Literal["drop_group", "stop"] = key(
         "drop_group", "what a scorer that fails after its retries does: drop the sample's group, or stop the run"
     )
-    retries: int = key(1, "times a failed scoring call is repeated", low=0)
+    retries: int = key(1, "times a failed scoring call is repeated, with a new process if it died or hung", low=0)
+    max_failed: float = key(
+        0.5, "share of a step's images without a reward above which the run stops with a checkpoint", low=0, high=1
+    )
 
     def check(self) -> None:
         if not any(scorer.weight for scorer in self.scorers.values()):
             raise ConfigError("reward.scorers has no scorer with a weight: name one, such as '+reward.scorers.ocr={}'")
         if "reward" in self.scorers:
             raise ConfigError("reward.scorers.reward: this name is taken by the total, choose another")
+
+    @property
+    def gpu_shares(self) -> list[float]:
+        """The share of a GPU of every process of a scorer."""
+        return [scorer.gpus for scorer in self.scorers.values() for _ in range(scorer.replicas)]
 
 
 @dataclass(frozen=True)
@@ -101,7 +131,6 @@ class ValidationConfig(Block):
     max_prompts: int | None = key(None, "use only the first so many prompts; null: all", low=1)
     num_inference_steps: int | None = key(None, "denoising steps; null: as in sampling", low=1)
     guidance_scale: float | None = key(None, "guidance scale; null: as in sampling", low=0)
-    seed: int = key(42, "seed of the fixed noise of each prompt", low=0)
     micro_batch_size: int = key(32, "images denoised together", low=1)
 
 
@@ -122,7 +151,6 @@ class ClusterConfig(Block):
         "rollout and actor workers; null: one per GPU; on a CPU two over Ray (if it has two cores), one in process",
         low=1,
     )
-    num_reward_workers: int = key(1, "processes that score images", low=1)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")
     threads_per_worker: int | None = key(None, "CPU threads of a worker; null: its share of the cores", low=1)
 
@@ -131,7 +159,6 @@ class ClusterConfig(Block):
 class LoggerConfig(Block):
     tensorboard: bool = key(True, "write TensorBoard event files to the run folder")
     progress: bool = key(True, "show a progress bar")
-    grid_images: int = key(32, "images in a sample grid", low=1)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def run(composed: Composed) -> Path:
     resolve(config.model.path)
     prompts = read_prompts(config, "data.train", config.data.train)
     held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
-    machines = Cluster(config.cluster)
+    machines = Cluster(config.cluster, config.reward.gpu_shares)
     run_dir, checkpoint = find_checkpoint(composed)
     if checkpoint is not None:
         check_identity(checkpoint, identity(config))

@@ -13,6 +13,7 @@ from gerl.utils.seeding import derive_seed
 
 # MixGRPO's decay strategy (arXiv 2507.21802, section 4.2): a window stays exp(-RATE * steps past the threshold) as long
 DECAY_RATE = 0.1
+VALIDATION_SEED = 42  # of the fixed noise of each held-out prompt
 
 
 def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[int, ...]:
@@ -92,7 +93,7 @@ def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: 
 
 def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> list[list[Sample]]:
     """Micro-batches of one image per held-out prompt, with noise that depends on the prompt only."""
-    samples = [Sample(p, 0, derive_seed("validation", config.validation.seed, p.id), step) for p in prompts]
+    samples = [Sample(p, 0, derive_seed("validation", VALIDATION_SEED, p.id), step) for p in prompts]
     return chunks(samples, config.validation.micro_batch_size)
 
 

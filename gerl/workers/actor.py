@@ -25,7 +25,6 @@ class Actor:
             self.parameters,
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
             weight_decay=config.weight_decay,
         )
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule

@@ -88,16 +88,32 @@ def test_the_rows_of_a_prompt_file_belong_to_the_images_by_name(place: Place) ->
     assert [row["mine/half"] for row in place.rows] == [5.5, 11.0, 16.5]
 
 
-def test_images_of_several_sizes_are_scored_in_batches_of_one(place: Place) -> None:
+def test_images_of_several_sizes_share_a_batch(place: Place) -> None:
     sizes = [(8, 6), (4, 4), (8, 6), (6, 8), (8, 6)]
     for i, size in enumerate(sizes):
         place.draw(f"{i}.png", 10 * i, size)
     place.write("prompts.jsonl", "".join(json.dumps({"prompt": f"p{i}", "number": i}) + "\n" for i in range(5)))
     place.score(f"prompts={place.folder / 'prompts.jsonl'}", "batch=2")
-    assert [call["prompts"] for call in place.calls] == [["p0", "p2"], ["p4"], ["p1"], ["p3"]]
-    assert [row["number"] for call in place.calls for row in call["metadata"]] == [0, 2, 4, 1, 3]
-    assert all(len({tuple(size) for size in call["sizes"]}) == 1 for call in place.calls)
-    assert list(place.totals.values()) == [2.0, 12.0, 22.0, 32.0, 42.0]  # in the order of the files again
+    assert [call["prompts"] for call in place.calls] == [["p0", "p1"], ["p2", "p3"], ["p4"]]
+    assert [row["number"] for call in place.calls for row in call["metadata"]] == [0, 1, 2, 3, 4]
+    assert [size for call in place.calls for size in call["sizes"]] == [list(size) for size in sizes]
+    assert list(place.totals.values()) == [2.0, 12.0, 22.0, 32.0, 42.0]
+
+
+def test_a_groupwise_scorer_gets_all_images_of_a_prompt_in_one_call(place: Place) -> None:
+    path = place.folder / "rank.py"
+    path.write_text(
+        "import numpy as np\n\n"
+        "def compute_score(images, prompts, metadata):\n"
+        "    values = [np.asarray(image).mean() for image in images]\n"
+        "    return [sorted(values).index(value) + 10 * len(images) for value in values]\n\n"
+        "compute_score.groupwise = True\n"
+    )
+    for i, size in enumerate([(4, 4), (8, 6), (4, 4), (6, 8)]):
+        place.draw(f"{i}.png", 60 - 10 * i, size)
+    place.write("prompts.txt", "a\nb\na\na\n")
+    place.score(f"prompts={place.folder / 'prompts.txt'}", "batch=1", f"reward.scorers.rank.path={path}")
+    assert [row["rank"] for row in place.rows] == [32.0, 10.0, 31.0, 30.0]
 
 
 def test_the_total_is_the_weighted_sum_and_a_watched_scorer_only_a_column(place: Place) -> None:

@@ -33,7 +33,7 @@ class Worker:
 @pytest.fixture
 def group() -> WorkerGroup:
     with Cluster(ClusterConfig(launcher="local", device="cpu", num_workers=3)) as cluster:
-        return cluster.workers("worker", Worker, 3, lambda rank: (rank,), device=True)
+        return cluster.workers("worker", Worker, 3, lambda rank: (rank,), gpus=1.0)
 
 
 def test_each_worker_gets_its_arguments_and_results_keep_the_order(group: WorkerGroup) -> None:

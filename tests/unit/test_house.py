@@ -13,9 +13,15 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 # Prefix of a module name -> floor; the longest prefix decides. A file imports only from lower floors; within its own
 # floor only from its own package (`gerl.utils`, `gerl.workers`, ...; the files directly in gerl are one package).
 FLOORS = {
-    6: ("gerl.trainer.main_flowgrpo", "gerl.evaluate", "gerl.score"),
+    6: ("gerl.trainer.main_flowgrpo", "gerl.evaluate", "gerl.score", "gerl.export", "gerl.preflight"),
     5: ("gerl.trainer.ppo.ray_diffusion_trainer", "gerl.trainer.ppo.credit", "gerl.trainer.ppo.reward"),
-    4: ("gerl.workers.actor", "gerl.workers.rollout", "gerl.workers.reward_manager", "gerl.workers.hybrid"),
+    4: (
+        "gerl.workers.actor",
+        "gerl.workers.rollout",
+        "gerl.workers.reward_manager",
+        "gerl.workers.reward_worker",
+        "gerl.workers.hybrid",
+    ),
     3: ("gerl.algorithms",),
     2: ("gerl.workers.diffusers_model",),
     1: ("gerl.utils", "gerl.cluster"),

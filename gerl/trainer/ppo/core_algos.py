@@ -113,6 +113,23 @@ def decoupled_advantages(
     return _typed_as(rewards, torch.where(total == 0, 0.0, total / (total.std(correction=0) + eps)))
 
 
+def group_ranks(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """The share of the other samples of its group that a sample beats, a tie counting half: `[B]` in [0, 1].
+
+    The mean of its pairwise wins, hence the same for any monotone change of the rewards; 0.5 for a group of one. Raises
+    `ValueError` as `group_advantages` does.
+    """
+    g = _grouped(rewards, group_ids)
+    ranks = torch.full_like(g.values, 0.5)
+    for number in torch.unique(g.members):
+        rows = g.members == number
+        values = g.values[rows]
+        wins = (values[:, None] > values).double().sum(1) + 0.5 * ((values[:, None] == values).double().sum(1) - 1)
+        if len(values) > 1:
+            ranks[rows] = wins / (len(values) - 1)
+    return _typed_as(rewards, ranks)
+
+
 def tree_advantages(
     rewards: torch.Tensor, nodes: torch.Tensor, group_ids: torch.Tensor, eps: float = 1e-8
 ) -> torch.Tensor:

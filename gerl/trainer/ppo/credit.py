@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from gerl.algorithms import Algorithm, Rewards
-from gerl.config import Config
+from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.protocol import Group, Sample, ScorerFailure, Scores
-from gerl.trainer.ppo.core_algos import zero_std_fraction
+from gerl.trainer.ppo.core_algos import batch_advantages, group_advantages, group_ranks, zero_std_fraction
 from gerl.trainer.ppo.reward import usable_groups
 from gerl.utils.planning import group_ids
+from gerl.utils.reward_score.total import shaped
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -36,13 +37,27 @@ class Scored:
         self.totals += scores.totals
         self.failures += scores.failures
 
-    def means(self, prefix: str = "") -> Metrics:
-        """Mean total and mean of each scorer over the samples that have one."""
-        columns = {"reward": self.totals, **self.by_scorer}
-        names = {name: f"{prefix}{name}/mean" for name in columns}
-        if not prefix:
-            names = {name: "reward/mean" if name == "reward" else f"reward/{name}/mean" for name in columns}
-        return {names[name]: mean(values) for name, values in columns.items()}
+    def metrics(self, config: RewardConfig, validation: bool = False) -> Metrics:
+        """Mean of the total and of each score, the share of successes, and the mean best image of a group.
+
+        Each over the samples that have one. In validation a prompt has one image, so that there is no best.
+        """
+        metrics: Metrics = {}
+        for name, values in {"reward": self.totals, **self.by_scorer}.items():
+            key = f"val/{name}" if validation else "reward" if name == "reward" else f"reward/{name}"
+            metrics[f"{key}/mean"] = mean(values)
+            if not validation:
+                metrics[f"{key}/best_of_n"] = mean(self._best(values))
+            if (scorer := config.scorers.get(name)) is not None and scorer.success is not None:
+                metrics[f"{key}/success_rate"] = mean([None if v is None else v >= scorer.success for v in values])
+        return metrics
+
+    def _best(self, values: Sequence[float | None]) -> list[float]:
+        groups: dict[Group, list[float]] = {}
+        for sample, value in zip(self.samples, values, strict=True):
+            if value is not None:
+                groups.setdefault(sample.group, []).append(value)
+        return [max(members) for members in groups.values()]
 
     def groups_with_signal(self) -> list[Group]:
         """The groups whose images all have a reward, and not all the same one."""
@@ -60,25 +75,29 @@ def credit_step(
     `kl`: distances `[B]` to the base model, which the rewards pay for (`algorithm.kl_in_reward`). Raises `RewardError`
     as `usable_groups` does.
     """
-    keep, report = usable_groups(scored.samples, scored.totals, scored.failures, config.reward.on_error)
+    keep, report = usable_groups(scored.samples, scored.totals, scored.failures, config.reward)
     for sentence in report:
         logger.warning(sentence)
     kept = [i for i, usable in enumerate(keep) if usable]
     samples = [scored.samples[i] for i in kept]
-    totals = _column(scored.totals, kept)
-    metrics = scored.means() | {
+    ids = group_ids(samples)
+    weighted = {name: scorer for name, scorer in config.reward.scorers.items() if scorer.weight != 0}
+    weights = torch.tensor([scorer.weight for scorer in weighted.values()])
+    columns = torch.stack([_counted(s, [scored.by_scorer[n][i] for i in kept], ids) for n, s in weighted.items()], 1)
+    totals = torch.tensor([total for i in kept if (total := scored.totals[i]) is not None])
+    if any(scorer.normalise != "none" for scorer in weighted.values()):
+        totals = columns @ weights
+    metrics = scored.metrics(config.reward) | {
         "reward/std": float(totals.std(correction=0)),
         "reward/failures": float(sum(total is None for total in scored.totals)),
-        "group/zero_std_fraction": zero_std_fraction(totals, group_ids(samples)),
+        "group/zero_std_fraction": zero_std_fraction(totals, ids),
         "group/dropped": float(len(report)),
     }
-    weights = {name: scorer.weight for name, scorer in config.reward.scorers.items() if scorer.weight != 0}
-    columns = torch.stack([_column(scored.by_scorer[name], kept) for name in weights], dim=1)
     if kl is not None:
         totals = totals - config.algorithm.kl_coef * torch.tensor([kl[i] for i in kept])
         metrics["reward/kl"] = mean(kl)
     credit = torch.full((len(keep), config.sampling.num_inference_steps), torch.nan)
-    credit[kept] = algorithm.credit(Rewards(samples, totals, columns, torch.tensor(list(weights.values()))))
+    credit[kept] = algorithm.credit(Rewards(samples, totals, columns, weights))
     if config.algorithm.dynamic_sampling:
         chosen = set(scored.groups_with_signal()[: config.rollout.prompts_per_step])
         credit[[sample.group not in chosen for sample in scored.samples]] = torch.nan
@@ -86,11 +105,21 @@ def credit_step(
     return metrics, credit
 
 
-def _column(values: Sequence[float | None], rows: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([value for i in rows if (value := values[i]) is not None])
+def _counted(scorer: ScorerConfig, scores: Sequence[float | None], ids: torch.Tensor) -> torch.Tensor:
+    """A scorer's part of the total before its weight, `[B]`: shaped and normalised; 0 where it does not apply."""
+    known = torch.tensor([score is not None for score in scores])
+    values = torch.tensor([shaped(scorer, score) for score in scores if score is not None])
+    match scorer.normalise:
+        case "group":
+            values = group_advantages(values, ids[known])
+        case "batch":
+            values = batch_advantages(values)
+        case "rank":
+            values = group_ranks(values, ids[known])
+    return torch.zeros(len(scores)).masked_scatter(known, values)
 
 
-def mean(values: Sequence[float | None]) -> float:
+def mean(values: Sequence[float | bool | None]) -> float:
     """Mean of the values there are, NaN if there are none."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else float("nan")

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from gerl.algorithms import Algorithm, PolicyGradient, build_algorithm, count_pairs
-from gerl.cluster import Cluster, Pending, WorkerGroup
+from gerl.cluster import Cluster, WorkerGroup
 from gerl.config import Config
 from gerl.errors import CheckpointError, GerlError, Interrupted, TrainingError
-from gerl.protocol import Prompt, RolloutTask, Sample, StepResult, UpdateStats
+from gerl.protocol import Prompt, RolloutTask, StepResult, UpdateStats
 from gerl.trainer.ppo.credit import Metrics, Scored, credit_step
-from gerl.trainer.ppo.reward import with_absolute_paths
 from gerl.utils.checkpoint import Checkpoint, prune, save_checkpoint
 from gerl.utils.images import grid
 from gerl.utils.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule, update_parts
@@ -28,6 +27,8 @@ from gerl.workers.hybrid import HybridWorker
 from gerl.workers.reward_manager import RewardManager
 
 logger = logging.getLogger(__name__)
+GRID = 32  # images in a sample grid
+MAX_NONFINITE = 3  # updates without a finite gradient that are skipped before the run stops
 
 
 class RayDiffusionTrainer:
@@ -58,7 +59,7 @@ class RayDiffusionTrainer:
         self.mid_update = False  # some, but not all, optimizer steps of a trainer step are taken
         self.half_precision = False  # of the base weights
         self.workers: WorkerGroup
-        self.scorers: WorkerGroup
+        self.rewards: RewardManager
         self.tracker: Tracker
 
     def fit(self, resume: Checkpoint | None = None) -> None:
@@ -76,6 +77,7 @@ class RayDiffusionTrainer:
                     with watch("step"):
                         tasks, scored = self.draw(step, watch)
                         metrics, credit = credit_step(config, self.algorithm, scored, self.kl_to_base(tasks, watch))
+                        metrics |= self.rewards.metrics()
                         with self.signals.deferred():
                             self.unlogged = metrics | self.update(tasks, credit, watch) | watch.metrics()
                             self.step = step
@@ -102,18 +104,16 @@ class RayDiffusionTrainer:
     def setup(self, resume: Checkpoint | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
         config, cluster = self.config, self.cluster
-        reward = with_absolute_paths(config.reward)  # a worker may have another current directory
         per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
-        self.scorers = cluster.workers(
-            "reward worker", RewardManager, config.cluster.num_reward_workers, lambda _: (reward,), device=False
-        )
+        self.rewards = RewardManager(config.reward, cluster)
         self.workers = cluster.workers(
             "worker",
             HybridWorker,
             cluster.num_workers,
             lambda rank: (config, rank, cluster.worker_device(rank), cluster.threads, total_updates),
-            device=True,
+            gpus=cluster.gpus,
+            threads=cluster.threads,
         )
         model = self.workers.run("setup")[0]
         if cluster.remote and len(self.workers) > 1:
@@ -171,19 +171,17 @@ class RayDiffusionTrainer:
 
     def roll_out(self, tasks: Sequence[RolloutTask], scored: Scored, watch: Stopwatch) -> None:
         """Add images and scores of `tasks` to `scored`; each micro-batch is scored while the next one is denoised."""
+        workers = self.workers
+        scoring = self.rewards.open(
+            [task.samples for task in tasks],
+            lambda i: workers.submit(i % len(workers), "generate", tasks[i]),
+            lanes=len(workers),
+        )
         with watch("rollout"):
-            images = [self.workers.submit(i % len(self.workers), "generate", t) for i, t in enumerate(tasks)]
-            scores = [self._score(i, image, tasks[i].samples) for i, image in enumerate(images)]
-            for image in images:
-                image.wait()
+            scoring.until_drawn()
         with watch("reward_wait"):
-            for task, image, score in zip(tasks, images, scores, strict=True):
-                image.result()  # a failed rollout says more than the scoring of its missing images
-                scored.add(task.samples, score.result())
-
-    def _score(self, i: int, images: Pending, samples: Sequence[Sample]) -> Pending:
-        prompts, metadata = [s.prompt.text for s in samples], [s.prompt.metadata for s in samples]
-        return self.scorers.submit(i % len(self.scorers), "score", images, prompts, metadata)
+            for task, scores in zip(tasks, scoring.finish(), strict=True):
+                scored.add(task.samples, scores)
 
     def kl_to_base(self, tasks: Sequence[RolloutTask], watch: Stopwatch) -> list[float] | None:
         """Distances `[B]` of the samples to the base model, if the rewards are to pay for them."""
@@ -246,29 +244,28 @@ class RayDiffusionTrainer:
         self.policy_version += result.applied
         if not result.applied:
             self.nonfinite += 1
-            limit = self.config.actor.max_nonfinite_updates
             logger.warning("update skipped: its gradient is not finite (%d so far)", self.nonfinite)
-            if self.nonfinite > limit:
+            if self.nonfinite > MAX_NONFINITE:
                 raise TrainingError(
-                    f"{self.nonfinite} updates had no finite gradient, more than actor.max_nonfinite_updates={limit}; "
-                    "lower actor.lr, or use model.dtype=float32"
+                    f"{self.nonfinite} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
                 )
 
     def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
         """Mean rewards on the held-out prompts: fixed noise, ODE sampling, averaged LoRA."""
         if not self.held_out:
             return {}
-        scored, limit = Scored(), self.config.logger.grid_images
+        scored, limit = Scored(), GRID
         with (watch or Stopwatch())("validation"):
-            batches = plan_validation(self.config, self.held_out, step)
-            images = [self.workers.submit(i % len(self.workers), "validate", i, b) for i, b in enumerate(batches)]
-            scores = [self._score(i, image, batches[i]) for i, image in enumerate(images)]
+            batches, workers = plan_validation(self.config, self.held_out, step), self.workers
+            scoring = self.rewards.open(
+                batches, lambda i: workers.submit(i % len(workers), "validate", i, batches[i]), lanes=len(workers)
+            )
+            for batch, scores in zip(batches, scoring.finish(), strict=True):
+                scored.add(batch, scores)
             pixels: list[Any] = []
-            for batch, image, score in zip(batches, images, scores, strict=True):
-                if len(pixels) < limit:
-                    pixels += list(image.result().pixels)
-                scored.add(batch, score.result())
-            metrics = scored.means("val/")
+            for image in scoring.images[: -(-limit // len(batches[0]))]:
+                pixels += list(image.result().pixels)
+            metrics = scored.metrics(self.config.reward, validation=True)
         texts = [s.prompt.text for s in scored.samples]
         save_validation(self.run_dir, step, texts, np.stack(pixels[:limit]), scored.totals, scored.by_scorer)
         captions = [_caption(text, total) for text, total in zip(texts, scored.totals, strict=True)]

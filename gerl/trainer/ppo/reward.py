@@ -1,13 +1,12 @@
 """What the trainer does about rewards: the check before any work, and the groups it must do without."""
 
-from dataclasses import replace
-from pathlib import Path
-from typing import Literal
+from collections.abc import Sequence
 
 from gerl.config import RewardConfig
 from gerl.errors import RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
 from gerl.utils.reward_score import build_scorer
+from gerl.utils.reward_score.total import applies, check_routes
 
 
 def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
@@ -17,24 +16,16 @@ def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
         RewardError: a scorer is unknown, not installed, or wrongly configured.
         DataError: a prompt lacks what a scorer needs.
     """
+    check_routes(config.scorers, prompts)
     for name, scorer in config.scorers.items():
-        build_scorer(name, scorer).check_prompts(prompts)
-
-
-def with_absolute_paths(config: RewardConfig) -> RewardConfig:
-    """`config` with the files of custom scorers as absolute paths, seen from the current directory."""
-    scorers = {
-        name: replace(scorer, path=None if scorer.path is None else str(Path(scorer.path).expanduser().absolute()))
-        for name, scorer in config.scorers.items()
-    }
-    return replace(config, scorers=scorers)
+        build_scorer(name, scorer).check_prompts([prompt for prompt in prompts if applies(scorer, prompt)])
 
 
 def usable_groups(
-    samples: list[Sample],
-    totals: list[float | None],
-    failures: list[list[ScorerFailure]],
-    on_error: Literal["drop_group", "stop"],
+    samples: Sequence[Sample],
+    totals: Sequence[float | None],
+    failures: Sequence[Sequence[ScorerFailure]],
+    config: RewardConfig,
 ) -> tuple[list[bool], list[str]]:
     """Which samples [B] can be trained on, and one sentence for each group that cannot.
 
@@ -42,7 +33,8 @@ def usable_groups(
     intended. `samples`, `totals` and `failures` are those of a step, in one order.
 
     Raises:
-        RewardError: a sample failed and `on_error` is `stop`, or no group is left.
+        RewardError: a sample failed and `reward.on_error` is `stop`, more than `reward.max_failed` of them failed, or
+            no group is left.
     """
     dropped: dict[Group, str] = {}
     for sample, total, causes in zip(samples, totals, failures, strict=True):
@@ -51,10 +43,17 @@ def usable_groups(
             dropped[sample.group] = (
                 f"scorer {cause.scorer} has no score for image {sample.index} of {sample.prompt.text!r}: {cause.reason}"
             )
-    if dropped and on_error == "stop":
+    if dropped and config.on_error == "stop":
         raise RewardError(
             f"{next(iter(dropped.values()))}; repair the scorer, or let such groups be dropped with "
             "reward.on_error=drop_group"
+        )
+    failed = sum(total is None for total in totals) / len(totals)
+    if failed > config.max_failed:
+        raise RewardError(
+            f"{failed:.0%} of the images of step {samples[0].step} have no reward, more than reward.max_failed="
+            f"{config.max_failed:g}; the first failure: {next(iter(dropped.values()))}; repair the scorer and carry on "
+            "with checkpoint.resume=auto"
         )
     keep = [sample.group not in dropped for sample in samples]
     if not any(keep):

@@ -12,7 +12,9 @@ from gerl.utils.reward_score.clipscore import ClipScore
 from gerl.utils.reward_score.colourfulness import Colourfulness
 from gerl.utils.reward_score.custom import CustomScorer
 from gerl.utils.reward_score.deqa import DeqaScorer
+from gerl.utils.reward_score.diversity import Diversity
 from gerl.utils.reward_score.geneval import GenEvalScorer
+from gerl.utils.reward_score.hpsv2 import HpsV2
 from gerl.utils.reward_score.image_similarity import ImageSimilarity
 from gerl.utils.reward_score.imagereward import ImageReward
 from gerl.utils.reward_score.jpeg import JpegCompressibility, JpegIncompressibility
@@ -32,8 +34,10 @@ SCORERS: dict[str, Any] = {
     "clipscore": ClipScore,
     "aesthetic": AestheticScore,
     "imagereward": ImageReward,
+    "hpsv2": HpsV2,
     "geneval": GenEvalScorer,
     "image_similarity": ImageSimilarity,
+    "diversity": Diversity,
     "vlm_judge": VlmJudge,
     "unified_reward": UnifiedRewardScorer,
     "deqa": DeqaScorer,

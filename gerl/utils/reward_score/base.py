@@ -12,7 +12,12 @@ from gerl.protocol import Prompt
 
 
 class Scorer(Protocol):
-    """Gives images a score: higher is better, in the scorer's own unit."""
+    """Gives images a score: higher is better, in the scorer's own unit.
+
+    Three attributes are optional. `groupwise = True`: a call gets all images of one group, to be compared with each
+    other. `takes_frames = True`: a video arrives as a list of frames; others are shown single frames, and the mean of
+    their scores counts. `shares`: scorers with the same value run in the same processes, as they use the same model.
+    """
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
         """Scores [B], a list of floats, for images [B] drawn for prompts [B] with metadata [B].

@@ -168,6 +168,11 @@ class ClipScorer:
     dtype: Dtype = "auto"
 
     @property
+    def shares(self) -> str:
+        """Equal for scorers on the same tower."""
+        return f"clip {self.model} {self.processor} {self.device} {self.dtype}"
+
+    @property
     def tower(self) -> ClipTower:
         """Loaded when it is first needed, by whichever scorer comes first."""
         return clip_tower(self.model, self.processor, self.device, self.dtype)

@@ -18,6 +18,8 @@ from gerl.protocol import Prompt
 class CustomScorer:
     """Calls `function(images, prompts, metadata, **kwargs) -> list of float` of the Python file `path`.
 
+    The attributes `groupwise` and `takes_frames` of the function, where it has them, mean what they do for `Scorer`.
+
     `key` is the configuration key of the scorer, for messages. Relative paths are from the current directory.
 
     Raises:
@@ -27,6 +29,8 @@ class CustomScorer:
     def __init__(self, key: str, path: str, function: str, kwargs: dict[str, Any]) -> None:
         self.kwargs = kwargs
         self.function = _function(key, path, function)
+        self.groupwise = bool(getattr(self.function, "groupwise", False))
+        self.takes_frames = bool(getattr(self.function, "takes_frames", False))
         try:
             inspect.signature(self.function).bind([], [], [], **kwargs)
         except TypeError as error:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from PIL import Image
@@ -94,6 +94,7 @@ class OcrScorer:
     # clean ones, 99 (320: 100) blurred ones, 97 (320: 100) under strong noise.
     min_width: Annotated[int, Field(ge=48)] = 48
     backend: Literal["rapidocr", "paddleocr"] = "rapidocr"
+    takes_frames: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for module in PACKAGES[self.backend]:  # rapidocr imports the other two only when it is used

@@ -139,6 +139,6 @@ def test_help_explains_every_key() -> None:
     assert len(keys()) < 100
     for name in (*experiments(), *shipped("algorithm")):
         assert name in text
-    assert "  validation.seed=42\n" in text and "  cluster.num_workers=null\n" in text
+    assert "  validation.every=10\n" in text and "  cluster.num_workers=null\n" in text
     assert "  model.compile=false\n" in text and "  cluster.launcher=ray (ray|local)\n" in text
     assert "  cluster.device=auto (auto|cpu|cuda)\n" in text

@@ -1,173 +1,161 @@
+"""The reward manager in this process; its processes over Ray, and how it outlives them, are in tests/e2e."""
+
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gerl.config import RewardConfig, ScorerConfig
-from gerl.errors import Interrupted, RewardError
-from gerl.protocol import Images, Prompt, Scores
+from gerl.cluster import Cluster, Pending
+from gerl.config import ClusterConfig, RewardConfig, ScorerConfig
+from gerl.errors import ModelError
+from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.workers.reward_manager import RewardManager
 
+SCORERS = """
+def compute_score(images, prompts, metadata):
+    return [float(row["value"]) for row in metadata]
 
-class Fake:
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
-        self.calls = 0
+def broken(images, prompts, metadata):
+    return [float("nan") if row.get("broken") else 1.0 for row in metadata]
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
-        answer = self.answers[min(self.calls, len(self.answers) - 1)]
-        self.calls += 1
-        if isinstance(answer, Exception):
-            raise answer
-        return answer(images, prompts, metadata) if callable(answer) else answer
+def spread(images, prompts, metadata):
+    assert len(set(prompts)) == 1
+    values = [row["value"] for row in metadata]
+    return {"spread": [max(values) - min(values)] * len(values), "place": [sorted(values).index(v) for v in values]}
 
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        pass
+spread.groupwise = True
 
-
-def manager(retries: int = 0, **scorers: tuple[float, Fake]) -> RewardManager:
-    configs = {name: ScorerConfig(weight=weight, path="x.py") for name, (weight, _) in scorers.items()}
-    with patch("gerl.workers.reward_manager.build_scorer", lambda name, _: scorers[name][1]):
-        return RewardManager(RewardConfig(configs, retries=retries))
-
-
-def score(made: RewardManager, batch: int = 2) -> Scores:
-    pixels = np.arange(batch * 4 * 4 * 3, dtype=np.uint8).reshape(batch, 4, 4, 3)
-    return made.score(Images(0, pixels, 0.0), [f"p{i}" for i in range(batch)], [{"i": i} for i in range(batch)])
+def flaky(images, prompts, metadata, log):
+    with open(log, "a") as file:
+        file.write("x")
+    if len(open(log).read()) == 1:
+        raise OSError("lost")
+    return [1.0] * len(images)
+"""
 
 
-def test_total_is_the_weighted_sum() -> None:
-    scores = score(manager(a=(2.0, Fake([1.0, 3.0])), b=(-0.5, Fake([4.0, 2.0])), c=(0.0, Fake([9.0, 9.0]))))
-    assert scores.totals == [0.0, 5.0]
-    assert scores.by_scorer == {"a": [1.0, 3.0], "b": [4.0, 2.0], "c": [9.0, 9.0]}
-    assert scores.failures == [[], []]
-    assert 0 < scores.seconds < 10
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("scorers") / "mine.py"
+    path.write_text(SCORERS)
+    return str(path)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        (1, 2),
-        np.array([1.0, 2.0], np.float32),
-        torch.tensor([1.0, 2.0]),
-        [np.float64(1), torch.tensor(2)],
-        iter([1.0, 2.0]),
-    ],
-)
-def test_numbers_of_any_kind_become_floats(answer: Any) -> None:
-    totals = score(manager(a=(1.0, Fake(answer)))).totals
-    assert totals == [1.0, 2.0]
-    assert [type(total) for total in totals] == [float, float]
+def manager(retries: int = 0, **scorers: ScorerConfig) -> RewardManager:
+    return RewardManager(RewardConfig(scorers, retries=retries), Cluster(ClusterConfig(launcher="local")))
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ([1.0], "returned 1 scores for 2 images"),
-        ([1.0, 2.0, 3.0], "returned 3 scores for 2 images"),
-        (0.5, "TypeError: "),
-        (None, "TypeError: "),
-        ({"a": 1.0, "b": 2.0}, "TypeError: "),
-        ({"a": "12"}, "returned a str, expected a list of floats, or a dict of them by name"),
-        ({}, "returned an empty dict"),
-        ({"score": [1.0], "detail": [1.0, 2.0]}, "returned 1 scores for 2 images"),
-        (ValueError("no\nmodel"), "ValueError: no model"),
-    ],
-)
-def test_a_failed_call_fails_every_sample(answer: Any, reason: str) -> None:
-    scores = score(manager(a=(1.0, Fake(answer)), b=(1.0, Fake([1.0, 2.0]))))
-    assert scores.totals == [None, None]
-    assert {name: scores.by_scorer[name] for name in ("a", "b")} == {"a": [None, None], "b": [1.0, 2.0]}
-    assert [[f.scorer for f in row] for row in scores.failures] == [["a"], ["a"]]
-    assert reason in scores.failures[0][0].reason
+def samples(*values: tuple[int, float], **metadata: Any) -> list[Sample]:
+    """Samples of (prompt, value)."""
+    return [Sample(Prompt(p, f"p{p}", {"value": v, **metadata}), i, 0, 1) for i, (p, v) in enumerate(values)]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "0.5", [1.0, 2.0], torch.ones(2), 10**400])
-def test_a_bad_score_fails_its_sample_only(bad: Any) -> None:
-    scores = score(manager(a=(1.0, Fake([bad, 2.0]))))
-    assert scores.totals == [None, 2.0]
-    assert scores.by_scorer["a"] == [None, 2.0]
-    assert "returned " in scores.failures[0][0].reason
-    assert scores.failures[1] == []
+def draw(batches: Sequence[Sequence[Sample]]) -> Any:
+    return lambda i: Pending("worker", value=Images(i, np.zeros((len(batches[i]), 4, 4, 3), np.uint8), 0.0))
 
 
-def test_of_several_columns_the_first_is_the_score_and_the_others_are_watched() -> None:
-    answer = {"mean": [1.0, 2.0], "hands": [0.1, float("nan")]}
-    scores = score(manager(judge=(2.0, Fake(answer)), b=(1.0, Fake([1.0, 2.0]))))
-    assert scores.totals == [3.0, 6.0]
-    assert scores.by_scorer == {"judge": [1.0, 2.0], "b": [1.0, 2.0], "judge/hands": [0.1, None]}
-    assert [[f.reason for f in row] for row in scores.failures] == [[], ["returned nan, which is not finite"]]
+def scored(made: RewardManager, *batches: list[Sample]) -> list[Scores]:
+    return made.open(batches, draw(batches)).finish()
 
 
-def test_a_retry_fills_in_the_columns() -> None:
-    flaky = Fake(OSError("timeout"), {"mean": [1.0, float("nan")], "hands": [3.0, 4.0]}, {"mean": [9.0, 2.0]})
-    scores = score(manager(retries=2, a=(1.0, flaky)))
-    assert scores.by_scorer == {"a": [1.0, 2.0], "a/hands": [3.0, 4.0]} and scores.totals == [1.0, 2.0]
-
-
-def test_a_watched_scorer_changes_no_total() -> None:
-    scores = score(manager(watched=(0.0, Fake(RuntimeError("down"))), a=(1.0, Fake([float("nan"), 2.0]))))
-    assert scores.totals == [None, 2.0]
-    assert scores.by_scorer["watched"] == [None, None]
-    assert [[f.scorer for f in row] for row in scores.failures] == [["a", "watched"], ["watched"]]
-
-
-def test_retries_are_logged_and_keep_what_succeeded(caplog: pytest.LogCaptureFixture) -> None:
-    flaky = Fake([float("nan"), 2.0], OSError("timeout"), [1.0, float("nan")])
-    with caplog.at_level(logging.WARNING):
-        scores = score(manager(retries=2, a=(1.0, flaky)))
-    assert scores.totals == [1.0, 2.0]
-    assert flaky.calls == 3
-    assert [record.getMessage().split(": ")[0] for record in caplog.records] == [
-        "scorer a failed for 1 of 2 images (attempt 1 of 3)",
-        "scorer a failed for 1 of 2 images (attempt 2 of 3)",
-    ]
-    always = Fake(OSError("timeout"))
-    assert score(manager(retries=1, a=(1.0, always))).totals == [None, None]
-    assert always.calls == 2
-
-
-def test_a_scorer_cannot_change_what_another_sees() -> None:
-    def vandal(images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-        for image, row in zip(images, metadata, strict=True):
-            image.paste((0, 0, 0), (0, 0, 4, 4))
-            row["i"] = -1
-        prompts.clear()
-        return [0.0, 0.0]
-
-    def witness(images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-        sums = [float(np.asarray(image).sum()) for image in images]
-        return [s + 1e6 * row["i"] + len(prompts) / 10 for s, row in zip(sums, metadata, strict=True)]
-
-    def run(first: Callable[..., list[float]]) -> list[float | None]:
-        return score(manager(a=(1.0, Fake(first)), b=(1.0, Fake(witness)))).by_scorer["b"]
-
-    assert run(vandal) == run(lambda *_: [0.0, 0.0]) == [sum(range(48)) + 0.2, 1e6 + sum(range(48, 96)) + 0.2]
-
-
-def test_an_interrupt_is_no_scorer_failure() -> None:
-    with pytest.raises(Interrupted):
-        score(manager(retries=3, a=(1.0, Fake(Interrupted(2)))))
-
-
-def test_unpaired_prompts_are_refused() -> None:
-    with pytest.raises(RewardError, match="2 images came with 1 prompts"):
-        manager(a=(1.0, Fake([1.0]))).score(Images(0, np.zeros((2, 4, 4, 3), np.uint8), 0.0), ["a"], [{}, {}])
-
-
-def test_scorers_are_built_from_the_config(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "def compute_score(images, prompts, metadata, bonus):\n    return [i.width + bonus for i in images]\n"
+def test_totals_are_weighted_sums_of_shaped_scores(file: str) -> None:
+    made = manager(
+        a=ScorerConfig(2.0, file),
+        b=ScorerConfig(-1.0, file, scale=10.0, offset=-5.0, clip=[0.0, 20.0]),
+        c=ScorerConfig(0.0, file),
     )
-    scorers = {"jpeg_incompressibility": ScorerConfig(), "mine": ScorerConfig(2.0, str(path), kwargs={"bonus": 1})}
-    scores = score(RewardManager(RewardConfig(scorers)))
-    assert scores.by_scorer["mine"] == [5.0, 5.0]
-    sizes = scores.by_scorer["jpeg_incompressibility"]
-    assert scores.totals == [10 + size for size in sizes if size is not None]
+    (first, second) = scored(made, samples((0, 0.0), (0, 1.0)), samples((1, 3.0)))
+    assert first.totals == [0.0, 2.0 - 5.0] and second.totals == [6.0 - 20.0]
+    assert first.by_scorer == {name: [0.0, 1.0] for name in "abc"}  # as the scorer said
+    assert first.failures == [[], []]
+
+
+def test_a_failure_leaves_no_total_and_a_watched_one_changes_nothing(file: str) -> None:
+    weighted = {"a": ScorerConfig(1.0, file), "bad": ScorerConfig(1.0, file, "broken")}
+    rows = samples((0, 1.0)) + samples((0, 2.0), broken=True)
+    (found,) = scored(manager(**weighted), rows)
+    assert found.totals == [2.0, None] and found.by_scorer == {"a": [1.0, 2.0], "bad": [1.0, None]}
+    assert [[f.scorer for f in row] for row in found.failures] == [[], ["bad"]]
+    (found,) = scored(manager(bad=ScorerConfig(0.0, file, "broken"), a=ScorerConfig(1.0, file)), rows)
+    assert found.totals == [1.0, 2.0] and [len(row) for row in found.failures] == [0, 1]
+
+
+def test_a_groupwise_scorer_sees_each_group_at_once_across_micro_batches(file: str) -> None:
+    made = manager(group=ScorerConfig(1.0, file, "spread"), a=ScorerConfig(0.0, file))
+    found = scored(made, samples((0, 1.0), (1, 5.0)), samples((0, 4.0), (1, 5.5)), samples((0, 2.0)))
+    assert [s.totals for s in found] == [[3.0, 0.5], [3.0, 0.5], [3.0]]
+    assert [s.by_scorer["group/place"] for s in found] == [[0.0, 0.0], [2.0, 1.0], [1.0]]
+    assert list(found[0].by_scorer) == ["group", "group/place", "a"]
+
+
+def test_the_data_source_of_a_row_picks_its_scorers(file: str) -> None:
+    made = manager(
+        text=ScorerConfig(1.0, file, data_sources=["signs", "pages"]),
+        taste=ScorerConfig(10.0, file, data_sources=["photos"]),
+        all=ScorerConfig(0.0, file),
+    )
+    mixed = samples((0, 1.0), data_source="signs") + samples((1, 2.0), data_source="photos")
+    (found,) = scored(made, mixed)
+    assert found.totals == [1.0, 20.0] and found.failures == [[], []]
+    assert found.by_scorer == {"text": [1.0, None], "taste": [None, 2.0], "all": [1.0, 2.0]}
+
+
+@given(order=st.permutations(range(6)), size=st.integers(1, 6))
+def test_neither_order_nor_size_of_the_micro_batches_changes_a_score(file: str, order: list[int], size: int) -> None:
+    rows = samples(*((i % 2, float(i) ** 2) for i in range(6)))
+    shuffled = [rows[i] for i in order]
+    batches = [shuffled[i : i + size] for i in range(0, 6, size)]
+    made = manager(a=ScorerConfig(1.0, file), group=ScorerConfig(0.1, file, "spread"))
+    totals = [t for s in scored(made, *batches) for t in s.totals]
+    assert dict(zip(order, totals, strict=True)) == dict(enumerate(scored(made, rows)[0].totals))
+
+
+def test_retries_are_logged_and_counted(file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = manager(1, f=ScorerConfig(1.0, file, "flaky", {"log": str(tmp_path / "log")}))
+    with caplog.at_level(logging.WARNING):
+        (found,) = scored(made, samples((0, 1.0), (0, 2.0)))
+    assert found.totals == [1.0, 1.0]
+    assert caplog.messages == ["scorer f was asked again, it failed for 2 of 2 images: OSError: lost"]
+    metrics = made.metrics()
+    assert set(metrics) == {f"scorer/f/{m}" for m in ("latency_s", "queue_s", "images_per_s", "retries", "restarts")}
+    assert metrics["scorer/f/retries"] == 1 and metrics["scorer/f/latency_s"] > 0
+    assert set(made.metrics().values()) == {0.0}  # a new count
+
+
+def test_what_drawing_raised_is_raised(file: str) -> None:
+    def fail() -> Any:
+        raise ModelError("out of memory")
+
+    batch = samples((0, 1.0))
+    with pytest.raises(ModelError, match="out of memory"):
+        manager(a=ScorerConfig(1.0, file)).open([batch], lambda _: Pending("worker", call=fail)).finish()
+
+
+def test_drawing_pauses_while_scorers_lag_behind(file: str) -> None:
+    """Of a slow scorer: what is drawn and not scored stays bounded. Here every call ends when it is submitted."""
+    batches = [samples((i, 1.0)) for i in range(20)]
+    submitted: list[int] = []
+    made = manager(a=ScorerConfig(1.0, file))
+    scoring = made.open(batches, lambda i: submitted.append(i) or draw(batches)(i), lanes=2)  # type: ignore[func-returns-value]
+    scoring._advance()
+    assert submitted == [0, 1, 2, 3]  # two for each worker
+    scoring.finish()
+    assert submitted == list(range(20))
+
+
+def test_scorers_on_one_model_share_their_processes(file: str) -> None:
+    kwargs = {"model": "some/clip", "device": "cpu"}
+    alike = manager(clipscore=ScorerConfig(kwargs=kwargs), image_similarity=ScorerConfig(kwargs=kwargs))
+    assert alike.pools["clipscore"] is alike.pools["image_similarity"]
+    apart = manager(
+        clipscore=ScorerConfig(kwargs=kwargs),
+        image_similarity=ScorerConfig(kwargs=kwargs, replicas=2),
+        a=ScorerConfig(1.0, file),
+        b=ScorerConfig(1.0, file),
+    )
+    assert len({id(pool) for pool in apart.pools.values()}) == 4

@@ -14,6 +14,7 @@ from gerl.trainer.ppo.core_algos import (
     decay_at,
     decoupled_advantages,
     group_advantages,
+    group_ranks,
     zero_std_fraction,
 )
 
@@ -307,3 +308,14 @@ def test_a_decay_rises_from_its_start_to_its_limit(
     schedule = (hold, start, slope, limit)
     assert start <= decay_at(schedule, update) <= decay_at(schedule, update + 1) <= limit
     assert decay_at(schedule, min(update, hold)) == start
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), min_size=1, max_size=12))
+def test_group_ranks_are_the_mean_of_pairwise_wins(pairs: list[tuple[int, int]]) -> None:
+    rewards, ids = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    ranks = group_ranks(rewards.float(), ids)
+    for i, (reward, group) in enumerate(pairs):
+        others = [r for j, (r, g) in enumerate(pairs) if g == group and j != i]
+        wins = [1.0 if reward > r else 0.5 if reward == r else 0.0 for r in others]
+        assert float(ranks[i]) == pytest.approx(sum(wins) / len(wins) if wins else 0.5)
+    assert torch.equal(group_ranks(rewards.float().exp(), ids), ranks)
