@@ -239,7 +239,11 @@ def _text(path: Path) -> str:
 
 def _listed(path: Path, prompt_key: str) -> list[Item]:
     """The items of a .jsonl or .csv file."""
-    prompts = load_prompts(str(path), prompt_key) if path.suffix.lower() == ".jsonl" else _csv(path, prompt_key)
+    prompts = (
+        load_prompts(str(path), prompt_key, pictures=False)
+        if path.suffix.lower() == ".jsonl"
+        else _csv(path, prompt_key)
+    )
     items = []
     for prompt in prompts:
         image = prompt.metadata.get("image")
@@ -313,9 +317,9 @@ def score(reward: RewardConfig, items: Sequence[Item], batch_size: int) -> Itera
             chosen = [items[i] for i in batch]
             prompts = [replace(item.prompt, id=ids[item.prompt.text]) for item in chosen]
             images = Images(0, [read_pixels(item) for item in chosen], 0.0)
-            read = Pending("image reader", value=images)
+            read = [Pending("image reader", value=images)]
             samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
-            (scores,) = manager.open([samples], lambda _: read).finish()
+            (scores,) = manager.open([samples], read.__getitem__).finish()
             yield batch, [_card(item, images.pixels[i], scores, i) for i, item in enumerate(chosen)]
 
 

@@ -13,7 +13,7 @@ import torch
 from gerl.config import Config
 from gerl.protocol import RolloutTask, Sample, Segment, UpdateStats
 from gerl.trainer.ppo.core_algos import batch_advantages, decoupled_advantages, group_advantages
-from gerl.utils.planning import chunks, drawn_steps, group_ids, sde_window
+from gerl.utils.planning import drawn_steps, group_ids, micro_batches, sde_window
 from gerl.workers.diffusers_model import Tape
 from gerl.workers.diffusers_model.loading import Policy
 
@@ -61,7 +61,7 @@ class Algorithm:
         size = max(1, micro // n) * n if self.whole_groups else micro
         tasks: list[RolloutTask] = []
         for window, part in groupby(sorted(samples, key=self.window), key=self.window):
-            for chunk in chunks(list(part), size):
+            for chunk in micro_batches(list(part), size):
                 rows = tuple(range(len(chunk)))
                 trained = self.trained_steps(window, chunk[0].step)
                 segment = Segment(tuple(s.seed for s in chunk), rows, window, trained)

@@ -18,7 +18,7 @@ from gerl.algorithms.base import Rewards
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.trainer.ppo.core_algos import tree_advantages
-from gerl.utils.planning import chunks, group_ids
+from gerl.utils.planning import group_ids, micro_batches
 from gerl.utils.seeding import derive_seed
 
 
@@ -32,7 +32,7 @@ class BranchGRPO(PolicyGradient):
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         trees = max(1, self.config.rollout.micro_batch_size // self.leaves_per_tree)
-        return [self._task(first_id + i, chunk) for i, chunk in enumerate(chunks(list(samples), trees))]
+        return [self._task(first_id + i, chunk) for i, chunk in enumerate(micro_batches(samples, trees))]
 
     def _task(self, number: int, roots: list[Sample]) -> RolloutTask:
         factor, splits = self.config.algorithm.branch_factor, self.config.algorithm.split_steps

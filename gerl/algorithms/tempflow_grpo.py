@@ -17,7 +17,7 @@ import torch
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.protocol import RolloutTask, Sample, Segment
-from gerl.utils.planning import chunks
+from gerl.utils.planning import micro_batches
 from gerl.utils.seeding import derive_seed
 
 
@@ -26,7 +26,7 @@ class TempFlowGRPO(PolicyGradient):
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         size = max(1, self.config.rollout.micro_batch_size // self.config.algorithm.branch_factor)
-        roots = chunks(list(samples), size)
+        roots = micro_batches(samples, size)
         return [self._task(first_id + i, chunk) for i, chunk in enumerate(roots)]
 
     def _task(self, number: int, roots: list[Sample]) -> RolloutTask:

@@ -25,8 +25,7 @@ class ModelConfig(Block):
         "micro-batch of the rollout; the update does not need them",
     )
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
-    compile: bool = key(False, "torch.compile the denoiser")
-    compile_backend: str = key("inductor", "torch.compile backend")
+    compile: str | None = key(None, "torch.compile backend for the denoiser, such as inductor; null: not compiled")
 
 
 @dataclass(frozen=True)

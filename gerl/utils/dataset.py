@@ -11,33 +11,38 @@ import numpy as np
 
 from gerl.errors import DataError
 from gerl.protocol import Prompt
+from gerl.utils.pictures import with_absolute_paths
 
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
-def load_prompts(source: str, prompt_key: str = "prompt") -> list[Prompt]:
+def load_prompts(source: str, prompt_key: str = "prompt", pictures: bool = True) -> list[Prompt]:
     """Read a prompt file; ids are 0, 1, ... in file order.
 
     `source` is a .txt (a prompt per line), .jsonl or .parquet file, relative paths from the current directory, or the
-    bare name of a list shipped with gerl. Blank lines are skipped. Columns other than `prompt_key` become metadata.
+    bare name of a list shipped with gerl. Blank lines are skipped. Columns other than `prompt_key` become metadata;
+    with `pictures`, those that name pictures hold absolute paths.
 
     Raises:
-        DataError: the file is missing, empty, unreadable or has a row without a prompt.
+        DataError: the file is missing, empty, unreadable, or has a row without a prompt or with a picture that is not
+            there.
     """
     path = resolve(source)
-    prompts: list[tuple[str, dict[str, Any]]]
     match path.suffix:
         case ".txt":
-            prompts = [(text, {}) for _, text in _lines(path)]
+            rows = [(where, {prompt_key: text}) for where, text in _lines(path)]
         case ".jsonl":
-            prompts = [_split(_json_row(line, where), prompt_key, where) for where, line in _lines(path)]
+            rows = [(where, _json_row(line, where)) for where, line in _lines(path)]
         case _:
-            rows = _parquet_rows(path)
-            prompts = [_split(row, prompt_key, f"{path}, row {n}") for n, row in enumerate(rows, start=1)]
-    if not prompts:
+            rows = [(f"{path}, row {n}", row) for n, row in enumerate(_parquet_rows(path), start=1)]
+    if not rows:
         raise DataError(f"{path} has no prompts: put at least one in it, one per line or row")
-    return [Prompt(i, text, metadata) for i, (text, metadata) in enumerate(prompts)]
+    prompts = []
+    for i, (where, row) in enumerate(rows):
+        text, metadata = _split(row, prompt_key, where)
+        prompts.append(Prompt(i, text, with_absolute_paths(metadata, path.parent, where) if pictures else metadata))
+    return prompts
 
 
 def fingerprint(source: str) -> str:

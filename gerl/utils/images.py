@@ -66,6 +66,14 @@ def grid(
     return sheet
 
 
+def still(pixels: np.ndarray, frames: int = 4) -> np.ndarray:
+    """An image [H, W, 3] as it is; of a video [F, H, W, 3] some frames, from first to last, side by side."""
+    if pixels.ndim == 3:
+        return pixels
+    chosen = np.linspace(0, len(pixels) - 1, min(frames, len(pixels))).round().astype(int)
+    return np.concatenate([pixels[k] for k in chosen], axis=1)
+
+
 def to_data_uri(image: Image.Image, lossy: bool = False) -> str:
     """The image as a `data:` URI: PNG, or JPEG where `lossy`."""
     buffer = io.BytesIO()

@@ -1,35 +1,54 @@
-"""LoRA on any denoiser: where it goes, switching it off, and its files in diffusers' format."""
+"""LoRA on any denoiser: where it goes, switching it off, and its file in diffusers' format."""
 
 import contextlib
-import inspect
+import json
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict
+from diffusers.loaders import PeftAdapterMixin
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from gerl.errors import ModelError
 
 # what in a repeated block is neither attention nor feed-forward: modulation, embeddings, resnets, routers
-NOT_TRAINED = re.compile(r"norm|embed|mod|time|resnet|router|adaln", re.IGNORECASE)
+NOT_TRAINED = re.compile(r"norm|embed|(?<![a-z])mod(?![a-z])|modulat|time|resnet|router|adaln", re.IGNORECASE)
+ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)  # in the name of a class
 WEIGHTS = "pytorch_lora_weights.safetensors"
+METADATA = "lora_adapter_metadata"  # where diffusers keeps the LoRA's configuration in the header of its file
+ADAPTER = "default"  # peft's name of the trained LoRA
 
 
 def default_targets(denoiser: torch.nn.Module) -> list[str]:
-    """Names of the attention and feed-forward linear layers in the repeated blocks (`ModuleList`s) of `denoiser`."""
+    """Names of the attention and feed-forward linear layers in the repeated blocks of `denoiser`.
+
+    A repeated block is an entry of a `ModuleList` with a module in it that calls itself an attention; where none does,
+    every entry is one.
+    """
     modules = dict(denoiser.named_modules())
+    entries = {name for name in modules if isinstance(modules.get(name.rpartition(".")[0]), torch.nn.ModuleList)}
+    attentions = [name for name, module in modules.items() if ATTENTION.search(type(module).__name__)]
+    blocks = entries & {above for name in attentions for above in _path(name)} or entries
 
     def is_target(name: str) -> bool:
-        parents = [name[:i] for i, c in enumerate(name) if c == "."]
-        within = [type(modules[p]).__name__ for p in parents]
-        excluded = any(NOT_TRAINED.search(part) for part in name.split(".")) or any("Resnet" in w for w in within)
-        return "ModuleList" in within and not excluded
+        *above, _ = _path(name)
+        # torch's attention reads the weights of its linear layers past their `forward`, and with it past a LoRA
+        inert = any(
+            "Resnet" in type(modules[a]).__name__ or isinstance(modules[a], torch.nn.MultiheadAttention) for a in above
+        )
+        return not inert and not blocks.isdisjoint(above) and not NOT_TRAINED.search(name)
 
     return [name for name, module in modules.items() if isinstance(module, torch.nn.Linear) and is_target(name)]
+
+
+def _path(name: str) -> list[str]:
+    """The names of the modules around the module `name`, outermost first, and its own."""
+    return [name[:i] for i, c in enumerate(name) if c == "."] + [name]
 
 
 def find_targets(denoiser: torch.nn.Module, pattern: str | None) -> list[str]:
@@ -59,16 +78,30 @@ def add_lora(denoiser: Any, rank: int, alpha: float, pattern: str | None, seed: 
     A is Gaussian, drawn from `seed`; B is zero, so the output is at first bitwise that of the base model.
     """
     denoiser.requires_grad_(False)
+    targets = find_targets(denoiser, pattern)
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=find_targets(denoiser, pattern)
+        r=rank,
+        lora_alpha=alpha,
+        init_lora_weights="gaussian",
+        target_modules=targets,
+        exclude_modules=_mistaken(denoiser, set(targets)) or None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        denoiser.add_adapter(config)
+        if isinstance(denoiser, PeftAdapterMixin):
+            denoiser.add_adapter(config, ADAPTER)
+        else:  # older denoisers and those of custom pipelines
+            inject_adapter_in_model(config, denoiser, ADAPTER)
     parameters = {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
     for p in parameters.values():
         p.data = p.data.float()
     return parameters
+
+
+def _mistaken(denoiser: torch.nn.Module, targets: set[str]) -> list[str]:
+    """Modules that peft would take for one of `targets`, since their names end in its name after a dot."""
+    names = [name for name, _ in denoiser.named_modules() if name not in targets]
+    return [name for name in names if any(name[i + 1 :] in targets for i, c in enumerate(name) if c == ".")]
 
 
 @contextlib.contextmanager
@@ -84,22 +117,45 @@ def lora_disabled(denoisers: list[torch.nn.Module]) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def lora_file(pipe: Any, denoisers: dict[str, Any]) -> bytes:
-    """The current LoRA as the safetensors file that `pipe.load_lora_weights` of plain diffusers reads, alpha included.
+def lora_file(denoisers: dict[str, Any]) -> bytes:
+    """The current LoRA as a safetensors file in diffusers' format, alpha included; names are `denoiser.parameter`.
 
-    Raises `ModelError` for a pipeline whose `save_lora_weights` does not take one of its denoisers.
+    `pipe.load_lora_weights(folder)` of plain diffusers reads it, for those denoisers that the pipeline can load a LoRA
+    of. For others, such as a second transformer, `pipe.NAME.load_lora_adapter(folder, prefix="NAME",
+    use_safetensors=True)` does; for those without this method, `load_lora`.
     """
-    save = getattr(type(pipe), "save_lora_weights", None)
-    accepted = inspect.signature(save).parameters if save else {}
-    arguments: dict[str, Any] = {}
+    weights: dict[str, torch.Tensor] = {}
+    metadata: dict[str, Any] = {}
     for name, denoiser in denoisers.items():
-        if f"{name}_lora_layers" not in accepted:
-            raise ModelError(
-                f"diffusers cannot save a LoRA of {type(pipe).__name__}.{name}: train another pipeline class"
-            )
-        arguments[f"{name}_lora_layers"] = get_peft_model_state_dict(denoiser)
-        arguments[f"{name}_lora_adapter_metadata"] = denoiser.peft_config["default"].to_dict()
-    with tempfile.TemporaryDirectory() as folder:
-        assert save is not None
-        save(folder, safe_serialization=True, **arguments)
-        return (Path(folder) / WEIGHTS).read_bytes()
+        weights |= {f"{name}.{key}": v.contiguous() for key, v in get_peft_model_state_dict(denoiser).items()}
+        config = denoiser.peft_config[ADAPTER].to_dict()
+        metadata |= {f"{name}.{key}": sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+    return save(weights, metadata={"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)})
+
+
+def load_lora(pipe: Any, path: Path) -> None:
+    """Put the LoRA in `path` (a file of `lora_file`, or the folder with it) on the denoisers of `pipe`, of any class.
+
+    Raises `ModelError` for another file, or one that does not fit the pipeline.
+    """
+    file = path / WEIGHTS if path.is_dir() else path
+    try:
+        with safe_open(file, "pt") as opened:
+            metadata = json.loads(opened.metadata()[METADATA])
+            weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} is no LoRA written by gerl: {error}") from None
+    for name in sorted({key.partition(".")[0] for key in weights}):
+        denoiser = pipe.components.get(name)
+        if denoiser is None:
+            raise ModelError(f"{file} has a LoRA of {name}, which {type(pipe).__name__} does not have")
+        config = LoraConfig(**_under(name, metadata))
+        inject_adapter_in_model(config, denoiser, ADAPTER)
+        outcome = set_peft_model_state_dict(denoiser, _under(name, weights), ADAPTER)
+        if outcome.unexpected_keys:
+            raise ModelError(f"{file} does not fit {name} of {type(pipe).__name__}: {outcome.unexpected_keys[0]}")
+
+
+def _under(name: str, named: dict[str, Any]) -> dict[str, Any]:
+    """The values of the entries whose names begin with `name.`, by the rest of their names."""
+    return {key.removeprefix(f"{name}."): value for key, value in named.items() if key.startswith(f"{name}.")}

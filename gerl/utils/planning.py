@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
 from gerl.config import Config, SamplingConfig
 from gerl.protocol import Group, Prompt, RolloutTask, Sample
 from gerl.utils.dataset import PromptSchedule
+from gerl.utils.pictures import pictures_of
 from gerl.utils.seeding import derive_seed
 
 # MixGRPO's decay strategy (arXiv 2507.21802, section 4.2): a window stays exp(-RATE * steps past the threshold) as long
@@ -94,7 +95,13 @@ def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: 
 def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> list[list[Sample]]:
     """Micro-batches of one image per held-out prompt, with noise that depends on the prompt only."""
     samples = [Sample(p, 0, derive_seed("validation", VALIDATION_SEED, p.id), step) for p in prompts]
-    return chunks(samples, config.validation.micro_batch_size)
+    return micro_batches(samples, config.validation.micro_batch_size)
+
+
+def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
+    """Consecutive micro-batches of at most `size` samples, each without pictures or with those of one prompt."""
+    alike = groupby(samples, key=lambda sample: pictures_of(sample.prompt))
+    return [chunk for _, part in alike for chunk in chunks(list(part), size)]
 
 
 def prompt_schedule(config: Config, count: int) -> PromptSchedule:

@@ -1,17 +1,21 @@
 """The rollout worker: prompts in, images and tapes out."""
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.errors import ModelError
 from gerl.protocol import RolloutTask, Sample, Segment
+from gerl.utils.pictures import picture_arguments
 from gerl.utils.seeding import sample_generators
 from gerl.workers.diffusers_model import Tape, branch, record
 from gerl.workers.diffusers_model.loading import Policy, pipeline_call, training_sigmas
 from gerl.workers.diffusers_model.transitions import Sampler, check_scheduler
+
+T = TypeVar("T")
 
 
 class Rollout:
@@ -20,6 +24,7 @@ class Rollout:
     def __init__(self, policy: Policy, sampling: SamplingConfig, validation: ValidationConfig) -> None:
         self.policy, self.sampling, self.validation = policy, sampling, validation
         check_scheduler(policy.pipe.scheduler, Sampler(sampling.kernel, sampling.noise_level, sampling.solver))
+        self._picture_each = False
         self._probe: Tape | None = None  # the structure of a call is the same in every rollout: probed once
 
     def generate(self, task: RolloutTask) -> tuple[np.ndarray, list[Tape]]:
@@ -48,34 +53,59 @@ class Rollout:
         if segment.parent is not None:
             return branch(pipe, tapes[segment.parent], segment.start, segment.rows, **options)
         samples = [task.samples[leaf] for leaf in segment.leaves]
-        call = pipeline_call(pipe, sampling, [s.prompt.text for s in samples], sigmas=training_sigmas(sampling))
         initial = [s.init_seed for s in samples if s.init_seed is not None]
         options["init_generators"] = sample_generators(initial) if initial else None
-        output, tape = record(pipe, call, probe=self._probe or True, **options)
+
+        def draw(call: dict[str, Any]) -> tuple[Any, Tape]:
+            return record(pipe, call, probe=self._probe or True, **options)
+
+        output, tape = self._called(draw, samples, sigmas=training_sigmas(sampling))
         self._probe = tape.probe
         return output, tape
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
         """Images `[B, H, W, 3]` uint8 of the plain pipeline (ODE sampling), with the averaged LoRA."""
-        call = pipeline_call(
-            self.policy.pipe,
-            self.sampling,
-            [s.prompt.text for s in samples],
-            num_inference_steps=self.validation.num_inference_steps,
-            guidance_scale=self.validation.guidance_scale,
-        )
         with self.policy.ema.swapped_in():
-            return to_uint8(self.policy.pipe(**call, generator=sample_generators([s.seed for s in samples])))
+            return self._called(
+                lambda call: to_uint8(self.policy.pipe(**call, generator=sample_generators([s.seed for s in samples]))),
+                samples,
+                num_inference_steps=self.validation.num_inference_steps,
+                guidance_scale=self.validation.guidance_scale,
+            )
+
+    def _called(self, draw: Callable[[dict[str, Any]], T], samples: Sequence[Sample], **overrides: Any) -> T:
+        """`draw` of the pipeline's arguments for samples that are drawn together, which have the same pictures if any.
+
+        Some pipelines want a batch's picture once, others once for each prompt: where one is refused, the other is
+        tried, and kept to.
+        """
+        pipe, count = self.policy.pipe, len(samples)
+        call = pipeline_call(pipe, self.sampling, [sample.prompt.text for sample in samples], **overrides)
+        given = picture_arguments(pipe, samples[0].prompt)
+        each = {name: [picture] * count for name, picture in given.items() if not isinstance(picture, list)}
+        if count == 1 or not each or self._picture_each:
+            return draw(call | given | (each if count > 1 else {}))
+        try:
+            return draw(call | given)
+        except (ValueError, RuntimeError, IndexError) as error:
+            with contextlib.suppress(ValueError, RuntimeError, IndexError):
+                drawn = draw(call | given | each)
+                self._picture_each = True
+                return drawn
+            raise error
 
 
 def to_uint8(output: Any) -> np.ndarray:
-    """The images of a pipeline output with `output_type="np"`, as `[B, H, W, 3]` uint8; rounds as diffusers does."""
-    images = output.images if "images" in output else output.frames
-    images = np.asarray(images)
-    if images.ndim == 5 and images.shape[1] == 1:
-        images = images[:, 0]
-    if images.ndim != 4:
+    """Images `[B, H, W, 3]` or videos `[B, F, H, W, 3]` of a pipeline output with `output_type="np"`, as uint8.
+
+    Rounds as diffusers does. A video of one frame is an image.
+    """
+    pixels = np.asarray(output.images if "images" in output else output.frames)
+    if pixels.ndim == 5 and pixels.shape[1] == 1:
+        pixels = pixels[:, 0]
+    if pixels.ndim not in (4, 5):
         raise ModelError(
-            f"the pipeline returned an array of shape {list(images.shape)}: gerl trains on images [B, H, W, 3]"
+            f"the pipeline returned an array of shape {list(pixels.shape)}: gerl trains on images [B, H, W, 3] and "
+            "videos [B, F, H, W, 3]"
         )
-    return (images * 255).round().astype(np.uint8)
+    return (pixels * 255).round().astype(np.uint8)

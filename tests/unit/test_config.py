@@ -65,7 +65,7 @@ BAD = [
     # wrong type
     (nested(actor__lr="fast"), "actor.lr='fast'", "number"),
     (nested(rollout__n=2.5), "rollout.n=2.5", "integer"),
-    (nested(model__compile="maybe"), "model.compile='maybe'", "boolean"),
+    (nested(model__gradient_checkpointing="maybe"), "model.gradient_checkpointing='maybe'", "boolean"),
     (nested(model__path=None), "model.path=None", "string"),
     (nested(cluster__launcher="slurm"), "cluster.launcher='slurm'", "'ray' or 'local'"),
     (nested(algorithm__advantage_std="global"), "algorithm.advantage_std='global'", "'group', 'batch' or 'none'"),

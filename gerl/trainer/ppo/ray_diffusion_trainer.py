@@ -16,7 +16,7 @@ from gerl.errors import CheckpointError, GerlError, Interrupted, TrainingError
 from gerl.protocol import Prompt, RolloutTask, StepResult, UpdateStats
 from gerl.trainer.ppo.credit import Metrics, Scored, credit_step
 from gerl.utils.checkpoint import Checkpoint, prune, save_checkpoint
-from gerl.utils.images import grid
+from gerl.utils.images import grid, still
 from gerl.utils.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule, update_parts
 from gerl.utils.report import save_validation
 from gerl.utils.seeding import seed_everything
@@ -228,7 +228,7 @@ class RayDiffusionTrainer:
             raise TrainingError(
                 f"max |ratio - 1| is {deviation:.2e} before the first optimizer step, above actor.max_ratio_deviation="
                 f"{limit:g}: the replay does not compute what the rollout did; try model.dtype=float32, the same micro-"
-                "batch size for rollout and actor, or model.compile=false"
+                "batch size for rollout and actor, or model.compile=null"
             )
 
     def _reduce_gradients(self) -> None:
@@ -264,7 +264,7 @@ class RayDiffusionTrainer:
                 scored.add(batch, scores)
             pixels: list[Any] = []
             for image in scoring.images[: -(-limit // len(batches[0]))]:
-                pixels += list(image.result().pixels)
+                pixels += [still(drawn) for drawn in image.result().pixels]
             metrics = scored.metrics(self.config.reward, validation=True)
         texts = [s.prompt.text for s in scored.samples]
         save_validation(self.run_dir, step, texts, np.stack(pixels[:limit]), scored.totals, scored.by_scorer)

@@ -16,7 +16,7 @@ from gerl.errors import ModelError, ReplayError
 from gerl.workers.diffusers_model.batching import detached_copy, materialised, rows, select_call, take
 from gerl.workers.diffusers_model.record import Recorder, check_generators, record_probe
 from gerl.workers.diffusers_model.tape import Answer, ComponentCall, Tape, TapeStep
-from gerl.workers.diffusers_model.transitions import Sampler
+from gerl.workers.diffusers_model.transitions import Sampler, advance
 
 
 def branch(
@@ -188,7 +188,7 @@ class BranchRecorder(Recorder):
         if step is None or k == self.parents.fork:
             return super().on_scheduler_step(scheduler, model_output, timestep, sample)
         self._arrive(k, scheduler, timestep, sample)
-        self.transitions.advance(scheduler, timestep)
+        advance(scheduler, timestep)
         self.solver.observe(scheduler, step.rule, step.x, model_output)
         self.tape.steps.append(step)
         self.carried[id(scheduler)] = step.x_next

@@ -19,6 +19,7 @@ from gerl.errors import ReplayError
 from gerl.workers.diffusers_model.batching import detached_copy, materialised, select_call
 from gerl.workers.diffusers_model.instrument import StopPipeline, routed
 from gerl.workers.diffusers_model.tape import ComponentCall, Tape
+from gerl.workers.diffusers_model.transitions import advance
 
 CfgMode = Literal["joint", "detach_uncond", "off"]
 # of a denoiser call in a guided step; the last two are one call with both halves, named by its first rows
@@ -231,7 +232,8 @@ class _Inspector:
     def on_scheduler_step(
         self, scheduler: Any, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor
     ) -> torch.Tensor:
-        del scheduler, timestep, sample
+        del sample
+        advance(scheduler, timestep)
         if self.served in self.steps and self.served not in self.influence and model_output.requires_grad:
             row = model_output[0].float()
             projection = (row * torch.randn(row.shape, generator=self.generator).to(row.device)).sum()

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import inspect
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -12,20 +13,20 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.loaders import PeftAdapterMixin
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
 from gerl.utils.ema import EMA
 from gerl.utils.lora import add_lora, lora_file
 from gerl.utils.seeding import derive_seed
-from gerl.workers.diffusers_model.transitions import is_flow_matching
+from gerl.workers.diffusers_model.placement import bring, decode_in_fp32
+from gerl.workers.diffusers_model.schedulers import trainable_scheduler
 
 logger = logging.getLogger(__name__)
 SHIPPED = ("signs",)
-NOISE_SCHEDULE = (
-    "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",
-)  # fmt: skip
-DENOISERS = ("transformer", "transformer_2", "unet")
+DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for those that do not show what they are
+TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # an argument of a denoiser
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Policy:
     def lora_file(self) -> bytes:
         """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with."""
         with self.ema.swapped_in():
-            return lora_file(self.pipe, self.denoisers)
+            return lora_file(self.denoisers)
 
 
 def resolve(path: str) -> str:
@@ -79,49 +80,112 @@ def resolve(path: str) -> str:
     return str(folder)
 
 
+def read_pipeline(path: str, dtype: torch.dtype) -> Any:
+    """The pipeline of a hub id or folder, on the CPU, as diffusers loads it.
+
+    Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, or
+    if a hub id would run code.
+    """
+    folder = resolve(path)
+    refused = (
+        f"model.path={path!r} comes with code of its own, and gerl runs none from the hub: download it with "
+        f"'hf download {path} --local-dir FOLDER', read the code, and set model.path=FOLDER"
+    )
+    try:
+        index = diffusers.DiffusionPipeline.load_config(folder)
+        code = own_code(Path(folder), index) if Path(folder).is_dir() else []
+        if code:
+            logger.info("model.path=%r: running the code in %s", path, ", ".join(code))
+        elif isinstance(index["_class_name"], list):
+            raise ModelError(refused)
+        return diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=bool(code))
+    except (OSError, ValueError, RuntimeError, AttributeError, ImportError, KeyError, TypeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(refused) from None
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model.path={path!r} cannot be loaded as a diffusers pipeline: {reason}") from error
+
+
+def own_code(folder: Path, index: dict[str, Any]) -> list[str]:
+    """The Python files in a pipeline's folder that `index`, its model_index.json, refers to, relative to the folder.
+
+    That is `MODULE.py` for a pipeline whose `_class_name` is `[MODULE, CLASS]`, and `COMPONENT/MODULE.py` for a
+    component that is `[MODULE, CLASS]`. Raises `ModelError` if the pipeline's is missing.
+    """
+    modules = {name: value[0] for name, value in index.items() if isinstance(value, list) and value}
+    pipeline = modules.pop("_class_name", None)
+    files = [f"{name}/{module}.py" for name, module in modules.items()]
+    found = [file for file in files if (folder / file).is_file()]
+    if pipeline is None:
+        return found
+    if not (folder / f"{pipeline}.py").is_file():
+        raise ModelError(
+            f"{folder}/model_index.json: the pipeline's class should be in {pipeline}.py, which is missing"
+        )
+    return [f"{pipeline}.py", *found]
+
+
 def load_pipeline(config: ModelConfig, device: str) -> Any:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
-    Raises `ModelError` if `config.path` cannot be loaded.
+    Weights are in `config.dtype`, but for layers that a model's class keeps in fp32 (diffusers' `from_pretrained` does)
+    and VAE decoders, see `decode_in_fp32`. Raises `ModelError` if `config.path` cannot be loaded or has no denoiser.
     """
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device.startswith("cuda") else "float32")
-    folder = resolve(config.path)
-    try:
-        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, RuntimeError, AttributeError, ImportError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"model.path={config.path!r} cannot be loaded as a diffusers pipeline: {reason}") from error
+    pipe = read_pipeline(config.path, getattr(torch, dtype))
+    if getattr(pipe, "scheduler", None) is None:
+        raise ModelError(f"{type(pipe).__name__} has no component 'scheduler': there are no denoising steps to train")
     pipe.scheduler = trainable_scheduler(pipe.scheduler)
     pipe.set_progress_bar_config(disable=True)
+    if getattr(pipe, "safety_checker", None) is not None:  # the images it blackens would be scored all the same
+        pipe.safety_checker = None
+        logger.info("left out the safety checker: it would hand black images to the scorers")
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
-    return pipe.to(device)
+    if dtype != "float32":
+        decode_in_fp32(pipe)
+    bring(pipe, find_denoisers(pipe), device, config.offload)
+    return pipe
 
 
-def trainable_scheduler(scheduler: Any) -> Any:
-    """`scheduler`, or a DDIM one of the same noise schedule where it is neither flow matching nor DDIM."""
-    if is_flow_matching(scheduler) or isinstance(scheduler, diffusers.DDIMScheduler):
-        return scheduler
-    config, alphas = scheduler.config, getattr(scheduler, "alphas_cumprod", None)  # EDM schedulers have no alphas
-    if config.get("prediction_type") not in ("epsilon", "v_prediction", "sample") or alphas is None:
-        raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has no transition kernel")
-    # `from_config` drops what the other class had by default; and DDIM by default clips the predicted sample, which
-    # would ruin the latents of schedulers that never do
-    kept = {name: config[name] for name in NOISE_SCHEDULE if name in config}
-    ddim = diffusers.DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False), **kept)
-    if not torch.equal(ddim.alphas_cumprod, alphas):
-        raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has another noise schedule than DDIM")
-    logger.info("replaced %s by DDIMScheduler, which has a transition kernel", type(scheduler).__name__)
-    return ddim
+def find_denoisers(pipe: Any) -> dict[str, Any]:
+    """The components that get a LoRA, by name: diffusers models with repeated blocks that are called with a timestep.
+
+    Autoencoders and ControlNets are none. A pipeline may have several: Wan 2.2 has one for high and one for low noise
+    levels, Ideogram 4 one for the conditional and one for the unconditional prediction. Raises `ModelError` if there is
+    none.
+    """
+    models = {
+        name: component
+        for name, component in pipe.components.items()
+        if isinstance(component, diffusers.ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
+    }
+    found = {name: model for name, model in models.items() if _is_timed(model) and _has_blocks(model)}
+    found = found or {name: models[name] for name in DENOISERS if name in models}
+    if not found:
+        raise ModelError(
+            f"{type(pipe).__name__} has no denoiser: none of its components {', '.join(pipe.components)} is a model "
+            "of diffusers with repeated blocks that is called with a timestep"
+        )
+    return found
+
+
+def _is_timed(model: torch.nn.Module) -> bool:
+    return any(TIMESTEP.search(name) for name in inspect.signature(model.forward).parameters)
+
+
+def _has_blocks(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, torch.nn.ModuleList) for module in model.modules())
 
 
 def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -> Policy:
-    """Load the pipeline and add a LoRA, the same on every worker with the same `seed`."""
+    """Load the pipeline and add a LoRA, the same on every worker with the same `seed`.
+
+    Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do what `config` asks for.
+    """
     pipe = load_pipeline(config, device)
-    denoisers = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) is not None}
-    if not denoisers:
-        raise ModelError(f"{type(pipe).__name__} has none of the denoisers {', '.join(DENOISERS)}")
+    denoisers = find_denoisers(pipe)
     lora: dict[str, torch.nn.Parameter] = {}
     for name, denoiser in denoisers.items():
         added = add_lora(
@@ -129,15 +193,38 @@ def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -
         )
         lora |= {f"{name}.{key}": p for key, p in added.items()}
         if config.gradient_checkpointing:
-            denoiser.enable_gradient_checkpointing()
-        if config.compile:
-            denoiser.compile(backend=config.compile_backend)
+            _checkpoint_gradients(denoiser)
+        if config.compile is not None:
+            denoiser.compile(backend=config.compile)
+    for name in sorted(denoisers.keys() - loadable_loras(pipe)):
+        way = "gerl.utils.lora.load_lora(pipe, FOLDER)"
+        if isinstance(denoisers[name], PeftAdapterMixin):
+            way = f"pipe.{name}.load_lora_adapter(FOLDER, prefix={name!r}, use_safetensors=True)"
+        logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, name, way)
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay))
+
+
+def loadable_loras(pipe: Any) -> set[str]:
+    """The components of which plain diffusers writes, and hence loads, a LoRA for this class of pipeline."""
+    save = getattr(type(pipe), "save_lora_weights", None)
+    parameters = inspect.signature(save).parameters if save else {}
+    return {name.removesuffix("_lora_layers") for name in parameters if name.endswith("_lora_layers")}
+
+
+def _checkpoint_gradients(denoiser: Any) -> None:
+    try:
+        denoiser.enable_gradient_checkpointing()
+    except ValueError as error:
+        raise ModelError(f"model.gradient_checkpointing=true: {error}") from None
 
 
 def pipeline_call(pipe: Any, sampling: SamplingConfig, prompts: list[str], **overrides: Any) -> dict[str, Any]:
     """Keyword arguments of the pipeline for `prompts`; raises `ModelError` for one that it does not take."""
-    optional = {"height": sampling.height, "width": sampling.width, "guidance_scale": sampling.guidance_scale}
+    optional: dict[str, Any] = {
+        "height": sampling.height,
+        "width": sampling.width,
+        "guidance_scale": sampling.guidance_scale,
+    }
     optional |= {"num_inference_steps": sampling.num_inference_steps, **sampling.call}
     optional |= {name: value for name, value in overrides.items() if value is not None}
     given = {name: value for name, value in optional.items() if value is not None}
@@ -148,6 +235,9 @@ def pipeline_call(pipe: Any, sampling: SamplingConfig, prompts: list[str], **ove
             "set sampling.sigmas=scheduler" if unknown[0] == "sigmas" else "remove it from sampling or sampling.call"
         )
         raise ModelError(f"{type(pipe).__name__} takes no argument {unknown[0]!r}: {place}")
+    for name in given:  # not every pipeline repeats a text for the prompts
+        if "prompt" in name and isinstance(given[name], str):
+            given[name] = [given[name]] * len(prompts)
     return {"prompt": prompts, "output_type": "np", **given}
 
 

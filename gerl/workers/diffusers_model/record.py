@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from gerl.errors import ModelError
 from gerl.workers.diffusers_model.batching import batch_size, detached_copy, materialised, num_elements, select_call
+from gerl.workers.diffusers_model.caches import Caches
 from gerl.workers.diffusers_model.instrument import StopPipeline, routed
 from gerl.workers.diffusers_model.kernels import gaussian_log_prob
 from gerl.workers.diffusers_model.solver import ONE_STEP, OdeSolver, Span, compressed_spans
@@ -101,6 +102,7 @@ class Recorder:
         self.tape, self.sampler, self.generators, self.stop = tape, sampler, generators, stop
         self.window = None if window is None else frozenset(window)
         self.transitions, self.solver = Transitions(sampler), OdeSolver(sampler.solver)
+        self.caches = Caches()
         self.depth = 0  # nesting of answered methods: only the outermost is answered in a replay
         self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
         self.spans: dict[int, Span] = {}  # of the steps that compression changes
@@ -134,7 +136,9 @@ class Recorder:
         if earlier is not None:  # the step does not use it: what was said last has the right shape
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
+        held = self.caches.check_arguments(k, name, (args, kwargs))
         output = forward(*args, **kwargs)
+        self.caches.note(k, (args, kwargs), held, output)
         self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output)))
         return output
 

@@ -9,6 +9,7 @@ denoiser before it runs again. So one step's graph is alive at a time, and none 
 How a guided step runs the denoiser, with gradient through both halves or less, is `guidance`'s.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from torch.utils._pytree import tree_map
 
 from gerl.errors import ReplayError
 from gerl.workers.diffusers_model.batching import detached_copy, materialised, rows, select_call, take
+from gerl.workers.diffusers_model.differentiable import Differentiable
 from gerl.workers.diffusers_model.guidance import CfgMode, Role, guidance_roles, guided, has_rows_in_list
 from gerl.workers.diffusers_model.instrument import StopPipeline, routed
 from gerl.workers.diffusers_model.kernels import Rule, gaussian_log_prob
 from gerl.workers.diffusers_model.tape import Tape
+from gerl.workers.diffusers_model.transitions import advance
 
 
 @dataclass
@@ -95,11 +98,12 @@ def replay(
     """
     call = select_call(tape.call, range(tape.batch_size) if index is None else index)
     player = Player(tape, on_step, steps, index, latents or {}, grad, cfg)
+    player.components = pipe.components
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
     undecorated = inspect.unwrap(type(pipe).__call__)  # without @torch.no_grad
     finished = False
-    with torch.set_grad_enabled(grad), routed(pipe, player):
+    with torch.set_grad_enabled(grad), player.differentiable, routed(pipe, player):
         try:
             undecorated(pipe, **call)
         except StopPipeline:
@@ -126,6 +130,8 @@ class Player:
         self.tape, self.on_step, self.index, self.latents, self.grad = tape, on_step, index, latents, grad
         self.cfg = cfg
         self.roles: dict[tuple[int, int], Role] = {}  # of the live calls by position, where cfg is not joint
+        self.components: Mapping[str, Any] = {}  # of the pipeline, by name
+        self.differentiable = Differentiable()
         self.conditional: Any = None  # the latest output of a separate conditional call
         self.trained = set(tape.stochastic_steps if steps is None else steps)
         if not self.trained or self.trained - set(range(len(tape.steps))):
@@ -179,6 +185,7 @@ class Player:
             return materialised(self._samples(recorded.output, probed), self.tape.steps[0].x.device)
         if self.cuts and self.cuts[0][0] != self.step:
             self._backward_through_denoiser()
+        forward = functools.partial(self.differentiable.run, self.components[name], forward)
         role = self.roles.get(self.position)
         if role == "unconditional" and self.cfg == "off":
             return self.conditional  # the same cut: the gradients of both meet in it
@@ -202,7 +209,6 @@ class Player:
     def on_scheduler_step(
         self, scheduler: Any, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor
     ) -> torch.Tensor:
-        del scheduler, timestep
         k, recorded = self.step, self.tape.steps[self.step]
         x = self.latents[k].float() if k in self.latents else self._rows(recorded.x)
         if sample.shape != x.shape or not torch.equal(x.to(sample.dtype), sample):
@@ -212,6 +218,7 @@ class Player:
                 f"the pipeline had {self.answered} answers at step {k}, {recorded.num_answers} in the rollout: it "
                 "draws noise once per sample and can only be replayed in whole batches"
             )
+        advance(scheduler, timestep)
         if k in self.trained:
             self._train(k, x, model_output)
         self.step += 1

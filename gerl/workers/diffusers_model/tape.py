@@ -59,6 +59,10 @@ class Tape:
         return [k for k, step in enumerate(self.steps) if step.log_prob is not None]
 
     def looped_components(self) -> set[str]:
-        """Names of the components called in the denoising loop, not just before it."""
+        """Names of the components called in the denoising loop, not just before it.
+
+        The last call before the first step is the loop's own: an expert for high noise may be called nowhere else.
+        """
         inside = {c.component for c in self.component_calls if c.step > 0}
-        return inside or {c.component for c in self.component_calls}
+        first = [c.component for c in self.component_calls if c.step == 0]
+        return inside | set(first[-1:]) if inside else set(first)

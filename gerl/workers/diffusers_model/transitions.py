@@ -45,11 +45,6 @@ class Transitions:
             return self._flow(scheduler, timestep, stochastic, span)
         return self._ddim(scheduler, int(timestep), stochastic, span)
 
-    def advance(self, scheduler: Any, timestep: Any) -> None:
-        """Let `scheduler` pass the step it is about to take at `timestep`."""
-        if is_flow_matching(scheduler):
-            scheduler._step_index = self._position(scheduler, timestep) + 1
-
     def num_steps(self, scheduler: Any, timestep: Any) -> int:
         """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
         total = len(scheduler.sigmas) - 1 if is_flow_matching(scheduler) else len(scheduler.timesteps)
@@ -59,9 +54,7 @@ class Transitions:
         """Index in the schedule of the step that `scheduler` is about to take at `timestep`."""
         if not is_flow_matching(scheduler):
             return self._table(scheduler.timesteps).index(float(timestep))
-        if scheduler.step_index is None:
-            scheduler._init_step_index(timestep)
-        return scheduler.step_index
+        return _step_index(scheduler, timestep)
 
     def _noise(self, stochastic: bool | None, last: bool) -> float:
         if stochastic and last:
@@ -72,7 +65,7 @@ class Transitions:
 
     def _flow(self, scheduler: Any, timestep: Any, stochastic: bool | None, span: Span) -> FlowRule:
         i = self._position(scheduler, timestep)
-        self.advance(scheduler, timestep)
+        advance(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
         s, s_next, s_one = sigmas[i + span[0]], sigmas[i + span[1]], sigmas[1]
         inverted = sigmas[i + 1] > sigmas[i]
@@ -119,6 +112,23 @@ class Transitions:
         if id(schedule) not in self._tables:
             self._tables[id(schedule)] = (schedule, schedule.tolist())  # the tensor is kept so that its id stays taken
         return self._tables[id(schedule)][1]
+
+
+def advance(scheduler: Any, timestep: Any) -> None:
+    """Let `scheduler` pass the step it is about to take at `timestep`.
+
+    Pipelines that noise an image for the next step (inpainting) let the scheduler look its sigma up by step index.
+    """
+    if is_flow_matching(scheduler):
+        scheduler._step_index = _step_index(scheduler, timestep) + 1
+
+
+def _step_index(scheduler: Any, timestep: Any) -> int:
+    """Index of the step that a flow-matching scheduler is about to take at `timestep`."""
+    if scheduler.step_index is None:
+        scheduler._init_step_index(timestep)
+    index: int = scheduler.step_index
+    return index
 
 
 def check_scheduler(scheduler: Any, sampler: Sampler) -> None:

@@ -140,5 +140,5 @@ def test_help_explains_every_key() -> None:
     for name in (*experiments(), *shipped("algorithm")):
         assert name in text
     assert "  validation.every=10\n" in text and "  cluster.num_workers=null\n" in text
-    assert "  model.compile=false\n" in text and "  cluster.launcher=ray (ray|local)\n" in text
+    assert "  model.compile=null\n" in text and "  cluster.launcher=ray (ray|local)\n" in text
     assert "  cluster.device=auto (auto|cpu|cuda)\n" in text

@@ -194,9 +194,6 @@ def test_validation_noise_depends_on_the_prompt_only() -> None:
     assert len({s.seed for batch in first for s in batch}) == 10
     other_run = plan_validation(config(seed=5), PROMPTS, 0)
     assert [s.seed for batch in other_run for s in batch] == [s.seed for batch in first for s in batch]
-    other_seed = plan_validation(replace(c, validation=ValidationConfig(seed=1)), PROMPTS, 0)
-    assert not {s.seed for b in other_seed for s in b} & {s.seed for b in first for s in b}
-    assert not {s.seed for b in first for s in b} & {s.seed for s in samples(c, 1)}
 
 
 # --- optimizer steps

@@ -16,11 +16,11 @@ from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
 from gerl.workers.diffusers_model import loading
 from gerl.workers.diffusers_model.loading import (
+    find_denoisers,
     load_pipeline,
     load_policy,
     pipeline_call,
     resolve,
-    trainable_scheduler,
     weights_fingerprint,
 )
 
@@ -84,45 +84,6 @@ def test_pndm_becomes_ddim_of_the_same_noise_schedule(folders: Folders, caplog: 
     assert pipe.scheduler.config.clip_sample is False
 
 
-def test_schedulers_with_a_kernel_stay() -> None:
-    flow = tiny.euler(shift=2.0)
-    ddim = diffusers.DDIMScheduler(clip_sample=True)
-    unipc = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
-    assert [trainable_scheduler(s) for s in (flow, ddim, unipc)] == [flow, ddim, unipc]
-
-
-def test_ddim_keeps_what_the_replaced_scheduler_predicts_and_clips() -> None:
-    euler = diffusers.EulerDiscreteScheduler(
-        prediction_type="v_prediction", beta_end=0.015, timestep_spacing="trailing"
-    )
-    ddim = trainable_scheduler(euler)
-    assert type(ddim) is diffusers.DDIMScheduler
-    assert ddim.config.prediction_type == "v_prediction" and ddim.config.timestep_spacing == "trailing"
-    assert torch.equal(ddim.alphas_cumprod, euler.alphas_cumprod)
-    assert trainable_scheduler(diffusers.DDPMScheduler(clip_sample=True)).config.clip_sample is True
-    lcm = diffusers.LCMScheduler()  # its default betas are not DDIM's
-    assert torch.equal(trainable_scheduler(lcm).alphas_cumprod, lcm.alphas_cumprod)
-
-
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        diffusers.FlowMatchHeunDiscreteScheduler,
-        diffusers.EDMEulerScheduler,  # predicts epsilon too, but its sigmas are not those of any betas
-        diffusers.EDMDPMSolverMultistepScheduler,
-        diffusers.CMStochasticIterativeScheduler,
-    ],
-)
-def test_schedulers_of_another_kind_are_refused(scheduler: Any) -> None:
-    with pytest.raises(ModelError, match=f"scheduler {scheduler.__name__} has no transition kernel"):
-        trainable_scheduler(scheduler())
-
-
-def test_another_noise_schedule_than_that_of_ddim_is_refused() -> None:
-    with pytest.raises(ModelError, match="CogVideoXDPMScheduler has another noise schedule than DDIM"):
-        trainable_scheduler(diffusers.CogVideoXDPMScheduler())
-
-
 # --- what is no pipeline
 
 
@@ -180,6 +141,28 @@ def test_a_damaged_pipeline_is_named(folders: Folders, tmp_path: Path, how: str)
     assert "\n" not in str(caught.value)
 
 
+# --- find_denoisers
+
+
+class Parts(diffusers.DiffusionPipeline):
+    def __init__(self, first: Any, second: Any, controlnet: Any, vae: Any) -> None:
+        super().__init__()
+        self.register_modules(first=first, second=second, controlnet=controlnet, vae=vae)
+
+
+def test_a_denoiser_is_a_model_with_blocks_that_is_called_with_a_timestep() -> None:
+    for name in ("flux", "qwen_image", "z_image", "wan"):
+        assert list(find_denoisers(tiny.build(tiny.CASES[name]))) == ["transformer"]
+    pipe = tiny.build(tiny.CASES["wan"])
+    pipe.register_modules(transformer_2=tiny.wan().transformer)  # Wan 2.2
+    assert list(find_denoisers(pipe)) == ["transformer", "transformer_2"]
+    sd15, adapter = tiny.sd15(), diffusers.MotionAdapter(block_out_channels=(32,), motion_norm_num_groups=4)
+    controlnet = diffusers.ControlNetModel.from_unet(sd15.unet)
+    assert list(find_denoisers(Parts(sd15.unet, tiny.sd3().transformer, controlnet, sd15.vae))) == ["first", "second"]
+    with pytest.raises(ModelError, match=r"Parts has no denoiser: none of its components .*first.* is a model of"):
+        find_denoisers(Parts(adapter, None, controlnet, sd15.vae))
+
+
 # --- load_policy
 
 
@@ -225,14 +208,8 @@ def test_targets_by_regular_expression(folders: Folders) -> None:
 def test_checkpointing_and_compilation_are_switched_on(folders: Folders) -> None:
     plain = policy(folders, "sd15")
     assert not plain.pipe.unet.is_gradient_checkpointing and plain.pipe.unet._compiled_call_impl is None
-    p = policy(folders, "sd15", gradient_checkpointing=True, compile=True, compile_backend="eager")
+    p = policy(folders, "sd15", gradient_checkpointing=True, compile="eager")
     assert p.pipe.unet.is_gradient_checkpointing and p.pipe.unet._compiled_call_impl is not None
-
-
-def test_a_pipeline_without_a_known_denoiser(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "DENOISERS", ("prior", "decoder"))
-    with pytest.raises(ModelError, match="StableDiffusion3Pipeline has none of the denoisers prior, decoder"):
-        policy(folders)
 
 
 def test_the_exported_lora_is_the_average(folders: Folders) -> None:

@@ -1,0 +1,78 @@
+"""Pictures that belong to a prompt: to be edited, inpainted, followed. Columns of the prompt file name their files."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from PIL import Image, ImageOps
+
+from gerl.errors import DataError
+from gerl.protocol import Prompt
+
+# Columns that become the pipeline's arguments of the same name: the path of a picture, or a list of paths.
+COLUMNS = ("image", "mask_image", "control_image")
+
+
+def with_absolute_paths(metadata: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
+    """`metadata` of a prompt, the pictures in it as absolute paths, seen from `folder`.
+
+    A picture is given by a path or a file:// URL. Raises `DataError`, which begins with `where`, for one that is not
+    there.
+    """
+    found = dict(metadata)
+    for name in COLUMNS:
+        value = metadata.get(name)
+        if isinstance(value, str):
+            found[name] = _absolute(value, folder, f"{where} has {name}={value!r}")
+        elif isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+            found[name] = [_absolute(part, folder, f"{where} has {part!r} in {name}") for part in value]
+    return found
+
+
+def _absolute(value: str, folder: Path, what: str) -> str:
+    url = urlsplit(value)
+    if url.scheme in ("http", "https"):
+        raise DataError(f"{what}: download it and give the path, so that a run never depends on a server")
+    path = Path(unquote(url.path)) if url.scheme == "file" else Path(value).expanduser()
+    path = (folder / path).absolute()
+    if not path.is_file():
+        raise DataError(f"{what}, but there is no file {path}: correct the path, which is relative to the prompt file")
+    return str(path)
+
+
+def pictures_of(prompt: Prompt) -> tuple[str, ...]:
+    """The files of a prompt's pictures: prompts that differ in them are never drawn in one micro-batch.
+
+    Pipelines disagree whether a list of pictures is one for each prompt or all for every prompt; a single prompt's
+    pictures mean the same to all.
+    """
+    paths: list[str] = []
+    for name in COLUMNS:
+        value = prompt.metadata.get(name)
+        paths += [value] if isinstance(value, str) else [part for part in value or () if isinstance(part, str)]
+    return tuple(paths)
+
+
+def picture_arguments(pipe: Any, prompt: Prompt) -> dict[str, Any]:
+    """The pipeline's arguments that the prompt has pictures for, read from their files.
+
+    A column that is no argument of the pipeline remains what scorers see. Raises `DataError` for a file that is no
+    image.
+    """
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    named = {name: prompt.metadata[name] for name in COLUMNS if name in accepted and prompt.metadata.get(name)}
+    return {
+        name: read_picture(value) if isinstance(value, str) else [read_picture(part) for part in value]
+        for name, value in named.items()
+    }
+
+
+def read_picture(path: str) -> Image.Image:
+    """The picture, turned upright, without transparency; raises `DataError` if it cannot be read."""
+    try:
+        with Image.open(path) as image:
+            upright: Image.Image = ImageOps.exif_transpose(image)
+            return upright.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{path} cannot be read as an image ({' '.join(str(error).split())}): replace it") from None

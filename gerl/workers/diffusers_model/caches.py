@@ -1,0 +1,68 @@
+"""Caches that a denoiser fills in one denoising step and reads in a later one (KV caches): they cannot be replayed.
+
+A replay runs the denoiser at trained steps only, so what an untrained step would have left is missing; and the graph
+of one step would reach into another. An object that has tensors inside, but is no container of them, may be a cache.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from gerl.errors import ModelError
+
+DEPTH = 4  # of attributes, lists and dictionaries inside a cache: layers, their parts, keys and values
+
+
+class Caches:
+    """Watches what a pipeline's components are given and give back, in one rollout."""
+
+    def __init__(self) -> None:
+        self.filled: dict[int, tuple[Any, int]] = {}  # id of an object -> the object and the step that filled it
+
+    def check_arguments(self, step: int, component: str, arguments: Any) -> dict[int, set[int]]:
+        """The tensors that each object in `arguments` holds, by id.
+
+        Raises `ModelError` for an object that was filled in another step.
+        """
+        held = {}
+        for value in _objects(arguments):
+            if self.filled.get(id(value), (None, step))[1] != step:
+                raise ModelError(
+                    f"{component} reads at step {step} what an earlier step left in a {type(value).__name__}, and a "
+                    "cache cannot be replayed: if the pipeline has an argument that switches it off, set it in "
+                    "sampling.call"
+                )
+            held[id(value)] = {id(tensor) for tensor in _tensors(value)}
+        return held
+
+    def note(self, step: int, arguments: Any, before: dict[int, set[int]], output: Any) -> None:
+        """Remember the objects that hold tensors which they did not hold before the call."""
+        for value in _objects((arguments, output)):
+            if {id(tensor) for tensor in _tensors(value)} - before.get(id(value), set()):
+                self.filled.setdefault(id(value), (value, step))
+
+
+def _objects(tree: Any) -> Iterator[Any]:
+    """The leaves of `tree` that have attributes of their own."""
+    for leaf in tree_leaves(tree):
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | torch.nn.Module | type):
+            yield leaf
+
+
+def _tensors(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+    """The tensors inside `value`."""
+    if torch.is_tensor(value):
+        yield value
+        return
+    inner: Any = ()
+    if isinstance(value, list | tuple):
+        inner = value
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif hasattr(value, "__dict__"):
+        inner = vars(value).values()
+    if depth:
+        for part in inner:
+            yield from _tensors(part, depth - 1)

@@ -1,0 +1,206 @@
+"""The recipes of `configs/experiment` for models of the hub: settings, and two steps on the pipeline built tiny."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tiny
+import torch
+import transformers
+import zoo.conditioned
+import zoo.text_to_image
+import zoo.text_to_image_2
+from PIL import Image
+
+from gerl.config import ScorerConfig
+from gerl.trainer.main_flowgrpo import main
+from gerl.utils.composition import compose_run, config_folder, experiments
+from gerl.utils.reward_score import build_scorer
+
+RECIPES = [name for name in experiments() if name not in ("plain", "signs")]
+HEADINGS = ("Numbers: ", "8 GPUs: ", "1 GPU: ", "Memory of a GPU, computed, not measured: ")
+BRIGHTNESS = """
+import numpy as np
+
+def compute_score(images, prompts, metadata, **kwargs):  # those of the scorer it stands in for
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The pipeline of a recipe, small and with random weights, and what must be said to it because it is small."""
+
+    build: Callable[[], Any]
+    scheduler: Callable[[], Any] | None = None  # as in the hub repository, where it is not the flow-matching Euler
+    size: int = 16
+    call: dict[str, Any] = field(default_factory=dict)
+
+
+def zoo_builder(module: Any, name: str) -> Callable[[], Any]:
+    """The builder of the first entry for the pipeline class `name`."""
+    return next(entry.build for entry in module.ENTRIES if entry.name == name)
+
+
+def hidream() -> Any:
+    """With large patches and a VAE that compresses nothing: the pipeline always draws 128 x 128 latents."""
+    pipe = zoo_builder(zoo.text_to_image_2, "HiDreamImagePipeline")()
+    transformer = type(pipe.transformer).from_config(pipe.transformer.config, patch_size=16, max_resolution=(128, 128))
+    blocks = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
+    changes = {"block_out_channels": (4,), "mid_block_add_attention": False, "shift_factor": 0.06}
+    vae = type(pipe.vae).from_config(pipe.vae.config, **blocks, **changes)
+    return type(pipe)(**pipe.components | {"transformer": transformer, "vae": vae})
+
+
+def unipc() -> Any:
+    return diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
+    )
+
+
+def dpm() -> Any:
+    return diffusers.DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
+    )
+
+
+def euler() -> Any:
+    return diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear", steps_offset=1, timestep_spacing="leading")
+
+
+def pndm() -> Any:
+    return diffusers.PNDMScheduler(beta_schedule="scaled_linear", steps_offset=1, skip_prk_steps=True)
+
+
+T2I, SHORT = zoo.text_to_image, {"max_sequence_length": 8}
+FLUX2 = {"max_sequence_length": 64, "text_encoder_out_layers": [0, 1]}
+TINY = {
+    "sd35_medium_ocr": Tiny(tiny.sd3, call=SHORT),
+    "sd35_large_pickscore": Tiny(tiny.sd3, call=SHORT),
+    "flux1_dev_pickscore": Tiny(tiny.flux, call=SHORT),
+    "flux1_kontext_geneval": Tiny(
+        zoo_builder(zoo.conditioned, "FluxKontextPipeline"), call={**SHORT, "max_area": 16 * 16}
+    ),
+    "flux2_klein_4b_pickscore": Tiny(zoo_builder(T2I, "Flux2KleinPipeline"), call=FLUX2),
+    "flux2_dev_pickscore": Tiny(zoo_builder(T2I, "Flux2Pipeline"), call=FLUX2),
+    "qwen_image_ocr": Tiny(tiny.qwen_image),
+    "qwen_image_edit_geneval": Tiny(zoo_builder(zoo.conditioned, "QwenImageEditPipeline"), size=256),
+    "z_image_pickscore": Tiny(tiny.z_image),
+    "sana_pickscore": Tiny(
+        zoo_builder(T2I, "SanaPipeline"),
+        dpm,
+        32,
+        {"max_sequence_length": 16, "use_resolution_binning": False, "complex_human_instruction": None},
+    ),
+    "lumina2_pickscore": Tiny(zoo_builder(T2I, "Lumina2Pipeline"), size=32, call={"max_sequence_length": 64}),
+    "hidream_pickscore": Tiny(hidream, unipc, call=SHORT),
+    "wan21_1b3_ocr": Tiny(tiny.wan, unipc, call={"num_frames": 5, "max_sequence_length": 16}),
+    "sdxl_pickscore": Tiny(zoo_builder(T2I, "StableDiffusionXLPipeline"), euler),
+    "sd15_aesthetic": Tiny(tiny.sd15, pndm),
+}
+PICTURES = ("flux1_kontext_geneval", "qwen_image_edit_geneval")  # whose prompts come with a picture
+
+
+def test_every_recipe_has_a_tiny_pipeline() -> None:
+    assert sorted(TINY) == sorted(RECIPES)
+
+
+def header(name: str) -> list[str]:
+    """The comment that a recipe begins with, a string a paragraph."""
+    text = (config_folder() / "experiment" / f"{name}.yaml").read_text()
+    lines = [line.removeprefix("#").removeprefix(" ") for line in text.split("\n\n")[0].splitlines()[1:]]
+    marked = "\n".join(f"\0{line}" if not line or line.startswith(HEADINGS) else line for line in lines)
+    return [" ".join(part.split()) for part in marked.split("\0")]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_where_its_numbers_come_from_and_what_it_needs(name: str) -> None:
+    said = {heading: [p for p in header(name) if p.startswith(heading)] for heading in HEADINGS}
+    assert all(len(found) == 1 for found in said.values()), said
+    assert re.search(r"about \d+ GB", said["Memory of a GPU, computed, not measured: "][0])
+    sources = set(re.findall(r"\[\d\]", said["Numbers: "][0]))
+    body = (config_folder() / "experiment" / f"{name}.yaml").read_text().split("\n\n", 1)[1]
+    for line in body.splitlines():
+        if re.search(r": \[?[-+]?\d", line.split("#")[0]):  # a number or a list of them
+            comment = line.partition(" # ")[2]
+            assert comment.startswith("ours: ") or set(re.findall(r"\[\d\]", comment)) & sources, line
+    assert set(re.findall(r"\[\d\]", body)) <= sources
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_for_eight_gpus_and_for_one(name: str, tmp_path: Path) -> None:
+    (one,) = (p for p in header(name) if p.startswith("1 GPU: "))
+    overrides = one.removeprefix("1 GPU: ").partition(" (")[0].split()
+    eight, single = (compose_run([f"experiment={name}", *more]).config for more in ([], overrides))
+    images = [c.rollout.prompts_per_step * c.rollout.n for c in (eight, single)]
+    assert images[0] >= 8 * images[1] / 2 > 0, "one GPU has no more than twice the images of one of eight"
+    assert eight.rollout.micro_batch_size * 8 <= images[0] and single.model == eight.model
+    for scorer, config in eight.reward.scorers.items():
+        if scorer == "aesthetic":  # its head is looked for at once
+            (tmp_path / "head.pth").touch()
+            config = ScorerConfig(kwargs={**config.kwargs, "head": str(tmp_path / "head.pth")})
+        build_scorer(scorer, config)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Prompts with a picture each, in its colours."""
+    rows = []
+    for i, colour in enumerate(("red", "blue", "green", "white")):
+        Image.new("RGB", (24, 16), colour).save(tmp_path / f"{i}.png")
+        rows.append(json.dumps({"prompt": f"make it {colour}", "image": f"{i}.png"}))
+    (tmp_path / "pictures.jsonl").write_text("\n".join(rows))
+    return tmp_path / "pictures.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def picture_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-Image-Edit's processor without its video part, which needs torchvision, where pipelines look for it."""
+    monkeypatch.setattr(transformers, "PictureProcessor", zoo.conditioned.PictureProcessor, raising=False)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_steps_of_a_recipe(
+    name: str, workplace: Path, pictures: Path, tmp_path: Path, run_of: Callable[[Path], Any]
+) -> None:
+    given, recipe = TINY[name], compose_run([f"experiment={name}"]).config
+    pipe = given.build()
+    if given.scheduler is not None:
+        pipe.scheduler = given.scheduler()
+    pipe.save_pretrained(tmp_path / "model")
+    index = tmp_path / "model" / "model_index.json"
+    index.write_text(re.sub(r'"[^"]+"(,\s*"PictureProcessor")', r'"transformers"\1', index.read_text()))
+    end = (recipe.sampling.window_range or [0, 0])[1]
+    keys: dict[str, Any] = {
+        "hydra.run.dir": tmp_path / "run",
+        "model.path": tmp_path / "model",
+        "model.lora_rank": 2,
+        "sampling.height": given.size,
+        "sampling.width": given.size,
+        "sampling.num_inference_steps": max(end, recipe.sampling.window_size or 0, 2) + 1,
+        "rollout.prompts_per_step": 2,
+        "rollout.n": 2,
+        "rollout.micro_batch_size": 2,
+        "data.train": pictures if name in PICTURES else workplace / "train.txt",
+        "validation.data": "null",
+        "checkpoint.every": 0,
+        "trainer.steps": 2,
+        "cluster.launcher": "local",
+        "cluster.device": "cpu",
+        "cluster.threads_per_worker": 1,
+        "logger.progress": "false",
+        "logger.tensorboard": "false",
+    }
+    keys |= {f"sampling.call.{key}": "null" if value is None else value for key, value in given.call.items()}
+    (tmp_path / "brightness.py").write_text(BRIGHTNESS)
+    keys |= {f"reward.scorers.{scorer}.path": tmp_path / "brightness.py" for scorer in recipe.reward.scorers}
+    assert main([f"experiment={name}", *(f"{key}={value}" for key, value in keys.items())]) == 0
+    run = run_of(tmp_path / "run")
+    assert len(run.column("reward/mean")) == 2 and max(run.column("actor/grad_norm")) > 0
+    assert max(run.column("actor/ratio_deviation")) < 1e-5
+    assert torch.isfinite(run.lora(2)).all()

@@ -1,0 +1,84 @@
+"""Coverage: every pipeline of the zoo passes its checks, and the table of docs/models.md says so."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+from diffusers.utils import dynamic_modules_utils
+from zoo import conditioned, refused, text_to_image, text_to_image_2, video
+from zoo.base import Entry
+from zoo.checks import Report, check_entry
+
+from gerl.config import ModelConfig
+from gerl.workers.diffusers_model.loading import load_pipeline
+
+ENTRIES = [*text_to_image.ENTRIES, *text_to_image_2.ENTRIES, *conditioned.ENTRIES, *video.ENTRIES, *refused.ENTRIES]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- written by tests/e2e/test_zoo.py: begin -->\n", "<!-- end -->"
+pytestmark = pytest.mark.filterwarnings("ignore")  # diffusers' own, on its older modules
+REPORTS: dict[tuple[str, str], Report] = {}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: f"{e.name}-{e.task}".replace(" ", "-"))
+def test_a_pipeline_of_diffusers(entry: Entry) -> None:
+    REPORTS[entry.name, entry.task] = check_entry(entry)
+
+
+def test_the_pipeline_of_the_docs_is_trained_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "my_model"
+    source = next(
+        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "class" in block
+    )
+    parts = text_to_image.sana().components
+    diffusers.SanaPipeline(**parts).save_pretrained(folder)
+    (folder / "my_pipeline.py").write_text(source)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": ["my_pipeline", "MyPipeline"]}))
+    config = ModelConfig(path=str(folder))
+    report = check_entry(Entry("MyPipeline", "text to image", lambda: load_pipeline(config, "cpu"), size=64))
+    assert "micro_batch" in report.passed[False]
+
+
+def test_there_are_at_least_forty_pipelines() -> None:
+    assert len({(e.name, e.task) for e in ENTRIES}) == len(ENTRIES)
+    assert len([e for e in ENTRIES if not e.refused]) >= 40
+    assert all(e.limit for e in ENTRIES if e.fails or e.refused)
+
+
+def test_the_table_of_the_models() -> None:
+    if len(REPORTS) < len(ENTRIES):
+        pytest.skip("the table is written by a run of all of this file that passes")
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    new = before + BEGIN + table([REPORTS[e.name, e.task] for e in ENTRIES]) + END + after
+    if new != text and os.access(PAGE, os.W_OK):
+        PAGE.write_text(new)
+
+
+def table(reports: list[Report]) -> str:
+    """A row for each pipeline. Nothing in it depends on the machine."""
+    rows = ["pipeline | task | scheduler | guidance | sub-batches | without encoders | limit", " | ".join(["---"] * 7)]
+    rows += [" | ".join([f"`{r.entry.name}`", r.entry.task, r.scheduler, *results(r), r.entry.limit]) for r in reports]
+    return "".join(f"| {row} |\n" for row in rows)
+
+
+def results(report: Report) -> tuple[str, str, str]:
+    """Guidance, sub-batches and encoders, in words."""
+    entry, plain, guided = report.entry, report.passed.get(False, []), report.passed.get(True)
+    if entry.refused:
+        return "refused", "", ""
+    guidance = "off" if guided is None else "on and off" if "replay" in guided else "off only"
+    tried = [plain] if guided is None or "replay" not in guided else [plain, guided]
+    together = "one prompt a call" if entry.batch == 1 else "whole batch only"
+    sub_batches = "yes" if all("micro_batch" in passed for passed in tried) else together
+    encoders = (
+        "yes" if all("encoders" in passed for passed in tried) else "no" if "encoders" in entry.fails else "has none"
+    )
+    return guidance, sub_batches, encoders

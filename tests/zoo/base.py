@@ -1,0 +1,34 @@
+"""What an entry of the zoo is: a pipeline of diffusers built tiny, and the calls that exercise it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# what is checked of an entry, in this order; see `checks`
+CheckName = Literal[
+    "guided", "stock", "replay", "gradient", "derivative", "window", "encoders", "sub_batch", "micro_batch"
+]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A pipeline class of diffusers at tiny size; the coverage test runs every check on it.
+
+    `limit` says in a sentence what does not hold for this class and why (with the place in its source); `fails` names
+    the checks that fail for this reason, and the test insists that they do, so that no limit outlives its cause.
+    `refused` is a regular expression on gerl's error, for a pipeline that cannot be trained at all.
+    """
+
+    name: str  # the pipeline's class
+    task: str  # text to image, inpainting, editing, video ...
+    build: Callable[[], Any]
+    no_cfg: dict[str, Any] = field(default_factory=dict)  # arguments that switch classifier-free guidance off
+    cfg: dict[str, Any] | None = None  # and on; None: the pipeline has none
+    call: dict[str, Any] = field(default_factory=dict)  # further arguments of every call
+    inputs: Callable[[int], dict[str, Any]] | None = None  # arguments for a batch of so many: images, masks
+    kernel: str = "flow_sde"
+    batch: int = 4
+    size: int = 16
+    limit: str = ""
+    fails: tuple[CheckName, ...] = ()
+    refused: str = ""

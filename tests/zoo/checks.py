@@ -1,0 +1,306 @@
+"""The checks that every entry of the zoo has to pass, in a mode: with classifier-free guidance or without.
+
+`guided`: the call with guidance runs at all. `stock`: noise 0 gives the stock pipeline's output, bitwise. `replay`: the
+ratio of a full replay is 1, exactly. `gradient`: every LoRA gradient is finite and they are not zero. `derivative`: it
+is the change of the log-probs per change of the weights. `window`: ratio and gradient for a replay of one step.
+`encoders`: the same without the text and image encoders. `sub_batch`: a replay of some samples has a ratio within 1e-5
+of 1. `micro_batch`: the gradients of sub-batches add up to that of the batch.
+"""
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import diffusers
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from torch.utils._pytree import tree_leaves
+from zoo.base import CheckName, Entry
+
+from gerl.errors import GerlError
+from gerl.utils.lora import add_lora
+from gerl.workers.diffusers_model import ReplayedStep, Tape, record, replay
+from gerl.workers.diffusers_model.batching import select_call
+from gerl.workers.diffusers_model.loading import find_denoisers
+
+NUM_STEPS, NOISE = 3, 0.7  # the last step is deterministic: steps 0 and 1 are trained
+NEGATIVE = ["bad", "", "ugly", "low"]
+WEIGHTS = torch.tensor([1.0, -2.0, 0.5, 3.0])  # a different one for each sample, so that mixed-up samples show
+MOST = 0.6  # of the LoRA tensors have a gradient: a last block's text stream and experts without a token have none
+
+
+@dataclass
+class Report:
+    """What was found for an entry: the checks that passed, by mode, and its scheduler."""
+
+    entry: Entry
+    scheduler: str = ""
+    passed: dict[bool, list[CheckName]] = field(default_factory=dict)  # guided or not -> checks
+
+
+@dataclass
+class Trial:
+    """An entry in one mode: what its checks share."""
+
+    entry: Entry
+    pipe: Any
+    lora: dict[str, list[torch.nn.Parameter]]  # by denoiser
+    call: dict[str, Any]
+    guided: bool
+    tape: Tape = field(default_factory=lambda: Tape({}, 0))
+    full: list[torch.Tensor] = field(default_factory=list)  # gradients of the full replay
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(itertools.chain.from_iterable(self.lora.values()))
+
+    def arguments(self) -> dict[str, Any]:
+        """A copy of the call: some pipelines write into their lists."""
+        return select_call(self.call, range(self.entry.batch))
+
+    def halves(self) -> list[list[int]]:
+        """The batch in two parts, out of order."""
+        return [[2, 0], [3, 1]] if self.entry.batch == 4 else [[i] for i in reversed(range(self.entry.batch))]
+
+    @contextlib.contextmanager
+    def weights_kept(self) -> Iterator[None]:
+        """The weights are afterwards what they were before."""
+        before = [p.detach().clone() for p in self.parameters]
+        try:
+            yield
+        finally:
+            for p, kept in zip(self.parameters, before, strict=True):
+                p.data.copy_(kept)
+
+    def gradients(self, **options: Any) -> tuple[list[torch.Tensor], float]:
+        """LoRA gradients of a weighted sum of log-probs, and the largest |ratio - 1|."""
+        index: Sequence[int] = options.get("index", range(self.entry.batch))
+        weights, deviations = WEIGHTS[list(index)], []
+
+        def on_step(k: int, step: ReplayedStep) -> torch.Tensor | None:
+            assert step.recorded_log_prob is not None and step.log_prob.shape == weights.shape
+            deviations.append(float(((step.log_prob.detach() - step.recorded_log_prob).exp() - 1).abs().max()))
+            return (weights * step.log_prob).sum() if step.log_prob.requires_grad else None
+
+        for p in self.parameters:
+            p.grad = None
+        replay(self.pipe, self.tape, on_step, **options)
+        assert len(deviations) >= 1
+        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters], max(deviations)
+
+
+def build(entry: Entry) -> tuple[Any, dict[str, list[torch.nn.Parameter]]]:
+    """A fresh pipeline with gerl's LoRA on its denoisers, B not zero, and the LoRA's parameters by denoiser."""
+    diffusers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    pipe = entry.build()
+    pipe.set_progress_bar_config(disable=True)
+    assert type(pipe).__name__ == entry.name, f"the entry is named {entry.name} but builds a {type(pipe).__name__}"
+    for component in pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False).eval()
+    lora = {name: list(add_lora(d, 4, 8.0, None, seed=0).values()) for name, d in find_denoisers(pipe).items()}
+    torch.manual_seed(1)
+    for p in itertools.chain.from_iterable(lora.values()):
+        p.data.normal_(0, 0.2)
+    return pipe, lora
+
+
+def call_for(entry: Entry, pipe: Any, guided: bool) -> dict[str, Any]:
+    """Keyword arguments of a call of `entry.batch` prompts of different lengths; negative prompts likewise."""
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    common = {"height": entry.size, "width": entry.size, "num_inference_steps": NUM_STEPS, "output_type": "latent"}
+    call: dict[str, Any] = {"prompt": tiny.PROMPTS[: entry.batch]}
+    call |= {name: value for name, value in common.items() if name in accepted}
+    call |= entry.call | ((entry.cfg or {}) if guided else entry.no_cfg)
+    if "negative_prompt" in call:
+        call["negative_prompt"] = NEGATIVE[: entry.batch]
+    return call | (entry.inputs(entry.batch) if entry.inputs else {})
+
+
+def check_guided(trial: Trial) -> None:
+    trial.pipe(**trial.arguments(), generator=tiny.generators(trial.entry.batch))
+
+
+def check_stock(trial: Trial) -> None:
+    torch.manual_seed(0)  # some draw from the global generator what they were given no generator for
+    stock = trial.pipe(**trial.arguments(), generator=tiny.generators(trial.entry.batch))
+    torch.manual_seed(0)
+    ours, _ = record(
+        trial.pipe,
+        trial.arguments(),
+        kernel=trial.entry.kernel,
+        noise_level=0.0,
+        generators=tiny.generators(trial.entry.batch),
+        probe=False,
+    )
+    pairs = list(zip(arrays(stock), arrays(ours), strict=True))
+    assert pairs, "the pipeline's output has neither tensors nor images"
+    for a, b in pairs:
+        assert a.shape == b.shape and np.isfinite(a).all(), "the stock pipeline's output is not finite"
+        assert np.array_equal(a, b), f"noise 0 differs from the stock pipeline by {np.abs(a - b).max()}"
+
+
+def check_replay(trial: Trial) -> None:
+    _, trial.tape = record(
+        trial.pipe,
+        trial.arguments(),
+        kernel=trial.entry.kernel,
+        noise_level=NOISE,
+        generators=tiny.generators(trial.entry.batch),
+    )
+    trial.full, deviation = trial.gradients()
+    assert deviation == 0.0, f"the ratio of the full replay is off by {deviation}"
+    with trial.weights_kept():
+        for p in trial.parameters:
+            p.data.mul_(1.5)
+        moved = trial.gradients(steps=trial.tape.stochastic_steps[:1], grad=False)[1]
+    assert moved > 1e-6, "the ratio does not move with the weights"
+
+
+def check_gradient(trial: Trial) -> None:
+    assert all(torch.isfinite(g).all() for g in trial.full), "a LoRA gradient is not finite"
+    grads = iter(trial.full)
+    for name, parameters in trial.lora.items():
+        reached = sum(bool(g.any()) for g in itertools.islice(grads, len(parameters)))
+        if reached == 0 and len(trial.lora) > 1 and not trial.guided:
+            continue  # one for the negative prompt
+        assert reached >= MOST * len(parameters), f"{reached} of {len(parameters)} tensors of {name} have a gradient"
+    assert any(g.any() for g in trial.full)
+
+
+def check_derivative(trial: Trial) -> None:
+    """By a central difference along a random direction: it has what a part computes without gradient as well."""
+    first, generator = trial.tape.stochastic_steps[:1], torch.Generator().manual_seed(3)
+    grads, _ = trial.gradients(steps=first)
+    direction = [torch.randn(p.shape, generator=generator) for p in trial.parameters]
+    norm = float(torch.cat([g.flatten() for g in grads]).norm())
+    expected = sum(float((g * d).sum()) for g, d in zip(grads, direction, strict=True))
+
+    def value(move: float) -> float:
+        values: list[torch.Tensor] = []
+        with trial.weights_kept():
+            for p, d in zip(trial.parameters, direction, strict=True):
+                p.data.add_(d, alpha=move)
+            replay(trial.pipe, trial.tape, lambda k, step: values.append(step.log_prob), steps=first, grad=False)
+        return float((WEIGHTS[: trial.entry.batch].double() * values[0].double()).sum())
+
+    def off(size: float) -> float:
+        return abs((value(size) - value(-size)) / (2 * size) - expected) / norm
+
+    # experts are chosen anew where the weights move far, rounding errors show where they move little
+    assert off(1e-3) < 0.05 or off(1e-4) < 0.05, "the gradient is not the derivative"
+
+
+def check_window(trial: Trial) -> None:
+    grads, deviation = trial.gradients(steps=trial.tape.stochastic_steps[-1:])
+    assert deviation == 0.0, f"the ratio of a replay of one step is off by {deviation}"
+    assert any(g.any() for g in grads) and all(torch.isfinite(g).all() for g in grads)
+    assert distance(grads, trial.full) > 1e-4, "one step has the gradient of all"
+
+
+def encoders(pipe: Any) -> dict[str, Any]:
+    """The text and image encoders of a pipeline; OmniGen has none."""
+    return {name: c for name, c in pipe.components.items() if "encoder" in name and c is not None}
+
+
+def check_encoders(trial: Trial) -> None:
+    removed = encoders(trial.pipe)
+    try:
+        for name in removed:
+            setattr(trial.pipe, name, None)
+        grads, deviation = trial.gradients()
+    finally:
+        for name, component in removed.items():
+            setattr(trial.pipe, name, component)
+    assert deviation == 0.0, f"without encoders the ratio of the full replay is off by {deviation}"
+    assert all(torch.equal(a, b) for a, b in zip(grads, trial.full, strict=True)), "the gradient is another"
+
+
+def check_sub_batch(trial: Trial) -> None:
+    deviation = trial.gradients(index=trial.halves()[0], steps=trial.tape.stochastic_steps[-1:], grad=False)[1]
+    assert deviation <= 1e-5, f"the ratio of a sub-batch is off by {deviation}"
+
+
+def check_micro_batch(trial: Trial) -> None:
+    parts = []
+    for index in trial.halves():
+        grads, deviation = trial.gradients(index=index)
+        assert deviation <= 1e-5, f"the ratio of samples {index} is off by {deviation}"
+        parts.append(grads)
+    off = distance([sum(g) for g in zip(*parts, strict=True)], trial.full)
+    assert off < 2e-4, f"the gradients of micro-batches add up to one that differs by {off} from the batch's"
+
+
+CHECKS: dict[CheckName, Callable[[Trial], None]] = {
+    "guided": check_guided,
+    "stock": check_stock,
+    "replay": check_replay,
+    "gradient": check_gradient,
+    "derivative": check_derivative,
+    "window": check_window,
+    "encoders": check_encoders,
+    "sub_batch": check_sub_batch,
+    "micro_batch": check_micro_batch,
+}
+assert tuple(CHECKS) == get_args(CheckName)
+
+
+def check_mode(report: Report, pipe: Any, lora: dict[str, list[torch.nn.Parameter]], guided: bool) -> None:
+    """Run the checks of one mode; those that `entry.fails` names must fail."""
+    entry = report.entry
+    trial = Trial(entry, pipe, lora, call_for(entry, pipe, guided), guided)
+    passed = report.passed[guided] = []
+    absent = [] if guided else ["guided"]
+    absent += ["sub_batch", "micro_batch"] if entry.batch == 1 else []
+    absent += [] if encoders(pipe) else ["encoders"]
+    for name, check in CHECKS.items():
+        if name in absent:
+            continue
+        if name not in entry.fails:
+            check(trial)
+            passed.append(name)
+            continue
+        with pytest.raises(Exception, match=r"."):
+            check(trial)
+        if name in ("guided", "replay"):
+            return
+
+
+def check_entry(entry: Entry) -> Report:
+    """Run every check on `entry` with and without guidance."""
+    pipe, lora = build(entry)
+    report = Report(entry, type(pipe.scheduler).__name__)
+    if entry.refused:
+        with pytest.raises(GerlError, match=entry.refused):
+            check_refused(entry, pipe, lora)
+        return report
+    for guided in [False] if entry.cfg is None else [False, True]:
+        check_mode(report, pipe, lora, guided)
+    return report
+
+
+def check_refused(entry: Entry, pipe: Any, lora: dict[str, list[torch.nn.Parameter]]) -> None:
+    """Roll out and replay an entry that should stop with an error."""
+    guided = entry.cfg is not None
+    check_replay(Trial(entry, pipe, lora, call_for(entry, pipe, guided), guided))
+
+
+def arrays(output: Any) -> list[np.ndarray]:
+    """The tensors and images of a pipeline's output, as arrays."""
+    values = [v for v in output.values() if v is not None] if hasattr(output, "values") else list(output)
+    leaves = tree_leaves(values)
+    return [v.detach().float().numpy() if torch.is_tensor(v) else np.asarray(v) for v in leaves]
+
+
+def distance(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    """Norm of the difference of two gradients relative to the norm of the second."""
+    one, other = (torch.cat([g.flatten() for g in grads]).double() for grads in (a, b))
+    return float((one - other).norm() / other.norm())

@@ -1,0 +1,203 @@
+"""Pipelines that are given pictures: inpainting, image to image, ControlNet and editing."""
+
+from typing import Any
+
+import diffusers
+import numpy as np
+import tiny
+import torch
+import transformers
+from PIL import Image
+from zoo.base import Entry
+from zoo.text_to_image import flux2, flux2_klein
+
+
+def pictures(n: int, size: int = 16) -> list[Image.Image]:
+    """Different ones, of noise."""
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)) for _ in range(n)]
+
+
+def masks(n: int) -> list[Image.Image]:
+    """White, where the picture is to be painted anew: the left half, the upper half, and so on in turn."""
+    halves = [np.zeros((16, 16), dtype=np.uint8) for _ in range(n)]
+    for i, half in enumerate(halves):
+        (half if i % 2 == 0 else half.T)[:, :8] = 255
+    return [Image.fromarray(half) for half in halves]
+
+
+def image(n: int) -> dict[str, Any]:
+    return {"image": pictures(n)}
+
+
+def image_and_mask(n: int) -> dict[str, Any]:
+    return {"image": pictures(n), "mask_image": masks(n)}
+
+
+def control_image(n: int) -> dict[str, Any]:
+    return {"control_image": pictures(n)}
+
+
+def two_references(_: int) -> dict[str, Any]:
+    """The same for every sample, and as small as FLUX.2 takes them."""
+    return {"image": pictures(2, 64)}
+
+
+def megapixels(n: int) -> dict[str, Any]:
+    """Qwen-Image-Edit scales every picture to this area; the VAE is fastest on upright ones."""
+    return {"image": [picture.resize((256, 4096)) for picture in pictures(n)]}
+
+
+def as_class(pipe: Any, cls: type, **more: Any) -> Any:
+    """A pipeline of another class with the components of `pipe`, and others."""
+    return cls(**pipe.components | more)
+
+
+def sd3_inpaint() -> Any:
+    pipe = tiny.sd3(layers=1)  # of 16 channels, the only number that this class takes
+    transformer = diffusers.SD3Transformer2DModel.from_config(pipe.transformer.config, in_channels=16, out_channels=16)
+    return as_class(
+        pipe, diffusers.StableDiffusion3InpaintPipeline, transformer=transformer.eval(), vae=tiny.image_vae(16)
+    )
+
+
+def sd3_controlnet() -> Any:
+    pipe = tiny.sd3(layers=2)  # the last one takes nothing from a ControlNet
+    controlnet = diffusers.SD3ControlNetModel.from_config(pipe.transformer.config, extra_conditioning_channels=0)
+    return as_class(pipe, diffusers.StableDiffusion3ControlNetPipeline, controlnet=with_effect(controlnet))
+
+
+def flux_controlnet() -> Any:
+    pipe = tiny.flux()
+    controlnet = diffusers.FluxControlNetModel.from_config(pipe.transformer.config)
+    return as_class(pipe, diffusers.FluxControlNetPipeline, controlnet=with_effect(controlnet))
+
+
+def with_effect(controlnet: Any) -> Any:
+    """The layers that a fresh ControlNet has at zero drawn anew."""
+    for p in controlnet.parameters():
+        if not p.any():
+            torch.nn.init.normal_(p, std=0.1)
+    return controlnet.eval()
+
+
+def with_small_latents(pipe: Any) -> Any:
+    """Eight pixels a latent instead of two."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    vae = diffusers.AutoencoderKLFlux2.from_config(pipe.vae.config, block_out_channels=(8,) * 4, **blocks)
+    return as_class(pipe, type(pipe), vae=vae)
+
+
+class PictureProcessor(transformers.Qwen2VLProcessor):
+    """Qwen's processor without its part for videos, which needs torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+def qwen_edit(cls: type) -> Any:
+    pipe = tiny.qwen_image()
+    tokenizer = pipe.tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"]})
+    config = pipe.text_encoder.config
+    config.text_config.vocab_size = len(tokenizer)
+    config.image_token_id, config.video_token_id, config.vision_start_token_id = range(tiny.VOCAB, tiny.VOCAB + 3)
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=2,
+        z_dim=4,
+        dim_mult=[1] * 7,  # 64 pixels a latent, so that a megapixel is few of them
+        num_res_blocks=0,
+        temperal_downsample=[False] * 6,
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    ).eval()
+    pixels = {"min_pixels": 28 * 28, "max_pixels": 6 * 28 * 28}
+    processor = PictureProcessor(transformers.Qwen2VLImageProcessorPil(**pixels), tokenizer)
+    text_encoder = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    edit = as_class(pipe, cls, vae=vae, text_encoder=text_encoder, processor=processor)
+    picture = "<|vision_start|><|image_pad|>" if cls is diffusers.QwenImageEditPipeline else ""
+    edit.prompt_template_encode, edit.prompt_template_encode_start_idx = picture + "{}", 0  # shorter
+    return edit
+
+
+LENGTH = {"max_sequence_length": 8}
+THREE_OF_FOUR = {"num_inference_steps": 4, "strength": 0.75}
+GUIDANCE = {"guidance_scale": 1.0}, {"guidance_scale": 4.5}
+TRUE_CFG = {}, {"true_cfg_scale": 3.0, "negative_prompt": "..."}
+
+ENTRIES = [
+    Entry(
+        "FluxInpaintPipeline",
+        "inpainting",
+        lambda: as_class(tiny.flux(), diffusers.FluxInpaintPipeline),
+        *TRUE_CFG,
+        LENGTH | THREE_OF_FOUR,
+        image_and_mask,
+    ),
+    Entry(
+        "StableDiffusion3InpaintPipeline", "inpainting", sd3_inpaint, *GUIDANCE, LENGTH | THREE_OF_FOUR, image_and_mask
+    ),
+    Entry("FluxControlNetPipeline", "ControlNet", flux_controlnet, *TRUE_CFG, LENGTH, control_image),
+    Entry("StableDiffusion3ControlNetPipeline", "ControlNet", sd3_controlnet, *GUIDANCE, LENGTH, control_image),
+    Entry(
+        "StableDiffusion3Img2ImgPipeline",
+        "image to image",
+        lambda: as_class(tiny.sd3(layers=1), diffusers.StableDiffusion3Img2ImgPipeline),
+        *GUIDANCE,
+        LENGTH | THREE_OF_FOUR,
+        image,
+    ),
+    Entry(
+        "ZImageImg2ImgPipeline",
+        "image to image",
+        lambda: as_class(tiny.z_image(), diffusers.ZImageImg2ImgPipeline),
+        {"guidance_scale": 0.0},
+        {"guidance_scale": 3.0},
+        THREE_OF_FOUR,
+        image,
+    ),
+    Entry(
+        "FluxKontextPipeline",
+        "editing",
+        lambda: as_class(tiny.flux(), diffusers.FluxKontextPipeline),
+        *TRUE_CFG,
+        LENGTH | {"max_area": 16 * 16, "_auto_resize": False},
+        image,
+    ),
+    Entry(
+        "Flux2Pipeline",
+        "editing",
+        lambda: with_small_latents(flux2()),
+        call={"max_sequence_length": 64, "text_encoder_out_layers": (0, 1)},
+        inputs=two_references,
+        size=32,
+    ),
+    Entry(
+        "Flux2KleinPipeline",
+        "editing",
+        lambda: with_small_latents(flux2_klein()),
+        *GUIDANCE,
+        {"max_sequence_length": 64, "text_encoder_out_layers": (0, 1)},
+        two_references,
+        size=32,
+    ),
+    Entry(
+        "QwenImageEditPipeline",
+        "editing",
+        lambda: qwen_edit(diffusers.QwenImageEditPipeline),
+        *TRUE_CFG,
+        inputs=megapixels,
+        batch=2,
+        size=256,
+    ),
+    Entry(
+        "QwenImageEditPlusPipeline",
+        "editing",
+        lambda: qwen_edit(diffusers.QwenImageEditPlusPipeline),
+        *TRUE_CFG,
+        inputs=megapixels,
+        batch=1,
+        size=256,
+    ),
+]
