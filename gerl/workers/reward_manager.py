@@ -80,6 +80,7 @@ class Load:
     queued: float = 0.0
     retries: int = 0
     restarts: int = 0
+    warnings: int = 0
 
 
 class RewardManager:
@@ -111,7 +112,7 @@ class RewardManager:
         return Round(self, samples, draw, lanes)
 
     def metrics(self) -> dict[str, float]:
-        """Of each scorer since the last time: seconds a call took and waited, images a second, retries, restarts."""
+        """Of each scorer since the last time: seconds a call took and waited, images a second, and what went wrong."""
         metrics: dict[str, float] = {}
         for name, load in self.load.items():
             calls = max(load.calls, 1)
@@ -121,6 +122,7 @@ class RewardManager:
                 f"scorer/{name}/images_per_s": load.images / load.seconds if load.seconds else 0.0,
                 f"scorer/{name}/retries": float(load.retries),
                 f"scorer/{name}/restarts": float(load.restarts),
+                f"scorer/{name}/warnings": float(load.warnings),
             }
             self.load[name] = Load()
         return metrics
@@ -249,6 +251,9 @@ class Round:
         load.images += len(job.places)
         load.seconds += answer.seconds
         load.retries += len(answer.retried)
+        load.warnings += len(answer.warnings)
+        for message in answer.warnings:
+            logger.warning("scorer %s: %s", job.scorer, message)
         for reason in answer.retried:
             logger.warning("scorer %s was asked again, it failed for %s", job.scorer, reason)
         for (i, row), found in zip(job.places, answer.rows, strict=True):

@@ -5,7 +5,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ FRAMES = 8  # of a video are shown to a scorer that knows images only
 
 @dataclass(frozen=True)
 class Answer:
-    """What a scorer said about images [B]: a row each, what it took, and why it was asked more than once."""
+    """What a scorer said about images [B]: a row each, what it took, why it was asked more than once, its warnings."""
 
     rows: list[Row]
     seconds: float
     retried: list[str]
+    warnings: list[str]
 
 
 class RewardWorker:
@@ -62,12 +64,13 @@ class RewardWorker:
         """
         start = time.perf_counter()
         pixels = [images[i].pixels[row] for i, row in places]
-        rows, retried = self._attempt(name, pixels, prompts, metadata), list[str]()
-        while (failed := _failures(rows)) and len(retried) < self.retries:
-            retried.append(f"{len(failed)} of {len(rows)} images: {failed[0].reason}")
-            again = self._attempt(name, pixels, prompts, metadata)
-            rows = [_filled(row, new) for row, new in zip(rows, again, strict=True)]
-        return Answer(rows, time.perf_counter() - start, retried)
+        with _caught_warnings() as warnings:
+            rows, retried = self._attempt(name, pixels, prompts, metadata), list[str]()
+            while (failed := _failures(rows)) and len(retried) < self.retries:
+                retried.append(f"{len(failed)} of {len(rows)} images: {failed[0].reason}")
+                again = self._attempt(name, pixels, prompts, metadata)
+                rows = [_filled(row, new) for row, new in zip(rows, again, strict=True)]
+        return Answer(rows, time.perf_counter() - start, retried, warnings)
 
     def _attempt(
         self, name: str, pixels: list[np.ndarray], prompts: list[str], metadata: list[dict[str, Any]]
@@ -98,6 +101,21 @@ class RewardWorker:
             for i, value in enumerate(_by_image(name, scores, owners, len(pixels))):
                 rows[i][label] = value
         return rows
+
+
+@contextmanager
+def _caught_warnings() -> Iterator[list[str]]:
+    """What gerl's scorers warn of: the log of a worker's process is not the run's, so it travels with the answer."""
+    messages: list[str] = []
+    scorers, handler = logging.getLogger("gerl.utils.reward_score"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    scorers.addHandler(handler)
+    scorers.propagate = False
+    try:
+        yield messages
+    finally:
+        scorers.removeHandler(handler)
+        scorers.propagate = True
 
 
 def _pictures(pixels: np.ndarray, whole: bool) -> list[Any]:

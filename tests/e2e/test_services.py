@@ -209,34 +209,35 @@ def test_replicas_that_die_are_replaced_and_what_they_were_scoring_is_asked_agai
     assert not now & victims
 
 
-def test_a_run_trains_on_a_service_as_on_a_function(
+def test_a_run_trains_on_a_service_as_on_a_function_and_outlives_its_end(
     service: Service,
     remote: Callable[..., RemoteScorer],
     arguments: Any,
     train: Callable[..., Any],
     tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    kwargs = f"{{url: '{remote().url}', scorer: mean, token_env: GERL_TEST_SERVICE_TOKEN}}"
-    served = train(tmp_path / "served", f"+reward.scorers.remote={{weight: 0.5, kwargs: {kwargs}}}", scorer="")
     plain = train(tmp_path / "plain")
+    metrics = tmp_path / "served" / "metrics.jsonl"
+
+    def kill_and_start() -> None:
+        service.wait(lambda: metrics.exists() and bool(metrics.read_text()))
+        service.end(signal.SIGKILL)
+        time.sleep(1)
+        service.start()
+
+    operator = threading.Thread(target=kill_and_start)
+    operator.start()
+    kwargs = f"{{url: '{remote().url}', scorer: mean, token_env: GERL_TEST_SERVICE_TOKEN, retries: 60, backoff: 0.5}}"
+    served = train(tmp_path / "served", f"+reward.scorers.remote={{weight: 0.5, kwargs: {kwargs}}}", scorer="")
+    operator.join(120)
     assert served.column("reward/mean") == pytest.approx(plain.column("reward/mean"), rel=1e-6)
-    assert served.column("reward/mean")[0] > 0
+    assert served.column("reward/mean")[0] > 0 and not any(served.column("reward/failures"))
     assert (served.lora(2) - plain.lora(2)).abs().max() < 1e-6 and served.lora(2).abs().max() > 0
-
-
-def test_a_service_that_is_killed_and_started_again_is_found_again(
-    service: Service, remote: Callable[..., RemoteScorer]
-) -> None:
-    scorer = remote(backoff=1.0, retries=30)
-    service.end(signal.SIGKILL)
-    after: list[Any] = []
-    asking = threading.Thread(target=lambda: after.append(scorer(IMAGES, PROMPTS, ROWS)))
-    asking.start()
-    time.sleep(1)
-    service.start()
-    asking.join(120)
-    assert [columns["bright"] for columns in after] == [brightness(IMAGES)]
-    assert service.end(signal.SIGTERM) == 0  # and it ends in peace
+    before, after = served.column("scorer/remote/latency_s")
+    assert after > 1 > before  # it waited for the service
+    assert served.column("scorer/remote/warnings")[1] > 0 and "attempt 1; next in" in caplog.text
+    assert service.end(signal.SIGTERM) == 0  # and that ends in peace
     assert "Traceback" not in service.log.read_text()
 
 

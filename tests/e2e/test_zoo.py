@@ -4,7 +4,9 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
@@ -26,6 +28,16 @@ REPORTS: dict[tuple[str, str], Report] = {}
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: f"{e.name}-{e.task}".replace(" ", "-"))
 def test_a_pipeline_of_diffusers(entry: Entry) -> None:
     REPORTS[entry.name, entry.task] = check_entry(entry)
+
+
+@pytest.mark.parametrize("entry", [e for e in conditioned.ENTRIES if e.batch == 4], ids=lambda e: e.name)
+def test_the_pictures_of_one_prompt_for_all_samples_of_it(entry: Entry) -> None:
+    def once(_: int) -> dict[str, Any]:
+        given = entry.inputs(1) if entry.inputs else {}
+        return {name: value[0] if len(value) == 1 else value for name, value in given.items()}
+
+    each = entry.name == "StableDiffusion3Img2ImgPipeline"  # which wants as many pictures as prompts
+    check_entry(replace(entry, batch=2, cfg=None, inputs=entry.inputs if each else once))
 
 
 def test_the_pipeline_of_the_docs_is_trained_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,21 +76,23 @@ def test_the_table_of_the_models() -> None:
 
 def table(reports: list[Report]) -> str:
     """A row for each pipeline. Nothing in it depends on the machine."""
-    rows = ["pipeline | task | scheduler | guidance | sub-batches | without encoders | limit", " | ".join(["---"] * 7)]
+    rows = [
+        "pipeline | task | scheduler | guidance | `algorithm.cfg` | sub-batches | without encoders | limit",
+        " | ".join(["---"] * 8),
+    ]
     rows += [" | ".join([f"`{r.entry.name}`", r.entry.task, r.scheduler, *results(r), r.entry.limit]) for r in reports]
     return "".join(f"| {row} |\n" for row in rows)
 
 
-def results(report: Report) -> tuple[str, str, str]:
-    """Guidance, sub-batches and encoders, in words."""
+def results(report: Report) -> tuple[str, str, str, str]:
+    """Guidance, its modes in the update, sub-batches and encoders, in words."""
     entry, plain, guided = report.entry, report.passed.get(False, []), report.passed.get(True)
     if entry.refused:
-        return "refused", "", ""
+        return "refused", "", "", ""
     guidance = "off" if guided is None else "on and off" if "replay" in guided else "off only"
     tried = [plain] if guided is None or "replay" not in guided else [plain, guided]
     together = "one prompt a call" if entry.batch == 1 else "whole batch only"
     sub_batches = "yes" if all("micro_batch" in passed for passed in tried) else together
-    encoders = (
-        "yes" if all("encoders" in passed for passed in tried) else "no" if "encoders" in entry.fails else "has none"
-    )
-    return guidance, sub_batches, encoders
+    encoders = "yes" if all("encoders" in passed for passed in tried) else "has none"
+    encoders = "no" if "encoders" in entry.fails else encoders
+    return guidance, ", ".join(report.modes), sub_batches, encoders

@@ -4,7 +4,8 @@
 ratio of a full replay is 1, exactly. `gradient`: every LoRA gradient is finite and they are not zero. `derivative`: it
 is the change of the log-probs per change of the weights. `window`: ratio and gradient for a replay of one step.
 `encoders`: the same without the text and image encoders. `sub_batch`: a replay of some samples has a ratio within 1e-5
-of 1. `micro_batch`: the gradients of sub-batches add up to that of the batch.
+of 1. `micro_batch`: the gradients of sub-batches add up to that of the batch. `modes`: replays that treat guidance
+otherwise (`algorithm.cfg`) have the same ratio or are refused.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import transformers
 from torch.utils._pytree import tree_leaves
 from zoo.base import CheckName, Entry
 
-from gerl.errors import GerlError
+from gerl.errors import GerlError, ReplayError
 from gerl.utils.lora import add_lora
 from gerl.workers.diffusers_model import ReplayedStep, Tape, record, replay
 from gerl.workers.diffusers_model.batching import select_call
@@ -42,6 +43,7 @@ class Report:
     entry: Entry
     scheduler: str = ""
     passed: dict[bool, list[CheckName]] = field(default_factory=dict)  # guided or not -> checks
+    modes: list[str] = field(default_factory=list)  # what the update can do with guidance
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Trial:
     guided: bool
     tape: Tape = field(default_factory=lambda: Tape({}, 0))
     full: list[torch.Tensor] = field(default_factory=list)  # gradients of the full replay
+    modes: list[str] = field(default_factory=list)  # see `Report`
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -239,6 +242,21 @@ def check_micro_batch(trial: Trial) -> None:
     assert off < 2e-4, f"the gradients of micro-batches add up to one that differs by {off} from the batch's"
 
 
+def check_modes(trial: Trial) -> None:
+    first = trial.tape.stochastic_steps[:1]
+    parts: list[dict[str, Any]] = [{}] if trial.entry.batch == 1 else [{}, {"index": trial.halves()[0]}]
+    for mode in ("detach_uncond", "off"):
+        try:
+            for part in parts:
+                grads, deviation = trial.gradients(steps=first, cfg=mode, **part)
+                assert any(g.any() for g in grads) and all(torch.isfinite(g).all() for g in grads)
+                assert mode == "off" or deviation <= 1e-5, f"with {mode} the ratio is off by {deviation}"
+        except ReplayError as error:
+            assert "use cfg joint" in str(error)
+        else:
+            trial.modes.append(mode)
+
+
 CHECKS: dict[CheckName, Callable[[Trial], None]] = {
     "guided": check_guided,
     "stock": check_stock,
@@ -249,6 +267,7 @@ CHECKS: dict[CheckName, Callable[[Trial], None]] = {
     "encoders": check_encoders,
     "sub_batch": check_sub_batch,
     "micro_batch": check_micro_batch,
+    "modes": check_modes,
 }
 assert tuple(CHECKS) == get_args(CheckName)
 
@@ -256,9 +275,10 @@ assert tuple(CHECKS) == get_args(CheckName)
 def check_mode(report: Report, pipe: Any, lora: dict[str, list[torch.nn.Parameter]], guided: bool) -> None:
     """Run the checks of one mode; those that `entry.fails` names must fail."""
     entry = report.entry
-    trial = Trial(entry, pipe, lora, call_for(entry, pipe, guided), guided)
+    trial = Trial(entry, pipe, lora, call_for(entry, pipe, guided), guided, modes=report.modes)
     passed = report.passed[guided] = []
-    absent = [] if guided else ["guided"]
+    absent = [] if guided else ["guided", "modes"]
+    absent += ["modes"] if "sub_batch" in entry.fails else []  # the halves of guidance are sub-batches too
     absent += ["sub_batch", "micro_batch"] if entry.batch == 1 else []
     absent += [] if encoders(pipe) else ["encoders"]
     for name, check in CHECKS.items():
@@ -267,6 +287,7 @@ def check_mode(report: Report, pipe: Any, lora: dict[str, list[torch.nn.Paramete
         if name not in entry.fails:
             check(trial)
             passed.append(name)
+            trial.modes += ["joint"] if guided and name == "replay" else []
             continue
         with pytest.raises(Exception, match=r"."):
             check(trial)

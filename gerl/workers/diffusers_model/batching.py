@@ -17,6 +17,11 @@ def detached_copy(tree: Any) -> Any:
     return tree_map(lambda v: v.detach().clone() if torch.is_tensor(v) else v, tree)
 
 
+def shapes(tree: Any) -> Any:
+    """`tree` with tensors that have no values: what is compared to find batch dimensions."""
+    return tree_map(lambda v: v.detach().to("meta") if torch.is_tensor(v) else v, tree)
+
+
 def num_elements(tree: Any) -> int:
     """Number of tensor elements in `tree`."""
     return sum(v.numel() for v in tree_leaves(tree) if torch.is_tensor(v))

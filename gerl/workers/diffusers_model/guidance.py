@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.errors import ReplayError
-from gerl.workers.diffusers_model.batching import detached_copy, materialised, select_call
+from gerl.workers.diffusers_model.batching import detached_copy, select_call, take
 from gerl.workers.diffusers_model.instrument import StopPipeline, routed
 from gerl.workers.diffusers_model.tape import ComponentCall, Tape
 from gerl.workers.diffusers_model.transitions import advance
@@ -54,11 +54,18 @@ def guidance_roles(pipe: Any, tape: Tape, steps: Iterable[int], cfg: CfgMode) ->
     return {(k, nth): role for k, structure in structures.items() for nth, role in found[structure].items()}
 
 
-def guided(forward: Callable[..., Any], role: Role, cfg: CfgMode, half: int, rows_in_list: bool) -> Callable[..., Any]:
+def guided(
+    forward: Callable[..., Any],
+    role: Role,
+    cfg: CfgMode,
+    half: int,
+    rows_in_list: bool,
+    alike: Iterable[ComponentCall] = (),
+) -> Callable[..., Any]:
     """`forward` of a call with `role`, run as `cfg` says; the result has the rows that `forward` would give.
 
     `half`: rows of one half of a call with both. `rows_in_list`: its output, and hence its input, is a list with an
-    entry per row.
+    entry per row. `alike`: the same call for other numbers of rows, which show where its rows are.
     """
     if cfg == "joint" or role == "conditional":
         return forward
@@ -66,8 +73,7 @@ def guided(forward: Callable[..., Any], role: Role, cfg: CfgMode, half: int, row
         return torch.no_grad()(forward)
 
     def in_halves(*args: Any, **kwargs: Any) -> Any:
-        first = _slice_rows((args, kwargs), slice(0, half), 2 * half, rows_in_list)
-        second = _slice_rows((args, kwargs), slice(half, None), 2 * half, rows_in_list)
+        first, second = _halves((args, kwargs), half, rows_in_list, alike)
         conditional, unconditional = (first, second) if role == "conditional_first" else (second, first)
         u = None
         if cfg == "detach_uncond":
@@ -86,10 +92,46 @@ def has_rows_in_list(output: Any) -> bool:
     return isinstance(_leading(output), list)
 
 
+def check_stands_for(conditional: Any, unconditional: Any, step: int) -> None:
+    """Raise `ReplayError` if the one output cannot be used for the other because a row of it has another shape."""
+    c, u = (
+        next((v.shape[1:] for v in tree_leaves(x) if torch.is_tensor(v)), None) for x in (conditional, unconditional)
+    )
+    if c != u:
+        raise ReplayError(
+            f"the unconditional denoiser output at step {step} has rows of another shape than the conditional one, "
+            "which cannot stand for it: use cfg joint or detach_uncond"
+        )
+
+
 def _leading(output: Any) -> Any:
     """The first tensor or list of an output: what has its rows. An empty list where there is neither."""
     values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
     return next((v for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim)), [])
+
+
+def _halves(tree: Any, half: int, rows_in_list: bool, alike: Iterable[ComponentCall]) -> tuple[Any, Any]:
+    """The arguments of the first and of the second half of a call with both.
+
+    With the same call for another number of rows, rows are found in any dimension; without (a batch of one prompt),
+    the first one is taken.
+    """
+    total = 2 * half
+    for call in alike:
+        count = len(_leading(call.output))
+        if call.inputs is not None and count and count != total:
+            one, other = (take(tree, call.inputs, r, total, count) for r in (range(half), range(half, total)))
+            return one, other
+    for value in [] if rows_in_list else tree_leaves(tree):
+        if torch.is_tensor(value) and total in value.shape[1:] and value.shape[0] != total:
+            raise ReplayError(
+                f"one prompt does not show where the halves of guidance are in an input of shape {list(value.shape)}: "
+                "use cfg joint, or more prompts in a batch"
+            )
+    return (
+        _slice_rows(tree, slice(0, half), total, rows_in_list),
+        _slice_rows(tree, slice(half, None), total, rows_in_list),
+    )
 
 
 def _slice_rows(tree: Any, rows: slice, total: int, rows_in_list: bool) -> Any:
@@ -225,8 +267,7 @@ class _Inspector:
         def leaf(value: Any) -> Any:
             return value.requires_grad_() if torch.is_tensor(value) and value.is_floating_point() else value
 
-        output = materialised(detached_copy(recorded[0].output), self.tape.steps[0].x.device)
-        self.outputs.append(tree_map(leaf, output))
+        self.outputs.append(tree_map(leaf, tree_map(self._with_values, detached_copy(recorded[0].output))))
         return self.outputs[-1]
 
     def on_scheduler_step(
@@ -244,6 +285,13 @@ class _Inspector:
         if self.steps <= self.influence.keys() or self.step == len(self.tape.steps):
             raise StopPipeline
         return self.tape.steps[self.step - 1].x_next
+
+    def _with_values(self, value: Any) -> Any:
+        """`value` itself, or noise where only the shape was kept: with zeros, rescaled guidance has no gradient."""
+        if not (torch.is_tensor(value) and value.is_meta):
+            return value
+        noise = torch.randn(value.shape, generator=self.generator)
+        return noise.to(value.dtype).to(self.tape.steps[0].x.device)
 
 
 def _squared_gradients(loss: torch.Tensor, output: Any) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.autoencoders import vae as vae_module
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
@@ -62,7 +63,9 @@ class _Step:
         **__: Any,
     ) -> SchedulerOutput | tuple[torch.Tensor]:
         x_next = self.head.on_scheduler_step(self.scheduler, model_output, timestep, sample)
-        x_next = x_next.to(sample.dtype, copy=True)  # a copy, since some pipelines write into it
+        euler = isinstance(self.scheduler, FlowMatchEulerDiscreteScheduler)  # which gives what it gets from the model
+        dtype = model_output.dtype if euler else sample.dtype
+        x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
         return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
 
 

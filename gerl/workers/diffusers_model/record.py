@@ -9,7 +9,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from gerl.errors import ModelError
-from gerl.workers.diffusers_model.batching import batch_size, detached_copy, materialised, num_elements, select_call
+from gerl.workers.diffusers_model.batching import (
+    batch_size,
+    detached_copy,
+    materialised,
+    num_elements,
+    select_call,
+    shapes,
+)
 from gerl.workers.diffusers_model.caches import Caches
 from gerl.workers.diffusers_model.instrument import StopPipeline, routed
 from gerl.workers.diffusers_model.kernels import gaussian_log_prob
@@ -134,12 +141,12 @@ class Recorder:
         k = len(self.tape.steps)
         earlier = self._same_call_before(name) if self._is_skipped(k) else None
         if earlier is not None:  # the step does not use it: what was said last has the right shape
-            self.tape.component_calls.append(ComponentCall(k, name, earlier.output))
+            self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
         held = self.caches.check_arguments(k, name, (args, kwargs))
         output = forward(*args, **kwargs)
         self.caches.note(k, (args, kwargs), held, output)
-        self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output)))
+        self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output), shapes((args, kwargs))))
         return output
 
     def on_scheduler_step(

@@ -22,7 +22,14 @@ from torch.utils._pytree import tree_map
 from gerl.errors import ReplayError
 from gerl.workers.diffusers_model.batching import detached_copy, materialised, rows, select_call, take
 from gerl.workers.diffusers_model.differentiable import Differentiable
-from gerl.workers.diffusers_model.guidance import CfgMode, Role, guidance_roles, guided, has_rows_in_list
+from gerl.workers.diffusers_model.guidance import (
+    CfgMode,
+    Role,
+    check_stands_for,
+    guidance_roles,
+    guided,
+    has_rows_in_list,
+)
 from gerl.workers.diffusers_model.instrument import StopPipeline, routed
 from gerl.workers.diffusers_model.kernels import Rule, gaussian_log_prob
 from gerl.workers.diffusers_model.tape import Tape
@@ -157,7 +164,7 @@ class Player:
         self.calls = iter(loop)
         self.position = (-1, 0)  # (scheduler step, component calls within it)
         probe = tape.probe.component_calls if tape.probe else []
-        self.probed = [c.output for c in probe if c.component in self.looped]
+        self.probed = [c for c in probe if c.component in self.looped]
         self.cuts: list[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = []
 
     def on_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,17 +188,19 @@ class Player:
         nth = self.position[1] + 1 if self.position[0] == self.step else 0
         self.position = (self.step, nth)
         if self.step not in self.live_at:
-            probed = self.probed[nth] if nth < len(self.probed) else None
+            probed = self.probed[nth].output if nth < len(self.probed) else None
             return materialised(self._samples(recorded.output, probed), self.tape.steps[0].x.device)
         if self.cuts and self.cuts[0][0] != self.step:
             self._backward_through_denoiser()
         forward = functools.partial(self.differentiable.run, self.components[name], forward)
         role = self.roles.get(self.position)
         if role == "unconditional" and self.cfg == "off":
+            check_stands_for(self.conditional, recorded.output, self.step)
             return self.conditional  # the same cut: the gradients of both meet in it
         if role:
             half = len(self._rows(self.tape.steps[self.step].x))
-            forward = guided(forward, role, self.cfg, half, has_rows_in_list(recorded.output))
+            alike = [c for c in (self.probed[nth : nth + 1] + [recorded]) if c.component == name]
+            forward = guided(forward, role, self.cfg, half, has_rows_in_list(recorded.output), alike)
         cut: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def leaf(value: Any) -> Any:

@@ -30,11 +30,15 @@ class Answer:
 
 @dataclass
 class ComponentCall:
-    """What a component (`transformer`, `controlnet`, ...) returned during scheduler step `step`."""
+    """What a component (`transformer`, `controlnet`, ...) returned during scheduler step `step`.
+
+    `inputs`: the shapes of what it was given, as positional and named arguments on the device `meta`.
+    """
 
     step: int
     component: str
     output: Any
+    inputs: Any = None
 
 
 @dataclass

@@ -122,7 +122,8 @@ def test_retries_are_logged_and_counted(file: str, tmp_path: Path, caplog: pytes
     assert found.totals == [1.0, 1.0]
     assert caplog.messages == ["scorer f was asked again, it failed for 2 of 2 images: OSError: lost"]
     metrics = made.metrics()
-    assert set(metrics) == {f"scorer/f/{m}" for m in ("latency_s", "queue_s", "images_per_s", "retries", "restarts")}
+    names = ("latency_s", "queue_s", "images_per_s", "retries", "restarts", "warnings")
+    assert set(metrics) == {f"scorer/f/{m}" for m in names}
     assert metrics["scorer/f/retries"] == 1 and metrics["scorer/f/latency_s"] > 0
     assert set(made.metrics().values()) == {0.0}  # a new count
 

@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_map
 
 from gerl.errors import ReplayError
 from gerl.workers.diffusers_model import ReplayedStep, Tape, guidance, record, replay
-from gerl.workers.diffusers_model.guidance import CfgMode, guided
+from gerl.workers.diffusers_model.batching import shapes
+from gerl.workers.diffusers_model.guidance import CfgMode, check_stands_for, guided
+from gerl.workers.diffusers_model.tape import ComponentCall
 
 MODES: tuple[CfgMode, ...] = ("detach_uncond", "off")
 IN_EACH_MODE = pytest.mark.parametrize("cfg", MODES)
@@ -387,8 +389,32 @@ def test_tensors_and_lists_with_all_rows_are_halved_and_others_are_whole() -> No
     assert torch.equal(unconditional, t[:2]) and torch.equal(conditional, t[2:])
     assert halved(list("abcd")) == [["a", "b"], ["c", "d"]]
     assert halved(list("abcd"), cfg="off") == [["c", "d"]]
-    for whole in (torch.ones(()), torch.ones(1, 4), torch.ones(3, 4), ("a", "b", "c", "d"), ["a", "b"], 4, None):
+    for whole in (torch.ones(()), torch.ones(1, 3), torch.ones(3, 2), ("a", "b", "c", "d"), ["a", "b"], 4, None):
         assert all(part is whole or part == whole for part in halved(whole))
+
+
+def test_outputs_of_other_shapes_do_not_stand_for_each_other() -> None:
+    check_stands_for((torch.ones(2, 3),), (torch.ones(4, 3),), 1)
+    with pytest.raises(ReplayError, match="unconditional denoiser output at step 1 has rows of another shape"):
+        check_stands_for((torch.ones(2, 5),), (torch.ones(2, 3),), 1)  # Ideogram 4 returns text tokens as well
+
+
+def test_rows_in_a_later_dimension_are_found_by_another_number_of_rows() -> None:
+    seen: list[torch.Tensor] = []
+
+    def forward(x: torch.Tensor, layers: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
+        assert ids.shape == (4, 3)  # as long as the batch, but not of it
+        seen.append(layers)
+        return (x,)
+
+    layers = torch.randn(3, 4, 5)  # [layers, 2B, features], as HiDream has it
+    inputs = ((torch.ones(2), torch.ones(3, 2, 5), torch.ones(4, 3)), {})
+    alike = [ComponentCall(0, "x", (torch.ones(n),), shapes) for n, shapes in ((4, inputs), (2, None), (2, inputs))]
+    run = guided(forward, "conditional_first", "detach_uncond", 2, False, alike)
+    assert torch.equal(run(torch.arange(4.0), layers, torch.ones(4, 3))[0], torch.arange(4.0))
+    assert torch.equal(seen[0], layers[:, 2:]) and torch.equal(seen[1], layers[:, :2])
+    with pytest.raises(ReplayError, match=r"one prompt does not show .* of shape \[3, 4, 5\]: use cfg joint"):
+        guided(forward, "conditional_first", "off", 2, False)(torch.arange(4.0), layers, torch.ones(4, 3))
 
 
 def test_as_many_tensors_as_rows_are_rows_only_for_a_denoiser_of_lists() -> None:
@@ -398,3 +424,10 @@ def test_as_many_tensors_as_rows_are_rows_only_for_a_denoiser_of_lists() -> None
     assert [v.tolist() for v in conditional] == [v[2:].tolist() for v in tensors]
     unconditional, conditional = halved(tensors, rows_in_list=True)
     assert [id(v) for v in unconditional + conditional] == [id(v) for v in tensors]
+
+
+def test_roles_are_found_where_only_the_shapes_of_outputs_were_kept() -> None:
+    r = fresh("qwen_image")  # rescales: 0 / 0 if the outputs were zero
+    for call in r.tape.component_calls:
+        call.output = shapes(call.output)
+    assert gradients(r, steps=[0], cfg="detach_uncond")[1] == 0.0

@@ -28,7 +28,7 @@ from replaying import (
 from torch.utils._pytree import tree_leaves
 
 from gerl.errors import ModelError, ReplayError
-from gerl.workers.diffusers_model import ReplayedStep, Tape, record, replay
+from gerl.workers.diffusers_model import ReplayedStep, Tape, instrument, record, replay
 from gerl.workers.diffusers_model.batching import select_call
 
 # --- record
@@ -206,6 +206,25 @@ def test_a_stop_that_the_pipeline_does_not_reach() -> None:
         record(r.pipe, r.call, stop=4)
     # what a stopped recording does not reach may be in its window
     assert record(r.pipe, r.call, window=[0, 2], stop=1, probe=False)[1].stochastic_steps == [0]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("flux", torch.float32), ("sd15", torch.bfloat16)])
+def test_a_step_returns_the_dtype_of_the_scheduler(name: str, dtype: torch.dtype) -> None:
+    pipe, seen = recorded(name, False).pipe, []
+    scheduler = copy.deepcopy(pipe.scheduler)
+    scheduler.set_timesteps(4, **({"mu": 1.0} if name == "flux" else {}))
+    sample = torch.zeros(1, 4, 8, 8, dtype=torch.bfloat16)
+
+    class OneStep:
+        def on_scheduler_step(self, *args: Any) -> torch.Tensor:
+            seen.append(args[3].dtype)
+            return sample.float()
+
+    output = sample.float() if name == "flux" else sample  # Z-Image's pipelines cast it, and assert the result
+    step = instrument._Step(OneStep(), scheduler)
+    x_next = step(output, scheduler.timesteps[0], sample, return_dict=False)[0]
+    assert seen == [torch.bfloat16]
+    assert x_next.dtype == scheduler.step(output, scheduler.timesteps[0], sample, return_dict=False)[0].dtype == dtype
 
 
 # --- nothing stays patched
