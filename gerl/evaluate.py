@@ -357,7 +357,12 @@ def stop_at_failure(rows: Sequence[Drawn]) -> None:
 def report(request: Request, found: Evaluation) -> None:
     """Write the files, if there is a folder for them, and log the table; raises `GerlError` if that is not possible."""
     prompts = len({row.prompt_id for row in found.rows})
-    lines = ["", table(found.results), "", f"{prompts} prompts, {request.images} image(s) each, the same noise for all"]
+    lines = [
+        "",
+        table(found.results),
+        "",
+        f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants",
+    ]
     if failed := [row for row in found.rows if row.failure]:
         first = f"the first, of {failed[0].variant} for {failed[0].prompt!r}: {failed[0].failure}"
         lines.append(f"failures: {len(failed)} of {len(found.rows)} images; {first}")

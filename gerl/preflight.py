@@ -152,10 +152,10 @@ def load(worker: HybridWorker, report: Report) -> None:
     report.load_seconds, report.load_peak = usage.seconds, usage.peak
     pipe, algorithm = worker.policy.pipe, worker.algorithm
     kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SameSigmas) else 0].__name__
-    own = diffusers.DiffusionPipeline.load_config(resolve(config.model.path))["scheduler"][-1]
+    own = diffusers.DiffusionPipeline.load_config(resolve(config.model.path)).get("scheduler", [None])[-1]
     report.pipeline, report.scheduler = type(pipe).__name__, kind
     report.components = components(pipe.components, worker.policy.lora)
-    if own != kind:
+    if own is not None and own != kind:
         report.own_scheduler = own
         report.warnings.append(
             f"training draws with {kind} in place of the pipeline's {own}, which has no transition kernel: images "

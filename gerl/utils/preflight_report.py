@@ -72,14 +72,16 @@ class Report:
                 got = "" if self.run is None else f", of which {self.run.gradients[c.name]} got a gradient"
                 yield from _wrapped(
                     "trained",
-                    f"LoRA of {c.lora_parameters:,} parameters on {c.lora_modules} of {c.linear_layers} linear layers of "
-                    f"{c.name}{got}: {_layers(c.targets)}",
+                    f"LoRA of {c.lora_parameters:,} parameters on {c.lora_modules} of {c.linear_layers} linear layers "
+                    f"of {c.name}{got}: {_layers(c.targets)}",
                 )
 
     def _ratio(self) -> Iterator[str]:
         if self.run is None:
             return
-        if self.probe is None:
+        if self.probe is None and self.max_ratio_deviation is not None:
+            text = "not measured; with algorithm.cfg=off the policy that is trained is not the one that drew"
+        elif self.probe is None:
             text = f"none: {self.algorithm} compares no probabilities with those of the rollout"
         else:
             clip = "no clip range" if self.clip is None else f"clip range {self.clip:g}"

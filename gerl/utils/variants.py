@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,15 @@ def attach(pipe: Any, files: Mapping[str, Path]) -> None:
             if denoiser not in pipe.components:
                 raise ModelError(f"{file} has a LoRA of {denoiser}, which {type(pipe).__name__} does not have")
             check_fit(lora, pipe.components[denoiser], f"{denoiser} of {type(pipe).__name__} ({file})")
-    for name, file in files.items():
-        loras = plain[name]
-        if loras is None:
-            _load(pipe, file, _adapter(name))
-        else:
-            for denoiser, lora in loras.items():
-                _inject(pipe.components[denoiser], lora, _adapter(name))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several LoRAs on a model are meant
+        for name, file in files.items():
+            loras = plain[name]
+            if loras is None:
+                _load(pipe, file, _adapter(name))
+            else:
+                for denoiser, lora in loras.items():
+                    _inject(pipe.components[denoiser], lora, _adapter(name))
     switch(pipe, None)
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,10 @@ class MyPipeline(DiffusionPipeline):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of such a pipeline; what diffusers copies and imports of it is forgotten after the test."""
     monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     path = tmp_path / "mine"
     (path / "transformer").mkdir(parents=True)
     (path / "my_pipeline.py").write_text(PIPELINE)
@@ -102,7 +102,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
     }
     (path / "model_index.json").write_text(json.dumps(index))
-    return path
+    yield path
+    for name in [name for name in sys.modules if name.startswith(("diffusers_modules", "my_"))]:
+        del sys.modules[name]
 
 
 def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
