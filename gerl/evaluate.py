@@ -32,7 +32,7 @@ from gerl.score import make_folder
 from gerl.trainer.ppo.reward import check_reward
 from gerl.utils.checkpoint import MANIFEST
 from gerl.utils.command import run_command
-from gerl.utils.comparison import BASE, Drawn, Results, compare, config_of, drawn, name_loras, plan
+from gerl.utils.comparison import BASE, Drawn, Results, compare, config_of, drawn, name_loras, plan, stop_at_failure
 from gerl.utils.comparison_files import COLUMNS, table, write_files
 from gerl.utils.composition import compose_run
 from gerl.utils.dataset import load_prompts
@@ -342,16 +342,6 @@ def draw(request: Request, prompts: Sequence[Prompt], cluster: Cluster) -> Itera
             for (variant, samples), scores, images in zip(tasks, scored, scoring.images, strict=True)
             for row in drawn(variant, samples, scores, images.result())
         ]
-
-
-def stop_at_failure(rows: Sequence[Drawn]) -> None:
-    """Raise `RewardError` for the first row without a total, as `reward.on_error=stop` asks for."""
-    for row in rows:
-        if row.values[TOTAL] is None:
-            raise RewardError(
-                f"the image of {row.variant} for {row.prompt!r} has no score: {row.failure}; repair the scorer, or "
-                "list such images with reward.on_error=drop_group"
-            )
 
 
 def report(request: Request, found: Evaluation) -> None:

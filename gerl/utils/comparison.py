@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gerl.errors import ConfigError
+from gerl.errors import ConfigError, RewardError
 from gerl.protocol import Images, Sample, Scores
 from gerl.utils.gallery import TOTAL
 from gerl.utils.images import enlarge, still, to_data_uri
@@ -122,6 +122,16 @@ def drawn(variant: str, samples: Sequence[Sample], scores: Scores, images: Image
         place = (sample.prompt.id, sample.prompt.text, sample.index, sample.seed, variant)
         rows.append(Drawn(*place, values, "; ".join(causes), picture(images.pixels[i]), pictures_of(sample.prompt)))
     return rows
+
+
+def stop_at_failure(rows: Sequence[Drawn]) -> None:
+    """Raise `RewardError` for the first row without a total, as `reward.on_error=stop` asks for."""
+    for row in rows:
+        if row.values[TOTAL] is None:
+            raise RewardError(
+                f"the image of {row.variant} for {row.prompt!r} has no score: {row.failure}; repair the scorer, or "
+                "list such images with reward.on_error=drop_group"
+            )
 
 
 def picture(pixels: np.ndarray) -> str:
