@@ -196,10 +196,12 @@ class Cluster:
         # shares that always fit: the CPU is shared by design, Ray's accounting must not leave a worker unplaced
         total = ray.cluster_resources().get("CPU", 1.0)
         share = int(1000 * total / (self.num_workers + len(self.scorers) + 1)) / 1000
-        environment = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
-        options = {"num_cpus": min(share, 1.0), "runtime_env": environment}
+        environment = {"OMP_NUM_THREADS": str(threads)}
+        options: dict[str, Any] = {"num_cpus": min(share, 1.0), "runtime_env": {"env_vars": environment}}
         if gpus and self.device == "cuda":
             options["num_gpus"] = gpus
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
         actor_class = ray.remote(**options)(cls)
 
         def start(rank: int) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from gerl.cluster import Cluster, Pending, WorkerGroup
+from gerl.cluster import Cluster, Pending, WorkerGroup, wait_any, worker_share
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError, Interrupted, RewardError
 
@@ -98,6 +98,37 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Cluster(ClusterConfig(launcher="ray")).worker_device(1) == "cuda"  # Ray shows each worker its own GPU only
     with local, pytest.raises(ClusterError, match=r"cluster\.num_workers=3, but there are only 2 GPUs: lower it"):
         Cluster(ClusterConfig(launcher="local", num_workers=3)).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers", "scorers", "share"),
+    [
+        (8, 8, [], 1.0),
+        (8, 8, [0.0, 0.0], 1.0),
+        (8, 8, [0.25], 0.75),  # beside a worker
+        (8, 7, [0.25, 0.25], 1.0),  # both on the GPU that is free
+        (8, 6, [0.25, 0.25, 0.5], 1.0),  # two GPUs are free
+        (1, 1, [0.1, 0.2], 0.6),  # both on the one GPU, as if both took the larger share
+    ],
+)
+def test_scorers_get_their_share_of_a_gpu(devices: int, workers: int, scorers: list[float], share: float) -> None:
+    assert worker_share(devices, workers, scorers) == pytest.approx(share)
+
+
+def test_scorers_that_leave_a_worker_less_than_half_a_gpu_are_refused() -> None:
+    with pytest.raises(ClusterError, match=r"2 processes of scorers with up to 0\.3 .* beside 1 workers on 1 GPUs"):
+        worker_share(1, 1, [0.3, 0.3])
+
+
+def test_the_first_that_has_ended_is_waited_for(group: WorkerGroup) -> None:
+    ended = [group.submit(i, "note", "x") for i in range(2)]
+    assert wait_any(ended) == ended and wait_any([]) == []
+
+
+def test_a_restarted_worker_of_this_process_goes_on(group: WorkerGroup) -> None:
+    group.run("note", "a")
+    group.restart(1)
+    assert group.workers[1].calls == ["a"]
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
