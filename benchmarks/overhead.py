@@ -111,7 +111,8 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(args.threads)
-    config = compose_run([f"experiment={args.experiment}"]).config
+    # a policy gradient: its update replays the denoiser on what the rollout recorded
+    config = compose_run([f"experiment={args.experiment}", "algorithm=flow_grpo"]).config
     model = config.model if args.model is None else ModelConfig(path=args.model, lora_rank=config.model.lora_rank)
     policy = load_policy(model, 0.0, "cuda" if torch.cuda.is_available() else "cpu", seed=0)
     batch = args.batch or config.rollout.micro_batch_size
