@@ -31,6 +31,7 @@ from gerl.utils.measure import Usage, capacity, measured, release, tensor_bytes
 from gerl.utils.pictures import COLUMNS, pictures_of
 from gerl.utils.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.utils.preflight_report import Report, judge_batches, judge_memory, judge_run
+from gerl.utils.sanity import ratio_limit
 from gerl.workers.diffusers_model import Tape
 from gerl.workers.diffusers_model.loading import resolve
 from gerl.workers.diffusers_model.schedulers import SameSigmas
@@ -163,7 +164,7 @@ def load(worker: HybridWorker, report: Report) -> None:
         )
     if isinstance(algorithm, PolicyGradient):
         report.clip = min(config.algorithm.clip_low, config.algorithm.clip_high) if algorithm.clips else None
-        report.max_ratio_deviation = config.actor.max_ratio_deviation or (2e-2 if info["half_precision"] else 1e-3)
+        report.max_ratio_deviation = ratio_limit(config.actor, bool(info["half_precision"]))
 
 
 def attempt(phase: str, size: int, device: str, work: Callable[[], T]) -> tuple[T, Usage]:

@@ -11,6 +11,7 @@ from gerl.config import TREES, Config
 from gerl.protocol import RolloutTask, SamplingProbe
 from gerl.utils.forecast import Memory, Run, Seconds
 from gerl.utils.inventory import Component
+from gerl.utils.sanity import probe_warnings, ratio_problem
 
 NOT_KNOWN = "not known"
 WIDTH = 118  # characters of a line of the text
@@ -148,24 +149,8 @@ def judge_run(report: Report, trained: Sequence[int]) -> None:
         return
     assert report.max_ratio_deviation is not None
     if not run.deviation <= report.max_ratio_deviation:  # a NaN as well
-        report.problems.append(
-            f"max |ratio - 1| is {run.deviation:.1e} on policy, above actor.max_ratio_deviation="
-            f"{report.max_ratio_deviation:g}: the replay does not compute what the rollout did; use "
-            "model.dtype=float32, the same micro-batch size for rollout and actor, or model.compile=false"
-        )
-    noise = max(2 * report.probe.log_ratio_noise, run.deviation)
-    if report.clip is not None and noise > report.clip:
-        report.warnings.append(
-            f"the clip range {report.clip:g} is below the numerical noise of the ratio ({run.deviation:.1e}, or twice "
-            f"the {report.probe.log_ratio_noise:.1e} of its logarithm): samples are clipped at random; widen "
-            "algorithm.clip_low and clip_high, or use model.dtype=float32"
-        )
-    for k, sigma, sigma_next, kappa in report.probe.reversed_noise:
-        report.warnings.append(
-            f"step {k}, from sigma {sigma:.3f} to {sigma_next:.3f}, turns the predicted noise around (kappa "
-            f"{kappa:.2f}), which leaves noise in the images: end sampling.window_range before it, or use "
-            "sampling.kernel=precise"
-        )
+        report.problems.append(ratio_problem(run.deviation, report.max_ratio_deviation))
+    report.warnings += probe_warnings(report.probe, report.clip)
 
 
 def judge_batches(config: Config, tasks: Sequence[RolloutTask], workers: int, whole: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ from gerl.utils.checkpoint import Checkpoint, prune, save_checkpoint
 from gerl.utils.images import grid, still
 from gerl.utils.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule, update_parts
 from gerl.utils.report import save_validation
+from gerl.utils.sanity import probe_warnings, ratio_limit, ratio_problem
 from gerl.utils.seeding import seed_everything
 from gerl.utils.signals import Signals
 from gerl.utils.timing import Stopwatch
@@ -139,20 +140,10 @@ class RayDiffusionTrainer:
         samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.policy_version)
         task = Algorithm.plan(algorithm, samples)[0]
         probe = self.workers.submit(0, "probe", task).result()
-        clip = min(config.algorithm.clip_low, config.algorithm.clip_high)
         logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
-        if algorithm.clips and probe.log_ratio_noise > clip / 2:
-            logger.warning(
-                "the clip range %g is below twice the numerical noise of the log-ratio, %.1e: samples are clipped at "
-                "random; widen algorithm.clip_low and clip_high, or use model.dtype=float32",
-                *(clip, probe.log_ratio_noise),
-            )
-        for k, sigma, sigma_next, kappa in probe.reversed_noise:
-            logger.warning(
-                "step %d of the window, from sigma %.3f to %.3f, turns the predicted noise around (kappa %.2f), which "
-                "leaves noise in the images: end sampling.window_range before it, or use sampling.kernel=precise",
-                *(k, sigma, sigma_next, kappa),
-            )
+        clip = min(config.algorithm.clip_low, config.algorithm.clip_high) if algorithm.clips else None
+        for sentence in probe_warnings(probe, clip):
+            logger.warning("%s", sentence)
 
     def draw(self, step: int, watch: Stopwatch) -> tuple[list[RolloutTask], Scored]:
         """The images of a step and their scores; with dynamic sampling until enough groups have a signal."""
@@ -223,13 +214,9 @@ class RayDiffusionTrainer:
         return bool(len(known) if self.algorithm.needs_all_samples else known.any())
 
     def _check_ratio(self, deviation: float) -> None:
-        limit = self.config.actor.max_ratio_deviation or (2e-2 if self.half_precision else 1e-3)
+        limit = ratio_limit(self.config.actor, self.half_precision)
         if deviation > limit:  # a NaN comes with a non-finite gradient, which is skipped and counted
-            raise TrainingError(
-                f"max |ratio - 1| is {deviation:.2e} before the first optimizer step, above actor.max_ratio_deviation="
-                f"{limit:g}: the replay does not compute what the rollout did; try model.dtype=float32, the same micro-"
-                "batch size for rollout and actor, or model.compile=null"
-            )
+            raise TrainingError(ratio_problem(deviation, limit))
 
     def _reduce_gradients(self) -> None:
         """Sum the workers' gradients, so that all take the same step."""
