@@ -3,13 +3,11 @@
 A failure is a value, a `Refusal` with the HTTP status it becomes, so that it travels between processes like a score.
 """
 
-import asyncio
 import copy
 import io
 import logging
 import math
 import struct
-import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,35 +52,13 @@ class Item:
 
 
 class Scoring(Protocol):
-    """Where the scorer runs: in this process (`LocalScoring`) or in replicas of Ray Serve."""
+    """Where the scorer runs: in replicas of Ray Serve (`reward_models.replicas`)."""
 
     async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
         """The columns [B] for image files [B], or why there are none."""
 
     async def state(self) -> dict[str, Any] | Refusal:
         """What is known of the running scorer, or, with status 503, why it cannot score yet."""
-
-
-class LocalScoring:
-    """Scores in a thread of this process, one request at a time."""
-
-    def __init__(self, name: str, scorer: Scorer, max_megapixels: int = 256) -> None:
-        self.name, self.scorer, self.max_megapixels = name, scorer, max_megapixels
-        self._lock = threading.Lock()  # a scorer need not be thread-safe
-
-    async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
-        return await asyncio.to_thread(self._score, images, prompts, metadata)
-
-    async def state(self) -> dict[str, Any] | Refusal:
-        return {"replicas": 1}
-
-    def _score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
-        pictures = decode(images, self.max_megapixels)
-        if isinstance(pictures, Refusal):
-            return pictures
-        items = [Item(0, i, *row) for i, row in enumerate(zip(pictures, prompts, metadata, strict=True))]
-        with self._lock:
-            return join(self.name, score_items(self.name, self.scorer, items))
 
 
 def decode(images: Sequence[bytes], max_megapixels: int) -> list[Image.Image] | Refusal:

@@ -196,12 +196,6 @@ def find_run_to_resume(experiment_dir: Path, exclude: Path | None = None) -> Pat
     return max(runs)[2] if runs else None
 
 
-def is_finished(run_dir: Path) -> bool:
-    """Whether the newest usable checkpoint of a run says `"finished": true`."""
-    checkpoint = newest_checkpoint(run_dir / "checkpoints")
-    return checkpoint is not None and checkpoint.state.get("finished") is True
-
-
 def reason(error: OSError) -> str:
     """What the operating system said, without the number and path that the sentence around it has."""
     return error.strerror or str(error)

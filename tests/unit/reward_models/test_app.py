@@ -1,5 +1,6 @@
 """The HTTP side, mostly over a real socket: what a client sees is what counts."""
 
+import asyncio
 import base64
 import io
 import json
@@ -20,15 +21,38 @@ from starlette.testclient import TestClient
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
+from gerl.utils.reward_score import Scorer
 from gerl.utils.reward_score.http import png_base64
 from gerl.utils.reward_score.jpeg import JpegIncompressibility
 from gerl.utils.reward_score.remote import RemoteScorer
 from reward_models.app import Limits, TokenBucket, build_app
-from reward_models.scoring import Item, LocalScoring, Refusal, decode, join, score_items, warm_up
+from reward_models.scoring import Columns, Item, Refusal, decode, join, score_items, warm_up
 
 IMAGES = [Image.new("RGB", (4, 2), (10 * i, 0, 0)) for i in range(5)]
 ROWS: tuple[list[str], list[dict[str, Any]]] = (list("abcde"), [{} for _ in range(5)])
 TOKEN = "secret-42"
+
+
+class LocalScoring:
+    """Scores in a thread of this process, one request at a time."""
+
+    def __init__(self, name: str, scorer: Scorer, max_megapixels: int = 256) -> None:
+        self.name, self.scorer, self.max_megapixels = name, scorer, max_megapixels
+        self._lock = threading.Lock()  # a scorer need not be thread-safe
+
+    async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+        return await asyncio.to_thread(self._score, images, prompts, metadata)
+
+    async def state(self) -> dict[str, Any] | Refusal:
+        return {"replicas": 1}
+
+    def _score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+        pictures = decode(images, self.max_megapixels)
+        if isinstance(pictures, Refusal):
+            return pictures
+        items = [Item(0, i, *row) for i, row in enumerate(zip(pictures, prompts, metadata, strict=True))]
+        with self._lock:
+            return join(self.name, score_items(self.name, self.scorer, items))
 
 
 class Red:
