@@ -136,7 +136,8 @@ def test_settings_that_hurt_are_warned_of_with_numbers(
 ) -> None:
     train(tmp_path / "run", "algorithm.clip_high=1e-9", trainer__steps=1, sampling__num_inference_steps=6)
     said = caplog.text
-    assert "the clip range 1e-09 is below twice the numerical noise of the log-ratio" in said
+    noisy = "|log ratio| is at most 0.0e+00" not in said  # how a smaller batch rounds is up to the machine
+    assert ("the clip range 1e-09 is below twice the numerical noise of the log-ratio" in said) == noisy
     assert "step 4 of the window, from sigma 0." in said and "turns the predicted noise around (kappa -" in said
 
 

@@ -165,7 +165,7 @@ def test_the_score_is_that_of_the_network_written_out(folder: str) -> None:
         for image, prompt in zip(images, PROMPTS, strict=True)
     ]
     scores = scorer(folder, batch_size=3)(images, PROMPTS, [{}] * 4)
-    assert scores == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert scores == pytest.approx(expected, rel=1e-5, abs=5e-5)  # sums of terms of about 5, in fp32
     assert 0.05 < max(scores) - min(scores) < 100
 
 
