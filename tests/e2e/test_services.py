@@ -151,7 +151,10 @@ def test_scores_do_not_depend_on_requests_batches_or_replicas(remote: Callable[.
                 batches.update(columns["batch"])
                 pids.update(columns["pid"])
     assert max(batches) == 3  # also for requests of one image: those of several requests were scored together
-    assert len(pids) == 2
+    end = time.monotonic() + 60
+    while len(pids) < 2:  # on a busy machine the second replica is late
+        assert time.monotonic() < end
+        pids.update(remote(batch_size=1)(IMAGES, PROMPTS, ROWS)["pid"])
 
 
 def test_requests_of_one_image_are_scored_together(remote: Callable[..., RemoteScorer]) -> None:
