@@ -129,6 +129,8 @@ def did_you_mean(name: str) -> str:
     if leaves:  # only the last part is compared: the common beginning would make everything look near
         near = difflib.get_close_matches(leaf, leaves, n=1)
         return f", did you mean {f'{block}.{near[0]}'!r}" if near else f"; {block} has {', '.join(leaves)}"
+    if inside := [known for known in names if not block and known.rpartition(".")[2] == name]:
+        return f", did you mean {inside[0]!r}"
     candidates = names if block else sorted({known.split(".")[0] for known in names})
     near = difflib.get_close_matches(name, candidates, n=1)
     return f", did you mean {near[0]!r}" if near else ""

@@ -66,6 +66,8 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
         )
     try:
         return cast(Scorer, TypeAdapter(SCORERS[name]).validate_python(config.kwargs))
+    except RewardError as error:
+        raise RewardError(f"{key}: {error}") from error.__cause__
     except ValidationError as error:
         first = error.errors()[0]
         kwarg = ".".join(str(part) for part in first["loc"])
