@@ -38,6 +38,7 @@ from gerl.utils.composition import compose_run
 from gerl.utils.dataset import load_prompts
 from gerl.utils.ema import EMA
 from gerl.utils.gallery import TOTAL
+from gerl.utils.logs import caught
 from gerl.utils.lora import WEIGHTS
 from gerl.utils.planning import plan_validation
 from gerl.utils.signals import Signals
@@ -288,14 +289,15 @@ class Painter:
         self.config, self.loras, self.device, self.threads = config, dict(loras), device, threads
         self.rollout: Rollout
 
-    def setup(self) -> None:
-        """Load the pipeline and the LoRAs."""
+    def setup(self) -> list[str]:
+        """Load the pipeline and the LoRAs; returns what there is to say of it."""
         torch.set_num_threads(self.threads)
         for library in (diffusers.logging, transformers.logging):
             library.set_verbosity_error()
             library.disable_progress_bar()
         config, model = self.config, self.config.model
-        pipe = load_pipeline(model, self.device)
+        with caught("gerl.workers.diffusers_model", logging.INFO) as said:
+            pipe = load_pipeline(model, self.device)
         denoisers = find_denoisers(pipe)
         attach(pipe, self.loras)
         for denoiser in denoisers.values() if model.compile else ():
@@ -304,6 +306,7 @@ class Painter:
         sampling = replace(config.sampling, kernel="ode", solver="euler", compression=1.0)
         # the averaged weights of a run are those in its file: there is nothing to swap in
         self.rollout = Rollout(Policy(pipe, denoisers, {}, EMA({}, 0.0)), sampling, config.validation)
+        return said
 
     def draw(self, task_id: int, variant: str, samples: Sequence[Sample]) -> Images:
         """Draw a micro-batch with `variant`."""
@@ -326,7 +329,8 @@ def draw(request: Request, prompts: Sequence[Prompt], cluster: Cluster) -> Itera
         gpus=cluster.gpus,
         threads=cluster.threads,
     )
-    workers.run("setup")
+    for sentence in workers.run("setup")[0]:
+        logger.info("%s", sentence)
     for start in range(0, len(batches), count):
         tasks = [
             task for batch in batches[start : start + count] for task in plan(batch, request.variants, request.images)

@@ -150,6 +150,8 @@ def load(worker: HybridWorker, report: Report) -> None:
     config = worker.config
     logger.info("loading %s", config.model.path)
     info, usage = attempt("loading", 0, worker.device, worker.setup)
+    for sentence in info["said"]:
+        logger.info("%s", sentence)
     report.load_seconds, report.load_peak = usage.seconds, usage.peak
     pipe, algorithm = worker.policy.pipe, worker.algorithm
     kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SameSigmas) else 0].__name__

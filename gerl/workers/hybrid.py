@@ -15,6 +15,7 @@ from gerl.config import Config
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepResult, UpdateStats
 from gerl.utils.checkpoint import pack_tensors, unpack_tensors
 from gerl.utils.collective import free_address, join
+from gerl.utils.logs import caught
 from gerl.utils.lora import WEIGHTS
 from gerl.utils.seeding import seed_everything
 from gerl.workers.actor import Actor
@@ -45,7 +46,9 @@ class HybridWorker:
             library.set_verbosity_error()
             library.disable_progress_bar()
         seed_everything("worker", self.config.trainer.seed)
-        self.policy = load_policy(self.config.model, self.config.actor.ema_decay, self.device, self.config.trainer.seed)
+        model, seed = self.config.model, self.config.trainer.seed
+        with caught("gerl.workers.diffusers_model", logging.INFO) as said:
+            self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
         self.algorithm = build_algorithm(self.config)
         self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates)
@@ -55,6 +58,7 @@ class HybridWorker:
             "lora_parameters": sum(p.numel() for p in self.policy.lora.values()),
             "half_precision": any(d.dtype != torch.float32 for d in self.policy.denoisers.values()),
             "weights": weights_fingerprint(self.policy.denoisers),
+            "said": said,  # what was replaced, left out or kept elsewhere
         }
 
     def address(self) -> str:

@@ -5,8 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import Interrupted
 from gerl.protocol import Images, ScorerFailure
+from gerl.utils.logs import caught
 from gerl.utils.reward_score import Scorer, build_scorer, columns_of
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RewardWorker:
         """
         start = time.perf_counter()
         pixels = [images[i].pixels[row] for i, row in places]
-        with _caught_warnings() as warnings:
+        with caught("gerl.utils.reward_score", logging.WARNING) as warnings:
             rows, retried = self._attempt(name, pixels, prompts, metadata), list[str]()
             while (failed := _failures(rows)) and len(retried) < self.retries:
                 retried.append(f"{len(failed)} of {len(rows)} images: {failed[0].reason}")
@@ -101,21 +101,6 @@ class RewardWorker:
             for i, value in enumerate(_by_image(name, scores, owners, len(pixels))):
                 rows[i][label] = value
         return rows
-
-
-@contextmanager
-def _caught_warnings() -> Iterator[list[str]]:
-    """What gerl's scorers warn of: the log of a worker's process is not the run's, so it travels with the answer."""
-    messages: list[str] = []
-    scorers, handler = logging.getLogger("gerl.utils.reward_score"), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    scorers.addHandler(handler)
-    scorers.propagate = False
-    try:
-        yield messages
-    finally:
-        scorers.removeHandler(handler)
-        scorers.propagate = True
 
 
 def _pictures(pixels: np.ndarray, whole: bool) -> list[Any]:

@@ -117,6 +117,8 @@ class RayDiffusionTrainer:
             threads=cluster.threads,
         )
         model = self.workers.run("setup")[0]
+        for sentence in model["said"]:
+            logger.info("%s", sentence)
         if cluster.remote and len(self.workers) > 1:
             self.workers.run("join", self.workers.submit(0, "address").result(), len(self.workers))
         logger.info(
