@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing gerl and its dependencies into $(VENV) (once, some minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@# apart from the rest: torchvision as the registry has it does not fit a CPU build of torch (tests/torchvision_ops.py)
+	@# apart from the rest: the wheels of torchvision do not fit a CPU build of torch (tests/torchvision_ops.py)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/open_clip \
 		-c constraints.txt open-clip-torch timm torchvision ftfy wcwidth
 	@touch $@

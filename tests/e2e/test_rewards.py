@@ -41,7 +41,7 @@ def run(train: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
 
     def start(name: str, faults: str, poison: str, *overrides: str, **keys: Any) -> Any:
         kwargs = f"{{log: {tmp_path / f'{name}.log'}, faults: {faults}, poison: {poison}}}"
-        scorer = f"+reward.scorers.mean={{path: {tmp_path / 'faulty.py'}, kwargs: {kwargs}, timeout: 3, replicas: 2}}"
+        scorer = f"+reward.scorers.mean={{path: {tmp_path / 'faulty.py'}, kwargs: {kwargs}, timeout: 8, replicas: 2}}"
         watched = f"+reward.scorers.watched={{path: {tmp_path / 'watched.py'}, weight: 0}}"
         fixed = {"scorer": "", "data__train": tmp_path / "prompts.txt", "data__shuffle": "false"}
         fixed |= {"rollout__micro_batch_size": 2, "rollout__n": 2}
@@ -64,7 +64,7 @@ def test_processes_that_die_or_hang_cost_time_but_no_scores(
     # one killed, one that hung, and two for the prompt that kills
     assert sum(faulty.column("scorer/mean/restarts")) == 4 and not any(faulty.column("scorer/watched/restarts"))
     assert "scorer mean: its process died, with 2 images of 'a poison' waiting; the process is restarted" in said
-    assert "scorer mean: no answer within 3 s, with 2 images of '" in said
+    assert "scorer mean: no answer within 8 s, with 2 images of '" in said
     assert "scorer mean has no score for image 0 of 'a poison': its process died" in said
 
 
