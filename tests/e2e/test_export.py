@@ -10,6 +10,8 @@ import diffusers
 import pytest
 import tiny
 import torch
+import zoo.text_to_image
+import zoo.video
 from peft import PeftModel
 from safetensors.torch import load, load_file
 
@@ -24,54 +26,10 @@ RANK, ALPHA = 3, 7.5  # not 1 by one another, so that a reader that forgets alph
 SAME = {"rtol": 1e-5, "atol": 1e-5}  # images differ by up to 4; where alpha is folded into the weights, fp32 rounds
 
 
-def sdxl() -> Any:
-    """A small SDXL: its UNet has deeper attention and a further embedding than that of Stable Diffusion 1.5."""
-    torch.manual_seed(0)
-    unet = diffusers.UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        in_channels=4,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        transformer_layers_per_block=(1, 2),
-        use_linear_projection=True,
-        cross_attention_dim=32,
-        attention_head_dim=(2, 4),
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=64,
-        norm_num_groups=4,
-    ).eval()
-    return diffusers.StableDiffusionXLPipeline(
-        unet=unet,
-        scheduler=diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1),
-        vae=tiny.image_vae(quant=True),
-        text_encoder=tiny.clip(16),
-        tokenizer=tiny.tokenizer(),
-        text_encoder_2=tiny.clip(16, 16),
-        tokenizer_2=tiny.tokenizer(),
-        add_watermarker=False,
-    )
-
-
-def wan_of_two() -> Any:
-    """Wan 2.2: one transformer for the noisy half of the steps, another for the rest."""
-    pipe = tiny.wan()
-    second = tiny.wan().transformer
-    with torch.no_grad():
-        for p in second.parameters():
-            p.mul_(1.1)
-    pipe.register_modules(transformer_2=second)
-    pipe.register_to_config(boundary_ratio=0.9)
-    return pipe
-
-
 CASES = {
     **tiny.CASES,
-    "sdxl": tiny.Case(sdxl, {}, {"guidance_scale": 1.0}, kernel="ddim"),
-    "wan_2": tiny.Case(wan_of_two, {}, tiny.CASES["wan"].no_cfg, tiny.CASES["wan"].call),
+    "sdxl": tiny.Case(zoo.text_to_image.sdxl, {}, {"guidance_scale": 1.0}, kernel="ddim"),
+    "wan_2": tiny.Case(zoo.video.wan_2_2, {}, tiny.CASES["wan"].no_cfg, tiny.CASES["wan"].call),
 }
 
 

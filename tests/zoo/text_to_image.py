@@ -4,6 +4,7 @@ from typing import Any
 
 import diffusers
 import tiny
+import torch
 import transformers
 from zoo.base import Entry
 
@@ -16,14 +17,16 @@ LANGUAGE_MODEL = dict(
 
 
 def sdxl() -> Any:
+    torch.manual_seed(0)
     unet = diffusers.UNet2DConditionModel(
         sample_size=16,
         block_out_channels=(8, 16),
         layers_per_block=1,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2),
         cross_attention_dim=32,
-        attention_head_dim=2,
+        attention_head_dim=(2, 4),
         norm_num_groups=4,
         use_linear_projection=True,
         addition_embed_type="text_time",

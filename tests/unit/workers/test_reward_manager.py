@@ -138,14 +138,25 @@ def test_what_drawing_raised_is_raised(file: str) -> None:
 
 
 def test_drawing_pauses_while_scorers_lag_behind(file: str) -> None:
-    """Of a slow scorer: what is drawn and not scored stays bounded. Here every call ends when it is submitted."""
-    batches = [samples((i, 1.0)) for i in range(20)]
-    submitted: list[int] = []
+    """What is drawn and not scored stays bounded; here every call ends when it is submitted."""
+    batches, submitted = [samples((i, 1.0)) for i in range(20)], list[int]()
+
+    def drawn(i: int) -> Pending:
+        submitted.append(i)
+        pending: Pending = draw(batches)(i)
+        return pending
+
     made = manager(a=ScorerConfig(1.0, file))
-    scoring = made.open(batches, lambda i: submitted.append(i) or draw(batches)(i), lanes=2)  # type: ignore[func-returns-value]
+    scoring = made.open(batches, drawn)
     scoring._advance()
-    assert submitted == [0, 1, 2, 3]  # two for each worker
-    scoring.finish()
+    assert submitted == [0, 1]  # no more are on their way to a worker at once
+    (process,) = made.pools["a"].idle
+    made.pools["a"].idle.clear()  # as while the process is at work
+    for _ in range(10):
+        scoring._advance()
+    assert submitted == [0, 1, 2, 3]
+    made.pools["a"].idle.append(process)
+    assert [s.totals for s in scoring.finish()] == [[1.0]] * 20
     assert submitted == list(range(20))
 
 
