@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from gerl.algorithms import Batch, build_algorithm
+from gerl.commandline.composition import compose_run
 from gerl.config import Config, ModelConfig, SamplingConfig
+from gerl.engine import record, record_probe
+from gerl.model.loading import Policy, load_policy, pipeline_call
 from gerl.protocol import Prompt, Sample
-from gerl.utils.composition import compose_run
 from gerl.utils.seeding import sample_generators
 from gerl.workers.actor import Actor
-from gerl.workers.diffusers_model import record, record_probe
-from gerl.workers.diffusers_model.loading import Policy, load_policy, pipeline_call
 
 Inputs = list[tuple[tuple[Any, ...], dict[str, Any]]]
 

@@ -17,14 +17,14 @@ from pathlib import Path
 import yaml
 
 from gerl.algorithms import build_algorithm
+from gerl.algorithms.planning import plan_prompts, plan_samples
 from gerl.cluster import Cluster
+from gerl.commandline.composition import compose_run
 from gerl.config import Config, ScorerConfig
+from gerl.rewards.worker import RewardWorker
 from gerl.trainer.main_flowgrpo import main as train
-from gerl.utils.composition import compose_run
 from gerl.utils.dataset import load_prompts
-from gerl.utils.planning import plan_prompts, plan_samples
 from gerl.workers.hybrid import HybridWorker
-from gerl.workers.reward_worker import RewardWorker
 
 CHEAP = ["ocr", "sharpness", "colourfulness", "jpeg_compressibility", "jpeg_incompressibility"]
 

@@ -20,10 +20,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gerl.cluster import Cluster
-from gerl.trainer.ppo.ray_diffusion_trainer import Metrics, RayDiffusionTrainer
-from gerl.utils.composition import compose_run, shipped
+from gerl.commandline.composition import compose_run, shipped
+from gerl.run.timing import Stopwatch
+from gerl.trainer.ray_diffusion_trainer import Metrics, RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
-from gerl.utils.timing import Stopwatch
 
 
 @dataclass

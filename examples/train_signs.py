@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gerl.config import ValidationConfig
-from gerl.utils.reward_score.ocr import OcrScorer
+from gerl.rewards.scorers.ocr import OcrScorer
 from gerl.utils.seeding import derive_seed, sample_generators
 
 log = logging.getLogger("train_signs")

@@ -1,6 +1,6 @@
 """The HTTP side of a reward service: a FastAPI application in front of a scorer, wherever that one runs.
 
-Paths: `POST /v1/score` (the protocol of `gerl.utils.reward_score.remote`), `GET /v1/health` (the process answers),
+Paths: `POST /v1/score` (the protocol of `gerl.rewards.scorers.remote`), `GET /v1/health` (the process answers),
 `GET /v1/ready` (the scorer is loaded), `GET /metrics` (Prometheus), `/docs` and `/openapi.json`. Errors are
 {"error": sentence, "version": "1"}.
 """
@@ -26,7 +26,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gerl.utils.reward_score.remote import VERSION
+from gerl.rewards.scorers.remote import VERSION
 from reward_models.scoring import Refusal, Scoring
 
 log = logging.getLogger(__name__)

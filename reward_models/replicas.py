@@ -22,7 +22,7 @@ from ray.serve.exceptions import RayServeException
 
 from gerl.config import ScorerConfig
 from gerl.errors import ClusterError, RewardError
-from gerl.utils.reward_score import build_scorer
+from gerl.rewards.scorers import build_scorer
 from reward_models.scoring import Columns, Item, Refusal, Row, decode, join, score_items, warm_up
 
 log = logging.getLogger(__name__)

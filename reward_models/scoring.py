@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from PIL import Image
 
 from gerl.errors import DataError, GerlError, Interrupted, RewardError
-from gerl.utils.reward_score import Scorer, columns_of
+from gerl.rewards.scorers import Scorer, columns_of
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from gerl.config import ScorerConfig
 from gerl.errors import ConfigError, DataError, GerlError, RewardError
 from gerl.protocol import Prompt
-from gerl.utils.reward_score import build_scorer, require
+from gerl.rewards.scorers import build_scorer, require
 from reward_models.scoring import WARM_PROMPT
 
 logger = logging.getLogger("reward_models")

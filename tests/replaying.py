@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 
-from gerl.utils.lora import add_lora
-from gerl.workers.diffusers_model import ReplayedStep, Tape, record, replay
+from gerl.engine import ReplayedStep, Tape, record, replay
+from gerl.model.lora import add_lora
 
 EACH = pytest.mark.parametrize("name", list(tiny.CASES))
 GUIDED = pytest.mark.parametrize("guided", [False, True], ids=["plain", "cfg"])

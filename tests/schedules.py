@@ -6,7 +6,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from gerl.workers.diffusers_model.kernels import coefficients
+from gerl.engine.kernels import coefficients
 
 
 def sd3_sigmas(steps: int) -> list[float]:

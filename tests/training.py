@@ -7,14 +7,14 @@ import tiny
 import torch
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, count_pairs, row_credit
+from gerl.algorithms.planning import plan_samples
 from gerl.config import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig
+from gerl.engine import Tape
+from gerl.model.ema import EMA
+from gerl.model.loading import Policy
+from gerl.model.lora import add_lora
 from gerl.protocol import Prompt, RolloutTask, Sample, UpdateStats
-from gerl.utils.ema import EMA
-from gerl.utils.lora import add_lora
-from gerl.utils.planning import plan_samples
 from gerl.workers.actor import Actor
-from gerl.workers.diffusers_model import Tape
-from gerl.workers.diffusers_model.loading import Policy
 from gerl.workers.rollout import Rollout
 
 PROMPTS = [Prompt(0, "a red fox"), Prompt(1, "blue")]

@@ -10,8 +10,8 @@ noise of a trajectory. `algorithm.weighting` is W:
 
 import torch
 
+from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.trainer.ppo.core_algos import clipped_policy_loss
 
 EPSILON = 1e-10
 POWER = 0.25

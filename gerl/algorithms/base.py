@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from gerl.algorithms.core_algos import batch_advantages, decoupled_advantages, group_advantages
+from gerl.algorithms.planning import drawn_steps, group_ids, micro_batches, sde_window
 from gerl.config import Config
+from gerl.engine import Tape
+from gerl.model.loading import Policy
 from gerl.protocol import RolloutTask, Sample, Segment, UpdateStats
-from gerl.trainer.ppo.core_algos import batch_advantages, decoupled_advantages, group_advantages
-from gerl.utils.planning import drawn_steps, group_ids, micro_batches, sde_window
-from gerl.workers.diffusers_model import Tape
-from gerl.workers.diffusers_model.loading import Policy
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 from gerl.algorithms.base import Rewards
+from gerl.algorithms.core_algos import tree_advantages
+from gerl.algorithms.planning import group_ids, micro_batches
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.protocol import RolloutTask, Sample, Segment
-from gerl.trainer.ppo.core_algos import tree_advantages
-from gerl.utils.planning import group_ids, micro_batches
 from gerl.utils.seeding import derive_seed
 
 

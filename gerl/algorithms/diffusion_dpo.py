@@ -11,8 +11,8 @@ At the reference the loss is ln 2 and its derivatives by mse_w and mse_l are bet
 import torch
 import torch.nn.functional as F
 
+from gerl.algorithms.core_algos import preference_pairs
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.trainer.ppo.core_algos import preference_pairs
 
 
 class DiffusionDPO(ForwardProcess):

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import torch
 
+from gerl.algorithms.core_algos import gaussian_kl, masked_policy_loss
 from gerl.algorithms.policy_gradient import PolicyGradient
-from gerl.trainer.ppo.core_algos import gaussian_kl, masked_policy_loss
-from gerl.workers.diffusers_model import ReplayedStep
+from gerl.engine import ReplayedStep
 
 
 class FlowDPPO(PolicyGradient):

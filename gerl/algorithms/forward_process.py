@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import torch
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.planning import drawn_steps, group_ids
+from gerl.engine import ReplayedStep, replay
+from gerl.engine.kernels import Rule
+from gerl.model.loading import Policy
+from gerl.model.lora import lora_disabled
 from gerl.protocol import Sample, UpdateStats
-from gerl.utils.lora import lora_disabled
-from gerl.utils.planning import drawn_steps, group_ids
 from gerl.utils.seeding import derive_seed, sample_generators
-from gerl.workers.diffusers_model import ReplayedStep, replay
-from gerl.workers.diffusers_model.kernels import Rule
-from gerl.workers.diffusers_model.loading import Policy
 
 
 @dataclass(frozen=True)

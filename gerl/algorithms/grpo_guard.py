@@ -8,9 +8,9 @@ missing KL and multiplies by the step's std: log ratio = mean(z (mu - mu_old)). 
 
 import torch
 
+from gerl.algorithms.core_algos import guard_log_ratio
 from gerl.algorithms.policy_gradient import PolicyGradient
-from gerl.trainer.ppo.core_algos import guard_log_ratio
-from gerl.workers.diffusers_model import ReplayedStep
+from gerl.engine import ReplayedStep
 
 
 class GRPOGuard(PolicyGradient):

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.core_algos import clipped_policy_loss, kl_divergence, step_weights
 from gerl.config import Config
+from gerl.engine import ReplayedStep, Tape, replay
+from gerl.engine.kernels import FlowRule, coefficients
+from gerl.model.loading import Policy
+from gerl.model.lora import lora_disabled
 from gerl.protocol import UpdateStats
-from gerl.trainer.ppo.core_algos import clipped_policy_loss, kl_divergence, step_weights
-from gerl.utils.lora import lora_disabled
-from gerl.workers.diffusers_model import ReplayedStep, Tape, replay
-from gerl.workers.diffusers_model.kernels import FlowRule, coefficients
-from gerl.workers.diffusers_model.loading import Policy
 
 
 class PolicyGradient(Algorithm):

@@ -10,8 +10,8 @@ are merely less bad are imitated too.
 
 import torch
 
+from gerl.algorithms.core_algos import best_of_group, regression_weights
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.trainer.ppo.core_algos import best_of_group, regression_weights
 
 
 class _Regression(ForwardProcess):

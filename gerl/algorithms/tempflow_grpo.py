@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 
 from gerl.algorithms.base import Rewards
+from gerl.algorithms.planning import micro_batches
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.protocol import RolloutTask, Sample, Segment
-from gerl.utils.planning import micro_batches
 from gerl.utils.seeding import derive_seed
 
 

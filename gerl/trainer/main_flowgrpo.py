@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gerl.cluster import Cluster
+from gerl.commandline.command import run_command
+from gerl.commandline.composition import Composed, compose_run, help_text
 from gerl.config import Config
 from gerl.errors import CheckpointError, ConfigError, DataError
+from gerl.model.loading import resolve
 from gerl.protocol import Prompt
-from gerl.trainer.ppo.ray_diffusion_trainer import RayDiffusionTrainer, check_identity
-from gerl.trainer.ppo.reward import check_reward
-from gerl.utils.checkpoint import Checkpoint, checkpoint_paths, find_run_to_resume, load_checkpoint, newest_checkpoint
-from gerl.utils.command import run_command
-from gerl.utils.composition import Composed, compose_run, help_text
+from gerl.rewards.checks import check_reward
+from gerl.run.checkpoint import Checkpoint, checkpoint_paths, find_run_to_resume, load_checkpoint, newest_checkpoint
+from gerl.run.report import load_validation, validation_steps, write_report
+from gerl.run.signals import Signals
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer, check_identity
 from gerl.utils.dataset import fingerprint, load_prompts
-from gerl.utils.report import load_validation, validation_steps, write_report
-from gerl.utils.signals import Signals
-from gerl.workers.diffusers_model.loading import resolve
 
 logger = logging.getLogger("gerl")
 

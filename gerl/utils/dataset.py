@@ -11,7 +11,7 @@ import numpy as np
 
 from gerl.errors import DataError
 from gerl.protocol import Prompt
-from gerl.utils.pictures import with_absolute_paths
+from gerl.utils.condition_images import with_absolute_paths
 
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
 SUFFIXES = (".txt", ".jsonl", ".parquet")

@@ -8,11 +8,11 @@ import torch
 from diffusers.optimization import get_scheduler
 
 from gerl.algorithms import Algorithm, Batch, ForwardProcess
+from gerl.algorithms.core_algos import decay_at
 from gerl.config import ActorConfig
+from gerl.model.ema import EMA
+from gerl.model.loading import Policy
 from gerl.protocol import StepResult, UpdateStats
-from gerl.trainer.ppo.core_algos import decay_at
-from gerl.utils.ema import EMA
-from gerl.workers.diffusers_model.loading import Policy
 
 
 class Actor:

@@ -12,16 +12,16 @@ import transformers
 
 from gerl.algorithms import Algorithm, Batch, PolicyGradient, build_algorithm, row_credit
 from gerl.config import Config
+from gerl.engine import Tape, replay
+from gerl.engine.kernels import FlowRule
+from gerl.model.loading import Policy, load_policy, weights_fingerprint
+from gerl.model.lora import WEIGHTS
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepResult, UpdateStats
-from gerl.utils.checkpoint import pack_tensors, unpack_tensors
-from gerl.utils.collective import free_address, join
+from gerl.run.checkpoint import pack_tensors, unpack_tensors
 from gerl.utils.logs import caught
-from gerl.utils.lora import WEIGHTS
 from gerl.utils.seeding import seed_everything
 from gerl.workers.actor import Actor
-from gerl.workers.diffusers_model import Tape, replay
-from gerl.workers.diffusers_model.kernels import FlowRule
-from gerl.workers.diffusers_model.loading import Policy, load_policy, weights_fingerprint
+from gerl.workers.collective import free_address, join
 from gerl.workers.rollout import Rollout
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class HybridWorker:
             library.disable_progress_bar()
         seed_everything("worker", self.config.trainer.seed)
         model, seed = self.config.model, self.config.trainer.seed
-        with caught("gerl.workers.diffusers_model", logging.INFO) as said:
+        with caught("gerl.model", logging.INFO) as said:
             self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
         self.algorithm = build_algorithm(self.config)

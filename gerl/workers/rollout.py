@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gerl.config import SamplingConfig, ValidationConfig
+from gerl.engine import Tape, branch, record
+from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError
+from gerl.model.loading import Policy, pipeline_call, training_sigmas
 from gerl.protocol import RolloutTask, Sample, Segment
-from gerl.utils.pictures import picture_arguments
+from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
-from gerl.workers.diffusers_model import Tape, branch, record
-from gerl.workers.diffusers_model.loading import Policy, pipeline_call, training_sigmas
-from gerl.workers.diffusers_model.transitions import Sampler, check_scheduler
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ import pytest
 import tiny
 import torch
 
+from gerl.commandline.composition import shipped
 from gerl.trainer.main_flowgrpo import main
-from gerl.utils.composition import shipped
 
 Train = Callable[..., Any]
 # An easy task for random weights: a large LoRA and a high learning rate, scored by the brightness.

@@ -22,10 +22,10 @@ from PIL import Image
 
 import gerl
 from gerl.errors import RewardError
-from gerl.evaluate import main, parse
-from gerl.utils.comparison import BASE, Drawn
-from gerl.utils.report import load_validation
-from gerl.workers.diffusers_model.loading import SHIPPED
+from gerl.evaluate.command import main, parse
+from gerl.evaluate.comparison import BASE, Drawn
+from gerl.model.loading import SHIPPED
+from gerl.run.report import load_validation
 
 # The score is the mean brightness; `fails` makes it fail for a prompt, `kill` ends the process when that comes.
 SCORER = """

@@ -15,11 +15,11 @@ import zoo.video
 from peft import PeftModel
 from safetensors.torch import load, load_file
 
+from gerl.commandline.composition import Composed
 from gerl.config import Config, ModelConfig, SamplingConfig
-from gerl.export import main
-from gerl.utils.checkpoint import pack_tensors, save_checkpoint
-from gerl.utils.composition import Composed
-from gerl.utils.lora import WEIGHTS
+from gerl.export.command import main
+from gerl.model.lora import WEIGHTS
+from gerl.run.checkpoint import pack_tensors, save_checkpoint
 from gerl.workers.hybrid import HybridWorker
 
 RANK, ALPHA = 3, 7.5  # not 1 by one another, so that a reader that forgets alpha is found out

@@ -12,7 +12,7 @@ import torch
 import zoo.conditioned
 import zoo.video
 
-from gerl.preflight import main
+from gerl.preflight.command import main
 
 Preflight = Callable[..., dict[str, Any]]
 

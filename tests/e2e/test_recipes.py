@@ -17,10 +17,10 @@ import zoo.text_to_image
 import zoo.text_to_image_2
 from PIL import Image
 
+from gerl.commandline.composition import compose_run, config_folder, experiments
 from gerl.config import ScorerConfig
+from gerl.rewards.scorers import build_scorer
 from gerl.trainer.main_flowgrpo import main
-from gerl.utils.composition import compose_run, config_folder, experiments
-from gerl.utils.reward_score import build_scorer
 
 RECIPES = [name for name in experiments() if name not in ("plain", "signs")]
 HEADINGS = ("Numbers: ", "8 GPUs: ", "1 GPU: ", "Memory of a GPU, computed, not measured: ")

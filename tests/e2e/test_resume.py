@@ -15,10 +15,10 @@ import pytest
 import tiny
 import torch
 
+from gerl.algorithms.planning import plan_validation
+from gerl.commandline.composition import compose_run
 from gerl.trainer.main_flowgrpo import main
-from gerl.utils.composition import compose_run
 from gerl.utils.dataset import load_prompts
-from gerl.utils.planning import plan_validation
 from gerl.utils.seeding import sample_generators
 
 Arguments = Callable[..., list[str]]

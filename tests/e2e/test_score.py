@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gerl.score import main
-from gerl.utils.reward_score import SCORERS
-from gerl.utils.reward_score.colourfulness import colourfulness
+from gerl.rewards.scorers import SCORERS
+from gerl.rewards.scorers.colourfulness import colourfulness
+from gerl.score.command import main
 
 # The score is the image's blue value plus the length of its prompt; every call leaves a line behind.
 SCORER = """

@@ -24,8 +24,8 @@ from PIL import Image
 
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
-from gerl.utils.reward_score import build_scorer
-from gerl.utils.reward_score.remote import RemoteScorer
+from gerl.rewards.scorers import build_scorer
+from gerl.rewards.scorers.remote import RemoteScorer
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -16,7 +16,7 @@ from zoo.base import Entry
 from zoo.checks import Report, check_entry
 
 from gerl.config import ModelConfig
-from gerl.workers.diffusers_model.loading import load_pipeline
+from gerl.model.loading import load_pipeline
 
 ENTRIES = [*text_to_image.ENTRIES, *text_to_image_2.ENTRIES, *conditioned.ENTRIES, *video.ENTRIES, *refused.ENTRIES]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

@@ -24,11 +24,11 @@ import transformers
 from torch.utils._pytree import tree_leaves
 from zoo.base import CheckName, Entry
 
+from gerl.engine import ReplayedStep, Tape, record, replay
+from gerl.engine.batching import select_call
 from gerl.errors import GerlError, ReplayError
-from gerl.utils.lora import add_lora
-from gerl.workers.diffusers_model import ReplayedStep, Tape, record, replay
-from gerl.workers.diffusers_model.batching import select_call
-from gerl.workers.diffusers_model.loading import find_denoisers
+from gerl.model.loading import find_denoisers
+from gerl.model.lora import add_lora
 
 NUM_STEPS, NOISE = 3, 0.7  # the last step is deterministic: steps 0 and 1 are trained
 NEGATIVE = ["bad", "", "ugly", "low"]

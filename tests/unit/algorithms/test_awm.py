@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from gerl.algorithms.awm import AWM, clipped_surrogate, log_likelihood
+from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.forward_process import Noised
 from gerl.config import AlgorithmConfig, Config
-from gerl.trainer.ppo.core_algos import clipped_policy_loss
-from gerl.workers.diffusers_model.kernels import FlowRule
+from gerl.engine.kernels import FlowRule
 
 SIGMA = 0.6
 GENERATOR = torch.Generator().manual_seed(1)

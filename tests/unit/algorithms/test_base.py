@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gerl.algorithms import ALGORITHMS, Algorithm, Batch, Rewards, build_algorithm, count_pairs
+from gerl.algorithms.planning import plan_samples, sde_window
 from gerl.config import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig
+from gerl.engine import Tape
 from gerl.protocol import Prompt, Sample
-from gerl.utils.planning import plan_samples, sde_window
-from gerl.workers.diffusers_model import Tape
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
 

@@ -6,7 +6,7 @@ import torch
 from gerl.algorithms.crd import CRD, crd_loss, implicit_reward
 from gerl.algorithms.forward_process import Noised, group_mean
 from gerl.config import AlgorithmConfig, Config
-from gerl.workers.diffusers_model.kernels import FlowRule
+from gerl.engine.kernels import FlowRule
 
 CLIP = 5.0
 GENERATOR = torch.Generator().manual_seed(2)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from gerl.algorithms.dgpo import DGPO, dgpo_loss, group_weight, stopped
 from gerl.algorithms.forward_process import Noised
 from gerl.config import AlgorithmConfig, Config
-from gerl.workers.diffusers_model.kernels import FlowRule
+from gerl.engine.kernels import FlowRule
 
 GENERATOR = torch.Generator().manual_seed(3)
 ERROR, REFERENCE = (torch.rand(7, generator=GENERATOR, dtype=torch.float64) for _ in range(2))

@@ -8,7 +8,7 @@ import torch
 from gerl.algorithms.diffusion_dpo import DiffusionDPO, dpo_loss, paired, preference_margin
 from gerl.algorithms.forward_process import Noised
 from gerl.config import AlgorithmConfig, Config
-from gerl.workers.diffusers_model.kernels import FlowRule
+from gerl.engine.kernels import FlowRule
 
 GENERATOR = torch.Generator().manual_seed(4)
 EXCESS = torch.randn(8, generator=GENERATOR, dtype=torch.float64)

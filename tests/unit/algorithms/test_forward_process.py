@@ -7,8 +7,8 @@ import torch
 from training import Training, chain_credit, config, new_policy, relative
 
 from gerl.algorithms import ForwardProcess, build_algorithm
+from gerl.engine import replay
 from gerl.utils.seeding import derive_seed
-from gerl.workers.diffusers_model import replay
 
 NAMES = ["diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rwr", "best_of_n"]
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]

@@ -7,9 +7,9 @@ import torch
 from training import Training, chain_credit, config, new_policy, relative
 
 from gerl.algorithms import PolicyGradient, Rewards, build_algorithm
-from gerl.trainer.ppo.core_algos import kl_divergence
-from gerl.utils.lora import lora_disabled
-from gerl.workers.diffusers_model import replay
+from gerl.algorithms.core_algos import kl_divergence
+from gerl.engine import replay
+from gerl.model.lora import lora_disabled
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]
 CREDIT = chain_credit(ADVANTAGES)

@@ -8,7 +8,7 @@ import torch
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.regression import BestOfN, RewardWeightedRegression, weighted_regression_loss
 from gerl.config import AlgorithmConfig, Config
-from gerl.workers.diffusers_model.kernels import FlowRule
+from gerl.engine.kernels import FlowRule
 
 GENERATOR = torch.Generator().manual_seed(5)
 OUTPUT, TARGET = (torch.randn(4, 3, 2, generator=GENERATOR, dtype=torch.float64) for _ in range(2))

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from gerl.algorithms import Rewards, build_algorithm, count_pairs
+from gerl.algorithms.planning import plan_samples
 from gerl.config import AlgorithmConfig, Config, RolloutConfig, SamplingConfig
 from gerl.protocol import Prompt, RolloutTask, Sample
-from gerl.utils.planning import plan_samples
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(2)]
 

@@ -21,10 +21,10 @@ from starlette.testclient import TestClient
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.utils.reward_score import Scorer
-from gerl.utils.reward_score.http import png_base64
-from gerl.utils.reward_score.jpeg import JpegIncompressibility
-from gerl.utils.reward_score.remote import RemoteScorer
+from gerl.rewards.scorers import Scorer
+from gerl.rewards.scorers.http import png_base64
+from gerl.rewards.scorers.jpeg import JpegIncompressibility
+from gerl.rewards.scorers.remote import RemoteScorer
 from reward_models.app import Limits, TokenBucket, build_app
 from reward_models.scoring import Columns, Item, Refusal, decode, join, score_items, warm_up
 

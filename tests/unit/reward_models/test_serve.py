@@ -17,7 +17,7 @@ import yaml
 
 from gerl.config import ScorerConfig
 from gerl.errors import ConfigError
-from gerl.utils.reward_score import SCORERS, build_scorer
+from gerl.rewards.scorers import SCORERS, build_scorer
 from reward_models import serve
 from reward_models.scoring import WARM_PROMPT
 from reward_models.serve import Options, listen, main, parse, warm_row

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gerl.commandline.composition import Composed, compose_run
 from gerl.config import Config
 from gerl.errors import CheckpointError, ConfigError, GerlError, Interrupted, ModelError
+from gerl.run.checkpoint import save_checkpoint
+from gerl.run.report import save_validation
 from gerl.trainer import main_flowgrpo
 from gerl.trainer.main_flowgrpo import closing_screen, find_checkpoint, identity, main, prepare_folder
-from gerl.utils.checkpoint import save_checkpoint
-from gerl.utils.composition import Composed, compose_run
-from gerl.utils.report import save_validation
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ import tiny
 import torch
 
 from gerl.algorithms import Batch, build_algorithm
+from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config import ActorConfig, AlgorithmConfig, Config, SamplingConfig
+from gerl.engine import Tape, record, replay
+from gerl.engine.batching import select_call
+from gerl.model.ema import EMA
+from gerl.model.loading import Policy
+from gerl.model.lora import add_lora, lora_disabled
 from gerl.protocol import Prompt, Sample, StepResult, UpdateStats
-from gerl.trainer.ppo.core_algos import gaussian_kl
-from gerl.utils.checkpoint import pack_tensors, unpack_tensors
-from gerl.utils.ema import EMA
-from gerl.utils.lora import add_lora, lora_disabled
+from gerl.run.checkpoint import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
-from gerl.workers.diffusers_model import Tape, record, replay
-from gerl.workers.diffusers_model.batching import select_call
-from gerl.workers.diffusers_model.loading import Policy
 
 ADVANTAGES = [1.0, -0.5, 2.0, -1.5]
 

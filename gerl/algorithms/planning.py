@@ -1,0 +1,127 @@
+"""What a trainer step draws: a pure function of the configuration and the step, the same on any number of workers."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+
+import torch
+
+from gerl.config import Config, SamplingConfig
+from gerl.protocol import Group, Prompt, RolloutTask, Sample
+from gerl.utils.condition_images import pictures_of
+from gerl.utils.dataset import PromptSchedule
+from gerl.utils.seeding import derive_seed
+
+# MixGRPO's decay strategy (arXiv 2507.21802, section 4.2): a window stays exp(-RATE * steps past the threshold) as long
+DECAY_RATE = 0.1
+VALIDATION_SEED = 42  # of the fixed noise of each held-out prompt
+
+
+def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[int, ...]:
+    """The stochastic steps of trainer step `step`, from the run seed: of all groups, or of `group` if they differ."""
+    if config.sampling.kernel == "ode":
+        return ()
+    first, end = config.sampling.steps_range
+    size, every = config.sampling.trained_steps, config.sampling.window_every
+    if config.sampling.window_schedule == "random":
+        own = (group.prompt,) if group is not None and config.sampling.window_per == "group" else ()
+        # a window that stays for 1 step is drawn from the step itself
+        parts = (*own, step if every == 1 else (step - 1) // every)
+        generator = torch.Generator().manual_seed(derive_seed("window", config.trainer.seed, *parts))
+        start = first + int(torch.randint(end - first - size + 1, (), generator=generator))
+    else:
+        start = _moving_start(config.sampling, step)
+    return tuple(range(start, start + size))
+
+
+def _moving_start(sampling: SamplingConfig, step: int) -> int:
+    """Start of a window that moves on by its size, from the first step to the last and over again; never empty."""
+    first, end = sampling.steps_range
+    size, every = sampling.trained_steps, sampling.window_every
+    starts = list(range(first, end - size, size)) + [end - size]
+    middle = (first + end) / 2
+    decay = DECAY_RATE if sampling.window_schedule == "decay" else 0.0
+    stays = [max(1, round(every * math.exp(-decay * max(0.0, start - middle)))) for start in starts]
+    rest = (step - 1) % sum(stays)
+    for start, stay in zip(starts, stays, strict=True):
+        if rest < stay:
+            return start
+        rest -= stay
+    raise AssertionError("unreachable: the stays add up")
+
+
+def drawn_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, ...]:
+    """`count` of `steps`, one from each of as many strata of nearly equal length, drawn from `seed`; in order."""
+    count = min(count, len(steps))
+    bounds = [round(i * len(steps) / count) for i in range(count + 1)]
+    generator = torch.Generator().manual_seed(derive_seed("steps", *seed))
+    return tuple(steps[a + int(torch.randint(b - a, (), generator=generator))] for a, b in pairwise(bounds))
+
+
+def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_version: int) -> list[Sample]:
+    """The samples of trainer step `step`: `rollout.n` of each prompt."""
+    seed, same = config.trainer.seed, config.sampling.same_init_noise
+    return [
+        Sample(
+            prompt,
+            k,
+            derive_seed("sample", seed, step, prompt.id, k),
+            step,
+            policy_version,
+            init_seed=derive_seed("initial", seed, step, prompt.id) if same else None,
+            turn=prompt.metadata.get("turn"),
+            role=prompt.metadata.get("role"),
+        )
+        for prompt in prompts
+        for k in range(config.rollout.n)
+    ]
+
+
+def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> list[Prompt]:
+    """The prompts of trainer step `step` (from 1); the last batch of an epoch may be smaller.
+
+    `attempt` > 0: further prompts for dynamic sampling, of which none repeats another of the step while there are any.
+    """
+    chosen = prompt_schedule(config, len(prompts)).batch(step - 1)
+    if attempt == 0:
+        return [prompts[i] for i in chosen]
+    generator = torch.Generator().manual_seed(derive_seed("further", config.trainer.seed, step))
+    taken = set(chosen)
+    others = [i for i in torch.randperm(len(prompts), generator=generator).tolist() if i not in taken]
+    size = config.rollout.prompts_per_step
+    return [prompts[i] for i in others[(attempt - 1) * size : attempt * size]]
+
+
+def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> list[list[Sample]]:
+    """Micro-batches of one image per held-out prompt, with noise that depends on the prompt only."""
+    samples = [Sample(p, 0, derive_seed("validation", VALIDATION_SEED, p.id), step) for p in prompts]
+    return micro_batches(samples, config.validation.micro_batch_size)
+
+
+def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
+    """Consecutive micro-batches of at most `size` samples, each without pictures or with those of one prompt."""
+    alike = groupby(samples, key=lambda sample: pictures_of(sample.prompt))
+    return [chunk for _, part in alike for chunk in chunks(list(part), size)]
+
+
+def prompt_schedule(config: Config, count: int) -> PromptSchedule:
+    """The order in which the run visits `count` prompts."""
+    return PromptSchedule(count, config.rollout.prompts_per_step, config.data.shuffle, config.trainer.seed)
+
+
+def update_parts(tasks: Sequence[RolloutTask], updates: int) -> list[list[RolloutTask]]:
+    """`tasks` in `updates` runs of nearly equal length, one per optimizer step; empty ones are left out."""
+    bounds = [round(i * len(tasks) / updates) for i in range(updates + 1)]
+    parts = [list(tasks[a:b]) for a, b in pairwise(bounds)]
+    return [part for part in parts if part]
+
+
+def chunks(samples: list[Sample], size: int) -> list[list[Sample]]:
+    """`samples` in runs of at most `size`."""
+    return [samples[i : i + size] for i in range(0, len(samples), size)]
+
+
+def group_ids(samples: Sequence[Sample]) -> torch.Tensor:
+    """An integer per sample, equal for samples of one group: `[B]` int64, numbered in order of appearance."""
+    numbers: dict[Group, int] = {}
+    return torch.tensor([numbers.setdefault(s.group, len(numbers)) for s in samples], dtype=torch.int64)

@@ -1,0 +1,308 @@
+"""Classifier-free guidance in a replay: which denoiser calls, or halves of one, are conditional, and how they are run.
+
+A guided step makes of a conditional output `c` and an unconditional one `u` the model output `u + w (c - u)`, possibly
+rescaled or negated. Its gradient with respect to `c` is as `w`, with respect to `u` as `1 - w`: for any `w` above 1/2
+the conditional output has the larger one. So the roles are found, not assumed: once per pipeline and kind of step, by
+running the pipeline's own arithmetic on the recorded outputs, without the denoiser.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gerl.engine.batching import detached_copy, select_call, take
+from gerl.engine.instrument import StopPipeline, routed
+from gerl.engine.tape import ComponentCall, Tape
+from gerl.engine.transitions import advance
+from gerl.errors import ReplayError
+
+CfgMode = Literal["joint", "detach_uncond", "off"]
+# of a denoiser call in a guided step; the last two are one call with both halves, named by its first rows
+Role = Literal["conditional", "unconditional", "conditional_first", "unconditional_first"]
+Roles = dict[int, Role]  # by number of the call within its step; without the calls that guidance does not concern
+Structure = tuple[tuple[str, float], ...]  # component and rows per row of latents, of each call of a step
+
+CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; the two norms agree to rounding errors otherwise
+_FOUND: "WeakKeyDictionary[Any, dict[Structure, Roles]]" = WeakKeyDictionary()
+
+
+def guidance_roles(pipe: Any, tape: Tape, steps: Iterable[int], cfg: CfgMode) -> dict[tuple[int, int], Role]:
+    """`{(step, number of the call within it): role}` of the denoiser calls at `steps` that guidance concerns.
+
+    Raises `ReplayError` where guidance is not made of one call with two halves or of two calls, or where `cfg` is off
+    and the unconditional call comes first.
+    """
+    found = _FOUND.setdefault(pipe, {})
+    calls = _looped_calls(tape)
+    structures = {k: _structure(tape, calls[k]) for k in steps}
+    found.update({structure: {} for structure in structures.values() if [rows for _, rows in structure] == [1.0]})
+    new = {structure: k for k, structure in structures.items() if structure not in found}
+    if new:
+        influence = _influence(pipe, tape, set(new.values()))
+        found.update({structure: _roles(k, structure, influence[k]) for structure, k in new.items()})
+    for k, structure in structures.items():
+        if cfg == "off" and next(iter(found[structure].values()), None) == "unconditional":
+            raise ReplayError(
+                f"the first denoiser call at step {k} is the unconditional one, when the conditional output that would "
+                "stand for it is not known: use cfg joint or detach_uncond"
+            )
+    return {(k, nth): role for k, structure in structures.items() for nth, role in found[structure].items()}
+
+
+def guided(
+    forward: Callable[..., Any],
+    role: Role,
+    cfg: CfgMode,
+    half: int,
+    rows_in_list: bool,
+    alike: Iterable[ComponentCall] = (),
+) -> Callable[..., Any]:
+    """`forward` of a call with `role`, run as `cfg` says; the result has the rows that `forward` would give.
+
+    `half`: rows of one half of a call with both. `rows_in_list`: its output, and hence its input, is a list with an
+    entry per row. `alike`: the same call for other numbers of rows, which show where its rows are.
+    """
+    if cfg == "joint" or role == "conditional":
+        return forward
+    if role == "unconditional":
+        return torch.no_grad()(forward)
+
+    def in_halves(*args: Any, **kwargs: Any) -> Any:
+        first, second = _halves((args, kwargs), half, rows_in_list, alike)
+        conditional, unconditional = (first, second) if role == "conditional_first" else (second, first)
+        u = None
+        if cfg == "detach_uncond":
+            with torch.no_grad():
+                u = forward(*unconditional[0], **unconditional[1])
+        c = forward(*conditional[0], **conditional[1])
+        u = c if cfg == "off" else u
+        a, b = (c, u) if role == "conditional_first" else (u, c)
+        return _join_rows(a, b, half, rows_in_list)
+
+    return in_halves
+
+
+def has_rows_in_list(output: Any) -> bool:
+    """Whether a denoiser's output is a list with an entry per row (Z-Image) rather than a tensor."""
+    return isinstance(_leading(output), list)
+
+
+def check_stands_for(conditional: Any, unconditional: Any, step: int) -> None:
+    """Raise `ReplayError` if the one output cannot be used for the other because a row of it has another shape."""
+    c, u = (
+        next((v.shape[1:] for v in tree_leaves(x) if torch.is_tensor(v)), None) for x in (conditional, unconditional)
+    )
+    if c != u:
+        raise ReplayError(
+            f"the unconditional denoiser output at step {step} has rows of another shape than the conditional one, "
+            "which cannot stand for it: use cfg joint or detach_uncond"
+        )
+
+
+def _leading(output: Any) -> Any:
+    """The first tensor or list of an output: what has its rows. An empty list where there is neither."""
+    values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
+    return next((v for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim)), [])
+
+
+def _halves(tree: Any, half: int, rows_in_list: bool, alike: Iterable[ComponentCall]) -> tuple[Any, Any]:
+    """The arguments of the first and of the second half of a call with both.
+
+    With the same call for another number of rows, rows are found in any dimension; without (a batch of one prompt),
+    the first one is taken.
+    """
+    total = 2 * half
+    for call in alike:
+        count = len(_leading(call.output))
+        if call.inputs is not None and count and count != total:
+            one, other = (take(tree, call.inputs, r, total, count) for r in (range(half), range(half, total)))
+            return one, other
+    for value in [] if rows_in_list else tree_leaves(tree):
+        if torch.is_tensor(value) and total in value.shape[1:] and value.shape[0] != total:
+            raise ReplayError(
+                f"one prompt does not show where the halves of guidance are in an input of shape {list(value.shape)}: "
+                "use cfg joint, or more prompts in a batch"
+            )
+    return (
+        _slice_rows(tree, slice(0, half), total, rows_in_list),
+        _slice_rows(tree, slice(half, None), total, rows_in_list),
+    )
+
+
+def _slice_rows(tree: Any, rows: slice, total: int, rows_in_list: bool) -> Any:
+    """`tree` with `rows` of what has `total` rows: tensors by their first dimension, lists by their length."""
+
+    def is_row_tensor(value: Any) -> bool:
+        return torch.is_tensor(value) and value.shape[:1] == (total,)
+
+    def is_row_list(value: Any) -> bool:
+        # as many tensors as rows, each of which has all rows, are residuals or embeddings of several images
+        return (
+            isinstance(value, list)
+            and len(value) == total
+            and (rows_in_list or not all(is_row_tensor(entry) for entry in value))
+        )
+
+    def part(value: Any) -> Any:
+        return value[rows] if is_row_tensor(value) or is_row_list(value) else value
+
+    return tree_map(part, tree, is_leaf=is_row_list)
+
+
+def _join_rows(first: Any, second: Any, half: int, rows_in_list: bool) -> Any:
+    """The output of which `first` and `second` are the halves."""
+
+    def is_row_list(value: Any) -> bool:
+        return rows_in_list and isinstance(value, list) and len(value) == half
+
+    def join(a: Any, b: Any) -> Any:
+        if is_row_list(a):
+            return a + b
+        return torch.cat([a, b]) if torch.is_tensor(a) and a.shape[:1] == (half,) else a
+
+    return tree_map(join, first, second, is_leaf=is_row_list)
+
+
+def _looped_calls(tape: Tape) -> dict[int, list[ComponentCall]]:
+    """The calls in the denoising loop, by step."""
+    looped, calls = tape.looped_components(), dict[int, list[ComponentCall]]()
+    for call in tape.component_calls:
+        if call.component in looped:
+            calls.setdefault(call.step, []).append(call)
+    return calls
+
+
+def _structure(tape: Tape, calls: list[ComponentCall]) -> Structure:
+    return tuple((c.component, len(_leading(c.output)) / len(tape.steps[c.step].x)) for c in calls)
+
+
+def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]) -> Roles:
+    """The roles in a step from what `_influence` says of each of its calls."""
+    calls = [nth for nth, rows in enumerate(influence) if rows is not None]  # not a ControlNet's: it acts on another
+    gradients = [rows for rows in influence if rows is not None]
+    match [structure[nth][1] for nth in calls]:
+        case [1.0]:
+            return {}
+        case [2.0]:
+            return {calls[0]: _first_half(step, gradients[0])}
+        case [1.0, 1.0]:
+            if _first_is_larger(step, *(float(rows.sum()) for rows in gradients)):
+                return {calls[0]: "conditional", calls[1]: "unconditional"}
+            return {calls[0]: "unconditional", calls[1]: "conditional"}
+        case multiples:
+            raise ReplayError(
+                f"step {step} uses {len(multiples)} denoiser outputs with {multiples} rows per row of latents, not a "
+                "conditional and an unconditional one: use cfg joint"
+            )
+
+
+def _first_half(step: int, rows: torch.Tensor) -> Role:
+    """Which half comes first in a call with both, from the squared gradients `[2B]` of the first row of latents."""
+    half = len(rows) // 2
+    first, second = float(rows[0]), float(rows[half])
+    others = torch.cat([rows[1:half], rows[half + 1 :]])
+    if len(others) and float(others.max()) > min(first, second):
+        raise ReplayError(f"the denoiser's output at step {step} is not made of two halves of rows: use cfg joint")
+    return "conditional_first" if _first_is_larger(step, first, second) else "unconditional_first"
+
+
+def _first_is_larger(step: int, first: float, second: float) -> bool:
+    if not max(first, second) > CLEARLY_LARGER**2 * min(first, second):
+        raise ReplayError(
+            f"the two denoiser outputs at step {step} weigh the same in the model output, which of them is conditional "
+            "cannot be told: use cfg joint"
+        )
+    return first > second
+
+
+def _influence(pipe: Any, tape: Tape, steps: set[int]) -> dict[int, list[torch.Tensor | None]]:
+    """For each call at `steps` the squared gradients `[rows]` of the first row of the model output, None without any.
+
+    The gradient is that of a random projection, by the pipeline's arithmetic on the recorded outputs.
+    """
+    head = _Inspector(tape, steps)
+    undecorated = inspect.unwrap(type(pipe).__call__)  # without @torch.no_grad
+    with torch.enable_grad(), routed(pipe, head), contextlib.suppress(StopPipeline):
+        undecorated(pipe, **select_call(tape.call, range(tape.batch_size)))
+    if missing := steps - head.influence.keys():
+        raise ReplayError(f"no gradient of the denoiser's outputs reaches the model output at step {min(missing)}")
+    return head.influence
+
+
+class _Inspector:
+    """The head of a pass in which everything, the denoiser included, answers from the tape: see `instrument.Head`."""
+
+    def __init__(self, tape: Tape, steps: set[int]) -> None:
+        self.tape, self.steps = tape, steps
+        self.answers = iter(tape.answers)
+        self.calls = _looped_calls(tape)
+        self.looped = tape.looped_components()
+        self.step = 0
+        self.served = -1  # step of the latest calls: several scheduler streams may share them
+        self.outputs: list[Any] = []  # of the latest calls
+        self.influence: dict[int, list[torch.Tensor | None]] = {}
+        self.generator = torch.Generator().manual_seed(0)  # leaves the global generator as it is
+
+    def on_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        del method, args, kwargs
+        answer = next(self.answers, None)
+        if answer is None or answer.method != name:
+            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
+        return detached_copy(answer.value)
+
+    def on_component(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name not in self.looped:
+            return forward(*args, **kwargs)
+        if self.served != self.step:
+            self.served, self.outputs = self.step, []
+        recorded = self.calls.get(self.step, [])[len(self.outputs) :]
+        if not recorded or recorded[0].component != name:
+            raise ReplayError(f"the replay calls {name} at step {self.step}, which the rollout did not do")
+
+        def leaf(value: Any) -> Any:
+            return value.requires_grad_() if torch.is_tensor(value) and value.is_floating_point() else value
+
+        self.outputs.append(tree_map(leaf, tree_map(self._with_values, detached_copy(recorded[0].output))))
+        return self.outputs[-1]
+
+    def on_scheduler_step(
+        self, scheduler: Any, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor
+    ) -> torch.Tensor:
+        del sample
+        advance(scheduler, timestep)
+        if self.served in self.steps and self.served not in self.influence and model_output.requires_grad:
+            row = model_output[0].float()
+            projection = (row * torch.randn(row.shape, generator=self.generator).to(row.device)).sum()
+            found = [_squared_gradients(projection, output) for output in self.outputs]
+            if any(rows is not None for rows in found):
+                self.influence[self.served] = found
+        self.step += 1
+        if self.steps <= self.influence.keys() or self.step == len(self.tape.steps):
+            raise StopPipeline
+        return self.tape.steps[self.step - 1].x_next
+
+    def _with_values(self, value: Any) -> Any:
+        """`value` itself, or noise where only the shape was kept: with zeros, rescaled guidance has no gradient."""
+        if not (torch.is_tensor(value) and value.is_meta):
+            return value
+        noise = torch.randn(value.shape, generator=self.generator)
+        return noise.to(value.dtype).to(self.tape.steps[0].x.device)
+
+
+def _squared_gradients(loss: torch.Tensor, output: Any) -> torch.Tensor | None:
+    """Squared norm of the gradient of `loss` with respect to each row of a call's output; None if it has none."""
+    leading, in_list = _leading(output), has_rows_in_list(output)
+    leaves = [v for v in tree_leaves(leading if in_list else output) if torch.is_tensor(v) and v.requires_grad]
+    rows = leaves if in_list else [v for v in leaves if v.shape[:1] == leading.shape[:1]]
+    grads = torch.autograd.grad(loss, rows, retain_graph=True, allow_unused=True) if rows else ()
+    if all(g is None for g in grads):
+        return None
+    squared = [(torch.zeros_like(v) if g is None else g).float().square() for v, g in zip(rows, grads, strict=True)]
+    if in_list:
+        return torch.stack([g.sum() for g in squared]).cpu()
+    return torch.stack([g.flatten(1).sum(1) for g in squared]).sum(0).cpu()

@@ -1,0 +1,231 @@
+"""Record: the pipeline's own `__call__`, with its scheduler steps sampled and written on a tape."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from gerl.engine.batching import (
+    batch_size,
+    detached_copy,
+    materialised,
+    num_elements,
+    select_call,
+    shapes,
+)
+from gerl.engine.caches import Caches
+from gerl.engine.instrument import StopPipeline, routed
+from gerl.engine.kernels import gaussian_log_prob
+from gerl.engine.solver import ONE_STEP, OdeSolver, Span, compressed_spans
+from gerl.engine.tape import Answer, ComponentCall, Tape, TapeStep
+from gerl.engine.transitions import Sampler, Transitions
+from gerl.errors import ModelError
+
+# component outputs larger than this many times the latents (ControlNet residuals) are kept as shapes only
+MAX_KEPT_OUTPUT = 16
+
+
+def record(
+    pipe: Any,
+    call: dict[str, Any],
+    kernel: str = "flow_sde",
+    noise_level: float = 0.7,
+    window: Iterable[int] | None = None,
+    generators: Sequence[torch.Generator] | None = None,
+    probe: Tape | bool = True,
+    *,
+    init_generators: Sequence[torch.Generator] | None = None,
+    solver: str = "euler",
+    compression: float = 1.0,
+    stop: int | None = None,
+) -> tuple[Any, Tape]:
+    """Run `pipe(**call)` without gradient; return its output and the tape that `replay` needs.
+
+    `call`: keyword arguments of the pipeline with one prompt per sample (a list). `kernel`, `noise_level`: the
+    transition kernel of the stochastic steps, see `kernels.coefficients`; `window`: their indices, None: all but the
+    last. `solver`: how the other steps are taken, see `solver.OdeSolver`; `compression`: which part of those after the
+    window is taken at all, see `solver.compressed_spans` (an empty window compresses nothing).
+
+    `generators`: one `torch.Generator` per sample, from which its initial latents and then its step noise are drawn;
+    None: the global generator. `init_generators`: others for the initial latents, and whatever else the pipeline draws;
+    equal seeds make equal latents. `probe`: True makes the one-sample tape needed to replay sub-batches, a tape reuses
+    that of an earlier call of the same kind, False goes without.
+
+    `stop`: leave the pipeline where it is about to take this step: the tape ends before it, but has what the denoiser
+    said there, so that `branch` can go on from it. The output is None.
+
+    Raises `ModelError` where the scheduler has no transition kernel, the solver is not for it, or `window` or `stop`
+    name a step that cannot be.
+    """
+    n = batch_size(call)
+    arguments = {name: value for name, value in call.items() if name != "generator"}
+    tape = Tape(select_call(arguments, range(n)), n)
+    sampler = Sampler(kernel, noise_level, solver, compression)
+    recorder = Recorder(tape, sampler, window, check_generators(generators, n), stop)
+    # fresh lists both times: some pipelines write into theirs
+    arguments = select_call(arguments, range(n))
+    output = recorder.run(pipe, arguments, check_generators(init_generators, n) or generators)
+    if isinstance(probe, Tape):
+        tape.probe = probe
+    elif probe and n > 1:
+        tape.probe = record_probe(pipe, tape.call)
+    return output, tape
+
+
+def record_probe(pipe: Any, call: dict[str, Any], index: Sequence[int] = (0,)) -> Tape:
+    """The tape of `call` for its first sample up to the first scheduler step: where batch dimensions are.
+
+    `index`: for these samples instead.
+    """
+    tape = Tape(select_call(call, index), len(index))
+    arguments = select_call(call, index)
+    if "generator" in inspect.signature(type(pipe).__call__).parameters:
+        arguments["generator"] = torch.Generator().manual_seed(0)  # leaves the global generator as it is
+    Recorder(tape, Sampler("ode", 0.0), (), None, stop=0).run(pipe, arguments, None)
+    return tape
+
+
+def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Sequence[torch.Generator] | None:
+    """`generators`, if there is one for each of `n` samples; raises `ValueError` otherwise."""
+    if generators is not None and len(generators) != n:
+        raise ValueError(f"{len(generators)} generators for {n} samples: give one per sample")
+    return generators
+
+
+class Recorder:
+    """The head of a rollout: see `instrument.Head`."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        sampler: Sampler,
+        window: Iterable[int] | None,
+        generators: Sequence[torch.Generator] | None,
+        stop: int | None = None,
+    ) -> None:
+        self.tape, self.sampler, self.generators, self.stop = tape, sampler, generators, stop
+        self.window = None if window is None else frozenset(window)
+        self.transitions, self.solver = Transitions(sampler), OdeSolver(sampler.solver)
+        self.caches = Caches()
+        self.depth = 0  # nesting of answered methods: only the outermost is answered in a replay
+        self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
+        self.spans: dict[int, Span] = {}  # of the steps that compression changes
+        self.expected: int | None = None  # number of steps that the spans rely on
+
+    def run(self, pipe: Any, arguments: dict[str, Any], generators: Sequence[torch.Generator] | None) -> Any:
+        """The output of `pipe(**arguments)`, None where it was stopped."""
+        if generators is not None:
+            arguments = {**arguments, "generator": list(generators)}
+        with torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
+            output = pipe(**arguments)
+            self._finish()
+            return output
+        return None
+
+    def on_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.depth += 1
+        try:
+            value = method(*args, **kwargs)
+        finally:
+            self.depth -= 1
+        if self.depth == 0:
+            self.tape.answers.append(Answer(name, detached_copy(value)))
+        return value
+
+    def on_component(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.depth:
+            return forward(*args, **kwargs)
+        k = len(self.tape.steps)
+        earlier = self._same_call_before(name) if self._is_skipped(k) else None
+        if earlier is not None:  # the step does not use it: what was said last has the right shape
+            self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
+            return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
+        held = self.caches.check_arguments(k, name, (args, kwargs))
+        output = forward(*args, **kwargs)
+        self.caches.note(k, (args, kwargs), held, output)
+        self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output), shapes((args, kwargs))))
+        return output
+
+    def on_scheduler_step(
+        self, scheduler: Any, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor
+    ) -> torch.Tensor:
+        k = len(self.tape.steps)
+        self._arrive(k, scheduler, timestep, sample)
+        x = self.carried.get(id(scheduler))
+        if x is None or x.shape != sample.shape or not torch.equal(x.to(sample.dtype), sample):
+            x = sample.float().clone()  # the first step, or the pipeline edited the latents in between
+        stochastic = None if self.window is None else k in self.window
+        rule = self.transitions.next_rule(scheduler, timestep, stochastic, self.spans.get(k, ONE_STEP))
+        mean, log_prob = None, None
+        if rule.std > 0:
+            mean = rule.mean(x, model_output)
+            x_next = mean + rule.std * self._noise(x)
+            log_prob = gaussian_log_prob(x_next, mean, rule.std)
+            self.solver.observe(scheduler, rule, x, model_output)
+        else:
+            x_next = x if self._is_skipped(k) else self.solver.step(scheduler, rule, x, model_output)
+        self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers)))
+        self.carried[id(scheduler)] = x_next
+        return x_next
+
+    def _arrive(self, k: int, scheduler: Any, timestep: Any, sample: torch.Tensor) -> None:
+        """What is done before step `k`, whoever takes it."""
+        self._drop_large_outputs(k, MAX_KEPT_OUTPUT * sample.numel())
+        if self.sampler.compression < 1 and k == 0:
+            self._compress(self.window, self.transitions.num_steps(scheduler, timestep))
+        if k == self.stop:
+            if self._is_skipped(k):
+                raise ModelError(f"compression leaves step {k} out: stop at a step that is taken")
+            raise StopPipeline
+
+    def _compress(self, window: frozenset[int] | None, total: int) -> None:
+        if window:  # after "all but the last" only one step is left
+            self.spans = compressed_spans(max(window) + 1, total, self.sampler.compression)
+            self.expected = total
+
+    def _is_skipped(self, k: int) -> bool:
+        return self.spans.get(k, ONE_STEP)[0] > 0
+
+    def _same_call_before(self, name: str) -> ComponentCall | None:
+        """The call at the last step that corresponds to the one `name` is about to make."""
+        k, calls = len(self.tape.steps), self.tape.component_calls
+        nth = sum((c.step, c.component) == (k, name) for c in calls)
+        before = [c for c in calls if (c.step, c.component) == (k - 1, name)]
+        return before[nth] if nth < len(before) else None
+
+    def _finish(self) -> None:
+        """The pipeline came to its end."""
+        taken = len(self.tape.steps)
+        if self.stop is not None:
+            raise ModelError(f"the rollout should stop at step {self.stop}, but the pipeline took {taken} steps")
+        if self.window is not None and self.window - set(range(taken)):
+            raise ModelError(f"the window names steps {sorted(self.window)}, but the pipeline took {taken} steps")
+        if self.expected not in (None, taken):
+            raise ModelError(
+                f"compression expected {self.expected} steps of one scheduler, but the pipeline took {taken}: set "
+                "sampling.compression=1"
+            )
+        # what runs after the last step (VAE, safety checker) is not replayed
+        self.tape.component_calls = [c for c in self.tape.component_calls if c.step < taken]
+
+    def _noise(self, x: torch.Tensor) -> torch.Tensor:
+        """Standard normal fp32 noise in the shape of `x`, sample by sample so that it does not depend on the batch."""
+        if self.generators is None:
+            return torch.randn(x.shape, device=x.device)
+        rows, remainder = divmod(len(x), len(self.generators))
+        if remainder:
+            raise ModelError(
+                f"the latents have {len(x)} rows for {len(self.generators)} samples: their noise cannot be assigned"
+            )
+        shape = (rows, *x.shape[1:])
+        return torch.cat([torch.randn(shape, generator=g, device=g.device).to(x.device) for g in self.generators])
+
+    def _drop_large_outputs(self, step: int, limit: int) -> None:
+        for call in reversed(self.tape.component_calls):
+            if call.step < step:
+                break
+            if num_elements(call.output) > limit:
+                call.output = tree_map(lambda v: v.to("meta") if torch.is_tensor(v) else v, call.output)

@@ -1,0 +1,163 @@
+"""From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+
+from gerl.engine.kernels import DDIMRule, FlowRule, Rule, coefficients
+from gerl.engine.solver import ONE_STEP, SOLVERS, Span
+from gerl.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a rollout takes its steps, but for which of them are stochastic: the options of `record`."""
+
+    kernel: str
+    noise_level: float
+    solver: str = "euler"
+    compression: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.solver not in SOLVERS:
+            raise ValueError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
+        if not 0 < self.compression <= 1:
+            raise ValueError(f"compression must be above 0 and at most 1, got {self.compression}")
+
+
+class Transitions:
+    """Gives the rule of each scheduler step of one pipeline call, and advances the scheduler's own step index."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self._tables: dict[int, tuple[torch.Tensor, list[float]]] = {}
+
+    def next_rule(self, scheduler: Any, timestep: Any, stochastic: bool | None, span: Span = ONE_STEP) -> Rule:
+        """The rule of the step `scheduler` is about to take at `timestep`.
+
+        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `solver.compressed_spans`. Raises
+        `ModelError` for schedulers without a transition kernel and for noise on the last step, which has no density.
+        """
+        check_scheduler(scheduler, self.sampler)
+        if is_flow_matching(scheduler):
+            return self._flow(scheduler, timestep, stochastic, span)
+        return self._ddim(scheduler, int(timestep), stochastic, span)
+
+    def num_steps(self, scheduler: Any, timestep: Any) -> int:
+        """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
+        total = len(scheduler.sigmas) - 1 if is_flow_matching(scheduler) else len(scheduler.timesteps)
+        return total - self._position(scheduler, timestep)
+
+    def _position(self, scheduler: Any, timestep: Any) -> int:
+        """Index in the schedule of the step that `scheduler` is about to take at `timestep`."""
+        if not is_flow_matching(scheduler):
+            return self._table(scheduler.timesteps).index(float(timestep))
+        return _step_index(scheduler, timestep)
+
+    def _noise(self, stochastic: bool | None, last: bool) -> float:
+        if stochastic and last:
+            raise ModelError(
+                "the last denoising step is deterministic and has no log-probability: leave it out of the window"
+            )
+        return self.sampler.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
+
+    def _flow(self, scheduler: Any, timestep: Any, stochastic: bool | None, span: Span) -> FlowRule:
+        i = self._position(scheduler, timestep)
+        advance(scheduler, timestep)
+        sigmas = self._table(scheduler.sigmas)
+        s, s_next, s_one = sigmas[i + span[0]], sigmas[i + span[1]], sigmas[1]
+        inverted = sigmas[i + 1] > sigmas[i]
+        if inverted:
+            s, s_next, s_one = 1 - s, 1 - s_next, 1 - s_one
+        if s > 1.001:
+            raise ModelError(
+                f"the scheduler's sigma is {s:.3g}: sigmas of flow matching lie in [0, 1], those of EDM have no kernel"
+            )
+        s = min(s, 1.0)
+        noise = self._noise(stochastic, last=s_next <= 0)
+        kappa, std = coefficients(self.sampler.kernel, s, s_next, noise, s_one)
+        return FlowRule(s, s_next, kappa, std, inverted)
+
+    def _ddim(self, scheduler: DDIMScheduler, timestep: int, stochastic: bool | None, span: Span) -> DDIMRule:
+        kernel, config = self.sampler.kernel, scheduler.config
+        here, previous = (self._ddim_timestep(scheduler, timestep, steps) for steps in span)
+        noise = 0.0 if kernel == "ode" else self._noise(stochastic, last=previous < 0)
+        alpha, alpha_next = (
+            scheduler.alphas_cumprod[t] if t >= 0 else scheduler.final_alpha_cumprod for t in (here, previous)
+        )
+        std = noise * scheduler._get_variance(timestep, previous) ** 0.5 if noise else torch.zeros(())
+        return DDIMRule(
+            sigma=float((1 - alpha) ** 0.5),
+            sigma_next=float((1 - alpha_next) ** 0.5),
+            sqrt_alpha=float(alpha**0.5),
+            sqrt_alpha_next=float(alpha_next**0.5),
+            direction=float((1 - alpha_next - std**2) ** 0.5),
+            std=float(std),
+            prediction_type=config.prediction_type,
+            clip_range=config.clip_sample_range if config.clip_sample else None,
+        )
+
+    def _ddim_timestep(self, scheduler: DDIMScheduler, timestep: int, steps: int) -> int:
+        """The timestep whose noise the latents have `steps` steps after `timestep`; negative at the end."""
+        if steps == 0:
+            return timestep
+        if steps > 1:
+            timestep = int(self._table(scheduler.timesteps)[self._position(scheduler, timestep) + steps - 1])
+        return timestep - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
+
+    def _table(self, schedule: torch.Tensor) -> list[float]:
+        """Sigmas or timesteps as floats: one device synchronisation a pipeline call instead of one a step."""
+        if id(schedule) not in self._tables:
+            self._tables[id(schedule)] = (schedule, schedule.tolist())  # the tensor is kept so that its id stays taken
+        return self._tables[id(schedule)][1]
+
+
+def advance(scheduler: Any, timestep: Any) -> None:
+    """Let `scheduler` pass the step it is about to take at `timestep`.
+
+    Pipelines that noise an image for the next step (inpainting) let the scheduler look its sigma up by step index.
+    """
+    if is_flow_matching(scheduler):
+        scheduler._step_index = _step_index(scheduler, timestep) + 1
+
+
+def _step_index(scheduler: Any, timestep: Any) -> int:
+    """Index of the step that a flow-matching scheduler is about to take at `timestep`."""
+    if scheduler.step_index is None:
+        scheduler._init_step_index(timestep)
+    index: int = scheduler.step_index
+    return index
+
+
+def check_scheduler(scheduler: Any, sampler: Sampler) -> None:
+    """Raise `ModelError` if `scheduler` has no transition kernel, or not that of `sampler`."""
+    config, name = scheduler.config, type(scheduler).__name__
+    if is_flow_matching(scheduler):
+        if config.get("stochastic_sampling", False):
+            raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
+        return
+    if not isinstance(scheduler, DDIMScheduler):
+        raise ModelError(
+            f"the pipeline's scheduler is {name}, which has no transition kernel: set "
+            "pipe.scheduler to FlowMatchEulerDiscreteScheduler or DDIMScheduler .from_config(pipe.scheduler.config)"
+        )
+    if sampler.kernel not in ("ddim", "ode"):
+        raise ModelError(
+            f"sampling.kernel={sampler.kernel} is for flow matching: this pipeline has a DDIMScheduler, use ddim"
+        )
+    if sampler.solver != "euler":
+        raise ModelError(
+            f"sampling.solver={sampler.solver} is for flow matching: this pipeline has a DDIMScheduler, use euler"
+        )
+    if config.thresholding or config.rescale_betas_zero_snr:
+        raise ModelError("DDIM with thresholding or rescale_betas_zero_snr has no transition kernel")
+
+
+def is_flow_matching(scheduler: Any) -> bool:
+    """Whether the scheduler's model output is a velocity and its sigmas those of `x = (1 - s) x0 + s eps`."""
+    return (
+        isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+        or scheduler.config.get("prediction_type") == "flow_prediction"
+    )

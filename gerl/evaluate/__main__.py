@@ -1,0 +1,5 @@
+import sys
+
+from gerl.evaluate.command import main
+
+sys.exit(main())

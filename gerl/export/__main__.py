@@ -1,0 +1,5 @@
+import sys
+
+from gerl.export.command import main
+
+sys.exit(main())

@@ -1,0 +1,237 @@
+"""A trained LoRA as files of diffusers, PEFT and kohya (whose layout ComfyUI reads), or merged into the weights."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from gerl.errors import CheckpointError, ModelError
+from gerl.run.checkpoint import pack_tensors
+
+KEY = re.compile(r"(?P<denoiser>\w+)\.(?P<layer>.+)\.lora_(?P<half>[AB])\.default\.weight")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The LoRA of one denoiser: by layer, `A [rank, in]` and `B [out, rank]`; a layer's update is `scale * B @ A`."""
+
+    layers: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        """The rank, the same in all layers."""
+        return next(iter(self.layers.values()))[0].shape[0]
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank (Hu et al. 2021, section 4.1)."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How kohya files call the layers of a family: as its original code does, dots as underscores.
+
+    `names`: original name -> layers of diffusers, `*` is the number of a block. Several layers lie on top of each other
+    in one of the original. `rest`: layers that are not listed have the same name in both.
+    """
+
+    names: dict[str, tuple[str, ...]]
+    rest: bool
+
+
+def _qkv(attention: str) -> tuple[str, ...]:
+    return tuple(f"{attention}.to_{x}" for x in "qkv")
+
+
+def _added_qkv(attention: str) -> tuple[str, ...]:
+    return tuple(f"{attention}.add_{x}_proj" for x in "qkv")
+
+
+LAYOUTS = {
+    "SD3Transformer2DModel": Layout(
+        {
+            "joint_blocks.*.x_block.attn.qkv": _qkv("transformer_blocks.*.attn"),
+            "joint_blocks.*.x_block.attn.proj": ("transformer_blocks.*.attn.to_out.0",),
+            "joint_blocks.*.x_block.attn2.qkv": _qkv("transformer_blocks.*.attn2"),
+            "joint_blocks.*.x_block.attn2.proj": ("transformer_blocks.*.attn2.to_out.0",),
+            "joint_blocks.*.x_block.mlp.fc1": ("transformer_blocks.*.ff.net.0.proj",),
+            "joint_blocks.*.x_block.mlp.fc2": ("transformer_blocks.*.ff.net.2",),
+            "joint_blocks.*.context_block.attn.qkv": _added_qkv("transformer_blocks.*.attn"),
+            "joint_blocks.*.context_block.attn.proj": ("transformer_blocks.*.attn.to_add_out",),
+            "joint_blocks.*.context_block.mlp.fc1": ("transformer_blocks.*.ff_context.net.0.proj",),
+            "joint_blocks.*.context_block.mlp.fc2": ("transformer_blocks.*.ff_context.net.2",),
+        },
+        rest=False,
+    ),
+    "FluxTransformer2DModel": Layout(
+        {
+            "double_blocks.*.img_attn.qkv": _qkv("transformer_blocks.*.attn"),
+            "double_blocks.*.img_attn.proj": ("transformer_blocks.*.attn.to_out.0",),
+            "double_blocks.*.img_mlp.0": ("transformer_blocks.*.ff.net.0.proj",),
+            "double_blocks.*.img_mlp.2": ("transformer_blocks.*.ff.net.2",),
+            "double_blocks.*.img_mod.lin": ("transformer_blocks.*.norm1.linear",),
+            "double_blocks.*.txt_attn.qkv": _added_qkv("transformer_blocks.*.attn"),
+            "double_blocks.*.txt_attn.proj": ("transformer_blocks.*.attn.to_add_out",),
+            "double_blocks.*.txt_mlp.0": ("transformer_blocks.*.ff_context.net.0.proj",),
+            "double_blocks.*.txt_mlp.2": ("transformer_blocks.*.ff_context.net.2",),
+            "double_blocks.*.txt_mod.lin": ("transformer_blocks.*.norm1_context.linear",),
+            "single_blocks.*.linear1": (
+                *_qkv("single_transformer_blocks.*.attn"),
+                "single_transformer_blocks.*.proj_mlp",
+            ),
+            "single_blocks.*.linear2": ("single_transformer_blocks.*.proj_out",),
+            "single_blocks.*.modulation.lin": ("single_transformer_blocks.*.norm.linear",),
+        },
+        rest=False,
+    ),
+    "QwenImageTransformer2DModel": Layout({}, rest=True),
+    "ZImageTransformer2DModel": Layout(
+        {
+            f"{blocks}.*.attention.{original}": layers
+            for blocks in ("layers", "noise_refiner", "context_refiner")
+            for original, layers in {
+                "qkv": _qkv(f"{blocks}.*.attention"),
+                "out": (f"{blocks}.*.attention.to_out.0",),
+            }.items()
+        },
+        rest=True,
+    ),
+    "WanTransformer3DModel": Layout(
+        {
+            f"blocks.*.{original}": (f"blocks.*.{layer}",)
+            for original, layer in {
+                **{f"self_attn.{x}": f"attn1.to_{x}" for x in "qkv"},
+                "self_attn.o": "attn1.to_out.0",
+                **{f"cross_attn.{x}": f"attn2.to_{x}" for x in "qkv"},
+                "cross_attn.o": "attn2.to_out.0",
+                "cross_attn.k_img": "attn2.add_k_proj",
+                "cross_attn.v_img": "attn2.add_v_proj",
+                "ffn.0": "ffn.net.0.proj",
+                "ffn.2": "ffn.net.2",
+            }.items()
+        },
+        rest=False,
+    ),
+    # kohya trains it under the names of diffusers
+    "UNet2DConditionModel": Layout({}, rest=True),
+}
+
+
+def read_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str, Lora]:
+    """The LoRA of each denoiser from its parameters, named as in `Policy.lora`; raises `CheckpointError` otherwise."""
+    halves: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+    for name, value in sorted(tensors.items()):
+        match = KEY.fullmatch(name)
+        if match is None or value.ndim != 2:
+            raise CheckpointError(f"{name!r} {list(value.shape)} is no LoRA of a linear layer: only a LoRA is exported")
+        halves.setdefault(match["denoiser"], {}).setdefault(match["layer"], {})[match["half"]] = value
+    found: dict[str, Lora] = {}
+    for denoiser, layers in halves.items():
+        for layer, pair in layers.items():
+            if set(pair) != {"A", "B"}:
+                raise CheckpointError(f"the LoRA of {denoiser}.{layer} has only its matrix {', '.join(pair)}")
+        found[denoiser] = Lora({layer: (pair["A"], pair["B"]) for layer, pair in layers.items()}, alpha)
+    return found
+
+
+def diffusers_file(loras: Mapping[str, Lora]) -> bytes:
+    """A safetensors file of diffusers: a LoRA under each prefix, rank and alpha in the file's header."""
+    tensors: dict[str, torch.Tensor] = {}
+    header: dict[str, Any] = {}
+    for prefix, lora in loras.items():
+        for layer, (a, b) in lora.layers.items():
+            tensors |= {f"{prefix}.{layer}.lora_A.weight": a, f"{prefix}.{layer}.lora_B.weight": b}
+        config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.layers)}
+        header |= {f"{prefix}.{key}": value for key, value in config.items()}
+    return pack_tensors(tensors, {"format": "pt", "lora_adapter_metadata": json.dumps(header, indent=2)})
+
+
+def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
+    """The files of a folder for `PeftModel.from_pretrained(denoiser, folder)`; `base` is noted as the base model."""
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        # an expression, since peft takes the names of a list for the ends of names
+        target_modules="|".join(map(re.escape, lora.layers)),
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+    return {
+        "adapter_config.json": json.dumps(config.to_dict(), indent=2, sort_keys=True).encode(),
+        "adapter_model.safetensors": diffusers_file({"base_model.model": lora}),
+    }
+
+
+def kohya_file(lora: Lora, denoiser: torch.nn.Module) -> bytes:
+    """A safetensors file in kohya's layout: `lora_unet_NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`.
+
+    Only the class and the sizes of `denoiser` are read, so it may be on the meta device. Where several layers are one
+    in the original code, their LoRAs become the blocks of one LoRA, whose rank is the sum of theirs.
+
+    Raises:
+        ModelError: kohya's layout of this class is not known, or has no name for a layer.
+    """
+    family = type(denoiser).__name__
+    if family not in LAYOUTS:
+        raise ModelError(
+            f"format=kohya: its layout for {family} is not known, only for {', '.join(LAYOUTS)}; "
+            "use diffusers, peft or merged"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for original, parts in dict(_original(layer, family) for layer in lora.layers).items():
+        trained = [part for part in parts if part in lora.layers]
+        rows = [len(denoiser.get_parameter(f"{part}.weight")) for part in parts]
+        down = torch.cat([lora.layers[part][0] for part in trained])
+        up = down.new_zeros(sum(rows), len(down))
+        for i, part in enumerate(trained):
+            b = lora.layers[part][1]
+            top = sum(rows[: parts.index(part)])
+            up[top : top + len(b), i * lora.rank : (i + 1) * lora.rank] = b
+        name = "lora_unet_" + original.replace(".", "_")
+        # readers divide alpha by the rank they find, that of all blocks together
+        alpha = torch.tensor(lora.scale * len(down))
+        tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
+    return pack_tensors(tensors, {"format": "pt"})
+
+
+def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
+    """The original name of a layer, and all layers of diffusers that make it up, from top to bottom."""
+    number = re.search(r"\d+", layer)
+    block = number[0] if number else ""
+    pattern = re.sub(r"\d+", "*", layer, count=1)
+    for original, parts in LAYOUTS[family].names.items():
+        if pattern in parts:
+            return original.replace("*", block), tuple(part.replace("*", block) for part in parts)
+    if not LAYOUTS[family].rest:
+        raise ModelError(
+            f"format=kohya: it has no name for the layer {layer} of {family}; use diffusers, peft or merged"
+        )
+    return layer, (layer,)
+
+
+def check_fit(lora: Lora, denoiser: torch.nn.Module, where: str) -> None:
+    """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or has it in another size."""
+    linear = {name: module for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)}
+    for layer, (a, b) in lora.layers.items():
+        if layer not in linear:
+            raise ModelError(f"the LoRA does not fit {where}: it has no linear layer {layer}; give the model it is of")
+        sizes, expected = (a.shape[1], b.shape[0]), (linear[layer].in_features, linear[layer].out_features)
+        if sizes != expected:
+            raise ModelError(
+                f"the LoRA does not fit {where}: {layer} has {expected[0]} inputs and {expected[1]} outputs, the LoRA "
+                f"{sizes[0]} and {sizes[1]}; give the model it is of"
+            )
+
+
+@torch.no_grad()
+def merge(lora: Lora, denoiser: torch.nn.Module) -> None:
+    """Add the LoRA to the weights of `denoiser`: computed in fp32, rounded once to the precision of the weights."""
+    for layer, (a, b) in lora.layers.items():
+        weight = denoiser.get_parameter(f"{layer}.weight")
+        weight.copy_(weight.float() + lora.scale * (b.float() @ a.float()))

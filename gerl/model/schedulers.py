@@ -1,0 +1,124 @@
+"""A scheduler with a transition kernel in place of one that has none: Euler for flow matching, DDIM for the others."""
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from diffusers import (
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+    FlowMatchLCMScheduler,
+)
+
+from gerl.engine.transitions import is_flow_matching
+from gerl.errors import ModelError
+
+logger = logging.getLogger(__name__)
+NOISE_SCHEDULE = (
+    "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",
+)  # fmt: skip
+# what `set_timesteps` of a general solver takes; schedulers that take more belong to one pipeline, and stay
+USUAL = {"num_inference_steps", "device", "sigmas", "mu", "timesteps"}
+SHOWN = 10  # steps of the schedule that the log shows
+
+
+def trainable_scheduler(scheduler: Any) -> Any:
+    """`scheduler`, or one with a transition kernel and the same noise levels in its place, which the log says.
+
+    Flow matching with another solver than Euler (UniPC, DPM++, Heun, LCM ...) becomes `SameSigmas`, other schedulers
+    DDIM on the same noise schedule. Raises `ModelError` for those that have neither.
+    """
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler | DDIMScheduler):
+        return scheduler
+    flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler | FlowMatchLCMScheduler) or is_flow_matching(scheduler)
+    if not flow:
+        return _ddim(scheduler)
+    return SameSigmas.of(scheduler) if _arguments(scheduler) <= USUAL else scheduler
+
+
+class SameSigmas(FlowMatchEulerDiscreteScheduler):
+    """Euler steps along the noise levels, and at the timesteps, of another flow-matching scheduler.
+
+    The other scheduler computes them: solvers differ in their first noise level and in how they space the rest, which
+    no configuration of `FlowMatchEulerDiscreteScheduler` reproduces.
+    """
+
+    original: Any
+    init_noise_sigma = 1.0
+
+    @classmethod
+    def of(cls, original: Any) -> "SameSigmas":
+        """Stands in for `original`; raises `ModelError` if its noise levels are not those of flow matching."""
+        name, config = type(original).__name__, original.config
+        accepted = inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters
+        shift = config.get("flow_shift", config.get("shift", 1.0))
+        scheduler = cls(**{key: value for key, value in config.items() if key in accepted} | {"shift": shift})
+        # pipelines look into it
+        scheduler.register_to_config(**{key: value for key, value in config.items() if key not in scheduler.config})
+        scheduler.original = original
+        shown, note = "a dynamic shift", ""
+        if not config.get("use_dynamic_shifting", False):
+            scheduler.set_timesteps(SHOWN)
+            levels, last = scheduler.sigmas.tolist(), float(original.sigmas[-1])
+            if not 1.001 > levels[0] > levels[-1] >= 0:
+                raise ModelError(
+                    f"the pipeline's scheduler {name} has noise levels from {levels[0]:.4g} to {levels[-1]:.4g}, those "
+                    "of flow matching go from 1 to 0: set use_flow_sigmas in its configuration"
+                )
+            shown = f"shift {shift:g}; in {SHOWN} steps {' '.join(f'{level:.3f}' for level in levels)}"
+            note = "" if last == levels[-1] else f", but that the last step, which stayed at {last:.3f}, goes to 0"
+        logger.info("replaced %s by FlowMatchEulerDiscreteScheduler with the same sigmas (%s)%s", name, shown, note)
+        return scheduler
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: list[float] | None = None,
+        mu: float | None = None,
+        timesteps: list[float] | None = None,
+    ) -> None:
+        """The noise levels of the other scheduler; `sigmas` or `timesteps` that are given are shifted as by Euler's."""
+        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
+        if sigmas is not None or timesteps is not None:
+            return
+        dynamic = {"mu": mu} if self.config.use_dynamic_shifting and "mu" in _arguments(self.original) else {}
+        self.original.set_timesteps(num_inference_steps, device=device, **dynamic)
+        levels = self.original.sigmas.tolist()
+        # Heun's come twice, once for each of its two evaluations
+        distinct = [i for i, level in enumerate(levels[:-1]) if i == 0 or level != levels[i - 1]]
+        # some solvers end in a step of length 0, which would leave the noise of the last level in the image
+        last = levels[-1] if levels[-1] < levels[distinct[-1]] else 0.0
+        self.timesteps = self.original.timesteps[distinct].to(device, torch.float32)  # Euler refuses integers
+        self.sigmas = torch.tensor([*(levels[i] for i in distinct), last], device=device)
+        self.num_inference_steps = len(distinct)
+
+    def scale_model_input(self, sample: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """`sample`: flow matching has no input scale, but pipelines written for other solvers ask for it."""
+        return sample
+
+    def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        """What other solvers call `scale_noise`: `(1 - s) x0 + s eps`."""
+        noisy: torch.Tensor = self.scale_noise(original_samples, timesteps, noise)
+        return noisy
+
+
+def _arguments(scheduler: Any) -> set[str]:
+    return set(inspect.signature(scheduler.set_timesteps).parameters)
+
+
+def _ddim(scheduler: Any) -> DDIMScheduler:
+    """DDIM on the noise schedule of `scheduler`."""
+    config, alphas = scheduler.config, getattr(scheduler, "alphas_cumprod", None)  # EDM schedulers have no alphas
+    if config.get("prediction_type") not in ("epsilon", "v_prediction", "sample") or alphas is None:
+        raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has no transition kernel")
+    # `from_config` drops what the other class had by default; and DDIM by default clips the predicted sample, which
+    # would ruin the latents of schedulers that never do
+    kept = {name: config[name] for name in NOISE_SCHEDULE if name in config}
+    ddim = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False), **kept)
+    if not torch.equal(ddim.alphas_cumprod, alphas):
+        raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has another noise schedule than DDIM")
+    logger.info("replaced %s by DDIMScheduler, which has a transition kernel", type(scheduler).__name__)
+    return ddim

@@ -1,0 +1,5 @@
+import sys
+
+from gerl.preflight.command import main
+
+sys.exit(main())

@@ -1,0 +1,245 @@
+"""What a preflight found: its numbers, what is wrong with them in sentences, and the text on the terminal."""
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gerl.algorithms.signal_checks import probe_warnings, ratio_problem
+from gerl.config import TREES, Config
+from gerl.preflight.forecast import Memory, Run, Seconds
+from gerl.preflight.inventory import Component
+from gerl.protocol import RolloutTask, SamplingProbe
+
+NOT_KNOWN = "not known"
+WIDTH = 118  # characters of a line of the text
+INDENT = 10
+
+
+@dataclass
+class Report:
+    """Filled as far as the preflight comes. Seconds and bytes; None: not known or not applicable."""
+
+    model: str
+    algorithm: str
+    device: str | None = None
+    workers: int | None = None
+    prompt: str | None = None
+    pipeline: str | None = None
+    scheduler: str | None = None
+    own_scheduler: str | None = None  # of the pipeline, where another one replaces it
+    components: list[Component] = field(default_factory=list)
+    load_seconds: float | None = None
+    load_peak: int | None = None
+    run: Run | None = None  # of the configured micro-batch, or of the largest that fitted
+    probe: SamplingProbe | None = None
+    clip: float | None = None  # of the ratio, the nearer bound
+    max_ratio_deviation: float | None = None
+    seconds: Seconds | None = None
+    memory: Memory | None = None
+    prompts: int | None = None  # in data.train
+    steps_per_epoch: int | None = None
+    problems: list[str] = field(default_factory=list)  # what keeps it from training
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines: the fields, and whether it can train."""
+        return {"can_train": not self.problems, **_finite(asdict(self))}
+
+    def text(self, config: Config) -> str:
+        """For the terminal."""
+        lines = ["", *self._model(), *self._ratio()]
+        if self.run is not None:
+            lines += ["", *self._table(self.run), "", *self._memory(self.run)]
+            if self.seconds is not None:
+                lines += self._projection(self.seconds, self.run, config)
+        said = [("problem", p) for p in self.problems] + [("warning", w) for w in self.warnings]
+        said += [("note", n) for n in self.notes]
+        lines += ["", *(f"{kind}: {sentence}" for kind, sentence in said)] if said else []
+        return "\n".join([*lines, *([] if self.problems else ["", "it can train"])])
+
+    def _model(self) -> Iterator[str]:
+        if self.pipeline is None:
+            return
+        instead = f" in place of {self.own_scheduler}" if self.own_scheduler else ""
+        where = f"{self.workers} worker(s) on {self.device}"
+        yield f"{self.model}: {self.pipeline}, {self.scheduler}{instead}; {self.algorithm}; {where}"
+        yield from _wrapped("frozen", ", ".join(f"{c.name} {_count(c.parameters)} {c.dtype}" for c in self.components))
+        for c in self.components:
+            if c.lora_modules:
+                got = "" if self.run is None else f", of which {self.run.gradients[c.name]} got a gradient"
+                yield from _wrapped(
+                    "trained",
+                    f"LoRA of {c.lora_parameters:,} parameters on {c.lora_modules} of {c.linear_layers} linear layers "
+                    f"of {c.name}{got}: {_layers(c.targets)}",
+                )
+
+    def _ratio(self) -> Iterator[str]:
+        if self.run is None:
+            return
+        if self.probe is None and self.max_ratio_deviation is not None:
+            text = "not measured; with algorithm.cfg=off the policy that is trained is not the one that drew"
+        elif self.probe is None:
+            text = f"none: {self.algorithm} compares no probabilities with those of the rollout"
+        else:
+            clip = "no clip range" if self.clip is None else f"clip range {self.clip:g}"
+            text = (
+                f"max |ratio - 1| on policy {self.run.deviation:.1e} (a run stops above {self.max_ratio_deviation:g}), "
+                f"|log ratio| in half a micro-batch {self.probe.log_ratio_noise:.1e} (99th percentile); {clip}"
+            )
+        yield from _wrapped("ratio", text)
+
+    def _table(self, run: Run) -> Iterator[str]:
+        yield f"{'':<10}{'micro-batch':>12}{f's/{run.unit}':>12}{'seconds':>12}{'peak memory':>14}"
+        yield f"{'load':<10}{'':>12}{'':>12}{self.load_seconds:>12.2f}{size(self.load_peak):>14}"
+        for name, batch, usage in (("rollout", run.drawn, run.rollout), ("update", run.trained, run.update)):
+            each = usage.seconds / run.images
+            yield f"{name:<10}{batch:>12}{each:>12.3g}{usage.seconds:>12.2f}{size(usage.peak):>14}"
+
+    def _memory(self, run: Run) -> Iterator[str]:
+        memory = self.memory
+        if memory is None or self.seconds is None:
+            return
+        yield from _wrapped(
+            "memory",
+            f"in a step {size(memory.rollout)} in the rollout, {size(memory.update)} in the update, of "
+            f"{size(memory.capacity)} that a worker has; {size(memory.trajectories)} are the trajectories of "
+            f"{self.seconds.images_per_worker} {run.unit}s",
+        )
+        largest = {"rollout": memory.largest_rollout, "actor": memory.largest_update}
+        fits = " and ".join(f"{key}.micro_batch_size {_largest(n)}" for key, n in largest.items())
+        yield from _wrapped(
+            "largest",
+            f"{fits}, by a line through two measured sizes; no more than the {run.unit}s of a step are needed",
+        )
+
+    def _projection(self, seconds: Seconds, run: Run, config: Config) -> Iterator[str]:
+        per_step, steps = config.rollout.prompts_per_step, config.trainer.steps
+        if self.steps_per_epoch is None:
+            epoch = f"100 prompts: {duration(100 / per_step * seconds.step)}"
+        else:
+            epoch = f"an epoch of {self.prompts} prompts: {duration(self.steps_per_epoch * seconds.step)}"
+        yield from _wrapped(
+            "time",
+            f"a step of {seconds.images} {run.unit}s: {duration(seconds.step)} ({duration(seconds.rollout)} rollout, "
+            f"{duration(seconds.update)} update); {epoch}; trainer.steps={steps}: {duration(steps * seconds.step)}; "
+            "rewards, validation and checkpoints come on top",
+        )
+
+
+def judge_run(report: Report, trained: Sequence[int]) -> None:
+    """Problems and warnings of the micro-batch that was trained on, at the steps `trained`."""
+    run = report.run
+    assert run is not None
+    if not run.finite:
+        report.problems.append(
+            "the gradient is not finite: use model.dtype=float32 (or bfloat16 in place of float16), and look at the "
+            "settings in sampling"
+        )
+    for c in report.components:
+        if c.lora_modules and not run.gradients[c.name]:
+            report.warnings.append(
+                f"no gradient reached the LoRA of {c.name} at the trained steps {list(trained)}: it would not learn; "
+                "let sampling.window_range cover steps at which it runs, with algorithm.cfg=joint"
+            )
+    if report.probe is None:
+        return
+    assert report.max_ratio_deviation is not None
+    if not run.deviation <= report.max_ratio_deviation:  # a NaN as well
+        report.problems.append(ratio_problem(run.deviation, report.max_ratio_deviation))
+    report.warnings += probe_warnings(report.probe, report.clip)
+
+
+def judge_batches(config: Config, tasks: Sequence[RolloutTask], workers: int, whole: int) -> Iterator[str]:
+    """Warnings where the micro-batches of a step do not come out even; `whole`: images they are cut out of."""
+    sizes = Counter(len(task.samples) for task in tasks)
+    key = f"rollout.micro_batch_size={config.rollout.micro_batch_size}"
+    if len(sizes) > 1:
+        made = " and ".join(f"{count} of {n}" for n, count in sorted(sizes.items(), reverse=True))
+        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+        below = max(n for n in divisors if n <= config.rollout.micro_batch_size)
+        above = min((n for n in divisors if n >= config.rollout.micro_batch_size), default=whole)
+        way = "" if config.algorithm.name in TREES else f"; {below} or {above} would divide {whole}"
+        yield f"{key}: the micro-batches of a step differ, {made} images{way}"
+    updates = config.actor.updates_per_step
+    if len(tasks) < updates:
+        yield (
+            f"actor.updates_per_step={updates}: a step has only {len(tasks)} micro-batches, hence as many updates; "
+            "lower rollout.micro_batch_size"
+        )
+    if len(tasks) % workers:
+        yield (
+            f"{key}: a step has {len(tasks)} micro-batches for {workers} workers, of which some wait for others; a "
+            "multiple would use them all: change it or rollout.prompts_per_step"
+        )
+
+
+def judge_memory(report: Report, config: Config) -> None:
+    """A problem for a phase that needs more than there is, a warning for a validation that does."""
+    memory = report.memory
+    if memory is None or memory.capacity is None:
+        return
+    ways = {
+        "rollout": "lower rollout.micro_batch_size or rollout.prompts_per_step, or use model.offload=true",
+        "update": "lower actor.micro_batch_size or rollout.prompts_per_step, or use model.gradient_checkpointing=true",
+    }
+    for phase, needed in (("rollout", memory.rollout), ("update", memory.update)):
+        if needed is not None and needed > memory.capacity:
+            report.problems.append(
+                f"the {phase} of a step needs about {size(needed)} with its trajectories, but a worker has "
+                f"{size(memory.capacity)}: {ways[phase]}"
+            )
+    if memory.validation is not None and memory.validation > memory.capacity:
+        report.warnings.append(
+            f"validation.micro_batch_size={config.validation.micro_batch_size} would need about "
+            f"{size(memory.validation)} of {size(memory.capacity)}: lower it"
+        )
+
+
+def size(count: float | None) -> str:
+    """Bytes to read."""
+    if count is None:
+        return NOT_KNOWN
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds to read."""
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 20 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    return textwrap.wrap(f"{label:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False)
+
+
+def _layers(targets: Sequence[str]) -> str:
+    """`blocks.*.(attn.q, attn.k)`: what the names have in common only once."""
+    groups: dict[str, list[str]] = {}
+    for target in targets:
+        block, number, rest = target.partition(".*.")
+        groups.setdefault(block + number, []).append(rest)
+    return "; ".join(f"{block}({', '.join(names)})" if names[0] else block for block, names in groups.items())
+
+
+def _largest(size: int | None) -> str:
+    return NOT_KNOWN if size is None else str(size) if size else "none"
+
+
+def _count(parameters: int) -> str:
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.1f} B"
+    return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters / 1e3:.0f} k"
+
+
+def _finite(value: Any) -> Any:
+    """`value` without the NaN and infinities that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

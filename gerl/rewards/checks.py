@@ -1,0 +1,64 @@
+"""What the trainer does about rewards: the check before any work, and the groups it must do without."""
+
+from collections.abc import Sequence
+
+from gerl.config import RewardConfig
+from gerl.errors import RewardError
+from gerl.protocol import Group, Prompt, Sample, ScorerFailure
+from gerl.rewards.scorers import build_scorer
+from gerl.rewards.total import applies, check_routes
+
+
+def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
+    """Build every scorer and let it look at all prompts, without loading model weights of gerl's scorers.
+
+    Raises:
+        RewardError: a scorer is unknown, not installed, or wrongly configured.
+        DataError: a prompt lacks what a scorer needs.
+    """
+    check_routes(config.scorers, prompts)
+    for name, scorer in config.scorers.items():
+        build_scorer(name, scorer).check_prompts([prompt for prompt in prompts if applies(scorer, prompt)])
+
+
+def usable_groups(
+    samples: Sequence[Sample],
+    totals: Sequence[float | None],
+    failures: Sequence[Sequence[ScorerFailure]],
+    config: RewardConfig,
+) -> tuple[list[bool], list[str]]:
+    """Which samples [B] can be trained on, and one sentence for each group that cannot.
+
+    A sample without a total takes its whole group with it: the group's mean and spread would be of other images than
+    intended. `samples`, `totals` and `failures` are those of a step, in one order.
+
+    Raises:
+        RewardError: a sample failed and `reward.on_error` is `stop`, more than `reward.max_failed` of them failed, or
+            no group is left.
+    """
+    dropped: dict[Group, str] = {}
+    for sample, total, causes in zip(samples, totals, failures, strict=True):
+        if total is None and sample.group not in dropped:
+            cause = causes[0]
+            dropped[sample.group] = (
+                f"scorer {cause.scorer} has no score for image {sample.index} of {sample.prompt.text!r}: {cause.reason}"
+            )
+    if dropped and config.on_error == "stop":
+        raise RewardError(
+            f"{next(iter(dropped.values()))}; repair the scorer, or let such groups be dropped with "
+            "reward.on_error=drop_group"
+        )
+    failed = sum(total is None for total in totals) / len(totals)
+    if failed > config.max_failed:
+        raise RewardError(
+            f"{failed:.0%} of the images of step {samples[0].step} have no reward, more than reward.max_failed="
+            f"{config.max_failed:g}; the first failure: {next(iter(dropped.values()))}; repair the scorer and carry on "
+            "with checkpoint.resume=auto"
+        )
+    keep = [sample.group not in dropped for sample in samples]
+    if not any(keep):
+        raise RewardError(
+            f"no group of step {samples[0].step} has all its scores, so there is nothing to train on; the first "
+            f"failure: {next(iter(dropped.values()))}; repair the scorer"
+        )
+    return keep, [f"group dropped: {reason}" for reason in dropped.values()]

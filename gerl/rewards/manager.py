@@ -1,0 +1,297 @@
+"""The reward manager: hands images to the processes of the scorers as they are drawn, and outlives what happens there.
+
+Every scorer has processes of its own (`reward.scorers.NAME.replicas`), but for those that share a model. A call that
+fails, hangs or dies with its process is repeated, then its images have a failure in place of a score.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from gerl.cluster import Cluster, Pending, WorkerGroup, wait_any
+from gerl.config import RewardConfig
+from gerl.errors import RewardError, WorkerDied
+from gerl.protocol import Group, Prompt, ScorerFailure, Scores
+from gerl.rewards.scorers import build_scorer
+from gerl.rewards.total import applies, total
+from gerl.rewards.worker import Answer, RewardWorker, Row
+
+logger = logging.getLogger(__name__)
+AHEAD = 2  # micro-batches submitted to a worker: the one it draws and the next
+SHOWN = 3  # prompts named in a warning
+
+
+class Scorable(Protocol):
+    """An image that is to be scored: a `Sample`, or anything with these two."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def group(self) -> Group: ...
+
+
+@dataclass
+class Job:
+    """A call of a scorer: images of one micro-batch or, for a groupwise scorer, all of a group."""
+
+    scorer: str
+    places: list[tuple[int, int]]  # (micro-batch, row)
+    attempts: int = 0
+    queued: float = field(default_factory=time.perf_counter)
+
+
+@dataclass
+class Pool:
+    """Processes that are alike, and the calls that wait for one of them."""
+
+    workers: WorkerGroup
+    timeout: float
+    idle: list[int] = field(default_factory=list)
+    starting: dict[Pending, int] = field(default_factory=dict)  # not part of what `timeout` limits
+    queue: deque[Job] = field(default_factory=deque)
+
+    def start(self, process: int) -> None:
+        """Have a new process build its scorers."""
+        self.starting[self.workers.submit(process, "ready")] = process
+
+
+@dataclass(frozen=True)
+class Call:
+    """A job at work in a process."""
+
+    job: Job
+    pool: Pool
+    process: int
+    started: float
+
+
+@dataclass
+class Load:
+    """What a scorer had to do since it was last asked."""
+
+    calls: int = 0
+    images: int = 0
+    seconds: float = 0.0
+    queued: float = 0.0
+    retries: int = 0
+    restarts: int = 0
+    warnings: int = 0
+
+
+class RewardManager:
+    """The processes of all scorers; `open` scores the micro-batches of a step, or of a validation."""
+
+    def __init__(self, config: RewardConfig, cluster: Cluster) -> None:
+        self.config = config
+        scorers = {name: build_scorer(name, scorer) for name, scorer in config.scorers.items()}
+        self.groupwise = {name for name, scorer in scorers.items() if getattr(scorer, "groupwise", False)}
+        self.load = {name: Load() for name in scorers}
+        self.pools: dict[str, Pool] = {}  # by scorer
+        together: dict[tuple[object, ...], list[str]] = {}
+        for name, scorer in config.scorers.items():
+            shared = getattr(scorers[name], "shares", name)
+            together.setdefault((shared, scorer.replicas, scorer.gpus, scorer.timeout), []).append(name)
+        for names in together.values():
+            first = config.scorers[names[0]]
+            arguments = ({n: config.scorers[n] for n in names}, config.retries, str(Path.cwd()))
+            count = first.replicas if cluster.remote else 1
+            label = f"scorer {' and '.join(names)}, process"
+            workers = cluster.workers(label, RewardWorker, count, _always(arguments), gpus=first.gpus)
+            pool = Pool(workers, first.timeout)
+            for process in range(count):
+                pool.start(process)
+            self.pools |= dict.fromkeys(names, pool)
+
+    def open(self, samples: Sequence[Sequence[Scorable]], draw: Callable[[int], Pending], lanes: int = 1) -> "Round":
+        """Draw and score micro-batches of `samples`: `draw(i)` submits the i-th, to worker `i % lanes`."""
+        return Round(self, samples, draw, lanes)
+
+    def metrics(self) -> dict[str, float]:
+        """Of each scorer since the last time: seconds a call took and waited, images a second, and what went wrong."""
+        metrics: dict[str, float] = {}
+        for name, load in self.load.items():
+            calls = max(load.calls, 1)
+            metrics |= {
+                f"scorer/{name}/latency_s": load.seconds / calls,
+                f"scorer/{name}/queue_s": load.queued / calls,
+                f"scorer/{name}/images_per_s": load.images / load.seconds if load.seconds else 0.0,
+                f"scorer/{name}/retries": float(load.retries),
+                f"scorer/{name}/restarts": float(load.restarts),
+                f"scorer/{name}/warnings": float(load.warnings),
+            }
+            self.load[name] = Load()
+        return metrics
+
+
+class Round:
+    """Micro-batches on their way: each is scored while the next ones are drawn.
+
+    Where the scorers do not keep up, drawing pauses, so that images do not pile up.
+    """
+
+    def __init__(
+        self, manager: RewardManager, samples: Sequence[Sequence[Scorable]], draw: Callable[[int], Pending], lanes: int
+    ) -> None:
+        self.manager, self.samples, self.draw, self.lanes = manager, samples, draw, lanes
+        self.images: list[Pending] = []  # of the micro-batches submitted so far, in order
+        self.drawn: set[int] = set()
+        self.rows: list[list[Row]] = [[{} for _ in batch] for batch in samples]
+        self.running: dict[Pending, Call] = {}
+        self.groups: dict[Group, list[tuple[int, int]]] = {}
+        for i, batch in enumerate(samples):
+            for row, sample in enumerate(batch):
+                self.groups.setdefault(sample.group, []).append((i, row))
+        self.partial = dict.fromkeys(self.groups)  # groups with images still to be drawn
+        pools = manager.pools.values()
+        self.limit = lanes + 2 * max(len(pool.workers) for pool in pools)  # something is always there to be scored
+        for pool in pools:  # whatever an earlier round that was given up has left
+            pool.queue = deque()
+            pool.idle = [i for i in range(len(pool.workers)) if i not in pool.starting.values()]
+
+    def until_drawn(self) -> None:
+        """Return when all images are drawn."""
+        while len(self.drawn) < len(self.samples):
+            self._advance()
+
+    def finish(self) -> list[Scores]:
+        """The scores of all micro-batches, in order; the order of scoring changes nothing.
+
+        Raises what drawing raised, and `RewardError` if a process cannot start or build its scorers.
+        """
+        self.until_drawn()
+        while self.running or any(pool.queue for pool in self.manager.pools.values()):
+            self._advance()
+        return [self._scores(batch, rows) for batch, rows in zip(self.samples, self.rows, strict=True)]
+
+    def _advance(self) -> None:
+        """Submit what can be, wait until something has ended, and deal with it."""
+        self._submit()
+        drawing = [image for i, image in enumerate(self.images) if i not in self.drawn]
+        deadlines = [call.started + call.pool.timeout for call in self.running.values()]
+        wait = max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
+        starting = [pending for pool in self.manager.pools.values() for pending in pool.starting]
+        ready = set(wait_any([*drawing, *dict.fromkeys(starting), *self.running], wait))
+        for pool in self.manager.pools.values():
+            for pending in [p for p in pool.starting if p in ready]:
+                self._started(pool, pending)
+        for i, image in enumerate(self.images):
+            if i not in self.drawn and image in ready:
+                self.drawn.add(i)
+                self._enqueue(i)
+        now = time.perf_counter()
+        for pending, call in list(self.running.items()):
+            if pending in ready:
+                del self.running[pending]
+                self._collect(pending, call)
+            elif now > call.started + call.pool.timeout:
+                del self.running[pending]
+                self._renew(call, f"no answer within {call.pool.timeout:g} s")
+
+    def _started(self, pool: Pool, pending: Pending) -> None:
+        process = pool.starting.pop(pending)
+        try:
+            pending.result()
+        except WorkerDied as error:
+            raise RewardError(f"a process does not start: {error}") from None
+        pool.idle.append(process)
+
+    def _submit(self) -> None:
+        waiting = {i for pool in self.manager.pools.values() for job in pool.queue for i, _ in job.places}
+        while len(self.images) < len(self.samples) and len(waiting) < self.limit:
+            i = len(self.images)
+            if len([k for k in range(i % self.lanes, i, self.lanes) if k not in self.drawn]) >= AHEAD:
+                break
+            self.images.append(self.draw(i))
+        for pool in self.manager.pools.values():
+            while pool.queue and pool.idle:
+                job, process = pool.queue.popleft(), pool.idle.pop(0)
+                pending = pool.workers.submit(process, "score", *self._arguments(job))
+                now = time.perf_counter()
+                self.manager.load[job.scorer].queued += now - job.queued
+                self.running[pending] = Call(job, pool, process, now)
+
+    def _arguments(self, job: Job) -> tuple[object, ...]:
+        """The arguments of `RewardWorker.score`."""
+        batches = list(dict.fromkeys(i for i, _ in job.places))
+        places = [(batches.index(i), row) for i, row in job.places]
+        prompts = [self.samples[i][row].prompt for i, row in job.places]
+        images = [self.images[i] for i in batches]
+        return (job.scorer, places, [p.text for p in prompts], [p.metadata for p in prompts], *images)
+
+    def _enqueue(self, batch: int) -> None:
+        """Queue the calls that became possible with micro-batch `batch`."""
+        whole = [group for group in self.partial if all(i in self.drawn for i, _ in self.groups[group])]
+        for group in whole:
+            del self.partial[group]
+        for name, scorer in self.manager.config.scorers.items():
+            parts = [[(batch, row) for row in range(len(self.samples[batch]))]]
+            if name in self.manager.groupwise:
+                parts = [self.groups[group] for group in whole]
+            for part in parts:
+                places = [(i, row) for i, row in part if applies(scorer, self.samples[i][row].prompt)]
+                if places:
+                    self.manager.pools[name].queue.append(Job(name, places))
+
+    def _collect(self, pending: Pending, call: Call) -> None:
+        job, load = call.job, self.manager.load[call.job.scorer]
+        try:
+            answer: Answer = pending.result()
+        except WorkerDied:
+            for i in {i for i, _ in job.places}:
+                self.images[i].result()  # raises if it was the worker that draws who died
+            self._renew(call, "its process died")
+            return
+        call.pool.idle.append(call.process)
+        load.calls += 1
+        load.images += len(job.places)
+        load.seconds += answer.seconds
+        load.retries += len(answer.retried)
+        load.warnings += len(answer.warnings)
+        for message in answer.warnings:
+            logger.warning("scorer %s: %s", job.scorer, message)
+        for reason in answer.retried:
+            logger.warning("scorer %s was asked again, it failed for %s", job.scorer, reason)
+        for (i, row), found in zip(job.places, answer.rows, strict=True):
+            self.rows[i][row] |= found
+
+    def _renew(self, call: Call, reason: str) -> None:
+        """Restart a process that died or hangs, and repeat its call, or give it up."""
+        job, load = call.job, self.manager.load[call.job.scorer]
+        texts = list(dict.fromkeys(self.samples[i][row].prompt.text for i, row in job.places))
+        more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+        logger.warning(
+            "scorer %s: %s, with %d images of %s waiting; the process is restarted",
+            *(job.scorer, reason, len(job.places), ", ".join(map(repr, texts[:SHOWN])) + more),
+        )
+        call.pool.workers.restart(call.process)
+        call.pool.start(call.process)
+        load.restarts += 1
+        job.attempts += 1
+        if job.attempts <= self.manager.config.retries:
+            load.retries += 1
+            call.pool.queue.appendleft(job)
+            return
+        for i, row in job.places:
+            self.rows[i][row][job.scorer] = ScorerFailure(job.scorer, reason)
+
+    def _scores(self, batch: Sequence[Scorable], rows: list[Row]) -> Scores:
+        scorers = self.manager.config.scorers
+        totals = [total(scorers, sample.prompt, row) for sample, row in zip(batch, rows, strict=True)]
+        found = list(dict.fromkeys(label for row in rows for label in row))
+        labels = [label for name in scorers for label in (name, *(c for c in found if c.startswith(f"{name}/")))]
+        # Weighted scorers first: the first failure of a sample without a total is why it has none.
+        order = sorted(labels, key=lambda label: label not in scorers or scorers[label].weight == 0)
+        failures = [[v for label in order if isinstance(v := row.get(label), ScorerFailure)] for row in rows]
+        by_scorer = {
+            label: [value if isinstance(value := row.get(label), float) else None for row in rows] for label in labels
+        }
+        return Scores(totals, by_scorer, failures)
+
+
+def _always(arguments: tuple[object, ...]) -> Callable[[int], tuple[object, ...]]:
+    return lambda _: arguments

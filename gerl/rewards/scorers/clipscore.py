@@ -1,0 +1,26 @@
+"""CLIPScore: how well an image fits its prompt.
+
+Source: "CLIPScore: A Reference-free Evaluation Metric for Image Captioning" (arXiv 2104.08718), without its clipping at
+0; the scale is that of Flow-GRPO (arXiv 2505.05470), whose own resizing of the image differs from CLIP's by a little.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from gerl.rewards.scorers.clip_tower import ClipScorer
+
+SCALE = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipScore(ClipScorer):
+    """exp(logit_scale) * cosine(image, prompt) / 30, about 0.5 to 1.2; with `raw` the cosine, in [-1, 1]."""
+
+    raw: bool = False
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+        factor = 1.0 if self.raw else self.tower.logit_scale / SCALE
+        scores: list[float] = (self.cosines(images, prompts) * factor).tolist()
+        return scores

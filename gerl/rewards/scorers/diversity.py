@@ -1,0 +1,24 @@
+"""Diversity: how unlike the other images of its prompt an image is, against the collapse to one picture per prompt."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from PIL import Image
+
+from gerl.rewards.scorers.clip_tower import ClipScorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diversity(ClipScorer):
+    """1 - the mean cosine of an image's CLIP feature with those of the other images of its group, in [0, 2].
+
+    0 for an image without others, as in validation.
+    """
+
+    groupwise: ClassVar[bool] = True
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+        features = self.tower.image_features(images, self.batch_size)
+        distances = (1 - features @ features.T).fill_diagonal_(0)
+        scores: list[float] = (distances.sum(1) / max(len(images) - 1, 1)).tolist()
+        return scores

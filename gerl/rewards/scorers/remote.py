@@ -1,0 +1,134 @@
+"""Rewards from gerl's own reward services: a scorer with packages, a GPU or a machine of its own.
+
+The protocol is JSON. `POST {url}/v1/score` takes {"scorer": name, "images": [PNG in base64], "prompts": [text],
+"metadata": [object]}, each [B], and answers {"scores": {column: [number]}, "version": "1"}, columns [B], the first the
+score that counts. `GET {url}/v1/health` answers an object with the same version. Errors have a status of 400 or above.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from PIL import Image
+from pydantic import Field
+
+from gerl.errors import DataError, RewardError
+from gerl.protocol import Prompt
+from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
+
+VERSION = "1"
+
+Columns = dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceScorer(HttpScorer):
+    """Sends `batch_size` images a request to the reward service at `url`, reduced to at most `image_size` a side."""
+
+    url: str
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    image_size: Annotated[int, Field(ge=1)] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_url("url", self.url)
+
+    def health(self) -> dict[str, Any]:
+        """What the service says of itself; raises `RewardError` if it is not there or speaks another version."""
+        with self.client(self.url) as client:
+            answer = client.get("/v1/health")
+            _check_version(client, answer)
+            return dict(answer)
+
+    def columns(
+        self, scorer: str, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]
+    ) -> Columns:
+        """The columns [B] that `scorer` of the service gives.
+
+        Raises:
+            RewardError: a request failed, or an answer does not have one finite number per image and column.
+        """
+        items = list(zip(images, prompts, metadata, strict=True))
+        if not items:
+            raise RewardError(f"the scorer {scorer} got no images: give it at least one")
+        with self.client(self.url) as client:
+
+            def ask(batch: list[tuple[Image.Image, str, dict[str, Any]]]) -> Columns:
+                payload = {
+                    "scorer": scorer,
+                    "images": [png_base64(at_most(image, self.image_size)) for image, _, _ in batch],
+                    "prompts": [prompt for _, prompt, _ in batch],
+                    "metadata": [row for _, _, row in batch],
+                }
+                return _columns(client, client.post("/v1/score", payload), len(batch))
+
+            parts = client.map(ask, [items[i : i + self.batch_size] for i in range(0, len(items), self.batch_size)])
+        for part in parts:
+            if list(part) != list(parts[0]):
+                raise RewardError(
+                    f"{self.url} gave the columns {', '.join(parts[0])} and then {', '.join(part)}: expected the same "
+                    "for all images, correct the scorer there"
+                )
+        return {name: [score for part in parts for score in part[name]] for name in parts[0]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteScorer(ServiceScorer):
+    """All columns of the scorer named `scorer` of a reward service."""
+
+    scorer: str
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns:
+        for prompt, row in zip(prompts, metadata, strict=True):
+            _check_json(prompt, row)
+        return self.columns(self.scorer, images, prompts, metadata)
+
+    def check_prompts(self, prompts: list[Prompt]) -> None:
+        """Asks the service nothing, so it need not run yet; only what cannot be sent is refused."""
+        for prompt in prompts:
+            try:
+                _check_json(prompt.text, prompt.metadata)
+            except DataError as error:
+                raise DataError(f"prompt {prompt.id}: {error}") from None
+
+
+def _check_json(prompt: str, metadata: dict[str, Any]) -> None:
+    for name, value in metadata.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{prompt!r} has {name}={value!r:.60}, which cannot be sent to a reward service as JSON ({error}): "
+                "remove the column or write it as text or a finite number"
+            ) from None
+
+
+def _check_version(client: Client, answer: Any) -> None:
+    version = answer.get("version") if isinstance(answer, dict) else None
+    if version != VERSION:
+        raise RewardError(
+            f"{client.url} answered {client.shown(json.dumps(answer))}, expected an object with version {VERSION!r}: "
+            "give the address of a reward service of gerl, of the same release"
+        )
+
+
+def _columns(client: Client, answer: Any, size: int) -> Columns:
+    """The checked columns [size] of an answer."""
+    _check_version(client, answer)
+    scores = answer.get("scores")
+    if not isinstance(scores, dict) or not scores:
+        raise RewardError(
+            f"{client.url} answered {client.shown(json.dumps(answer))}, expected scores by column: correct the service"
+        )
+    for name, values in scores.items():
+        if not isinstance(values, list) or len(values) != size:
+            count = f"{len(values)} scores" if isinstance(values, list) else f"a {type(values).__name__}"
+            raise RewardError(f"{client.url} gave {count} for {size} images in column {name}: correct the scorer there")
+        for i, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise RewardError(
+                    f"{client.url} gave {client.shown(json.dumps(value))} for image {i} of {size} in column {name}, "
+                    "expected a finite number: correct the scorer there"
+                )
+    return {name: [float(value) for value in values] for name, values in scores.items()}

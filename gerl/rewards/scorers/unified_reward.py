@@ -1,0 +1,58 @@
+"""UnifiedReward, a vision language model trained to grade generated images, behind an OpenAI-compatible endpoint.
+
+Source: "Unified Reward Model for Multimodal Understanding and Generation" (arXiv 2503.05236); image size and scale are
+those of Flow-GRPO's reward code.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from PIL import Image
+from pydantic import Field
+
+from gerl.protocol import Prompt
+from gerl.rewards.scorers.http import Client, png_base64
+from gerl.rewards.scorers.vlm_judge import ChatScorer, check_template, fill, number_in
+
+# No digit may follow: an answer on another scale, such as 45, is not a 4.
+FINAL_SCORE = r"Final Score:\s*([1-5](?:\.\d+)?)(?!\d)"
+BEST = 5.0
+POINTWISE = (
+    "Here are a text caption and an image that was generated from it. Judge the image by two criteria:\n"
+    "1. Alignment with the caption: are the objects, their attributes and their relations as the caption says?\n"
+    "2. Overall image quality: clarity, detail, colours and aesthetic appeal.\n"
+    "Give a score from 1 to 5, written after 'Final Score:'.\n"
+    "Text caption: [{prompt}]"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnifiedRewardScorer(ChatScorer):
+    """The grade 1 to 5 behind the words Final Score, divided by 5.
+
+    Images are sent as squares of `image_size` pixels. `template` may use {prompt} and the row's other columns: a
+    checkpoint grades best when asked in the words it was trained with, which are on its model card.
+    """
+
+    model: str = "CodeGoat24/UnifiedReward-7b-v1.5"
+    max_tokens: Annotated[int, Field(ge=1)] | None = 512
+    template: str = POINTWISE
+    image_size: Annotated[int, Field(ge=1)] = 512
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+        with self.client(self.base_url) as client:
+            return client.map(
+                lambda item: self._grade(client, *item), list(zip(images, prompts, metadata, strict=True))
+            )
+
+    def check_prompts(self, prompts: list[Prompt]) -> None:
+        check_template(prompts, lambda prompt: fill(self.template, prompt.text, prompt.metadata))
+
+    def _grade(self, client: Client, image: Image.Image, prompt: str, metadata: dict[str, Any]) -> float:
+        square = image.convert("RGB").resize((self.image_size, self.image_size), Image.Resampling.BICUBIC)
+        text = fill(self.template, prompt, metadata)
+        return self.ask(client, prompt, text, png_base64(square), _read, max_tokens=self.max_tokens)
+
+
+def _read(choice: dict[str, Any]) -> float:
+    return number_in(choice, FINAL_SCORE, (1.0, BEST)) / BEST

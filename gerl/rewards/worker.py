@@ -1,0 +1,153 @@
+"""The reward worker: a process that holds scorers and lets them look at images."""
+
+import copy
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from gerl.config import ScorerConfig
+from gerl.errors import Interrupted
+from gerl.protocol import Images, ScorerFailure
+from gerl.rewards.scorers import Scorer, build_scorer, columns_of
+from gerl.utils.logs import caught
+
+log = logging.getLogger(__name__)
+Row = dict[str, float | ScorerFailure]  # the columns of an image
+FRAMES = 8  # of a video are shown to a scorer that knows images only
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a scorer said about images [B]: a row each, what it took, why it was asked more than once, its warnings."""
+
+    rows: list[Row]
+    seconds: float
+    retried: list[str]
+    warnings: list[str]
+
+
+class RewardWorker:
+    """Calls scorers; one that fails is retried, then its failure is reported: never a score of 0 in its place.
+
+    `folder`: the driver's current directory, from which relative paths are seen, where this machine has it.
+    """
+
+    def __init__(self, scorers: dict[str, ScorerConfig], retries: int, folder: str) -> None:
+        self.configs, self.retries, self.folder = scorers, retries, folder
+        self.scorers: dict[str, Scorer] = {}
+
+    def ready(self) -> None:
+        """Build the scorers, without their models; raises `RewardError` if that is not possible on this machine."""
+        if Path(self.folder).is_dir():
+            os.chdir(self.folder)
+        self.scorers = {name: build_scorer(name, config) for name, config in self.configs.items()}
+
+    def score(
+        self,
+        name: str,
+        places: Sequence[tuple[int, int]],
+        prompts: list[str],
+        metadata: list[dict[str, Any]],
+        *images: Images,
+    ) -> Answer:
+        """Scores of the images `images[i].pixels[row]` for `places` [(i, row)], with prompts [B] and metadata [B].
+
+        A retry fills in what failed before, and keeps what did not.
+        """
+        start = time.perf_counter()
+        pixels = [images[i].pixels[row] for i, row in places]
+        with caught("gerl.rewards.scorers", logging.WARNING) as warnings:
+            rows, retried = self._attempt(name, pixels, prompts, metadata), list[str]()
+            while (failed := _failures(rows)) and len(retried) < self.retries:
+                retried.append(f"{len(failed)} of {len(rows)} images: {failed[0].reason}")
+                again = self._attempt(name, pixels, prompts, metadata)
+                rows = [_filled(row, new) for row, new in zip(rows, again, strict=True)]
+        return Answer(rows, time.perf_counter() - start, retried, warnings)
+
+    def _attempt(
+        self, name: str, pixels: list[np.ndarray], prompts: list[str], metadata: list[dict[str, Any]]
+    ) -> list[Row]:
+        """Call a scorer once; whatever goes wrong is a `ScorerFailure` of the images concerned.
+
+        The first of several columns is the score and has the scorer's name, the others are `name/column`.
+        """
+        scorer = self.scorers[name]
+        frames = getattr(scorer, "takes_frames", False)
+        owners = [i for i, p in enumerate(pixels) for _ in range(1 if frames or p.ndim == 3 else _shown(p))]
+        # Copies, so that no scorer changes what another one, or a retry, gets to see.
+        pictures = [picture for p in pixels for picture in _pictures(p, whole=frames)]
+        try:
+            returned = scorer(pictures, [prompts[i] for i in owners], [copy.deepcopy(metadata[i]) for i in owners])
+            columns = columns_of(returned, name)
+        except Interrupted:
+            raise
+        # A scorer is the user's code and may raise anything; its failure becomes a value with a reason, for which the
+        # driver drops the group or stops, as `reward.on_error` says.
+        except Exception as error:
+            log.debug("scorer %s raised", name, exc_info=True)
+            failure = ScorerFailure(name, f"{type(error).__name__}: {' '.join(str(error).split())}")
+            return [{name: failure} for _ in pixels]
+        rows: list[Row] = [{} for _ in pixels]
+        for number, (column, scores) in enumerate(columns.items()):
+            label = f"{name}/{column}" if number else name
+            for i, value in enumerate(_by_image(name, scores, owners, len(pixels))):
+                rows[i][label] = value
+        return rows
+
+
+def _pictures(pixels: np.ndarray, whole: bool) -> list[Any]:
+    """An image [H, W, 3] as a list of one; a video [F, H, W, 3] as a list of one list of frames, or of some frames."""
+    if pixels.ndim == 3:
+        return [Image.fromarray(pixels.copy())]
+    if whole:
+        return [[Image.fromarray(frame.copy()) for frame in pixels]]
+    chosen = np.linspace(0, len(pixels) - 1, _shown(pixels)).round().astype(int)
+    return [Image.fromarray(pixels[k].copy()) for k in chosen]
+
+
+def _shown(video: np.ndarray) -> int:
+    return min(len(video), FRAMES)
+
+
+def _by_image(name: str, scores: list[Any], owners: list[int], count: int) -> list[float | ScorerFailure]:
+    """One value per image: the score, the mean over the frames that were shown, or why there is none."""
+    if len(scores) != len(owners):
+        return [ScorerFailure(name, f"returned {len(scores)} scores for {len(owners)} images")] * count
+    values: list[list[float | ScorerFailure]] = [[] for _ in range(count)]
+    for owner, score in zip(owners, scores, strict=True):
+        values[owner].append(_checked(name, score))
+    return [next((v for v in parts if isinstance(v, ScorerFailure)), _mean(parts)) for parts in values]
+
+
+def _mean(parts: list[float | ScorerFailure]) -> float:
+    numbers = [part for part in parts if isinstance(part, float)]
+    return numbers[0] if len(numbers) == 1 else math.fsum(numbers) / max(len(numbers), 1)
+
+
+def _checked(name: str, value: Any) -> float | ScorerFailure:
+    try:
+        if isinstance(value, str | bytes):  # float() would parse it
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return ScorerFailure(name, f"returned {value!r}, which is not a number")
+    return number if math.isfinite(number) else ScorerFailure(name, f"returned {number}, which is not finite")
+
+
+def _failures(rows: list[Row]) -> list[ScorerFailure]:
+    return [value for row in rows for value in row.values() if isinstance(value, ScorerFailure)]
+
+
+def _filled(row: Row, new: Row) -> Row:
+    return {
+        label: row[label] if isinstance(row.get(label), float) else new.get(label, row.get(label))  # type: ignore[misc]
+        for label in {**row, **new}
+    }

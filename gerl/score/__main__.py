@@ -1,0 +1,5 @@
+import sys
+
+from gerl.score.command import main
+
+sys.exit(main())

@@ -1,0 +1,125 @@
+"""From the scores of a step to the credit of its samples, and the metrics that describe both."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gerl.algorithms import Algorithm, Rewards
+from gerl.algorithms.core_algos import batch_advantages, group_advantages, group_ranks, zero_std_fraction
+from gerl.algorithms.planning import group_ids
+from gerl.config import Config, RewardConfig, ScorerConfig
+from gerl.protocol import Group, Sample, ScorerFailure, Scores
+from gerl.rewards.checks import usable_groups
+from gerl.rewards.total import shaped
+
+logger = logging.getLogger(__name__)
+Metrics = dict[str, float]
+
+
+@dataclass
+class Scored:
+    """The samples of a step in order, with what the scorers said about them."""
+
+    samples: list[Sample] = field(default_factory=list)
+    totals: list[float | None] = field(default_factory=list)
+    by_scorer: dict[str, list[float | None]] = field(default_factory=dict)
+    failures: list[list[ScorerFailure]] = field(default_factory=list)
+    further_prompts: int = 0  # drawn by dynamic sampling
+
+    def add(self, samples: Sequence[Sample], scores: Scores) -> None:
+        """Append a micro-batch; a column that one of them lacks, because its scorer failed, has no values there."""
+        for name in {**self.by_scorer, **scores.by_scorer}:
+            known = self.by_scorer.setdefault(name, [None] * len(self.samples))
+            known.extend(scores.by_scorer.get(name, [None] * len(samples)))
+        self.samples += samples
+        self.totals += scores.totals
+        self.failures += scores.failures
+
+    def metrics(self, config: RewardConfig, validation: bool = False) -> Metrics:
+        """Mean of the total and of each score, the share of successes, and the mean best image of a group.
+
+        Each over the samples that have one. In validation a prompt has one image, so that there is no best.
+        """
+        metrics: Metrics = {}
+        for name, values in {"reward": self.totals, **self.by_scorer}.items():
+            key = f"val/{name}" if validation else "reward" if name == "reward" else f"reward/{name}"
+            metrics[f"{key}/mean"] = mean(values)
+            if not validation:
+                metrics[f"{key}/best_of_n"] = mean(self._best(values))
+            if (scorer := config.scorers.get(name)) is not None and scorer.success is not None:
+                metrics[f"{key}/success_rate"] = mean([None if v is None else v >= scorer.success for v in values])
+        return metrics
+
+    def _best(self, values: Sequence[float | None]) -> list[float]:
+        groups: dict[Group, list[float]] = {}
+        for sample, value in zip(self.samples, values, strict=True):
+            if value is not None:
+                groups.setdefault(sample.group, []).append(value)
+        return [max(members) for members in groups.values()]
+
+    def groups_with_signal(self) -> list[Group]:
+        """The groups whose images all have a reward, and not all the same one."""
+        rewards: dict[Group, set[float | None]] = {}
+        for sample, total in zip(self.samples, self.totals, strict=True):
+            rewards.setdefault(sample.group, set()).add(total)
+        return [group for group, values in rewards.items() if len(values) > 1 and None not in values]
+
+
+def credit_step(
+    config: Config, algorithm: Algorithm, scored: Scored, kl: Sequence[float] | None = None
+) -> tuple[Metrics, torch.Tensor]:
+    """The step's metrics, and the credit `[B, T]` of its samples, NaN for those that are not trained on.
+
+    `kl`: distances `[B]` to the base model, which the rewards pay for (`algorithm.kl_in_reward`). Raises `RewardError`
+    as `usable_groups` does.
+    """
+    keep, report = usable_groups(scored.samples, scored.totals, scored.failures, config.reward)
+    for sentence in report:
+        logger.warning(sentence)
+    kept = [i for i, usable in enumerate(keep) if usable]
+    samples = [scored.samples[i] for i in kept]
+    ids = group_ids(samples)
+    weighted = {name: scorer for name, scorer in config.reward.scorers.items() if scorer.weight != 0}
+    weights = torch.tensor([scorer.weight for scorer in weighted.values()])
+    columns = torch.stack([_counted(s, [scored.by_scorer[n][i] for i in kept], ids) for n, s in weighted.items()], 1)
+    totals = torch.tensor([total for i in kept if (total := scored.totals[i]) is not None])
+    if any(scorer.normalise != "none" for scorer in weighted.values()):
+        totals = columns @ weights
+    metrics = scored.metrics(config.reward) | {
+        "reward/std": float(totals.std(correction=0)),
+        "reward/failures": float(sum(total is None for total in scored.totals)),
+        "group/zero_std_fraction": zero_std_fraction(totals, ids),
+        "group/dropped": float(len(report)),
+    }
+    if kl is not None:
+        totals = totals - config.algorithm.kl_coef * torch.tensor([kl[i] for i in kept])
+        metrics["reward/kl"] = mean(kl)
+    credit = torch.full((len(keep), config.sampling.num_inference_steps), torch.nan)
+    credit[kept] = algorithm.credit(Rewards(samples, totals, columns, weights))
+    if config.algorithm.dynamic_sampling:
+        chosen = set(scored.groups_with_signal()[: config.rollout.prompts_per_step])
+        credit[[sample.group not in chosen for sample in scored.samples]] = torch.nan
+        metrics["group/further_prompts"] = float(scored.further_prompts)
+    return metrics, credit
+
+
+def _counted(scorer: ScorerConfig, scores: Sequence[float | None], ids: torch.Tensor) -> torch.Tensor:
+    """A scorer's part of the total before its weight, `[B]`: shaped and normalised; 0 where it does not apply."""
+    known = torch.tensor([score is not None for score in scores])
+    values = torch.tensor([shaped(scorer, score) for score in scores if score is not None])
+    match scorer.normalise:
+        case "group":
+            values = group_advantages(values, ids[known])
+        case "batch":
+            values = batch_advantages(values)
+        case "rank":
+            values = group_ranks(values, ids[known])
+    return torch.zeros(len(scores)).masked_scatter(known, values)
+
+
+def mean(values: Sequence[float | bool | None]) -> float:
+    """Mean of the values there are, NaN if there are none."""
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else float("nan")

@@ -1,0 +1,215 @@
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gerl.algorithms.planning import (
+    drawn_steps,
+    group_ids,
+    plan_prompts,
+    plan_samples,
+    plan_validation,
+    sde_window,
+    update_parts,
+)
+from gerl.config import AlgorithmConfig, Config, RolloutConfig, SamplingConfig, TrainerConfig, ValidationConfig
+from gerl.protocol import Group, Prompt, RolloutTask, Sample
+
+NFT = AlgorithmConfig(name="diffusion_nft")
+PROMPTS = [Prompt(i, f"prompt {i}") for i in range(10)]
+
+
+def config(micro: int = 4, seed: int = 0, **sampling: object) -> Config:
+    return Config(
+        rollout=RolloutConfig(prompts_per_step=4, n=3, micro_batch_size=micro),
+        sampling=SamplingConfig(**{"num_inference_steps": 8, "window_size": 2} | sampling),  # type: ignore[arg-type]
+        trainer=TrainerConfig(seed=seed),
+    )
+
+
+def samples(c: Config, step: int, policy_version: int = 0) -> list[Sample]:
+    return plan_samples(c, plan_prompts(c, PROMPTS, step), step, policy_version)
+
+
+# --- windows
+
+
+def test_windows_cover_all_starts_evenly_and_never_the_last_step() -> None:  # T34
+    drawn = Counter(sde_window(config(), step) for step in range(1, 3001))
+    assert sorted(drawn) == [(k, k + 1) for k in range(6)]  # steps 0 to 6; step 7 has no noise
+    assert all(abs(count - 500) < 110 for count in drawn.values())  # 5 standard deviations
+
+
+def test_windows_are_reproducible_and_depend_on_seed_and_step() -> None:  # T34
+    first = [sde_window(config(), step) for step in range(1, 21)]
+    assert first == [sde_window(config(), step) for step in range(1, 21)]
+    assert first != [sde_window(config(seed=1), step) for step in range(1, 21)]
+    assert len(set(first)) > 1
+
+
+@given(st.integers(1, 6), st.integers(1, 1000), st.data())
+def test_windows_stay_in_their_range(size: int, step: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, 7 - size))
+    end = data.draw(st.integers(first + size, 7))
+    window = sde_window(config(window_size=size, window_range=[first, end]), step)
+    assert window == tuple(range(window[0], window[0] + size))
+    assert first <= window[0] and window[-1] < end <= 7
+
+
+def test_without_a_window_every_step_but_the_last_is_stochastic() -> None:
+    assert sde_window(config(window_size=None), 3) == tuple(range(7))
+    assert sde_window(config(window_size=None, window_range=[2, 5]), 3) == (2, 3, 4)
+
+
+# --- windows that move
+
+
+def moving(schedule: str, steps: int, every: int, **sampling: object) -> list[tuple[int, ...]]:
+    c = config(window_schedule=schedule, window_every=every, **sampling)
+    return [sde_window(c, step) for step in range(1, steps + 1)]
+
+
+def test_a_progressive_window_moves_by_its_size_and_starts_over() -> None:
+    starts = [window[0] for window in moving("progressive", 16, 2, window_size=3)]
+    assert starts == [0, 0, 3, 3, 4, 4] * 2 + [0, 0, 3, 3]  # 7 stochastic steps: the last window is pushed back
+
+
+def test_a_window_of_the_published_size_is_never_empty() -> None:  # size 4, 25 steps, 25 iterations: the peer's bug
+    windows = moving("progressive", 400, 25, window_size=4, num_inference_steps=25)
+    assert all(len(window) == 4 and window[-1] <= 23 for window in windows)
+    assert {k for window in windows for k in window} == set(range(24))
+
+
+def test_a_decaying_window_stays_less_and_less_past_the_middle() -> None:
+    windows = moving("decay", 200, 20, window_size=4, num_inference_steps=25)
+    stays = Counter(window[0] for window in windows[:90])
+    # threshold 12: 16 -> 20 exp(-0.4), 20 -> 20 exp(-0.8)
+    assert stays == {0: 20, 4: 20, 8: 20, 12: 20, 16: 10} and len({w[0] for w in windows}) == 6
+    whole = [window[0] for window in windows]
+    assert whole.count(16) >= 13 and whole.count(20) >= 9 and whole[:102].count(20) == 9
+
+
+def test_a_random_window_may_stay_for_some_steps() -> None:
+    windows = [sde_window(config(window_every=5), step) for step in range(1, 201)]
+    assert all(len(set(windows[i : i + 5])) == 1 for i in range(0, 200, 5))
+    assert len(set(windows)) == 6
+
+
+def test_windows_may_differ_by_group_but_not_within_one() -> None:
+    c = config(window_per="group")
+    windows = {p: {sde_window(c, 3, Group(p, turn)) for turn in (None, 1)} for p in range(50)}
+    assert all(len(found) == 1 for found in windows.values())
+    assert len({w for found in windows.values() for w in found}) == 6
+    same = config(window_per="step")
+    assert len({sde_window(same, 3, Group(p)) for p in range(50)}) == 1
+
+
+def test_an_ode_has_no_window() -> None:
+    sampling = SamplingConfig(kernel="ode", num_inference_steps=8)
+    assert sde_window(Config(sampling=sampling, algorithm=NFT), 3) == ()
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 99))
+def test_drawn_steps_are_one_of_each_stratum(length: int, count: int, seed: int) -> None:
+    steps = list(range(5, 5 + length))
+    drawn = drawn_steps(steps, count, seed)
+    assert len(drawn) == min(count, length) and list(drawn) == sorted(set(drawn)) and set(drawn) <= set(steps)
+    assert drawn == drawn_steps(steps, count, seed)
+    if count >= length:
+        assert drawn == tuple(steps)
+
+
+def test_drawn_steps_cover_all_evenly() -> None:
+    drawn = Counter(k for seed in range(900) for k in drawn_steps(range(9), 3, seed))
+    assert sorted(drawn) == list(range(9)) and all(abs(count - 300) < 71 for count in drawn.values())
+
+
+# --- samples
+
+
+def test_a_step_draws_n_samples_of_each_prompt() -> None:
+    drawn = samples(config(), 2, policy_version=7)
+    groups = Counter(s.prompt.id for s in drawn)
+    assert len(groups) == 4 and set(groups.values()) == {3}
+    assert all(s.prompt is PROMPTS[s.prompt.id] and s.group == Group(s.prompt.id) for s in drawn)
+    assert {(s.step, s.policy_version) for s in drawn} == {(2, 7)}
+    assert {s.index for s in drawn} == {0, 1, 2} and {s.init_seed for s in drawn} == {None}
+
+
+def test_seeds_are_unique_over_steps_prompts_and_indices() -> None:
+    steps = range(1, 31)
+    drawn = [s for step in steps for s in samples(config(), step)]
+    assert len(drawn) == 10 * (4 + 4 + 2) * 3  # a partial last batch in each epoch of three steps
+    assert len({s.seed for s in drawn}) == len({(s.step, s.prompt.id, s.index) for s in drawn}) == len(drawn)
+    other = {s.seed for step in steps for s in samples(config(seed=1), step)}
+    assert not other & {s.seed for s in drawn}
+
+
+def test_initial_noise_is_shared_by_the_images_of_a_prompt_and_a_step() -> None:  # T36
+    drawn = [s for step in (1, 2) for s in samples(config(same_init_noise=True), step)]
+    by_group: dict[tuple[int, int], set[int | None]] = {}
+    for s in drawn:
+        by_group.setdefault((s.step, s.prompt.id), set()).add(s.init_seed)
+    assert all(len(seeds) == 1 and None not in seeds for seeds in by_group.values())
+    assert len({seed for seeds in by_group.values() for seed in seeds}) == len(by_group) == 8
+    assert len({s.seed for s in drawn}) == len(drawn)
+
+
+def test_every_epoch_visits_every_prompt_once() -> None:
+    seen = Counter(s.prompt.id for step in (4, 5, 6) for s in samples(config(), step))
+    assert seen == {i: 3 for i in range(10)}
+
+
+def test_further_prompts_repeat_none_of_the_step() -> None:
+    c = config()
+    first = [p.id for p in plan_prompts(c, PROMPTS, 1)]
+    further = [[p.id for p in plan_prompts(c, PROMPTS, 1, attempt)] for attempt in (1, 2, 3)]
+    assert [len(ids) for ids in further] == [4, 2, 0]
+    assert sorted(first + further[0] + further[1]) == list(range(10))
+    assert further[0] == [p.id for p in plan_prompts(c, PROMPTS, 1, 1)]
+
+
+def test_groups_are_the_prompt_and_what_else_a_state_has() -> None:
+    prompt = Prompt(3, "a", {"turn": 1, "role": "painter"})
+    (sample, *_) = plan_samples(config(), [prompt], 1, 0)
+    assert sample.group == Group(3, turn=1, role="painter")
+    others = [
+        replace(sample, turn=2),
+        replace(sample, role="critic"),
+        replace(sample, branch=4),
+        replace(sample, index=2),
+    ]
+    assert group_ids([sample, *others, sample]).tolist() == [0, 1, 2, 3, 0, 0]
+
+
+def test_validation_noise_depends_on_the_prompt_only() -> None:
+    c = config()
+    first, later = plan_validation(c, PROMPTS, 0), plan_validation(c, PROMPTS, 9)
+    assert [s.seed for batch in first for s in batch] == [s.seed for batch in later for s in batch]
+    few = plan_validation(replace(c, validation=ValidationConfig(micro_batch_size=3)), PROMPTS[4:], 0)
+    assert [len(batch) for batch in few] == [3, 3]
+    assert [s.seed for batch in few for s in batch] == [s.seed for batch in first for s in batch][4:]
+    assert len({s.seed for batch in first for s in batch}) == 10
+    other_run = plan_validation(config(seed=5), PROMPTS, 0)
+    assert [s.seed for batch in other_run for s in batch] == [s.seed for batch in first for s in batch]
+
+
+# --- optimizer steps
+
+
+@given(st.integers(0, 40), st.integers(1, 12))
+def test_update_parts_is_a_partition_into_runs_of_nearly_equal_length(count: int, updates: int) -> None:
+    tasks = [RolloutTask(i, [], ()) for i in range(count)]
+    parts = update_parts(tasks, updates)
+    assert [task for part in parts for task in part] == tasks
+    assert len(parts) == min(count, updates)
+    lengths = [len(part) for part in parts]
+    assert not lengths or max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize(("count", "updates", "lengths"), [(6, 1, [6]), (6, 2, [3, 3]), (6, 3, [2, 2, 2]), (1, 4, [1])])
+def test_update_parts(count: int, updates: int, lengths: list[int]) -> None:
+    parts = update_parts([RolloutTask(i, [], ()) for i in range(count)], updates)
+    assert [len(part) for part in parts] == lengths

@@ -1,0 +1,144 @@
+"""From the command line to a configuration. What bad input gets is in tests/e2e/test_bad_input.py."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gerl.commandline.composition import compose_run, experiments, help_text, shipped
+from gerl.config import FORWARD_PROCESS, POLICY_GRADIENT, Config, ScorerConfig, keys
+from gerl.errors import ConfigError
+
+
+def test_without_a_recipe_the_defaults_are_those_of_the_dataclasses() -> None:
+    composed = compose_run(["experiment=plain"])
+    assert composed.config == Config()
+    assert composed.experiment == "plain"
+    assert re.fullmatch(r"outputs/plain/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", str(composed.run_dir))
+
+
+def test_the_demo_is_what_runs_without_arguments() -> None:
+    composed = compose_run([])
+    assert composed.experiment == "signs"
+    assert composed.config.model.path == "signs"
+    assert list(composed.config.reward.scorers) == ["ocr"]
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_shipped_experiment_composes(name: str) -> None:
+    composed = compose_run([f"experiment={name}"])
+    assert composed.experiment == name and composed.run_dir.parent == Path("outputs") / name
+
+
+def test_overrides() -> None:
+    given = [
+        "trainer.steps=7",
+        "actor.lr=1e-4",
+        "validation.data=null",
+        "sampling.window_range=[1,3]",
+        "model.path=a/b",
+    ]
+    config = compose_run(["experiment=plain", *given]).config
+    assert (config.trainer.steps, config.actor.lr, config.validation.data) == (7, 1e-4, None)
+    assert (config.sampling.window_range, config.model.path) == ([1, 3], "a/b")
+    assert compose_run(["hydra.run.dir=here/and/there"]).run_dir == Path("here/and/there")
+    assert compose_run(["trainer.steps=7", "trainer.steps=8"]).config.trainer.steps == 8
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_entries_of_dictionaries_need_no_plus_sign(plus: str) -> None:
+    given = ["reward.scorers.mine={path: mine.py, weight: 0.5}", "sampling.call.max_sequence_length=8"]
+    config = compose_run(["experiment=plain", *(plus + override for override in given)]).config
+    assert config.reward.scorers == {"mine": ScorerConfig(weight=0.5, path="mine.py")}
+    assert config.sampling.call == {"max_sequence_length": 8}
+    nested = compose_run(["experiment=plain", f"{plus}reward.scorers.mine.kwargs.level.low=1"]).config
+    assert nested.reward.scorers["mine"].kwargs == {"level": {"low": 1}}
+
+
+def test_a_scorer_is_added_to_those_of_the_experiment() -> None:
+    assert list(compose_run(["reward.scorers.jpeg_compressibility.weight=0.1"]).config.reward.scorers) == [
+        "ocr",
+        "jpeg_compressibility",
+    ]
+
+
+def test_an_experiment_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "my try, 2.yaml"
+    path.write_text("defaults:\n  - signs\ntrainer:\n  steps: 3\nactor:\n  lr: 1e-5\n")
+    composed = compose_run([f"experiment={path}", "trainer.seed=5"])
+    assert (composed.config.trainer.steps, composed.config.actor.lr, composed.config.trainer.seed) == (3, 1e-5, 5)
+    assert composed.config.sampling == compose_run(["experiment=signs"]).config.sampling
+    assert composed.experiment == composed.run_dir.parent.name == "my_try__2"
+    path.write_text("trainer:\n  steps: 4\n")  # read anew each time, and without the one before
+    again = compose_run([f"experiment={path}"]).config
+    assert (again.trainer.steps, again.sampling) == (4, Config().sampling)
+
+
+def test_the_config_of_a_run_is_an_experiment(tmp_path: Path) -> None:
+    first = compose_run(["trainer.seed=3", "reward.scorers.ocr.kwargs.threads=2", "sampling.window_size=2"])
+    (tmp_path / "config.yaml").write_text(first.yaml())
+    again = compose_run([f"experiment={tmp_path / 'config.yaml'}"])
+    assert again.config == first.config
+    assert yaml.safe_load(first.yaml())["experiment"] == "signs"
+
+
+@pytest.mark.parametrize("name", shipped("algorithm"))
+def test_an_algorithm_is_picked_with_its_settings(name: str) -> None:
+    config = compose_run([f"algorithm={name}"]).config
+    assert config.algorithm.name == {"mix_grpo_flash": "mix_grpo", "awm_fast": "awm"}.get(name, name)
+    assert (config.sampling.height, config.trainer.steps) == (32, 30)  # of the signs experiment
+    assert compose_run(["experiment=plain", f"algorithm={name}"]).config.algorithm == config.algorithm
+    assert compose_run([f"algorithm={name}", "algorithm.advantage_clip=2"]).config.algorithm.advantage_clip == 2
+
+
+def test_every_algorithm_has_settings() -> None:
+    assert {*POLICY_GRADIENT, *FORWARD_PROCESS} <= set(shipped("algorithm"))
+
+
+def test_an_experiment_that_names_its_algorithm_is_not_silently_stronger(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(compose_run([]).yaml())
+    with pytest.raises(ConfigError, match=r"algorithm=crd: the experiment sets algorithm\.name=\w+, which wins"):
+        compose_run([f"experiment={tmp_path / 'config.yaml'}", "algorithm=crd"])
+
+
+def test_it_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = compose_run([]).config
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "mine.yaml").write_text("trainer:\n  steps: 3\n")
+    assert compose_run([]).config == expected
+    assert compose_run(["experiment=mine.yaml"]).config.trainer.steps == 3
+    assert os.listdir(tmp_path / "configs") == []
+
+
+def test_hydra_errors_are_sentences() -> None:
+    for override in (
+        "trainer.stepz=1",
+        "trainer.steps",
+        "experiment=nope",
+        "model.path=a,b",
+        "a b",
+        "model.path='${x}'",
+    ):
+        with pytest.raises(ConfigError) as caught:
+            compose_run([override])
+        assert "\n" not in str(caught.value) and "hydra.cc" not in str(caught.value)
+
+
+def test_help_explains_every_key() -> None:
+    text = help_text("PROGRAM")
+    lines = text.splitlines()
+    assert lines[0].startswith("usage: PROGRAM")
+    for name, f in keys():
+        places = [i for i, line in enumerate(lines) if line.startswith(f"  {name}=")]
+        assert len(places) == 1, name
+        explained = lines[places[0] + 1].strip()
+        assert explained.startswith(f.metadata["help"]) and all(only in explained for only in f.metadata["only"])
+    assert len(keys()) < 100
+    for name in (*experiments(), *shipped("algorithm")):
+        assert name in text
+    assert "  validation.every=10\n" in text and "  cluster.num_workers=null\n" in text
+    assert "  model.compile=null\n" in text and "  cluster.launcher=ray (ray|local)\n" in text
+    assert "  cluster.device=auto (auto|cpu|cuda)\n" in text

@@ -1,0 +1,181 @@
+import csv
+import json
+import math
+import re
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import stats
+
+from gerl.algorithms.planning import plan_validation
+from gerl.config import Config
+from gerl.errors import ConfigError
+from gerl.evaluate.comparison import BASE, Drawn, bootstrap, compare, config_of, estimate, name_loras, plan
+from gerl.evaluate.files import page, table, write_files
+from gerl.protocol import Prompt
+from gerl.score.gallery import TOTAL
+
+PIXEL = "data:image/png;base64,AA=="
+
+
+def drawn(variant: str, prompt: int, value: float | None, index: int = 0, **others: float | None) -> Drawn:
+    failure = "" if value is not None else "ocr: no idea"
+    values = {TOTAL: value, "ocr": value, **others}
+    return Drawn(prompt, f"prompt <{prompt}>", index, 7 * prompt + index, variant, values, failure, PIXEL)
+
+
+def two(base: Sequence[float | None], lora: Sequence[float | None]) -> list[Drawn]:
+    """A row for each prompt and variant, the base's first."""
+    scores = {BASE: base, "mine": lora}
+    return [drawn(variant, i, scores[variant][i]) for i, variant in product(range(len(base)), scores)]
+
+
+@pytest.mark.parametrize(("ones", "n"), [(30, 40), (3, 25), (20, 20)])
+def test_the_interval_of_a_share_has_the_quantiles_of_a_binomial(ones: int, n: int) -> None:
+    low, high = bootstrap([1.0] * ones + [0.0] * (n - ones))
+    exact = stats.binom.ppf([0.025, 0.975], n, ones / n) / n
+    assert [low, high] == pytest.approx(list(exact), abs=1.01 / n if ones < n else 1e-12)
+
+
+def test_the_interval_of_many_values_is_that_of_the_normal_distribution() -> None:
+    values = np.random.default_rng(0).exponential(size=400)
+    low, high = bootstrap(list(values), confidence=0.8)
+    half = stats.norm.ppf(0.9) * values.std() / math.sqrt(400)
+    assert low == pytest.approx(values.mean() - half, abs=0.06 * half)
+    assert high == pytest.approx(values.mean() + half, abs=0.06 * half)
+    assert bootstrap(list(values)) == bootstrap(list(values)) != bootstrap(list(values), seed=1)
+
+
+def test_about_95_of_100_intervals_hold_the_true_mean() -> None:
+    generator = np.random.default_rng(1)
+    intervals = [bootstrap(list(generator.normal(3.0, 2.0, 30))) for _ in range(100)]
+    held = np.mean([low <= 3.0 <= high for low, high in intervals])
+    assert abs(held - 0.94) < 3 * math.sqrt(0.94 * 0.06 / 100)  # 0.94 of 1500: the percentile interval is a bit narrow
+
+
+def test_images_of_a_prompt_are_averaged_before_prompts_are_resampled() -> None:
+    values, ids = [1.0, 3.0, 10.0, None, None, None], [0, 0, 1, 1, 2, 2]
+    found = estimate(ids, values)
+    assert (found.mean, found.count) == (6.0, 2)
+    assert (found.low, found.high) == bootstrap([2.0, 10.0])
+    copies = estimate([0, 1, 2] * 50, [1.0, 2.0, 6.0] * 50)  # not 150 independent images
+    assert (copies.low, copies.high) == pytest.approx(bootstrap([1.0, 2.0, 6.0]))
+
+
+def test_too_few_prompts_have_no_interval() -> None:
+    one, none = estimate([4], [2.5]), estimate([4, 5], [None, None])
+    assert (one.mean, one.count, none.count) == (2.5, 1, 0)
+    assert math.isnan(one.low) and math.isnan(one.high) and math.isnan(none.mean)
+
+
+def test_differences_and_wins_are_of_the_same_prompts() -> None:
+    result = compare(two([1.0, 2.0, None, 4.0, 5.0], [1.0, 5.0, 9.0, None, 4.0]))[TOTAL]["mine"]
+    assert result.mean.mean == (1 + 5 + 9 + 4) / 4 and result.mean.count == 4
+    assert result.difference is not None and result.win_rate is not None
+    assert result.difference.mean == pytest.approx((0 + 3 - 1) / 3) and result.difference.count == 3
+    assert (result.difference.low, result.difference.high) == bootstrap([0.0, 3.0, -1.0])
+    assert result.win_rate.mean == pytest.approx((0.5 + 1 + 0) / 3)
+    assert (result.win_rate.low, result.win_rate.high) == bootstrap([0.5, 1.0, 0.0])
+
+
+def test_what_is_gained_on_every_prompt_alike_is_certain_however_much_prompts_differ() -> None:
+    base = [float(i % 7) for i in range(50)]
+    result = compare(two(base, [value + 0.25 for value in base]))["ocr"]["mine"]
+    assert result.mean.high - result.mean.low > 1.0
+    assert result.difference is not None
+    assert (result.difference.low, result.difference.mean, result.difference.high) == (0.25, 0.25, 0.25)
+
+
+def test_a_column_may_be_missing_and_come_late() -> None:
+    rows = [*two([1.0], [2.0]), drawn(BASE, 1, 1.0, late=3.0), drawn("mine", 1, None)]
+    results = compare(rows)
+    assert list(results) == [TOTAL, "ocr", "late"] and list(results["late"]) == [BASE, "mine"]
+    assert results["late"][BASE].mean.count == 1 and results["late"]["mine"].mean.count == 0
+
+
+def test_the_log_has_a_block_for_columns_that_are_the_same() -> None:
+    rows = [drawn(v, i, x + i, size=-x) for v, x in ((BASE, 1.0), ("mine", 2.5)) for i in range(3)]
+    lines = [line.split() for line in table(compare(rows)).splitlines()]
+    assert lines[0] == ["total", "=", "ocr"] and lines[5] == ["size"]
+    assert lines[2] == ["base", "2", "1", "to", "3"]
+    assert lines[3] == "mine 3.5 2.5 to 4.5 +1.5 +1.5 to +1.5 100 %".split()
+    assert lines[8] == "mine -2.5 -2.5 to -2.5 -1.5 -1.5 to -1.5 0 %".split()
+
+
+def test_the_files_hold_every_number(tmp_path: Path) -> None:
+    rows = [*two([0.1 + 0.2, 1.0], [None, 1 / 3]), drawn(BASE, 2, 0.0, 1), drawn("mine", 2, 0.0, 1)]
+    results = compare(rows)
+    written = write_files(tmp_path, "x", rows, results, {"model": "signs"})
+    assert [path.name for path in written] == ["scores.csv", "summary.json", "gallery.html"]
+    with written[0].open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    assert list(cells[0]) == ["prompt_id", "image", "seed", "variant", "prompt", "total", "ocr", "failure"]
+    assert float(cells[0]["total"]) == 0.1 + 0.2 and cells[1]["total"] == "" and cells[1]["failure"] == "ocr: no idea"
+    assert [(c["prompt_id"], c["image"], c["seed"], c["variant"]) for c in cells[-2:]] == [
+        ("2", "1", "15", "base"),
+        ("2", "1", "15", "mine"),
+    ]
+    summary = json.loads(written[1].read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert summary["model"] == "signs" and summary["results"]["total"]["base"]["difference"] is None
+    mine = summary["results"]["total"]["mine"]
+    assert mine["difference"]["mean"] == pytest.approx((1 / 3 - 1) / 2) and mine["win_rate"]["count"] == 2
+
+
+def test_the_page_has_a_row_for_each_noise_sorted_by_what_was_gained(tmp_path: Path) -> None:
+    Image.new("RGB", (4, 4), (255, 0, 0)).save(tmp_path / "given.png")
+    rows = two([1.0, 0.5, 0.0], [1.5, 1.5, None])
+    rows = [Drawn(**{**vars(row), "given": (str(tmp_path / "given.png"),)}) if row.prompt_id else row for row in rows]
+    text = page("a & b", rows, compare(rows))
+    assert "<title>gerl: a &amp; b</title>" in text and "let chosen = 1, " in text
+    values = [json.loads(found) for found in re.findall(r'data-values="([^"]*)"', text)]
+    assert values == [[0.5, 1.0, 0.5, 1.0], [1.0, 0.5, 1.0, 0.5], [0.0, None, 0.0, None]]
+    headings = re.findall(r"<h2>(.*?)</h2>", text)
+    assert headings == [f"prompt &lt;{i}&gt;" for i in (1, 0, 2)]
+    assert text.count('<button type="button" class="sort"') == 4 and text.count('aria-pressed="true">') == 1
+    assert text.count('alt="given with the prompt"') == 2 and text.count("data:image/png;base64,AA==") == 6
+    assert text.count("</div>") == text.count("<div") and "ocr: no idea" in text
+    alone = page("a", rows[::2], compare(rows[::2]))  # the base and nothing else: by its scores
+    assert "let chosen = 0, " in alone and re.findall(r"prompt &lt;(\d)&gt;</h2>", alone) == ["0", "1", "2"]
+
+
+def test_the_first_image_has_the_noise_of_the_trainers_validation() -> None:
+    prompts = [Prompt(i, f"prompt {i}") for i in range(5)]
+    (batch, *_) = batches = plan_validation(Config(), prompts, 0)
+    assert len(batches) == 1
+    tasks = plan(batch, [BASE, "mine"], images=3)
+    assert [(variant, [s.index for s in samples]) for variant, samples in tasks] == [
+        (variant, [k] * 5) for k in range(3) for variant in (BASE, "mine")
+    ]
+    seeds = {variant: [s.seed for v, samples in tasks if v == variant for s in samples] for variant in (BASE, "mine")}
+    assert seeds[BASE] == seeds["mine"] and len(set(seeds[BASE])) == 15
+    assert seeds[BASE][:5] == [sample.seed for sample in batch]
+    groups = [{s.group for s in samples} for _, samples in tasks]
+    assert groups[0] == groups[2] and not groups[0] & groups[1]  # scorers compare images of one variant only
+
+
+def test_loras_are_called_by_the_end_of_their_path() -> None:
+    def names(*paths: str | tuple[str, str]) -> list[str]:
+        given = [(None, path, Path(path)) if isinstance(path, str) else (*path, Path(path[1])) for path in paths]
+        return list(name_loras(given))
+
+    assert names() == []
+    assert names("out/signs/A/checkpoints/step_30/lora", "cute.safetensors") == ["step_30", "cute"]
+    runs = [f"out/signs/{run}/checkpoints/step_30/lora/pytorch_lora_weights.safetensors" for run in "AB"]
+    assert names(*runs) == ["A/step_30", "B/step_30"]
+    assert names(("x", runs[0]), runs[1]) == ["x", "step_30"]
+    assert names("loras/base") == ["loras/base"]
+    for given in ((("x", "a"), ("x", "b")), (("base", "a"),), ("a", "a")):
+        with pytest.raises(ConfigError, match=r"do not tell the LoRAs and the base apart; use lora\.NAME=PATH"):
+            names(*given)
+
+
+def test_the_configuration_of_a_lora_is_that_of_the_run_around_it(tmp_path: Path) -> None:
+    lora = tmp_path / "run" / "checkpoints" / "step_1" / "lora"
+    lora.mkdir(parents=True)
+    assert config_of(lora / "x.safetensors") is None
+    (tmp_path / "run" / "config.yaml").write_text("")
+    assert config_of(lora / "x.safetensors") == str(tmp_path / "run" / "config.yaml")

@@ -1,0 +1,176 @@
+"""A pipeline and a denoiser that diffusers does not have, loaded from a folder with their code."""
+
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tiny
+import torch
+from diffusers.utils import dynamic_modules_utils
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+from gerl.config import ModelConfig, SamplingConfig
+from gerl.engine import record, replay
+from gerl.errors import ModelError
+from gerl.model.loading import load_pipeline, load_policy, pipeline_call, read_pipeline
+from gerl.model.lora import WEIGHTS, load_lora
+
+MODEL = '''
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+
+
+class Mixer(torch.nn.Module):
+    """Has no word of attention in its name."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class MyTransformer(ModelMixin, ConfigMixin):
+    @register_to_config
+    def __init__(self, width=12, depth=2):
+        super().__init__()
+        self.time_embedding = torch.nn.Linear(1, width)
+        self.layers = torch.nn.ModuleList([Mixer(width) for _ in range(depth)])
+
+    def forward(self, x, t, text):
+        x = x + self.time_embedding(t[:, None]) + text
+        for layer in self.layers:
+            x = layer(x)
+        return x
+'''
+PIPELINE = """
+import torch
+from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+
+
+class MyPipeline(DiffusionPipeline):
+    def __init__(self, transformer, scheduler):
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler)
+
+    def encode_prompt(self, prompt):
+        return torch.tensor([[float(len(p))] for p in prompt], device=self.device) / 10
+
+    @torch.no_grad()
+    def __call__(self, prompt, num_inference_steps=4, generator=None, output_type="np"):
+        text = self.encode_prompt(prompt)
+        latents = randn_tensor((len(prompt), 12), generator=generator, device=self.device)
+        self.scheduler.set_timesteps(num_inference_steps, device=self.device)
+        for t in self.scheduler.timesteps:
+            velocity = self.transformer(latents, t.expand(len(prompt)) / 1000, text)
+            latents = self.scheduler.step(velocity, t, latents, return_dict=False)[0]
+        images = latents.unflatten(1, (2, 2, 3)).sigmoid().cpu().numpy()
+        return ImagePipelineOutput(images=images)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of such a pipeline; what diffusers copies and imports of it is forgotten after the test."""
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "mine"
+    (path / "transformer").mkdir(parents=True)
+    (path / "my_pipeline.py").write_text(PIPELINE)
+    (path / "transformer" / "my_transformer.py").write_text(MODEL)
+    (path / "transformer" / "config.json").write_text(json.dumps({"_class_name": "MyTransformer", "width": 12}))
+    namespace: dict[str, Any] = {"__name__": "my_transformer"}
+    exec(MODEL, namespace)
+    torch.manual_seed(0)
+    weights = namespace["MyTransformer"]().state_dict()
+    save_file(weights, path / "transformer" / "diffusion_pytorch_model.safetensors")
+    tiny.euler(shift=2.0).save_pretrained(path / "scheduler")
+    index = {
+        "_class_name": ["my_pipeline", "MyPipeline"],
+        "_diffusers_version": diffusers.__version__,
+        "transformer": ["my_transformer", "MyTransformer"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    }
+    (path / "model_index.json").write_text(json.dumps(index))
+    yield path
+    for name in [name for name in sys.modules if name.startswith(("diffusers_modules", "my_"))]:
+        del sys.modules[name]
+
+
+def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        policy = load_policy(ModelConfig(path=str(folder), lora_rank=2), 0.0, "cpu", 0)
+    assert caplog.messages[0].endswith("/mine': running the code in my_pipeline.py, transformer/my_transformer.py")
+    assert caplog.messages[-1].endswith("reads no LoRA of transformer: use gerl.model.lora.load_lora(pipe, FOLDER)")
+    assert type(policy.pipe).__name__ == "MyPipeline" and list(policy.denoisers) == ["transformer"]
+    layers = {name.split(".lora_")[0] for name in policy.lora}
+    assert layers == {f"transformer.layers.{i}.{part}" for i in (0, 1) for part in ("inner", "outer")}
+    torch.manual_seed(1)
+    for p in policy.lora.values():
+        p.data.normal_(0, 0.3)
+
+    call = pipeline_call(policy.pipe, SamplingConfig(num_inference_steps=4), tiny.PROMPTS)
+    output, tape = record(policy.pipe, call, generators=tiny.generators())
+    assert output.images.shape == (4, 2, 2, 3)
+    ratios = []
+
+    def on_step(k: int, step: Any) -> torch.Tensor:
+        ratios.append((step.log_prob - step.recorded_log_prob).abs().max().item())
+        mean: torch.Tensor = step.log_prob.mean()
+        return mean
+
+    replay(policy.pipe, tape, on_step)
+    assert ratios == [0.0, 0.0, 0.0] and all(p.grad is not None and p.grad.any() for p in policy.lora.values())
+
+    policy.ema.update()
+    (folder / WEIGHTS).write_bytes(policy.lora_file())
+    stock = read_pipeline(str(folder), torch.float32)
+    images = [pipe(**call, generator=tiny.generators()).images for pipe in (policy.pipe, stock)]
+    assert abs(images[0] - images[1]).max() > 1e-3
+    load_lora(stock, folder)
+    assert (stock(**call, generator=tiny.generators()).images == images[0]).all()
+
+
+def test_checkpointing_that_it_cannot_do_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.gradient_checkpointing=true: MyTransformer does not support"):
+        load_policy(ModelConfig(path=str(folder), gradient_checkpointing=True), 0.0, "cpu", 0)
+
+
+def test_missing_code_is_named(folder: Path) -> None:
+    (folder / "my_pipeline.py").unlink()
+    with pytest.raises(ModelError, match=r"the pipeline's class should be in my_pipeline\.py, which is missing"):
+        load_pipeline(ModelConfig(path=str(folder)), "cpu")
+
+
+def test_a_pipeline_without_scheduler_is_refused(folder: Path) -> None:
+    for file in ("my_pipeline.py", "model_index.json"):
+        (folder / file).write_text((folder / file).read_text().replace("scheduler", "sampler"))
+    (folder / "scheduler").rename(folder / "sampler")
+    with pytest.raises(ModelError, match="MyPipeline has no component 'scheduler'"):
+        load_pipeline(ModelConfig(path=str(folder)), "cpu")
+
+
+@pytest.mark.parametrize("part", ["pipeline", "component"])
+def test_no_code_from_the_hub_is_run(folder: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = folder.parent / "hub"
+    snapshot = cache / "models--owner--name" / "snapshots" / ("0" * 40)
+    shutil.copytree(folder, snapshot)
+    (cache / "models--owner--name" / "refs").mkdir()
+    (cache / "models--owner--name" / "refs" / "main").write_text("0" * 40)
+    if part == "component":
+        index = json.loads((snapshot / "model_index.json").read_text())
+        (snapshot / "model_index.json").write_text(json.dumps(index | {"_class_name": "SanaPipeline"}))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"model\.path='owner/name' comes with code of its own, .* --local-dir FOLDER"):
+        load_pipeline(ModelConfig(path="owner/name"), "cpu")

@@ -1,0 +1,270 @@
+"""Loading a pipeline from a folder and preparing it for training."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tiny
+import torch
+from safetensors.torch import load
+
+from gerl.config import ModelConfig, SamplingConfig
+from gerl.errors import ModelError
+from gerl.model import loading
+from gerl.model.loading import (
+    find_denoisers,
+    load_pipeline,
+    load_policy,
+    pipeline_call,
+    resolve,
+    weights_fingerprint,
+)
+
+Folders = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Folders of tiny pipelines, as `save_pretrained` writes them; SD 1.5 with PNDM, as it is shipped."""
+    made: Folders = {}
+    for name in ("sd3", "sd15"):
+        pipe = tiny.build(tiny.CASES[name])
+        if name == "sd15":
+            pipe.scheduler = diffusers.PNDMScheduler(
+                beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, skip_prk_steps=True, steps_offset=1
+            )
+        made[name] = tmp_path_factory.mktemp(name)
+        pipe.save_pretrained(made[name])
+    return made
+
+
+def modules(pipe: Any) -> dict[str, torch.nn.Module]:
+    return {name: c for name, c in pipe.components.items() if isinstance(c, torch.nn.Module)}
+
+
+# --- load_pipeline
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_a_pipeline_is_loaded_frozen_and_in_eval_mode(folders: Folders, dtype: str, expected: torch.dtype) -> None:
+    pipe = load_pipeline(ModelConfig(path=str(folders["sd3"]), dtype=dtype), "cpu")  # type: ignore[arg-type]
+    assert type(pipe) is diffusers.StableDiffusion3Pipeline
+    assert set(modules(pipe)) == {"transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"}
+    for module in modules(pipe).values():
+        assert not module.training and not any(m.training for m in module.modules())
+        assert not any(p.requires_grad for p in module.parameters())
+    assert pipe.transformer.dtype == pipe.vae.dtype == expected
+    assert isinstance(pipe.scheduler, diffusers.FlowMatchEulerDiscreteScheduler) and pipe.scheduler.config.shift == 3.0
+
+
+def test_the_loaded_pipeline_draws_what_the_saved_one_draws(folders: Folders) -> None:
+    saved = tiny.build(tiny.CASES["sd3"])
+    loaded = load_pipeline(ModelConfig(path=str(folders["sd3"])), "cpu")
+    call = tiny.call_for(tiny.CASES["sd3"], True)
+    images = [tiny.output_of(pipe(**call, generator=tiny.generators())) for pipe in (saved, loaded)]
+    assert torch.equal(*images)
+
+
+def test_pndm_becomes_ddim_of_the_same_noise_schedule(folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        pipe = load_pipeline(ModelConfig(path=str(folders["sd15"])), "cpu")
+    assert "replaced PNDMScheduler by DDIMScheduler" in caplog.text
+    assert type(pipe.scheduler) is diffusers.DDIMScheduler
+    stock = diffusers.DiffusionPipeline.from_pretrained(folders["sd15"]).scheduler
+    assert type(stock) is diffusers.PNDMScheduler
+    assert torch.equal(pipe.scheduler.alphas_cumprod, stock.alphas_cumprod)
+    assert pipe.scheduler.config.steps_offset == 1
+    # DDIM's default would clip the predicted latents to [-1, 1], which PNDM does not
+    assert pipe.scheduler.config.clip_sample is False
+
+
+# --- what is no pipeline
+
+
+def test_resolve(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(str(folders["sd3"])) == str(folders["sd3"])
+    assert resolve("stabilityai/stable-diffusion-3.5-medium") == "stabilityai/stable-diffusion-3.5-medium"
+    assert Path(resolve("signs")).parts[-3:] == ("gerl", "assets", "signs")
+    monkeypatch.chdir(folders["sd3"].parent)
+    assert Path(resolve(folders["sd3"].name)).samefile(folders["sd3"])
+    assert Path(resolve(f"./{folders['sd3'].name}")).samefile(folders["sd3"])
+
+
+@pytest.mark.parametrize("path", ["./missing", "/nowhere/at/all", "../missing", "~/missing-gerl-pipeline", "a/b/c"])
+def test_a_missing_folder(path: str) -> None:
+    with pytest.raises(ModelError, match=r"model\.path='.*' is no pipeline: the folder does not exist"):
+        load_pipeline(ModelConfig(path=path), "cpu")
+
+
+def test_a_name_that_is_neither_folder_nor_hub_id() -> None:
+    with pytest.raises(ModelError, match=r"model\.path='sings' is no pipeline: give a folder, a hub id .* or 'signs'"):
+        load_pipeline(ModelConfig(path="sings"), "cpu")
+
+
+def test_a_folder_or_file_that_is_no_pipeline(folders: Folders, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path, tmp_path / "file", folders["sd3"] / "transformer"):
+        with pytest.raises(ModelError, match="is no pipeline: the folder does not exist or has no model_index"):
+            load_pipeline(ModelConfig(path=str(path)), "cpu")
+
+
+def damaged(folder: Path, how: str) -> None:
+    index = folder / "model_index.json"
+    match how:
+        case "no weights":
+            (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+        case "cut weights":
+            weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:1000])
+        case "no component":
+            shutil.rmtree(folder / "vae")
+        case "unknown class":
+            index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "NoSuchPipeline"}))
+        case "no json":
+            index.write_text("{")
+        case "empty json":
+            index.write_text("{}")
+
+
+@pytest.mark.parametrize("how", ["no weights", "cut weights", "no component", "unknown class", "no json", "empty json"])
+def test_a_damaged_pipeline_is_named(folders: Folders, tmp_path: Path, how: str) -> None:
+    shutil.copytree(folders["sd15"], tmp_path / "copy")
+    damaged(tmp_path / "copy", how)
+    with pytest.raises(ModelError, match=r"model\.path='.*copy' cannot be loaded as a diffusers pipeline: .") as caught:
+        load_pipeline(ModelConfig(path=str(tmp_path / "copy")), "cpu")
+    assert "\n" not in str(caught.value)
+
+
+# --- find_denoisers
+
+
+class Parts(diffusers.DiffusionPipeline):
+    def __init__(self, first: Any, second: Any, controlnet: Any, vae: Any) -> None:
+        super().__init__()
+        self.register_modules(first=first, second=second, controlnet=controlnet, vae=vae)
+
+
+def test_a_denoiser_is_a_model_with_blocks_that_is_called_with_a_timestep() -> None:
+    for name in ("flux", "qwen_image", "z_image", "wan"):
+        assert list(find_denoisers(tiny.build(tiny.CASES[name]))) == ["transformer"]
+    pipe = tiny.build(tiny.CASES["wan"])
+    pipe.register_modules(transformer_2=tiny.wan().transformer)  # Wan 2.2
+    assert list(find_denoisers(pipe)) == ["transformer", "transformer_2"]
+    sd15, adapter = tiny.sd15(), diffusers.MotionAdapter(block_out_channels=(32,), motion_norm_num_groups=4)
+    controlnet = diffusers.ControlNetModel.from_unet(sd15.unet)
+    assert list(find_denoisers(Parts(sd15.unet, tiny.sd3().transformer, controlnet, sd15.vae))) == ["first", "second"]
+    with pytest.raises(ModelError, match=r"Parts has no denoiser: none of its components .*first.* is a model of"):
+        find_denoisers(Parts(adapter, None, controlnet, sd15.vae))
+
+
+# --- load_policy
+
+
+def policy(folders: Folders, name: str = "sd3", seed: int = 0, **config: Any) -> loading.Policy:
+    return load_policy(ModelConfig(path=str(folders[name]), lora_rank=2, lora_alpha=3.0, **config), 0.9, "cpu", seed)
+
+
+def test_the_lora_depends_on_the_seed_and_nothing_else(folders: Folders) -> None:
+    torch.manual_seed(1)
+    first = policy(folders, seed=5)
+    again = policy(folders, seed=5)
+    torch.manual_seed(2)
+    third, other = policy(folders, seed=5), policy(folders, seed=6)
+    assert list(first.lora) == list(again.lora) == list(other.lora)
+    for name, p in first.lora.items():
+        assert name.startswith("transformer.") and p.dtype == torch.float32 and p.requires_grad
+        assert torch.equal(p, again.lora[name]) and torch.equal(p, third.lora[name])
+        assert torch.equal(p, other.lora[name]) == ("lora_B" in name)  # B is zero, A is drawn
+        assert (p == 0).all() == ("lora_B" in name)
+
+
+def test_a_policy_trains_the_lora_only(folders: Folders) -> None:
+    p = policy(folders, dtype="bfloat16")
+    trained = {f"transformer.{name}" for name, q in p.pipe.transformer.named_parameters() if q.requires_grad}
+    assert trained == set(p.lora) and p.denoisers == {"transformer": p.pipe.transformer}
+    assert {q.dtype for q in p.lora.values()} == {torch.float32} and p.pipe.transformer.dtype == torch.bfloat16
+    assert p.version == 0 and p.ema.decay == 0.9 and set(p.ema.average) == set(p.lora)
+    others = [q for name, module in modules(p.pipe).items() if name != "transformer" for q in module.parameters()]
+    assert not any(q.requires_grad for q in others)
+    assert policy(folders, "sd15").denoisers.keys() == {"unet"}
+
+
+def test_targets_by_regular_expression(folders: Folders) -> None:
+    p = policy(folders, lora_targets=r"attn\.to_q$")
+    layers = {name.split(".lora_")[0] for name in p.lora}
+    assert layers == {f"transformer.transformer_blocks.{i}.attn.to_q" for i in (0, 1)}
+    with pytest.raises(ModelError, match=r"model\.lora_targets='\(unclosed' is no regular expression"):
+        policy(folders, lora_targets="(unclosed")
+    with pytest.raises(ModelError, match=r"model\.lora_targets='no_such_layer' matches none of the 36 linear layers"):
+        policy(folders, lora_targets="no_such_layer")
+
+
+def test_checkpointing_and_compilation_are_switched_on(folders: Folders) -> None:
+    plain = policy(folders, "sd15")
+    assert not plain.pipe.unet.is_gradient_checkpointing and plain.pipe.unet._compiled_call_impl is None
+    p = policy(folders, "sd15", gradient_checkpointing=True, compile="eager")
+    assert p.pipe.unet.is_gradient_checkpointing and p.pipe.unet._compiled_call_impl is not None
+
+
+def test_the_exported_lora_is_the_average(folders: Folders) -> None:
+    p = policy(folders)
+    at_first = load(p.lora_file())
+    assert len(at_first) == len(p.lora)
+    for q in p.lora.values():
+        q.data.add_(1.0)
+    trained = {name: q.detach().clone() for name, q in p.lora.items()}
+    unchanged = load(p.lora_file())
+    assert all(torch.equal(value, at_first[name]) for name, value in unchanged.items())
+    p.ema.update()  # the first update takes 0.9 of the weights
+    averaged = load(p.lora_file())
+    assert averaged.keys() == at_first.keys()
+    for name, value in averaged.items():
+        torch.testing.assert_close(value, at_first[name] + 0.9)
+    assert all(torch.equal(q, trained[name]) for name, q in p.lora.items())
+
+
+# --- calls and fingerprints
+
+
+def test_pipeline_call(folders: Folders) -> None:
+    pipe = load_pipeline(ModelConfig(path=str(folders["sd3"])), "cpu")
+    sampling = SamplingConfig(
+        height=16, width=24, num_inference_steps=4, guidance_scale=2.0, call={"max_sequence_length": 8}
+    )
+    call = pipeline_call(pipe, sampling, ["a", "b"])
+    assert call == {
+        "prompt": ["a", "b"], "height": 16, "width": 24, "num_inference_steps": 4, "guidance_scale": 2.0,
+        "max_sequence_length": 8, "output_type": "np",
+    }  # fmt: skip
+    assert pipeline_call(pipe, SamplingConfig(), ["a"]).keys() == {"prompt", "num_inference_steps", "output_type"}
+    changed = pipeline_call(pipe, sampling, ["a"], num_inference_steps=7, guidance_scale=None)
+    assert (changed["num_inference_steps"], changed["guidance_scale"]) == (7, 2.0)
+    assert pipe(**call).images.shape == (2, 16, 24, 3)
+
+
+@pytest.mark.parametrize("key", ["max_sequnce_length", "true_cfg_scale"])
+def test_arguments_that_the_pipeline_does_not_take(folders: Folders, key: str) -> None:
+    pipe = load_pipeline(ModelConfig(path=str(folders["sd3"])), "cpu")
+    with pytest.raises(ModelError, match=f"StableDiffusion3Pipeline takes no argument '{key}'"):
+        pipeline_call(pipe, SamplingConfig(call={key: 3}), ["a"])
+
+
+def test_the_fingerprint_is_that_of_the_base_weights(folders: Folders) -> None:
+    p = policy(folders)
+    first = weights_fingerprint(p.denoisers)
+    assert weights_fingerprint(policy(folders, seed=9).denoisers) == first
+    for q in p.lora.values():
+        q.data.add_(1.0)
+    assert weights_fingerprint(p.denoisers) == first
+    bias = p.pipe.transformer.proj_out.bias
+    bias.data[0] += 1e-3
+    changed = weights_fingerprint(p.denoisers)
+    bias.data[0] = float("nan")
+    assert len({first, changed, weights_fingerprint(p.denoisers)}) == 3
+    assert weights_fingerprint(policy(folders, "sd15").denoisers) != first

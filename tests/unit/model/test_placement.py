@@ -1,0 +1,126 @@
+"""Where the frozen parts are and in which precision they compute."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from gerl.config import ModelConfig
+from gerl.engine import record, replay
+from gerl.model.loading import load_policy
+from gerl.model.lora import add_lora
+from gerl.model.placement import Guests, bring, decode_in_fp32
+
+
+class Moves:
+    """Writes down which components of a pipeline are moved to which device."""
+
+    def __init__(self, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, str]] = []
+        for name, component in pipe.components.items():
+            if isinstance(component, torch.nn.Module):
+                monkeypatch.setitem(component.__dict__, "to", self._note(name, component))
+
+    def _note(self, name: str, component: Any) -> Any:
+        def to(device: Any) -> Any:
+            self.log.append((name, str(device)))
+            return component
+
+        return to
+
+
+def test_encoders_and_vae_are_on_the_device_only_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = tiny.CASES["sd3"]
+    pipe = tiny.build(case)
+    add_lora(pipe.transformer, 2, 2.0, None, seed=0)
+    call = tiny.call_for(case, guided=True) | {"output_type": "np"}
+    plain, _ = record(pipe, call, generators=tiny.generators())
+    moves = Moves(pipe, monkeypatch)
+    bring(pipe, {"transformer": pipe.transformer}, "cpu:0", offload=True)
+    guests = ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
+    assert moves.log == [("transformer", "cpu:0")] + [(name, "cpu") for name in guests]
+
+    def visit(name: str) -> list[tuple[str, str]]:
+        return [(name, "cpu:0"), (name, "cpu")]
+
+    moves.log.clear()
+    images, tape = record(pipe, call, generators=tiny.generators(), probe=False)
+    encoders = [move for name in guests[1:] for move in visit(name)]
+    # for the prompts and for the negative ones; the last one leaves for the denoiser, then the VAE comes and stays
+    assert moves.log == encoders * 2 + [("vae", "cpu:0")]
+    assert np.array_equal(images.images, plain.images)
+
+    moves.log.clear()
+    replay(pipe, tape, lambda k, step: step.log_prob.mean())
+    assert moves.log == [("vae", "cpu")]  # no encoder runs, and the denoiser has the device for itself
+
+
+def test_without_offload_everything_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tiny.build(tiny.CASES["sd15"])
+    moves = Moves(pipe, monkeypatch)
+    bring(pipe, {"unet": pipe.unet}, "cpu:0", offload=False)
+    assert sorted(moves.log) == [("text_encoder", "cpu:0"), ("unet", "cpu:0"), ("vae", "cpu:0")]
+    assert not pipe.vae.decoder._forward_pre_hooks
+
+
+def test_a_guest_that_is_called_past_its_forward_is_fetched_with_its_inputs() -> None:
+    inner = torch.nn.Linear(2, 2)
+    guest, denoiser = torch.nn.Sequential(torch.nn.Sequential(inner)), torch.nn.Identity()
+    guests = Guests([guest], [denoiser], "meta")  # a device that the inputs are not on
+    assert guests.present is None
+    assert inner(torch.ones(2)).is_meta and guests.present is guest and inner.weight.is_meta
+    assert guest(torch.ones(2)).is_meta
+    guests.present = None  # what is on meta cannot come back
+    assert denoiser(torch.ones(2)).sum() == 2
+
+
+def test_a_compiled_denoiser_sends_guests_away() -> None:
+    guest, denoiser = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    guests = Guests([guest], [denoiser], "cpu")
+    denoiser.compile(backend="eager")
+    x = torch.ones(2)
+    for _ in range(2):
+        guest(x)
+        assert guests.present is guest
+        assert torch.equal(denoiser(x), torch.nn.functional.linear(x, denoiser.weight, denoiser.bias))
+        assert guests.present is None
+
+
+# --- precision
+
+
+def test_layers_that_a_model_keeps_in_fp32_stay_so(tmp_path: Path) -> None:
+    tiny.build(tiny.CASES["wan"]).save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="bfloat16", lora_rank=2), 0.9, "cpu", 0)
+    transformer = policy.pipe.transformer
+    kept = {name for name, p in transformer.named_parameters() if p.dtype == torch.float32 and "lora_" not in name}
+    listed = transformer._keep_in_fp32_modules
+    assert kept == {name for name, _ in transformer.named_parameters() if any(part in name for part in listed)}
+    assert any("scale_shift_table" in name for name in kept) and any("time_embedder" in name for name in kept)
+    assert transformer.dtype == policy.pipe.text_encoder.dtype == torch.bfloat16
+    call = tiny.call_for(tiny.CASES["wan"], guided=True) | {"output_type": "np"}
+    images, tape = record(policy.pipe, call, generators=tiny.generators())
+    assert images.frames.dtype == np.float32 and np.isfinite(images.frames).all()
+    replay(policy.pipe, tape, lambda k, step: step.log_prob.mean())
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in policy.lora.values())
+
+
+def test_a_vae_that_asks_for_it_decodes_in_fp32() -> None:
+    latents = torch.randn(2, 4, 4, 4)
+    for vae, forced in ((tiny.image_vae(quant=True), True), (tiny.image_vae(), False)):
+        vae.register_to_config(force_upcast=forced)
+        exact = vae.decode(latents.bfloat16().float()).sample
+        pipe = tiny.build(tiny.CASES["sd15"])
+        pipe.register_modules(vae=vae.bfloat16())
+        decode_in_fp32(pipe)
+        images = vae.decode(latents.bfloat16()).sample
+        assert images.dtype == (torch.float32 if forced else torch.bfloat16) and vae.dtype == torch.bfloat16
+        rounding = (images - exact).abs().max()
+        assert rounding < 0.05 and (rounding > 1e-3 or forced)
+        assert vae.encode(torch.zeros(1, 3, 8, 8, dtype=torch.bfloat16)).latent_dist.mode().dtype == torch.bfloat16
+        if forced:
+            vae.to(torch.float32).to(torch.bfloat16)  # as pipelines do that upcast it themselves
+            assert vae.decode(latents.bfloat16()).sample.dtype == torch.float32

@@ -1,0 +1,148 @@
+"""Schedulers without a transition kernel, and what takes their place."""
+
+import copy
+import logging
+from typing import Any
+
+import diffusers
+import pytest
+import tiny
+import torch
+
+from gerl.engine import record
+from gerl.errors import ModelError
+from gerl.model.schedulers import SameSigmas, trainable_scheduler
+
+FLOW: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+UniPC, DPM = diffusers.UniPCMultistepScheduler, diffusers.DPMSolverMultistepScheduler
+FLOW_SCHEDULERS: dict[str, Any] = {
+    "unipc": UniPC(**FLOW),  # Wan's
+    "unipc dynamic": UniPC(**FLOW, use_dynamic_shifting=True),
+    "unipc karras": UniPC(**FLOW, use_karras_sigmas=True),
+    "dpm++": DPM(**FLOW),  # Sana's
+    "dpm++ sigma_min": DPM(**FLOW, final_sigmas_type="sigma_min"),
+    "lcm": diffusers.FlowMatchLCMScheduler(shift=3.0),
+}
+
+
+def test_schedulers_with_a_kernel_stay() -> None:
+    # Helios' schedule has stages, which its pipeline asks for by an argument of its own
+    for scheduler in (tiny.euler(shift=2.0), diffusers.DDIMScheduler(clip_sample=True), diffusers.HeliosScheduler()):
+        assert trainable_scheduler(scheduler) is scheduler
+
+
+# --- flow matching
+
+
+@pytest.mark.parametrize("name", FLOW_SCHEDULERS)
+@pytest.mark.parametrize("steps", [4, 50])
+def test_euler_goes_along_the_same_sigmas_at_the_same_timesteps(name: str, steps: int) -> None:
+    original = copy.deepcopy(FLOW_SCHEDULERS[name])
+    euler = trainable_scheduler(FLOW_SCHEDULERS[name])
+    options = {"mu": 1.15} if "dynamic" in name else {}
+    for scheduler in (original, euler):
+        scheduler.set_timesteps(steps, device="cpu", **options)
+    assert isinstance(euler, diffusers.FlowMatchEulerDiscreteScheduler) and euler.order == 1
+    assert torch.equal(euler.sigmas, original.sigmas) and torch.equal(euler.timesteps, original.timesteps.float())
+    assert euler.num_inference_steps == steps and 1 >= euler.sigmas[0] > euler.sigmas[-1] >= 0
+    x, v, s, s_next = torch.randn(2, 3), torch.randn(2, 3), *euler.sigmas[:2]
+    moved = copy.deepcopy(euler).step(v, euler.timesteps[0], x).prev_sample
+    torch.testing.assert_close(moved, x + (s_next - s) * v)
+
+
+def test_heuns_two_evaluations_become_one_step() -> None:
+    heun = diffusers.FlowMatchHeunDiscreteScheduler(shift=3.0)
+    euler = trainable_scheduler(heun)
+    stock = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    for scheduler in (heun, euler, stock):
+        scheduler.set_timesteps(5)
+    assert len(heun.timesteps) == 9 and len(euler.timesteps) == 5
+    assert torch.equal(euler.sigmas, heun.sigmas.unique().flip(0)) and torch.equal(euler.sigmas, stock.sigmas)
+    assert torch.equal(euler.timesteps, stock.timesteps)
+
+
+def test_the_log_says_what_was_replaced_and_what_differs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        trainable_scheduler(UniPC(**FLOW))
+        trainable_scheduler(diffusers.DEISMultistepScheduler(**FLOW))
+        trainable_scheduler(FLOW_SCHEDULERS["unipc dynamic"])
+    unipc, deis, dynamic = caplog.messages
+    assert unipc == (
+        "replaced UniPCMultistepScheduler by FlowMatchEulerDiscreteScheduler with the same sigmas "
+        "(shift 3; in 10 steps 1.000 0.964 0.923 0.875 0.818 0.750 0.667 0.563 0.430 0.252 0.000)"
+    )
+    assert deis.endswith("0.250 0.000), but that the last step, which stayed at 0.250, goes to 0")
+    assert dynamic.endswith("with the same sigmas (a dynamic shift)")
+
+
+def test_given_sigmas_are_shifted_as_by_eulers() -> None:
+    sigmas = [1.0, 0.75, 0.5, 0.25]
+    stock = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    euler = trainable_scheduler(DPM(**FLOW))  # which itself takes none
+    for scheduler in (stock, euler):
+        scheduler.set_timesteps(4, sigmas=sigmas)
+    assert torch.equal(euler.sigmas, stock.sigmas) and torch.equal(euler.timesteps, stock.timesteps)
+
+
+def test_what_pipelines_ask_other_solvers_for() -> None:
+    original, euler = UniPC(**FLOW), trainable_scheduler(UniPC(**FLOW))
+    x, noise = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
+    for scheduler in (original, euler):
+        scheduler.set_timesteps(4)
+        scheduler.set_begin_index(1)
+    t = euler.timesteps[1:2]
+    torch.testing.assert_close(euler.add_noise(x, noise, t), original.add_noise(x, noise, t))
+    assert euler.scale_model_input(x, t) is x and euler.init_noise_sigma == 1.0
+    assert euler.config.use_flow_sigmas and euler.config.shift == euler.config.flow_shift == 3.0
+
+
+def test_a_rollout_without_noise_is_the_stock_pipeline_with_the_replaced_scheduler() -> None:
+    case = tiny.CASES["wan"]
+    pipe = tiny.build(case)
+    pipe.scheduler = trainable_scheduler(UniPC(**FLOW))
+    assert isinstance(pipe.scheduler, SameSigmas)
+    call = tiny.call_for(case, guided=False)
+    stock = pipe(**call, generator=tiny.generators())
+    ours, tape = record(pipe, call, noise_level=0.0, generators=tiny.generators(), probe=False)
+    assert torch.equal(tiny.output_of(ours), tiny.output_of(stock))
+    assert [step.rule.sigma for step in tape.steps] == pytest.approx(pipe.scheduler.sigmas[:-1].tolist())
+
+
+def test_sigmas_that_are_not_those_of_flow_matching_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"UniPCMultistepScheduler has noise levels from 157\.4 to 0.*use_flow_sigmas"):
+        trainable_scheduler(UniPC(prediction_type="flow_prediction"))
+
+
+# --- the others
+
+
+def test_ddim_keeps_what_the_replaced_scheduler_predicts_and_clips() -> None:
+    euler = diffusers.EulerDiscreteScheduler(
+        prediction_type="v_prediction", beta_end=0.015, timestep_spacing="trailing"
+    )
+    ddim = trainable_scheduler(euler)
+    assert type(ddim) is diffusers.DDIMScheduler
+    assert ddim.config.prediction_type == "v_prediction" and ddim.config.timestep_spacing == "trailing"
+    assert torch.equal(ddim.alphas_cumprod, euler.alphas_cumprod)
+    assert trainable_scheduler(diffusers.DDPMScheduler(clip_sample=True)).config.clip_sample is True
+    lcm = diffusers.LCMScheduler()  # its default betas are not DDIM's
+    assert torch.equal(trainable_scheduler(lcm).alphas_cumprod, lcm.alphas_cumprod)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        diffusers.EDMEulerScheduler,  # predicts epsilon too, but its sigmas are not those of any betas
+        diffusers.EDMDPMSolverMultistepScheduler,
+        diffusers.CMStochasticIterativeScheduler,
+        diffusers.SCMScheduler,
+    ],
+)
+def test_schedulers_of_another_kind_are_refused(scheduler: Any) -> None:
+    with pytest.raises(ModelError, match=f"scheduler {scheduler.__name__} has no transition kernel"):
+        trainable_scheduler(scheduler())
+
+
+def test_another_noise_schedule_than_that_of_ddim_is_refused() -> None:
+    with pytest.raises(ModelError, match="CogVideoXDPMScheduler has another noise schedule than DDIM"):
+        trainable_scheduler(diffusers.CogVideoXDPMScheduler())

@@ -1,0 +1,119 @@
+"""What a preflight says about its numbers."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from training import config
+
+from gerl.preflight.findings import Report, duration, judge_batches, judge_memory, judge_run, size
+from gerl.preflight.forecast import Memory, Run, Seconds
+from gerl.preflight.inventory import Component
+from gerl.preflight.measure import Usage
+from gerl.protocol import Prompt, RolloutTask, Sample, SamplingProbe, Segment
+
+RUN = Run(4, 4, 4, Usage(8.0, 1), Usage(4.0, 1), 0.5, 40, 0.0, True, {"transformer": 3}, "image")
+PROBE = SamplingProbe(1e-6, [])
+GB = 10**9
+
+
+def tasks(*sizes: int) -> list[RolloutTask]:
+    segment = Segment((0,), (0,), (), ())
+    return [
+        RolloutTask(i, [Sample(Prompt(0, "a"), k, k, 1) for k in range(n)], (segment,)) for i, n in enumerate(sizes)
+    ]
+
+
+def report(**changes: Any) -> Report:
+    made = Report("tiny", "flow_grpo", "cpu", 2, pipeline="Pipeline", scheduler="Euler", load_seconds=1.0)
+    made.components = [Component("transformer", "Model", 2_500_000, "float32", 400, 3, 9, ("b.*.to_q", "b.*.to_k"))]
+    made.run, made.probe, made.clip, made.max_ratio_deviation = RUN, PROBE, 0.1, 1e-3
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "problems", "warnings"),
+    [
+        ({}, [], []),
+        ({"run": replace(RUN, deviation=2e-3)}, ["max |ratio - 1| is 2.00e-03 before"], []),
+        ({"run": replace(RUN, deviation=math.nan)}, ["max |ratio - 1| is nan"], []),
+        ({"run": replace(RUN, finite=False)}, ["the gradient is not finite"], []),
+        ({"run": replace(RUN, gradients={"transformer": 0})}, [], ["no gradient reached the LoRA of transformer"]),
+        ({"clip": 1e-6}, [], ["the clip range 1e-06 is below twice the numerical noise"]),
+        ({"clip": None, "run": replace(RUN, deviation=6e-4)}, [], []),
+        ({"probe": SamplingProbe(0.0, [(8, 0.1, 0.0, -0.03)])}, [], ["step 8 of the window, from sigma 0.100 to"]),
+        ({"probe": None, "run": replace(RUN, deviation=1.0)}, [], []),
+    ],
+)
+def test_sentences_on_a_run(changes: dict[str, Any], problems: list[str], warnings: list[str]) -> None:
+    made = report(**changes)
+    judge_run(made, (0, 1))
+    for said, expected in ((made.problems, problems), (made.warnings, warnings)):
+        assert len(said) == len(expected) and all(s.startswith(e) for s, e in zip(said, expected, strict=True)), said
+
+
+@pytest.mark.parametrize(
+    ("sizes", "workers", "updates", "words"),
+    [
+        ((4, 4, 4, 4), 2, 2, []),
+        ((6, 6, 4), 1, 1, ["2 of 6 and 1 of 4 images; 4 or 8 would divide 16"]),
+        ((4, 4, 4), 2, 1, ["3 micro-batches for 2 workers"]),
+        ((4,), 1, 2, ["a step has only 1 micro-batches"]),
+    ],
+)
+def test_sentences_on_batches(sizes: tuple[int, ...], workers: int, updates: int, words: list[str]) -> None:
+    c = config("flow_grpo")
+    c = replace(
+        c,
+        rollout=replace(c.rollout, micro_batch_size=sizes[0]),
+        actor=replace(c.actor, updates_per_step=updates, micro_batch_size=None),
+    )
+    said = list(judge_batches(c, tasks(*sizes), workers, sum(sizes)))
+    assert len(said) == len(words) and all(word in s for word, s in zip(words, said, strict=True)), said
+
+
+def test_sentences_on_memory() -> None:
+    made = report(memory=Memory(10 * GB, GB, 9 * GB, 11 * GB, 4, 2, 12 * GB))
+    judge_memory(made, config("flow_grpo"))
+    assert made.problems[0].startswith("the update of a step needs about 11.0 GB") and len(made.problems) == 1
+    assert "gradient_checkpointing" in made.problems[0]
+    assert made.warnings[0].startswith("validation.micro_batch_size=32 would need about 12.0 GB of 10.0 GB")
+    fits = report(memory=Memory(None, GB, None, None, None, None, None))
+    judge_memory(fits, config("flow_grpo"))
+    assert not fits.problems and not fits.warnings
+
+
+def test_the_text_and_the_json() -> None:
+    made = report(
+        seconds=Seconds(16, 8, 100.0, 50.0), memory=Memory(10 * GB, GB, 9 * GB, None, 0, None, None), notes=["a note"]
+    )
+    text = made.text(config("flow_grpo"))
+    assert "transformer 2.5 M float32" in text and "b.*.(to_q, to_k)" in text and "of which 3 got a gradient" in text
+    assert "rollout.micro_batch_size none and actor.micro_batch_size not known" in text
+    assert "a step of 16 images: 2 min (100 s rollout, 50 s update); 100 prompts: 2.1 h" in text
+    assert text.endswith("note: a note\n\nit can train") and max(map(len, text.splitlines())) <= 118
+    made.steps_per_epoch, made.prompts, made.problems = 3, 6, ["bad"]
+    assert "an epoch of 6 prompts: 8 min" in made.text(config("flow_grpo"))
+    assert made.text(config("flow_grpo")).endswith("problem: bad\nnote: a note")
+    made.run = replace(RUN, deviation=math.nan)
+    assert made.as_json()["can_train"] is False and made.as_json()["run"]["deviation"] is None
+    assert made.as_json()["components"][0]["targets"] == ["b.*.to_q", "b.*.to_k"]
+
+
+def test_an_early_end_leaves_a_text() -> None:
+    early = Report("tiny", "flow_grpo", problems=["no model"])
+    assert early.text(config("flow_grpo")) == "\n\nproblem: no model" and early.as_json()["run"] is None
+
+
+def test_why_there_is_no_ratio() -> None:
+    unguided, forward = report(probe=None), report(probe=None, max_ratio_deviation=None, algorithm="awm")
+    assert "with algorithm.cfg=off" in unguided.text(config("flow_grpo"))
+    assert "none: awm compares no probabilities" in forward.text(config("flow_grpo"))
+
+
+def test_numbers_to_read() -> None:
+    assert [size(n) for n in (None, 5e5, 2e6, 3.25e9)] == ["not known", "0.5 MB", "2.0 MB", "3.2 GB"]
+    assert [duration(s) for s in (3.21, 45.0, 200.0, 9000.0)] == ["3.2 s", "45 s", "3 min", "2.5 h"]

@@ -1,0 +1,120 @@
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from tiny_clip import clip_folder, pictures
+from torch import nn
+
+from gerl.errors import RewardError
+from gerl.protocol import Prompt
+from gerl.rewards.scorers.aesthetic import AestheticScore, linear_head, read_tensors
+
+WIDTH = 16
+
+
+class Original(nn.Module):
+    """The module of the published file, at the width of the tiny tower."""
+
+    def __init__(self, width: int = WIDTH, relu: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts: list[nn.Module] = []
+        for size, dropout in ((1024, 0.2), (128, 0.2), (64, 0.1), (16, None)):
+            parts.append(nn.Linear(width, size))
+            parts += [nn.ReLU()] if relu else []
+            parts += [nn.Dropout(dropout)] if dropout else []
+            width = size
+        self.layers = nn.Sequential(*parts, nn.Linear(width, 1))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.layers(features)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return clip_folder(tmp_path_factory.mktemp("clip"), projection=WIDTH)
+
+
+def saved(path: Path, module: nn.Module) -> str:
+    if path.suffix == ".pth":
+        torch.save(module.state_dict(), path)
+    else:
+        safetensors.torch.save_file(module.state_dict(), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["head.pth", "head.safetensors"])
+def test_the_score_is_the_head_on_the_normalised_image_feature(folder: str, tmp_path: Path, name: str) -> None:
+    original = Original().eval()
+    model = transformers.CLIPModel.from_pretrained(folder)
+    processor = transformers.CLIPProcessor.from_pretrained(folder, backend="pil")
+    with torch.no_grad():
+        features = model.get_image_features(**processor(images=pictures(3), return_tensors="pt")).pooler_output
+        expected = original(features / features.norm(dim=-1, keepdim=True)).squeeze(-1)
+    scorer = AestheticScore(model=folder, head=saved(tmp_path / name, original), batch_size=2, device="cpu")
+    scores = scorer(pictures(3), ["a", "b", "c"], [{}] * 3)
+    assert scores == pytest.approx(expected.tolist(), abs=1e-5)
+    assert max(scores) - min(scores) > 1e-3
+    alone = [scorer([image], ["other"], [{}])[0] for image in pictures(3)]  # the prompt does not count
+    assert scores == pytest.approx(alone, abs=1e-6)
+    scorer.check_prompts([Prompt(0, "anything")])
+
+
+def test_the_head_is_one_affine_map(folder: str) -> None:
+    original = Original()
+    head = linear_head(original.state_dict(), WIDTH, "head")
+    product, offset = torch.eye(WIDTH), torch.zeros(WIDTH)
+    for layer in original.layers:
+        if isinstance(layer, nn.Linear):
+            product, offset = layer.weight @ product, layer.weight @ offset + layer.bias
+    features = torch.randn(4, WIDTH)
+    torch.testing.assert_close(head(features), features @ product.T + offset, atol=1e-5, rtol=0)
+
+
+def test_a_head_of_another_kind_or_width_is_refused(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"expected weight and bias of layers 0, 2, 4, 6, 7 .* got layers\.0\.bias"):
+        linear_head(Original(relu=True).state_dict(), WIDTH, "head=x")
+    wide = AestheticScore(model=folder, head=saved(tmp_path / "wide.pth", Original(24)), device="cpu")
+    with pytest.raises(RewardError, match=r"head=.*wide\.pth: a head from 16 to 1 .* \(1024, 24\)"):
+        wide(pictures(1), ["a"], [{}])
+    two = Original().state_dict() | {"layers.7.weight": torch.zeros(2, 16), "layers.7.bias": torch.zeros(2)}
+    with pytest.raises(RewardError, match="a head from 16 to 1 number was expected"):
+        linear_head(two, WIDTH, "head=x")
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"head": "/nowhere/head.pth"}])
+def test_without_the_file_of_the_head_it_says_where_to_get_it(kwargs: dict[str, str]) -> None:
+    message = "head=/nowhere/head.pth" if kwargs else "head=None"
+    with pytest.raises(RewardError, match=message + r" names no file: download sac\+logos\+ava1-l14-linearMSE\.pth"):
+        AestheticScore(**kwargs)
+
+
+def test_a_file_that_is_not_named_tensors_is_refused(tmp_path: Path) -> None:
+    torch.save([torch.zeros(1)], tmp_path / "list.pth")
+    with pytest.raises(RewardError, match=r"head=.*list\.pth holds list, not named tensors"):
+        read_tensors("head", str(tmp_path / "list.pth"))
+    (tmp_path / "broken.safetensors").write_text("nothing of the kind")
+    with pytest.raises(RewardError, match=re.escape("broken.safetensors cannot be loaded (SafetensorError")):
+        read_tensors("head", str(tmp_path / "broken.safetensors"))
+
+
+class Payload:
+    ran = False
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return run, ("payload",)
+
+
+def run(_: str) -> None:
+    Payload.ran = True
+
+
+def test_a_file_with_code_is_not_run(tmp_path: Path) -> None:
+    torch.save({"layers.0.weight": Payload()}, tmp_path / "evil.pth")
+    with pytest.raises(Exception, match=r"[Ww]eights.only"):
+        read_tensors("head", str(tmp_path / "evil.pth"))
+    assert not Payload.ran

@@ -1,0 +1,342 @@
+import base64
+import email.utils
+import io
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from http_service import Answer, Asked, serving
+from PIL import Image
+
+from gerl.config import ScorerConfig
+from gerl.errors import RewardError
+from gerl.rewards.scorers import SCORERS, build_scorer
+from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
+from gerl.rewards.scorers.vlm_judge import VlmJudge
+
+SECRET = "sk-very-secret-482"
+GOOD = Answer({"ok": 1})
+
+
+def quick(**kwargs: Any) -> HttpScorer:
+    return HttpScorer(**{"timeout": 5.0, "backoff": 0.01, "retries": 3, **kwargs})
+
+
+def test_a_right_answer_takes_one_request_with_json_both_ways() -> None:
+    with serving(GOOD) as service, quick().client(service.url + "/") as client:
+        assert client.post("/score", {"a": ["ä", 1.5]}) == {"ok": 1}
+        assert client.get("/health") == {"ok": 1}
+    assert [(asked.method, asked.path, asked.json) for asked in service.asked] == [
+        ("POST", "/score", {"a": ["ä", 1.5]}),
+        ("GET", "/health", None),
+    ]
+    assert "Authorization" not in service.asked[0].headers
+    assert service.asked[0].headers["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_passing_trouble_is_asked_again(status: int) -> None:
+    with serving(Answer({}, status), GOOD) as service, quick().client(service.url) as client:
+        assert client.post("/", {}) == {"ok": 1}
+    assert len(service.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [
+        (400, "correct the kwargs"),
+        (401, "token_file or its environment variable in token_env"),
+        (403, "token_file or its environment variable in token_env"),
+        (404, "correct the address"),
+        (413, "lower image_size"),
+        (422, "correct the kwargs"),
+    ],
+)
+def test_a_refusal_is_not_repeated_and_says_what_to_do(status: int, remedy: str) -> None:
+    body = {"detail": "x" * 300}
+    with (
+        serving(Answer(body, status)) as service,
+        quick().client(service.url) as client,
+        pytest.raises(RewardError, match=remedy) as error,
+    ):
+        client.post("/v1/score", {})
+    assert len(service.asked) == 1
+    assert f"POST {service.url}/v1/score answered {status} " in str(error.value)
+    assert "x" * 180 in str(error.value) and "x" * 200 not in str(error.value)
+
+
+def test_trouble_that_stays_is_reported_after_all_attempts() -> None:
+    with (
+        serving(Answer({"why": "no memory"}, 503)) as service,
+        quick(retries=2).client(service.url) as client,
+        pytest.raises(RewardError, match=r"503 Service Unavailable: .*no memory.*log of the service \(3 attempts\)"),
+    ):
+        client.post("/", {})
+    assert len(service.asked) == 3
+
+
+def test_waits_double() -> None:
+    with serving(Answer({}, 500), Answer({}, 500), GOOD) as service, quick(backoff=0.1).client(service.url) as client:
+        start = time.perf_counter()
+        client.get("/")
+        assert 0.75 * 0.3 <= time.perf_counter() - start < 1.5
+
+
+@pytest.mark.parametrize("date", [False, True])
+def test_retry_after_is_honoured(date: bool) -> None:
+    # A date has whole seconds: two of them ahead is at least one.
+    value = email.utils.formatdate(time.time() + 2, usegmt=True) if date else "1"
+    with serving(Answer({}, 429, {"Retry-After": value}), GOOD) as service, quick().client(service.url) as client:
+        start = time.perf_counter()
+        assert client.get("/") == {"ok": 1}
+        assert 0.9 <= time.perf_counter() - start < 3
+    assert len(service.asked) == 2
+
+
+def test_a_service_that_asks_for_an_hour_is_an_error_at_once() -> None:
+    with (
+        serving(Answer({}, 429, {"Retry-After": "3600"}), GOOD) as service,
+        quick().client(service.url) as client,
+        pytest.raises(RewardError, match="asks to wait 3600 s"),
+    ):
+        client.get("/")
+    assert len(service.asked) == 1
+
+
+def test_nonsense_in_retry_after_does_not_matter() -> None:
+    with (
+        serving(Answer({}, 503, {"Retry-After": "soon"}), GOOD) as service,
+        quick().client(service.url) as client,
+    ):
+        assert client.get("/") == {"ok": 1}
+
+
+def test_a_slow_answer_times_out_and_is_asked_again() -> None:
+    with serving(Answer(delay=1.0), GOOD) as service, quick(timeout=0.2).client(service.url) as client:
+        assert client.get("/") == {"ok": 1}
+    with (
+        serving(Answer(delay=1.0)) as service,
+        quick(timeout=0.1, retries=1).client(service.url) as client,
+        pytest.raises(RewardError, match=r"within 0\.1 s: raise timeout.*\(2 attempts\)"),
+    ):
+        client.get("/")
+
+
+def test_blanks_that_keep_the_line_open_do_not_defer_the_time_out() -> None:
+    trickle = Answer(b" ", pieces=(b" ",) * 20, delay=0.1)
+    with serving(trickle) as service, quick(timeout=0.4, retries=0).client(service.url) as client:
+        start = time.perf_counter()
+        with pytest.raises(RewardError, match=r"within 0\.4 s"):
+            client.get("/")
+        assert time.perf_counter() - start < 1.5
+
+
+def test_an_answer_in_pieces_is_put_together() -> None:
+    with serving(Answer(b'{"a"', pieces=(b": 1", b"}"))) as service, quick().client(service.url) as client:
+        assert client.get("/") == {"a": 1}
+
+
+@pytest.mark.parametrize("body", [b'{"a": ', b"<html>busy</html>", b"", b"\xff\xfe\xfa"])
+def test_an_answer_that_is_no_json_is_an_error(body: bytes) -> None:
+    with (
+        serving(Answer(body)) as service,
+        quick().client(service.url) as client,
+        pytest.raises(RewardError, match="answered 200 without JSON"),
+    ):
+        client.get("/")
+    assert len(service.asked) == 1
+
+
+def test_a_dropped_connection_and_half_an_answer_are_asked_again() -> None:
+    half = Answer(b'{"ok"', headers={"Content-Length": "100", "Connection": "close"})
+    with serving(Answer(drop=True), half, GOOD) as service, quick().client(service.url) as client:
+        assert client.get("/") == {"ok": 1}
+    assert len(service.asked) == 3
+
+
+def test_a_service_that_comes_back_on_its_port_is_found_again() -> None:
+    with serving(GOOD) as service, quick(backoff=0.1, retries=6).client(service.url) as client:
+        service.stop()
+        back = threading.Timer(0.3, service.start)
+        back.start()
+        assert client.get("/") == {"ok": 1}
+        back.join()
+
+
+def test_a_service_that_is_not_there_is_named_with_the_cause() -> None:
+    with serving(GOOD) as service:
+        service.stop()
+        with (
+            quick(retries=1).client(service.url) as client,
+            pytest.raises(
+                RewardError, match=r"GET http://127.*ConnectionRefusedError.*start the service.*\(2 attempts"
+            ),
+        ):
+            client.get("/health")
+
+
+def test_a_redirect_is_not_followed() -> None:
+    moved = Answer({}, 307, {"Location": "http://127.0.0.1:1/elsewhere"})
+    with (
+        serving(moved) as service,
+        quick().client(service.url) as client,
+        pytest.raises(RewardError, match=r"give the address it points to, 'http://127\.0\.0\.1:1/elsewhere'"),
+    ):
+        client.post("/", {})
+
+
+def test_requests_run_in_parallel_up_to_the_limit_and_results_keep_their_order() -> None:
+    everyone = threading.Barrier(4, timeout=5)  # broken unless four requests are open at a time
+
+    def answer(asked: Asked) -> Answer:
+        everyone.wait()
+        return Answer(asked.json["i"] * 10, delay=0.02 * (7 - asked.json["i"]))
+
+    with serving(answer) as service, quick(concurrency=4).client(service.url) as client:
+        assert client.map(lambda i: client.post("/", {"i": i}), range(8)) == [i * 10 for i in range(8)]
+    assert service.most_in_flight == 4
+
+
+def test_the_first_failure_is_raised_at_once_and_ends_what_waits() -> None:
+    def answer(asked: Asked) -> Answer:
+        return Answer({}, 400) if asked.json["i"] == 1 else Answer({}, 503)
+
+    with serving(answer) as service, quick(concurrency=2, backoff=30.0).client(service.url) as client:
+        start = time.perf_counter()
+        with pytest.raises(RewardError, match="answered 400"):
+            client.map(lambda i: client.post("/", {"i": i}), range(20))
+        assert time.perf_counter() - start < 5
+    time.sleep(0.1)
+    assert {asked.json["i"] for asked in service.asked} <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("kind", ["file", "env"])
+def test_the_token_is_sent_and_shown_nowhere(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "token").write_text(SECRET + "\n")
+    monkeypatch.setenv("JUDGE_TOKEN", SECRET)
+    token = {"token_file": str(tmp_path / "token")} if kind == "file" else {"token_env": "JUDGE_TOKEN"}
+
+    def echo(asked: Asked) -> Answer:
+        return Answer({"sent": asked.headers["Authorization"]}, int(asked.path[1:]), {"Location": SECRET})
+
+    scorer = quick(**token, retries=1)
+    with serving(echo) as service, scorer.client(service.url) as client:
+        for status in (401, 503, 307):
+            with pytest.raises(RewardError) as error:
+                client.get(f"/{status}")
+            assert SECRET not in str(error.value) and SECRET not in repr(error.value)
+            if status == 401:
+                (name,) = token.values()
+                assert f"{name} is not accepted, correct it" in str(error.value)
+                assert "Bearer [token]" in str(error.value)
+    assert {asked.headers["Authorization"] for asked in service.asked} == {f"Bearer {SECRET}"}
+    assert SECRET not in repr(scorer) + caplog.text and "attempt 1" in caplog.text
+
+
+def test_a_renewed_token_file_is_read_at_the_next_call(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("old")
+    scorer = quick(token_file=str(file))
+    with serving(GOOD) as service:
+        for token in ("old", "new"):
+            file.write_text(token)
+            with scorer.client(service.url) as client:
+                client.get("/")
+    assert [asked.headers["Authorization"] for asked in service.asked] == ["Bearer old", "Bearer new"]
+
+
+def test_a_missing_or_impossible_token_is_an_error_when_the_scorer_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JUDGE_TOKEN", raising=False)
+    with pytest.raises(RewardError, match="token_env=JUDGE_TOKEN: this variable is not set"):
+        quick(token_env="JUDGE_TOKEN")
+    with pytest.raises(RewardError, match=r"token_file=.*none cannot be read \(FileNotFoundError\)"):
+        quick(token_file=str(tmp_path / "none"))
+    with pytest.raises(RewardError, match="both given"):
+        quick(token_env="JUDGE_TOKEN", token_file="x")
+    for text in ("", f"{SECRET} two", f"{SECRET}\nX-Header: 1", f"{SECRET}ü"):
+        monkeypatch.setenv("JUDGE_TOKEN", text)
+        with pytest.raises(RewardError, match="token_env=JUDGE_TOKEN holds no token") as error:
+            quick(token_env="JUDGE_TOKEN")
+        assert SECRET not in str(error.value)
+
+
+def test_a_netrc_password_is_never_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password pass")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with serving(GOOD) as service, quick().client(service.url) as client:
+        client._session.trust_env = True  # as for a service that is not on this machine
+        client.get("/")
+    assert "Authorization" not in service.asked[0].headers
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(GOOD) as proxy, serving(Answer({"direct": 1})) as service:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        with quick().client(service.url.replace("127.0.0.1", host)) as client:
+            assert client.get("/") == {"direct": 1}
+        with quick().client("http://judge.invalid") as client:
+            assert client.get("/health") == {"ok": 1}
+    assert [asked.path for asked in proxy.asked] == ["http://judge.invalid/health"]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("127.0.0.1:8000", "is not an address"),
+        ("ftp://host/x", "is not an address"),
+        ("http://", "is not an address"),
+        ("http://host:port", "is not an address"),
+        ("http://a b", "is not an address"),
+        (f"http://me:{SECRET}@host", "has a password in it"),
+        (f"http://host/v1?key={SECRET}", "has something after its path"),
+        (f"http://host/v1#{SECRET}", "has something after its path"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused_without_showing_a_secret(url: str, message: str) -> None:
+    with pytest.raises(RewardError, match=f"base_url.*{message}") as error:
+        check_url("base_url", url)
+    assert SECRET not in str(error.value)
+    check_url("base_url", "https://host.example:8000/v1")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"timeout": 0}, "timeout=0 is wrong"),
+        ({"concurrency": 0}, "concurrency=0 is wrong"),
+        ({"retries": -1}, "retries=-1 is wrong"),
+        ({"token": "x"}, "token='x' is wrong"),
+    ],
+)
+def test_kwargs_are_checked_by_name(kwargs: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCORERS, "vlm_judge", VlmJudge)
+    address = {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}
+    with pytest.raises(RewardError, match=message):
+        build_scorer("vlm_judge", ScorerConfig(kwargs={**address, **kwargs}))
+    assert build_scorer("vlm_judge", ScorerConfig(kwargs=address)) == VlmJudge(**address)
+
+
+def test_images_travel_without_loss_and_shrink_in_proportion() -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 60, 3), dtype=np.uint8))
+    back = Image.open(io.BytesIO(base64.b64decode(png_base64(noise))))
+    assert back.format == "PNG" and np.array_equal(np.asarray(back), np.asarray(noise))
+    assert at_most(noise, None) is noise and at_most(noise, 60) is noise
+    assert at_most(noise, 20).size == (20, 10)
+    assert at_most(noise.convert("P"), 1).size == (1, 1)
+    assert at_most(Image.new("RGB", (8, 8), (9, 8, 7)), 2).getpixel((1, 1)) == (9, 8, 7)
+
+
+def test_a_client_without_a_scorer_url_path_keeps_the_path_of_its_address() -> None:
+    with serving(GOOD) as service, Client(service.url + "/v1/", quick()) as client:
+        client.get("/models")
+    assert service.asked[0].path == "/v1/models"

@@ -1,0 +1,200 @@
+import logging
+import re
+import socket
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from gerl.config import ScorerConfig
+from gerl.errors import DataError, RewardError
+from gerl.protocol import Prompt
+from gerl.rewards.scorers import build_scorer
+from gerl.rewards.scorers.ocr import OcrScorer, paddle_text, text_reward, video_reward
+
+
+def sign(text: str, width: int = 64, height: int = 32, size: int = 20) -> Image.Image:
+    image = Image.new("RGB", (width, height), (30, 70, 190))
+    font = ImageFont.load_default(size)
+    ImageDraw.Draw(image).text((width / 2, height / 2), text, font=font, fill=(250, 250, 248), anchor="mm")
+    return image
+
+
+@pytest.mark.parametrize(
+    ("recognised", "target", "reward"),
+    [
+        ("HELLO world", "Hello World", 1.0),
+        ("xxHELLO worldxx", "Hello World", 1.0),
+        ("he l\nlo", "Hello", 1.0),
+        ("helo", "Hello", 0.8),
+        ("", "Hello", 0.0),
+        ("something far too long", "abc", 0.0),
+        ("abxd", "abcd", 0.75),
+    ],
+)
+def test_text_reward_cases(recognised: str, target: str, reward: float) -> None:
+    assert text_reward(recognised, target) == pytest.approx(reward)
+
+
+def test_reads_signs_offline_and_quietly(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("the OCR model must come from the wheel")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    images = [sign("482"), sign("STOP"), sign("482"), Image.new("RGB", (64, 32)), sign("7").convert("L")]
+    prompts = ['a sign that reads "482"', "a sign", "a “481” sign", 'a "B"', 'a "7"']
+    metadata: list[dict[str, Any]] = [{}, {"text": "stop"}, {}, {}, {"text": None}]
+    scores = OcrScorer()(images, prompts, metadata)
+    assert scores == pytest.approx([1.0, 1.0, 2 / 3, 0.0, 1.0])
+    assert (root.level, list(root.handlers)) == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_detect_joins_the_lines_of_a_page() -> None:
+    page = Image.new("RGB", (320, 240), "white")
+    for y, text in ((70, "HELLO"), (170, "WORLD")):
+        ImageDraw.Draw(page).text((160, y), text, font=ImageFont.load_default(40), fill="black", anchor="mm")
+    scorer = OcrScorer(detect=True)
+    assert scorer.read(page) == "HELLOWORLD"
+    assert scorer.read(Image.new("RGB", (320, 240), "white")) == ""
+
+
+def test_target_metadata_goes_before_quotes() -> None:
+    scorer = OcrScorer(metadata_key="sign")
+    assert scorer.target('"A" and "B"', {"sign": 482}) == "482"
+    assert scorer.target('"A" and "B"', {"text": "C"}) == "A"
+
+
+@pytest.mark.parametrize("prompt", [Prompt(3, "a cat"), Prompt(3, 'a "" sign "A"'), Prompt(3, 'a "B"', {"text": " "})])
+def test_prompt_without_target_is_refused(prompt: Prompt) -> None:
+    with pytest.raises(DataError, match=r"prompt 3: .* has no text for the ocr scorer .*'text'"):
+        OcrScorer().check_prompts([Prompt(0, 'a "B"'), prompt])
+    with pytest.raises(DataError, match="has no text"):
+        OcrScorer()([sign("B")], [prompt.text], [prompt.metadata])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"), [({"thread": 1}, "thread=1 is wrong"), ({"threads": 0}, "threads=0 is wrong")]
+)
+def test_bad_kwargs_are_named(kwargs: dict[str, int], message: str) -> None:
+    with pytest.raises(RewardError, match=re.escape(f"reward.scorers.ocr.kwargs: {message}")) as error:
+        build_scorer("ocr", ScorerConfig(kwargs=kwargs))
+    assert "ocr takes threads, metadata_key, detect, min_width" in str(error.value)
+
+
+def test_unknown_scorer_lists_names() -> None:
+    with pytest.raises(RewardError, match=r"only ocr, pickscore, .*reward\.scorers\.orc\.path"):
+        build_scorer("orc", ScorerConfig())
+
+
+def test_scorer_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.raises(RewardError, match=r"rapidocr.*pip install 'gerl\[ocr\]'"):
+        build_scorer("ocr", ScorerConfig())
+
+
+class Reader(OcrScorer):
+    """Reads the texts it is given, one a frame, and keeps the frames."""
+
+    texts: Iterator[str]
+    frames: list[Image.Image]
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "texts", iter(texts))
+        object.__setattr__(self, "frames", [])
+
+    def read(self, image: Image.Image) -> str:
+        self.frames.append(image)
+        return next(self.texts)
+
+
+@pytest.mark.parametrize(
+    ("texts", "reward"),
+    [
+        (["stop"], 1.0),
+        (["STOP here"], 0.0),  # no rule for a target inside more text: 4 characters too many of 4
+        (["stops"], 0.75),
+        (["st", "", "stop", "other words"], 0.75),  # the mean of 0.5 and 1
+        (["", "other words"], 0.0),
+    ],
+)
+def test_video_reward_is_the_mean_over_frames_with_some_of_the_text(texts: list[str], reward: float) -> None:
+    assert video_reward(texts, "S top") == pytest.approx(reward)
+
+
+def test_every_fourth_frame_of_a_video_is_read() -> None:
+    video = [Image.new("RGB", (8, 8), (i, i, i)) for i in range(10)]
+    scorer = Reader("482", "4", "", "x482x")
+    assert scorer([video, video[5]], ['"482"', '"482"'], [{}, {}]) == pytest.approx([(1 + 1 / 3) / 2, 1.0])
+    assert scorer.frames == [video[0], video[4], video[8], video[5]]
+
+
+def test_a_video_is_read_by_the_real_model() -> None:
+    assert OcrScorer()([[sign("482")] * 4 + [sign("481")]], ['"482"'], [{}]) == pytest.approx([5 / 6])
+
+
+def test_a_video_without_frames_is_refused() -> None:
+    with pytest.raises(RewardError, match="video without frames"):
+        OcrScorer()([[]], ['"482"'], [{}])
+
+
+def test_text_of_paddleocr_results() -> None:
+    # The keys of a result of PaddleOCR 3's pipeline, and of its recogniser.
+    page = {
+        "input_path": None,
+        "page_index": None,
+        "model_settings": {"use_doc_preprocessor": False, "use_textline_orientation": False},
+        "dt_polys": [np.zeros((4, 2), np.int16)] * 2,
+        "text_type": "general",
+        "rec_texts": ["HELLO", "WORLD"],
+        "rec_scores": [0.99, 0.98],
+        "rec_polys": [np.zeros((4, 2), np.int16)] * 2,
+        "rec_boxes": np.zeros((2, 4), np.int16),
+    }
+    line = {"input_path": None, "page_index": None, "rec_text": "482", "rec_score": 0.99, "vis_font": None}
+    assert [paddle_text([page]), paddle_text([line]), paddle_text([page | {"rec_texts": []}]), paddle_text([])] == [
+        "HELLOWORLD",
+        "482",
+        "",
+        "",
+    ]
+    with pytest.raises(RewardError, match=r"with res, page and without rec_texts: install paddleocr 3"):
+        paddle_text([{"res": {}, "page": 0}])
+
+
+@pytest.mark.parametrize(("detect", "kind"), [(False, "TextRecognition"), (True, "PaddleOCR")])
+def test_paddleocr_gets_the_image_as_bgr(monkeypatch: pytest.MonkeyPatch, detect: bool, kind: str) -> None:
+    built: list[dict[str, Any]] = []
+    seen: list[np.ndarray] = []
+
+    class Engine:
+        def __init__(self, **kwargs: Any) -> None:
+            built.append(kwargs)
+
+        def predict(self, image: np.ndarray) -> list[dict[str, Any]]:
+            seen.append(image)
+            return [{"rec_texts": ["4", "82"]} if detect else {"rec_text": "482"}]
+
+    monkeypatch.setitem(sys.modules, "paddle", types.ModuleType("paddle"))
+    monkeypatch.setitem(sys.modules, "paddleocr", types.SimpleNamespace(**{kind: Engine}))
+    scorer = OcrScorer(backend="paddleocr", threads=3, detect=detect)
+    assert scorer([Image.new("RGB", (6, 4), (1, 2, 3))] * 2, ['"482"', '"48"'], [{}, {}]) == [1.0, 1.0]
+    assert [(array.shape, array[0, 0].tolist(), array.flags.c_contiguous) for array in seen] == [
+        ((4, 6, 3), [3, 2, 1], True)
+    ] * 2
+    assert len(built) == 1 and built[0]["device"] == "cpu" and built[0]["cpu_threads"] == 3
+
+
+def test_paddleocr_that_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "paddle", None)
+    with pytest.raises(RewardError, match=r"paddle,.*pip install 'gerl\[paddleocr\]'"):
+        build_scorer("ocr", ScorerConfig(kwargs={"backend": "paddleocr"}))
+    with pytest.raises(RewardError, match=r"kwargs: backend='tesseract' is wrong"):
+        build_scorer("ocr", ScorerConfig(kwargs={"backend": "tesseract"}))

@@ -1,0 +1,167 @@
+import base64
+import io
+import math
+import threading
+from typing import Any
+
+import pytest
+from http_service import Answer, Asked, serving
+from PIL import Image
+
+from gerl.config import ScorerConfig
+from gerl.errors import DataError, RewardError
+from gerl.protocol import Prompt
+from gerl.rewards.scorers import SCORERS, build_scorer
+from gerl.rewards.scorers.remote import RemoteScorer
+
+IMAGES = [Image.new("RGB", (4, 2), (10 * i, 0, 0)) for i in range(5)]
+BATCH: tuple[list[Image.Image], list[str], list[dict[str, Any]]] = (IMAGES, list("abcde"), [{"n": i} for i in range(5)])
+
+
+def remote(url: str, **kwargs: Any) -> RemoteScorer:
+    return RemoteScorer(url=url, scorer="red", **{"timeout": 5.0, "backoff": 0.01, "retries": 2, **kwargs})
+
+
+def scores(**columns: Any) -> Answer:
+    return Answer({"scores": columns, "version": "1"})
+
+
+def red(asked: Asked) -> Answer:
+    """A reward service with one scorer: the red channel, and how long the prompt is."""
+    pictures = [Image.open(io.BytesIO(base64.b64decode(text))) for text in asked.json["images"]]
+    return scores(
+        red=[picture.getpixel((0, 0))[0] for picture in pictures],  # type: ignore[index]
+        length=[len(prompt) / 2 for prompt in asked.json["prompts"]],
+    )
+
+
+def test_columns_come_back_in_order_whatever_the_size_of_the_requests() -> None:
+    for size in (1, 2, 5, 8):
+        with serving(red) as service:
+            columns = remote(service.url, batch_size=size)(*BATCH)
+        assert list(columns) == ["red", "length"]
+        assert columns == {"red": [0.0, 10.0, 20.0, 30.0, 40.0], "length": [0.5] * 5}
+        assert all(type(value) is float for value in columns["red"])
+        assert len(service.asked) == -(-5 // size)
+
+
+def test_the_request_is_the_protocol() -> None:
+    with serving(red) as service:
+        remote(service.url + "/")([IMAGES[1]], ["ä"], [{"n": 1, "x": [None, "y"]}])
+    (asked,) = service.asked
+    assert (asked.method, asked.path) == ("POST", "/v1/score")
+    image = asked.json.pop("images")
+    assert asked.json == {"scorer": "red", "prompts": ["ä"], "metadata": [{"n": 1, "x": [None, "y"]}]}
+    picture = Image.open(io.BytesIO(base64.b64decode(image[0])))
+    assert (picture.format, picture.size) == ("PNG", (4, 2))
+
+
+def test_requests_of_a_batch_run_in_parallel() -> None:
+    both = threading.Barrier(2, timeout=5)  # broken unless two requests are open at a time
+
+    def answer(asked: Asked) -> Answer:
+        both.wait()
+        return red(asked)
+
+    with serving(answer) as service:
+        remote(service.url, batch_size=2, concurrency=2)(IMAGES[:4], list("abcd"), [{}] * 4)
+    assert service.most_in_flight == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (scores(red=[1.0]), "gave 1 scores for 5 images in column red"),
+        (scores(red=[1.0] * 6), "gave 6 scores for 5 images"),
+        (scores(red=[1.0] * 5, length=[1.0] * 4), "gave 4 scores for 5 images in column length"),
+        (scores(red=1.0), "gave a float for 5 images"),
+        (scores(red=[1.0, 1.0, math.nan, 1.0, 1.0]), r"gave 'NaN' for image 2 of 5 in column red"),
+        (scores(red=[math.inf] * 5), "gave 'Infinity' for image 0"),
+        (scores(red=[1.0, "2", 3.0, 4.0, 5.0]), r"gave '\"2\"' for image 1"),
+        (scores(red=[None] * 5), "gave 'null' for image 0"),
+        (scores(red=[True] * 5), "gave 'true' for image 0"),
+        (scores(), "expected scores by column"),
+        (Answer({"scores": [1.0] * 5, "version": "1"}), "expected scores by column"),
+        (Answer({"scores": {"red": [1.0] * 5}}), "expected an object with version '1'"),
+        (Answer({"scores": {"red": [1.0] * 5}, "version": "2"}), "expected an object with version '1'"),
+        (Answer([1.0] * 5), "expected an object with version '1'"),
+        (Answer(b'{"scores": {"red": [1.0'), "answered 200 without JSON"),
+        (
+            Answer({"error": "no scorer red, only ocr"}, 404),
+            "no scorer red, only ocr.*correct the address and the name",
+        ),
+        (Answer({}, 413), "lower image_size"),
+    ],
+)
+def test_an_answer_that_breaks_the_protocol_is_an_error(answer: Answer, message: str) -> None:
+    with serving(answer) as service, pytest.raises(RewardError, match=message):
+        remote(service.url)(*BATCH)
+    assert len(service.asked) == 1
+
+
+def test_columns_that_change_between_requests_are_an_error() -> None:
+    def answer(asked: Asked) -> Answer:
+        first = "a" in asked.json["prompts"]
+        return scores(**{"red" if first else "blue": [1.0] * len(asked.json["images"])})
+
+    with serving(answer) as service, pytest.raises(RewardError, match="the columns red and then blue"):
+        remote(service.url, batch_size=3)(*BATCH)
+
+
+def test_a_service_in_trouble_is_asked_again() -> None:
+    with serving(Answer({}, 503), Answer(drop=True), scores(red=[1.0] * 5)) as service:
+        assert remote(service.url)(*BATCH) == {"red": [1.0] * 5}
+    assert len(service.asked) == 3
+
+
+def test_a_service_that_is_restarted_during_a_call_is_found_again() -> None:
+    with serving(red) as service:
+        scorer = remote(service.url, backoff=0.1, retries=6)
+        before = scorer(*BATCH)
+        service.stop()
+        back = threading.Timer(0.3, service.start)
+        back.start()
+        assert scorer(*BATCH) == before
+        back.join()
+
+
+def test_images_may_be_reduced() -> None:
+    with serving(red) as service:
+        remote(service.url, image_size=2)(*BATCH)
+    sizes = {Image.open(io.BytesIO(base64.b64decode(text))).size for text in service.asked[0].json["images"]}
+    assert sizes == {(2, 1)}
+
+
+def test_health_is_what_the_service_says() -> None:
+    with serving(Answer({"version": "1", "scorers": ["red"]})) as service:
+        assert remote(service.url).health() == {"version": "1", "scorers": ["red"]}
+    assert [(asked.method, asked.path) for asked in service.asked] == [("GET", "/v1/health")]
+    with serving(Answer({"status": "ok"})) as service, pytest.raises(RewardError, match="reward service of gerl"):
+        remote(service.url).health()
+
+
+@pytest.mark.parametrize("value", [math.nan, b"bytes", IMAGES[0], {"a": [math.inf]}])
+def test_a_row_that_cannot_be_sent_is_named_without_asking_the_service(value: Any) -> None:
+    scorer = remote("http://127.0.0.1:1")
+    scorer.check_prompts([Prompt(0, "a", {"n": [1, None, "x"]})])
+    with pytest.raises(DataError, match=r"prompt 4: 'b' has ref=.*cannot be sent"):
+        scorer.check_prompts([Prompt(0, "a"), Prompt(4, "b", {"ref": value})])
+    with pytest.raises(DataError, match=r"'b' has ref=.*cannot be sent"):
+        scorer(IMAGES[:1], ["b"], [{"ref": value}])
+
+
+def test_no_images_are_an_error() -> None:
+    with pytest.raises(RewardError, match="got no images"):
+        remote("http://127.0.0.1:1")([], [], [])
+
+
+def test_it_is_built_from_kwargs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCORERS, "remote", RemoteScorer)
+    kwargs: dict[str, Any] = {"url": "http://127.0.0.1:8100", "scorer": "red", "batch_size": 4}
+    assert build_scorer("remote", ScorerConfig(kwargs=kwargs)) == RemoteScorer(**kwargs)
+    for wrong, message in (
+        ({"batch_size": 0}, "batch_size=0 is wrong"),
+        ({"url": "host"}, "url='host' is not an addr"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            build_scorer("remote", ScorerConfig(kwargs={**kwargs, **wrong}))

@@ -1,0 +1,201 @@
+import errno
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from gerl.errors import CheckpointError
+from gerl.run import checkpoint as module
+from gerl.run.checkpoint import (
+    checkpoint_paths,
+    find_run_to_resume,
+    load_checkpoint,
+    newest_checkpoint,
+    pack_tensors,
+    prune,
+    save_checkpoint,
+    unpack_tensors,
+)
+
+FILES = {"lora/pytorch_lora_weights.safetensors": b"weights", "optimizer.safetensors": b"moments" * 100}
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    state = {"rng": [1, 2**63], "lr": 0.1 + 0.2, "val_reward": None, "nested": {"a": [1.5, "b"]}}
+    path = save_checkpoint(tmp_path, 7, FILES, state)
+    assert path == tmp_path / "step_7"
+    assert names(tmp_path) == ["step_7"]
+    loaded = load_checkpoint(path)
+    assert (loaded.step, loaded.state, set(loaded.files)) == (7, state, set(FILES))
+    assert {name: loaded.read(name) for name in FILES} == FILES
+    with pytest.raises(CheckpointError, match="no file 'ema'"):
+        loaded.read("ema")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/absolute", "state.json", "manifest.json", ""])
+def test_file_names_stay_inside(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="file name"):
+        save_checkpoint(tmp_path, 1, {name: b""}, {})
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("function", ["_write", "_put_in_place", "_sync_folder"])
+def test_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    def full(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, function, full)
+    with pytest.raises(CheckpointError, match=r"step_3 cannot be written: No space left on device"):
+        save_checkpoint(tmp_path, 3, FILES, {})
+    assert names(tmp_path) == []
+
+
+def test_root_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_checkpoint(tmp_path / "checkpoints", 1, FILES, {})
+
+
+def test_failing_replacement_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, 3, FILES, {"version": "old"})
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name.startswith(".tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save_checkpoint(tmp_path, 3, FILES, {"version": "new"})
+    assert names(tmp_path) == ["step_3"]
+    assert load_checkpoint(tmp_path / "step_3").state == {"version": "old"}
+
+
+def test_same_step_is_replaced(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 3, FILES, {"version": "old"})
+    save_checkpoint(tmp_path, 3, {"only": b"1"}, {"version": "new"})
+    loaded = load_checkpoint(tmp_path / "step_3")
+    assert (loaded.state, loaded.files, names(tmp_path)) == ({"version": "new"}, ("only",), ["step_3"])
+
+
+def test_replacement_killed_half_way_is_found(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 3, FILES, {"version": "old"})
+    (tmp_path / "step_3").rename(tmp_path / ".old-step_3")
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.state == {"version": "old"}
+    prune(tmp_path, 1)
+    assert names(tmp_path) == [".old-step_3"]
+    save_checkpoint(tmp_path, 3, FILES, {"version": "new"})
+    assert names(tmp_path) == ["step_3"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["missing", "altered", "cut"])
+def test_damage_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    path = save_checkpoint(tmp_path, 1, FILES, {"step": 1})
+    file = path / name
+    content = file.read_bytes()
+    match damage:
+        case "missing":
+            file.unlink()
+        case "altered":
+            file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        case "cut":
+            file.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    assert str(path) in str(caught.value) and name in str(caught.value)
+
+
+@pytest.mark.parametrize("manifest", [[], {}, {"step": 1, "files": []}, {"step": 1, "files": {"../x": {"size": 1}}}])
+def test_foreign_manifest(tmp_path: Path, manifest: object) -> None:
+    path = save_checkpoint(tmp_path, 1, FILES, {})
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        load_checkpoint(path)
+
+
+def test_manifest_cannot_point_outside(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, FILES, {})
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["../secret"] = {"sha256": "", "size": 0}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="outside"):
+        load_checkpoint(path)
+
+
+def test_newest_skips_and_names_the_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert newest_checkpoint(tmp_path / "absent") is None
+    for step in (2, 10, 9):
+        save_checkpoint(tmp_path, step, FILES, {"step": step})
+    (tmp_path / "step_10" / "optimizer.safetensors").write_bytes(b"x")
+    with caplog.at_level(logging.WARNING):
+        found = newest_checkpoint(tmp_path)
+    assert found is not None and found.step == 9
+    assert "step_10" in caplog.text and "optimizer.safetensors" in caplog.text
+    for step in (2, 9):
+        (tmp_path / f"step_{step}" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint") as caught:
+        newest_checkpoint(tmp_path)
+    assert all(f"step_{step}" in str(caught.value) for step in (2, 9, 10))
+
+
+def test_prune_keeps_newest_and_best(tmp_path: Path) -> None:
+    for step, reward in enumerate([0.1, 0.9, None, float("nan"), 0.3, None]):
+        save_checkpoint(tmp_path, step, FILES, {"val_reward": reward})
+    (tmp_path / ".tmp-step_4-abc").mkdir()
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["step_1", "step_4", "step_5"]
+    prune(tmp_path, 1)
+    assert names(tmp_path) == ["step_1", "step_5"]
+
+
+def test_prune_does_not_count_damaged(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, FILES, {})
+    (tmp_path / "step_3" / "manifest.json").unlink()
+    prune(tmp_path, 1)
+    assert names(tmp_path) == ["step_2", "step_3"]
+
+
+def test_tensors_round_trip_bitwise() -> None:
+    base = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    tensors = {
+        "f32": base,
+        "shared": base,
+        "transposed": base.t(),
+        "bf16": base.bfloat16(),
+        "step": torch.tensor(3, dtype=torch.int64),
+        "rng": torch.arange(5, dtype=torch.uint8),
+        "grad": torch.ones(2, requires_grad=True),
+    }
+    back = unpack_tensors(pack_tensors(tensors, {"kind": "test"}))
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor)
+    with pytest.raises(CheckpointError, match="safetensors"):
+        unpack_tensors(b"not tensors")
+
+
+def test_find_run_to_resume(tmp_path: Path) -> None:
+    assert find_run_to_resume(tmp_path / "absent") is None
+    for number, name in enumerate(["2024-01-02", "2024-01-01", "2024-01-03"]):
+        path = save_checkpoint(tmp_path / name / "checkpoints", 1, FILES, {"finished": name == "2024-01-01"})
+        os.utime(path / "manifest.json", (1000 + number, 1000 + number))
+    (tmp_path / "2024-01-04" / "checkpoints" / ".tmp-step_1-x").mkdir(parents=True)
+    (tmp_path / "note.txt").write_text("")
+    newest = tmp_path / "2024-01-03"
+    assert find_run_to_resume(tmp_path) == newest
+    assert find_run_to_resume(tmp_path, exclude=newest) == tmp_path / "2024-01-01"
+    for name in ("2024-01-01", "2024-01-02", "2024-01-03"):
+        os.utime(tmp_path / name / "checkpoints" / "step_1" / "manifest.json", (1000, 1000))
+    assert find_run_to_resume(tmp_path, exclude=newest) == tmp_path / "2024-01-02"
+    assert checkpoint_paths(tmp_path / "2024-01-04" / "checkpoints") == []

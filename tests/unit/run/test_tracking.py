@@ -1,0 +1,111 @@
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from gerl.config import LoggerConfig
+from gerl.errors import GerlError
+from gerl.run.tracking import Progress, Tracker, read_metrics
+
+PLAIN = LoggerConfig(tensorboard=False)
+
+
+def test_one_valid_json_object_per_step(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "run", PLAIN)
+    tracker.log(0, {"val/reward/mean": 0.5})
+    tracker.log(1, {"reward/mean": math.nan, "actor/kl": math.inf, "actor/lr": 1})
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines()  # before close: every line is flushed
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert rows == [
+        {"step": 0, "val/reward/mean": 0.5},
+        {"step": 1, "reward/mean": None, "actor/kl": None, "actor/lr": 1.0},
+    ]
+    assert all(next(iter(row)) == "step" for row in rows)
+    with pytest.raises(ValueError, match="step 1 was logged after step 1"):
+        tracker.log(1, {"val/reward/mean": 0.6})
+    tracker.close()
+    tracker.close()
+    assert read_metrics(path) == rows
+
+
+def test_resume_cuts_repeated_and_torn_lines(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, PLAIN)
+    for step in range(5):
+        tracker.log(step, {"x": step / 3})
+    tracker.close()
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_text().splitlines()
+    with path.open("a") as file:
+        file.write('{"step": 5, "x": 1.')
+    assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3, 4]
+    tracker = Tracker(tmp_path, PLAIN, start_step=2)
+    assert path.read_text().splitlines() == before[:3]
+    tracker.log(3, {"x": 9.0})
+    tracker.close()
+    assert [row["x"] for row in read_metrics(path)] == [0.0, 1 / 3, 2 / 3, 9.0]
+
+
+def test_read_metrics_names_a_bad_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(GerlError, match="line 2"):
+        read_metrics(path)
+    path.write_bytes(b'{"step": 1}\n\0\0\0')
+    assert read_metrics(path) == [{"step": 1}]
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(GerlError, match="run cannot be written"):
+        Tracker(tmp_path / "run", PLAIN)
+
+
+def test_images_and_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    picture = Image.new("RGB", (8, 4), (255, 0, 0))
+    tracker = Tracker(tmp_path, LoggerConfig())
+    tracker.log(3, {"reward/mean": 0.25, "actor/kl": math.nan})
+    assert tracker.images(3, "train", picture) == tmp_path / "samples" / "train_000003.png"
+    tracker.close()
+    assert Image.open(tmp_path / "samples" / "train_000003.png").size == (8, 4)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.25)]
+    assert events.Tags()["scalars"] == ["reward/mean"]
+    assert events.Tags()["images"] == ["samples/train"]
+
+
+def test_progress_shows_reward_and_keeps_log_records(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger()
+    handler = logging.StreamHandler(sys.stderr)
+    logger.addHandler(handler)
+    try:
+        before = list(logger.handlers)
+        with Progress(total=4, initial=1) as progress:
+            progress.update(0.5, kl=0.1)
+            logging.getLogger("gerl.test").warning("a record")
+            progress._bar.refresh()
+        assert logger.handlers == before
+    finally:
+        logger.removeHandler(handler)
+    shown = capsys.readouterr().err
+    assert "2/4" in shown and "reward=0.500" in shown and "kl=0.1" in shown
+    assert any(part.strip() == "a record" for part in shown.replace("\r", "\n").split("\n"))
+
+
+def test_progress_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(total=2, disable=True) as progress:
+        progress.update(1.0)
+    progress.close()
+    assert capsys.readouterr() == ("", "")

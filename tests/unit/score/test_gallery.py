@@ -1,0 +1,176 @@
+import csv
+import html.parser
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gerl.errors import GerlError
+from gerl.score.gallery import BINS, LARGE, SMALL, Card, summarise, thumbnail, write_gallery, write_tables
+
+PIXEL = "data:image/png;base64,AA=="
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that elements are closed and collects what a browser would load, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.values: list[list[float | None]] = []
+        self.bars: list[int] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.loaded += [given[name] for name in ("src", "href", "srcset", "data") if name in given]
+        if "data-values" in given:
+            self.values.append(json.loads(given["data-values"]))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-2:] == ["rect", "title"]:
+            self.bars.append(int(data))
+        elif data.strip() and self.open[-1] not in ("style", "script"):
+            self.words.append(data.strip())
+
+
+def card(name: str, total: float | None, failure: str = "", **values: float | None) -> Card:
+    return Card(Path(name), name, f"prompt of {name}", PIXEL, {"total": total, **values}, failure)
+
+
+def page(tmp_path: Path, cards: list[Card], weights: dict[str, float] | None = None) -> tuple[str, Page]:
+    write_gallery(tmp_path / "gallery.html", "pictures", cards, weights or {})
+    text = (tmp_path / "gallery.html").read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def test_a_summary_is_of_the_values_there_are() -> None:
+    summary = summarise("a", [1.0, None, 2.0, 6.0, 3.0])
+    assert (summary.name, summary.count, summary.low, summary.high) == ("a", 4, 1.0, 6.0)
+    assert (summary.mean, summary.median) == (3.0, 2.5)
+    assert summary.std == pytest.approx(math.sqrt(((1 - 3) ** 2 + (2 - 3) ** 2 + (6 - 3) ** 2 + 0) / 4))
+    assert len(summary.bins) == BINS and sum(summary.bins) == 4 and summary.bins[0] == summary.bins[-1] == 1
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e300])
+def test_equal_values_have_no_histogram(value: float) -> None:
+    summary = summarise("a", [value, value])
+    assert summary.bins == [] and summary.low == summary.high == value
+
+
+def test_values_one_float_apart_are_summarised() -> None:
+    assert summarise("a", [1.0, np.nextafter(1.0, 2.0)]).count == 2
+
+
+def test_a_column_without_values_has_no_statistics() -> None:
+    summary = summarise("a", [None, None])
+    assert summary.count == 0 and summary.bins == [] and math.isnan(summary.mean) and math.isnan(summary.high)
+
+
+def test_small_images_stay_exact_and_large_ones_are_reduced() -> None:
+    small = np.random.default_rng(0).integers(0, 256, (8, SMALL, 3), dtype=np.uint8)
+    assert thumbnail(small).startswith("data:image/png;base64,")
+    large = thumbnail(np.zeros((600, 1000, 3), np.uint8))
+    assert large.startswith("data:image/jpeg;base64,") and len(large) < 10_000
+    assert len(thumbnail(np.zeros((20_000, LARGE, 3), np.uint8))) < 20_000  # not a page-long strip
+
+
+def test_the_best_come_first_and_what_has_no_total_last(tmp_path: Path) -> None:
+    cards = [card("b", 0.0), card("none", None, "x: broke"), card("c", -1.0), card("a", 2.0)]
+    _, seen = page(tmp_path, cards)
+    assert seen.values == [[2.0], [0.0], [-1.0], [None]]
+    assert [word for word in seen.words if word.startswith("prompt of")] == [
+        f"prompt of {n}" for n in "a b c none".split()
+    ]
+
+
+def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    text, seen = page(tmp_path, [card("a", 1.0)])
+    assert seen.loaded == [PIXEL]
+    assert "http://" not in text and "https://" not in text and "@import" not in text and "url(" not in text
+    assert "default-src 'none'" in text
+
+
+def test_prompts_names_and_reasons_are_shown_as_text(tmp_path: Path) -> None:
+    evil = '"><script>alert(1)</script>&<b>'
+    cards = [Card(Path(evil), evil, evil, PIXEL, {"total": None, evil: 1.0}, evil)]
+    text, seen = page(tmp_path, cards)
+    assert text.count("<script>") == 1 and "<b>" not in text
+    assert seen.words.count(evil) == 5  # table, prompt, name, reason, column
+
+
+def test_failures_weights_and_missing_scores_are_shown(tmp_path: Path) -> None:
+    _, seen = page(tmp_path, [card("a", 1.0, x=4.0), card("b", None, "x: broke", x=None)], {"x": 0.25})
+    assert "x: broke" in seen.words and "0.25" in seen.words and seen.words.count("not scored") == 2
+    assert any("2 images, 1 without a total" in word for word in seen.words)
+
+
+def test_the_histogram_counts_every_image(tmp_path: Path) -> None:
+    values = [0.0, 0.0, 0.0, 0.5, 1.0]
+    _, seen = page(tmp_path, [card(str(i), value) for i, value in enumerate(values)])
+    assert seen.bars == [3, 1, 1]
+
+
+STUB = """
+const fs = require("fs");
+const given = JSON.parse(fs.readFileSync(0, "utf8"));
+const gallery = { children: given.values.map((v, i) => ({ i, dataset: { values: v } })) };
+gallery.append = (...nodes) => { gallery.children = nodes; };
+const buttons = given.clicks[0].map(() => ({ setAttribute() {}, addEventListener(_, f) { this.click = f; } }));
+global.document = { querySelector: () => gallery, querySelectorAll: () => buttons };
+(0, eval)(given.script);
+const order = (k) => { buttons[k].click(); return gallery.children.map((card) => card.i); };
+console.log(JSON.stringify(given.clicks[1].map(order)));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
+def test_a_click_sorts_by_the_column_and_a_second_one_turns_it_around(tmp_path: Path) -> None:
+    cards = [card("a", 3.0, x=None), card("b", 2.0, x=-5.0), card("c", 1.0, x=7.0), card("d", None, x=0.5)]
+    text, seen = page(tmp_path, cards)
+    script = re.search(r"<script>(.*)</script>", text, re.DOTALL)
+    assert script is not None
+    values = [json.dumps(row) for row in seen.values]
+    given = {"values": values, "script": script[1], "clicks": [["total", "x"], [1, 1, 0, 0]]}
+    ran = subprocess.run(["node", "-e", STUB], input=json.dumps(given), capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout) == [[2, 3, 1, 0], [1, 3, 2, 0], [0, 1, 2, 3], [2, 1, 0, 3]]
+
+
+def test_the_tables_hold_every_value_as_it_is(tmp_path: Path) -> None:
+    cards = [card('a, "b"', 0.1 + 0.2, x=1.0), card("b", None, "x: broke,\nbadly", x=None)]
+    write_tables(tmp_path, cards)
+    rows = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [list(row) for row in rows] == [["image", "prompt", "total", "x", "failure"]] * 2
+    assert rows[0]["total"] == 0.1 + 0.2 and rows[0]["failure"] is None
+    assert rows[1]["total"] is None and rows[1]["failure"] == "x: broke,\nbadly"
+    with (tmp_path / "scores.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["image"] for row in table] == [row["image"] for row in rows] == [str(c.path.absolute()) for c in cards]
+    assert float(table[0]["total"]) == 0.1 + 0.2 and table[1]["total"] == table[1]["x"] == ""
+    assert [row["failure"] for row in table] == ["", "x: broke,\nbadly"]
+
+
+def test_cards_of_different_columns_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="same columns"):
+        page(tmp_path, [card("a", 1.0, x=1.0), card("b", 1.0)])
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(GerlError, match="nowhere"):
+        write_gallery(tmp_path / "nowhere" / "gallery.html", "x", [], {})
+    with pytest.raises(GerlError, match="nowhere"):
+        write_tables(tmp_path / "nowhere", [])

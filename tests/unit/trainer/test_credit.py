@@ -1,0 +1,134 @@
+"""From scores to credit: failed groups, groups without signal, what the rewards pay for."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gerl.algorithms import build_algorithm
+from gerl.algorithms.planning import plan_samples
+from gerl.config import AlgorithmConfig, Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig
+from gerl.protocol import Group, Prompt, ScorerFailure, Scores
+from gerl.trainer.credit import Scored, credit_step
+
+PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
+
+
+def config(**algorithm: object) -> Config:
+    scorers = {"a": ScorerConfig(weight=2.0, success=1.5), "b": ScorerConfig(weight=0.0), "c": ScorerConfig(weight=1.0)}
+    return Config(
+        algorithm=AlgorithmConfig(**{"advantage_std": "none"} | algorithm),  # type: ignore[arg-type]
+        sampling=SamplingConfig(num_inference_steps=3),
+        rollout=RolloutConfig(prompts_per_step=2, n=2),
+        reward=RewardConfig(scorers),
+    )
+
+
+def scored(c: Config, totals: list[float | None]) -> Scored:
+    found = Scored()
+    samples = plan_samples(c, PROMPTS, 1, 0)[: len(totals)]
+    failures = [[] if t is not None else [ScorerFailure("a", "it broke")] for t in totals]
+    columns = {"a": [None if t is None else t / 2 for t in totals], "b": [7.0] * len(totals), "c": [0.0] * len(totals)}
+    half = len(totals) // 2
+    for part in (slice(0, half), slice(half, None)):
+        by_scorer = {name: values[part] for name, values in columns.items()}
+        found.add(samples[part], Scores(totals[part], by_scorer, failures[part]))  # type: ignore[arg-type]
+    return found
+
+
+def test_credit_and_metrics() -> None:
+    c = config()
+    metrics, credit = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, 5.0, 5.0]))
+    assert credit.tolist() == [[-1.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]
+    assert metrics == {
+        "reward/mean": 3.5,
+        "reward/best_of_n": 4.0,
+        "reward/a/mean": 1.75,
+        "reward/a/best_of_n": 2.0,
+        "reward/a/success_rate": 0.75,
+        "reward/b/mean": 7.0,
+        "reward/b/best_of_n": 7.0,
+        "reward/c/mean": 0.0,
+        "reward/c/best_of_n": 0.0,
+        "reward/std": pytest.approx(2.75**0.5),
+        "reward/failures": 0.0,
+        "group/zero_std_fraction": 0.5,
+        "group/dropped": 0.0,
+    }
+
+
+def test_a_failed_group_is_not_trained_on_and_counted() -> None:
+    c = config()
+    metrics, credit = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, None, 5.0]))
+    assert credit[:2].tolist() == [[-1.0] * 3, [1.0] * 3] and credit[2:].isnan().all()
+    assert (metrics["reward/failures"], metrics["group/dropped"]) == (1.0, 1.0)
+    assert metrics["group/zero_std_fraction"] == 0.0
+
+
+def test_gdpo_sees_the_scorers_with_a_weight() -> None:
+    c = config(adv_estimator="gdpo")
+    _, credit = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, 5.0, 5.0]))
+    expected = 1 / math.sqrt(0.5)  # +-1 times 2 from the first scorer, nothing from the others; then the batch's std
+    assert credit[:, 0].tolist() == pytest.approx([-expected, expected, 0, 0], rel=1e-3)
+
+
+def test_rewards_pay_for_the_kl() -> None:
+    c = config(kl_coef=0.5, kl_in_reward=True)
+    metrics, credit = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, 5.0, 5.0]), kl=[0.0, 4.0, 2.0, 0.0])
+    assert credit[:, 0].tolist() == pytest.approx([0.0, 0.0, -0.5, 0.5])
+    assert metrics["reward/mean"] == 3.5 and metrics["reward/kl"] == 1.5
+
+
+def test_dynamic_sampling_trains_on_the_first_groups_with_a_signal() -> None:
+    c = config(dynamic_sampling=2)
+    found = scored(c, [5.0, 5.0, 1.0, 3.0, 2.0, 4.0, 0.0, 8.0])
+    assert found.groups_with_signal() == [Group(1), Group(2), Group(3)]
+    _, credit = credit_step(c, build_algorithm(c), found)
+    assert credit[[0, 1, 6, 7]].isnan().all()
+    assert credit[2:6, 0].tolist() == [-1.0, 1.0, -1.0, 1.0]
+    assert not torch.isnan(credit[2:6]).any()
+
+
+def test_a_column_that_a_micro_batch_lacks_has_no_values_there() -> None:
+    c = config()
+    samples = plan_samples(c, PROMPTS, 1, 0)
+    found = Scored()
+    found.add(samples[:1], Scores([1.0], {"a": [1.0]}, [[]]))
+    found.add(samples[1:3], Scores([2.0, 3.0], {"a": [2.0, 3.0], "a/detail": [5.0, 7.0]}, [[], []]))
+    found.add(samples[3:4], Scores([None], {"a": [None]}, [[ScorerFailure("a", "it broke")]]))
+    assert found.by_scorer == {"a": [1.0, 2.0, 3.0, None], "a/detail": [None, 5.0, 7.0, None]}
+    assert found.metrics(c.reward)["reward/a/detail/mean"] == 6.0
+
+
+NORMALISED = {
+    "none": ([2.0, 4.0, 0.0, 1.0], [-1.0, 1.0, -0.5, 0.5]),
+    "group": ([2.0, 4.0, 0.0, 1.0], [-1.0, 1.0, -1.0, 1.0]),
+    "rank": ([2.0, 4.0, 0.0, 1.0], [-0.5, 0.5, -0.5, 0.5]),
+}
+
+
+@pytest.mark.parametrize("how", NORMALISED)
+def test_scores_are_normalised_before_the_sum(how: str) -> None:
+    values, expected = NORMALISED[how]
+    c = config()
+    c = replace(c, reward=RewardConfig({"a": ScorerConfig(normalise=how)}))  # type: ignore[arg-type]
+    found = Scored()
+    found.add(plan_samples(c, PROMPTS[:2], 1, 0), Scores(list(values), {"a": list(values)}, [[]] * 4))
+    metrics, credit = credit_step(c, build_algorithm(c), found)
+    assert credit[:, 0].tolist() == pytest.approx(expected, abs=1e-3)
+    assert metrics["reward/mean"] == 1.75  # as the scorer said
+
+
+def test_batch_normalisation_is_over_the_samples_that_have_a_score() -> None:
+    c = config()
+    scorers = {
+        "a": ScorerConfig(normalise="batch", data_sources=["x"]),
+        "b": ScorerConfig(normalise="batch", scale=100.0, data_sources=["y"]),
+    }
+    c = replace(c, reward=RewardConfig(scorers))
+    found = Scored()
+    columns: dict[str, list[float | None]] = {"a": [1.0, 3.0, None, None], "b": [None, None, 0.0, 10.0]}
+    found.add(plan_samples(c, PROMPTS[:2], 1, 0), Scores([1.0, 3.0, 0.0, 1000.0], columns, [[]] * 4))
+    _, credit = credit_step(c, build_algorithm(c), found)
+    assert credit[:, 0].tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0], abs=1e-3)

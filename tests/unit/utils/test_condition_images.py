@@ -1,0 +1,74 @@
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import tiny
+from PIL import Image
+
+from gerl.algorithms.planning import micro_batches, plan_prompts, plan_samples, plan_validation
+from gerl.config import Config, RolloutConfig, ValidationConfig
+from gerl.errors import DataError
+from gerl.protocol import Prompt
+from gerl.utils.condition_images import picture_arguments, pictures_of
+from gerl.utils.dataset import load_prompts
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a.png", "b c.png", "mask.png"):
+        Image.new("RGBA", (6, 4), (255, 0, 0, 0)).save(tmp_path / name)
+    return tmp_path
+
+
+def rows(folder: Path, *metadata: dict[str, object]) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}", **row}) + "\n" for i, row in enumerate(metadata)))
+    return path
+
+
+def test_paths_are_seen_from_the_prompt_file_and_urls_of_files_are_paths(folder: Path) -> None:
+    url = (folder / "b c.png").as_uri()
+    one, two, none = load_prompts(
+        str(rows(folder, {"image": "a.png", "mask_image": "mask.png"}, {"image": ["a.png", url]}, {"tag": 1}))
+    )
+    assert one.metadata == {"image": str(folder / "a.png"), "mask_image": str(folder / "mask.png")}
+    assert two.metadata == {"image": [str(folder / "a.png"), str(folder / "b c.png")]}
+    assert none.metadata == {"tag": 1}
+    assert pictures_of(two) == (str(folder / "a.png"), str(folder / "b c.png")) and pictures_of(none) == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("no.png", r":2 has image='no\.png', but there is no file .*no\.png: correct the path"),
+        (["a.png", "no.png"], r":2 has 'no\.png' in image, but there is no file"),
+        ("https://example.org/a.png", r":2 has image='https.*: download it"),
+    ],
+)
+def test_a_picture_that_is_not_there_is_named(folder: Path, value: object, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        load_prompts(str(rows(folder, {}, {"image": value})))
+
+
+def test_pictures_become_arguments_of_pipelines_that_take_them(folder: Path) -> None:
+    row = {"image": str(folder / "a.png"), "control_image": str(folder / "a.png")}
+    pipe = tiny.build(tiny.CASES["flux"])
+    kontext = diffusers.FluxKontextPipeline(**pipe.components)
+    (name, picture), *rest = picture_arguments(kontext, Prompt(0, "p", row)).items()
+    assert name == "image" and picture.size == (6, 4) and picture.mode == "RGB" and not rest
+    assert picture_arguments(pipe, Prompt(0, "p", row)) == {}
+    several = picture_arguments(kontext, Prompt(0, "p", {"image": [str(folder / "a.png")] * 2}))
+    assert [p.size for p in several["image"]] == [(6, 4)] * 2
+    (folder / "a.png").write_text("no image")
+    with pytest.raises(DataError, match=r"a\.png cannot be read as an image"):
+        picture_arguments(kontext, Prompt(0, "p", row))
+
+
+def test_no_micro_batch_mixes_prompts_with_pictures(folder: Path) -> None:
+    prompts = load_prompts(str(rows(folder, {"image": "a.png"}, {"image": "b c.png"}, {}, {})))
+    config = Config(rollout=RolloutConfig(4, 3, 2), validation=ValidationConfig(micro_batch_size=2))
+    samples = plan_samples(config, plan_prompts(config, prompts, 1), 1, 0)
+    for batch in micro_batches(samples, 2):
+        assert len(batch) <= 2 and len({pictures_of(sample.prompt) for sample in batch}) == 1
+    assert [[s.prompt.id for s in batch] for batch in plan_validation(config, prompts, 0)] == [[0], [1], [2, 3]]
