@@ -1,0 +1,1 @@
+"""A run's LoRA for other programs: `python -m gerl.export`."""

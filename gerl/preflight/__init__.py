@@ -1,0 +1,1 @@
+"""Look at a run before starting it: `python -m gerl.preflight`."""

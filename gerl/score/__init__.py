@@ -1,0 +1,1 @@
+"""Look at a reward before training on it: `python -m gerl.score`."""

@@ -1,0 +1,1 @@
+"""What every room may use: seeds, prompt files, condition images, logs."""

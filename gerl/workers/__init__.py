@@ -1,0 +1,1 @@
+"""What runs on a worker's device: rollout, update, and the collective between them."""

@@ -3,37 +3,29 @@
 import ast
 from collections.abc import Iterator
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_FILE, MAX_FUNCTION = 400, 60
+MAX_FILE, MAX_FUNCTION, MAX_UTILS, MAX_ROOM = 400, 60, 500, 0.25
 
-# Prefix of a module name -> floor; the longest prefix decides. A file imports only from lower floors; within its own
-# floor only from its own package (`gerl.utils`, `gerl.workers`, ...; the files directly in gerl are one package).
-FLOORS = {
-    6: ("gerl.trainer.main_flowgrpo", "gerl.evaluate", "gerl.score", "gerl.export", "gerl.preflight"),
-    5: ("gerl.trainer.ppo.ray_diffusion_trainer", "gerl.trainer.ppo.credit", "gerl.trainer.ppo.reward"),
-    4: (
-        "gerl.workers.actor",
-        "gerl.workers.rollout",
-        "gerl.workers.reward_manager",
-        "gerl.workers.reward_worker",
-        "gerl.workers.hybrid",
-    ),
-    3: ("gerl.algorithms",),
-    2: ("gerl.workers.diffusers_model",),
-    1: ("gerl.utils", "gerl.cluster"),
-    0: (
-        "gerl.errors",
-        "gerl.config",
-        "gerl.protocol",
-        "gerl.trainer.ppo.core_algos",
-        "gerl.workers.diffusers_model.kernels",
-    ),
-}
-EXACT = {"gerl": 6}  # the package itself, not what is inside
+# From the ground up. A room is a folder or a file of gerl; it imports only from rooms on lower floors, and from itself.
+FLOORS = (
+    ("errors",),
+    ("protocol",),
+    ("config",),
+    ("utils", "cluster"),
+    ("pages", "commandline", "engine"),
+    ("run", "model", "rewards"),
+    ("algorithms",),
+    ("workers",),
+    ("trainer",),
+    ("preflight", "evaluate", "score", "export"),
+    ("__init__",),
+)
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 
@@ -43,12 +35,7 @@ def module_name(path: Path) -> str:
 
 
 def files(*folders: str) -> list[Path]:
-    return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
-
-
-FILES = {module_name(path): path for path in files("gerl") if path.name != "__init__.py" or path.read_text().strip()}
-SOURCES = [path for path in files("gerl", "reward_models") if path.read_text().strip()]
-SOURCE_IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
+    return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py") if p.read_text().strip())
 
 
 @cache
@@ -56,24 +43,21 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def floors_of(module: str) -> list[int]:
-    """The floors of the longest prefixes that match: exactly one for a module that has its place."""
-    if module in EXACT:
-        return [EXACT[module]]
-    matches = [
-        (prefix.count("."), floor)
-        for floor, prefixes in FLOORS.items()
-        for prefix in prefixes
-        if module == prefix or module.startswith(prefix + ".")
-    ]
-    longest = max((length for length, _ in matches), default=0)
-    return [floor for length, floor in matches if length == longest]
+def room(path: Path) -> str:
+    """The folder or file of gerl that a file is, or lies in."""
+    return path.relative_to(ROOT / "gerl").parts[0].removesuffix(".py")
 
 
-def package(module: str) -> str:
-    """`gerl.utils` for everything in it, `gerl` for the files directly in gerl and the folder `gerl.config`."""
-    name = ".".join(module.split(".")[:2])
-    return "gerl" if name == "gerl.config" or (name in FILES and FILES[name].name != "__init__.py") else name
+def is_signpost(path: Path) -> bool:
+    """Whether a file only shows where what had this name is now: an import and nothing else."""
+    body = [node for node in tree(path).body if not isinstance(node, ast.Expr)]
+    return path.name != "__init__.py" and all(isinstance(node, ast.ImportFrom) for node in body)
+
+
+SOURCES = files("gerl", "reward_models")
+SOURCE_IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
+SIGNPOSTS = {module_name(path): path for path in files("gerl") if is_signpost(path)}
+FILES = {module_name(path): path for path in files("gerl") if not is_signpost(path)}
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -93,36 +77,29 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def resolve(name: str) -> str | None:
-    """The module of gerl that `name` is or lies in; None for other packages and for empty packages."""
+    """The module of gerl that `name` is or lies in; None for other packages."""
     parts = name.split(".")
-    if parts[0] != "gerl":
-        return None
-    for end in range(len(parts), 0, -1):
-        module = ".".join(parts[:end])
-        if module in FILES:
-            return module if end > 1 or len(parts) <= 2 else None
-    return None
+    ends = range(len(parts), 1 if len(parts) > 1 else 0, -1) if parts[0] == "gerl" else ()
+    return next((module for end in ends if (module := ".".join(parts[:end])) in {**FILES, **SIGNPOSTS}), None)
 
 
-def allowed(importer: str, imported: str) -> bool:
-    (own,), (other,) = floors_of(importer), floors_of(imported)
-    return other < own or (other == own and package(importer) == package(imported))
+def may_import(importer: str, imported: str) -> bool:
+    """Whether one room may import from another, given by their names."""
+    return importer == imported or FLOOR_OF[imported] < FLOOR_OF[importer]
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_every_module_has_one_floor(module: str) -> None:
-    assert len(floors_of(module)) == 1, f"{module}: put it into exactly one floor of the table"
+def test_every_room_has_one_floor() -> None:
+    assert {room(path) for path in files("gerl")} == set(FLOOR_OF) and len(FLOOR_OF) == sum(map(len, FLOORS))
 
 
 @pytest.mark.parametrize("module", FILES)
 def test_imports_go_down(module: str) -> None:
-    path = FILES[module]
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {module} (floor {floors_of(module)[0]}) imports {target} "
-        f"(floor {floors_of(target)[0]})"
-        for line, name in imports(path)
-        if (target := resolve(name)) and target != module and not allowed(module, target)
-    ]
+    path, wrong = FILES[module], []
+    for line, name in imports(path):
+        if (target := resolve(name)) in SIGNPOSTS:
+            wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}, which is for users: import what it names")
+        elif target and not may_import(room(path), room(FILES[target])):
+            wrong.append(f"{path.relative_to(ROOT)}:{line}: {room(path)} imports {target} of a floor not below it")
     assert not wrong, "\n".join(wrong)
 
 
@@ -133,12 +110,18 @@ def test_no_circle_of_imports() -> None:
     def visit(module: str, trail: tuple[str, ...]) -> None:
         assert module not in trail, " -> ".join((*trail[trail.index(module) :], module))
         if module not in done:
-            for target in graph[module]:
+            for target in graph.get(module, ()):
                 visit(target, (*trail, module))
             done.add(module)
 
     for module in graph:
         visit(module, ())
+
+
+def test_no_room_is_a_drawer() -> None:
+    lines = {name: sum(len(p.read_text().splitlines()) for p in files("gerl") if room(p) == name) for name in FLOOR_OF}
+    assert lines["utils"] < MAX_UTILS
+    assert max(lines.values()) < MAX_ROOM * sum(lines.values()), lines
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=SOURCE_IDS)
@@ -177,11 +160,8 @@ def test_files_and_functions_are_short(path: Path) -> None:
 
 
 def test_the_rules_catch_what_they_should() -> None:
-    assert floors_of("gerl.workers.diffusers_model.kernels") == [0]
-    assert floors_of("gerl.workers.diffusers_model.replay") == [2]
-    assert floors_of("gerl.utils.reward_score.ocr") == [1]
-    assert floors_of("gerl.somewhere") == []
     assert resolve("gerl.config.Config") == "gerl.config" and resolve("torch.nn") is None
-    assert allowed("gerl.config", "gerl.errors")
-    assert not allowed("gerl.errors", "gerl.cluster")
-    assert not allowed("gerl.trainer.ppo.core_algos", "gerl.config")
+    assert resolve("gerl.utils.reward_score.SCORERS") in SIGNPOSTS
+    assert may_import("config", "errors") and may_import("workers", "workers")
+    assert not may_import("errors", "cluster") and not may_import("score", "export")
+    assert not any(may_import(a, b) or may_import(b, a) for floor in FLOORS for a, b in combinations(floor, 2))

@@ -1,0 +1,3 @@
+"""LoRA under the name that MM-GRPO's users import."""
+
+from gerl.model.lora import *  # noqa: F403

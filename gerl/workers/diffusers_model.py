@@ -1,0 +1,3 @@
+"""Record and replay under the name that MM-GRPO's users import."""
+
+from gerl.engine import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""The reward manager under the name that MM-GRPO's users import."""
+
+from gerl.rewards.manager import RewardManager as RewardManager
