@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import ray
 import torch
@@ -13,13 +13,20 @@ from gerl.config import ClusterConfig
 from gerl.errors import ClusterError, GerlError, Interrupted, WorkerDied
 
 logger = logging.getLogger(__name__)
+W = TypeVar("W")  # the class of a worker
+R = TypeVar("R")  # what a call returns
+P = ParamSpec("P")
 
 
-class Pending:
-    """The result of a submitted call, or the exception it raised; may be passed on as an argument of another call."""
+class Pending(Generic[R]):
+    """The result of a submitted call, or the exception it raised; `later` passes it on to another call."""
 
     def __init__(
-        self, worker: str, reference: Any = None, call: Callable[[], Any] | None = None, value: Any = None
+        self,
+        worker: str,
+        reference: ray.ObjectRef | None = None,
+        call: Callable[[], R] | None = None,
+        value: R | None = None,
     ) -> None:
         self.worker, self.reference = worker, reference
         self._value = value
@@ -37,14 +44,18 @@ class Pending:
         if self.reference is not None:
             ray.wait([self.reference], fetch_local=False)
 
-    def result(self) -> Any:
+    def later(self) -> R:
+        """The result as an argument of another call, which gets the value when it is there; nothing waits here."""
+        return cast(R, self)
+
+    def result(self) -> R:
         """Wait for the call and return what it returned; raise what it raised."""
         if self.reference is None:
             if self._error is not None:
                 raise self._error
-            return self._value
+            return cast(R, self._value)
         try:
-            return ray.get(self.reference)
+            return cast(R, ray.get(self.reference))
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, GerlError):
                 raise error.cause from None
@@ -56,7 +67,7 @@ class Pending:
             ) from None
 
 
-def wait_any(pending: Sequence[Pending], timeout: float | None = None) -> list[Pending]:
+def wait_any(pending: Sequence[Pending[Any]], timeout: float | None = None) -> list[Pending[Any]]:
     """Wait until one of the calls has ended, or for `timeout` seconds; returns those that have, in order."""
     references = [p.reference for p in pending if p.reference is not None]
     if len(references) < len(pending) or not references:  # what ran in this process has ended
@@ -66,25 +77,30 @@ def wait_any(pending: Sequence[Pending], timeout: float | None = None) -> list[P
     return [p for p in pending if p.reference in ready]
 
 
-class WorkerGroup:
-    """Workers of one plain class; calls are queued per worker in the order they are submitted."""
+class WorkerGroup(Generic[W]):
+    """Workers of one plain class; calls are queued per worker in the order they are submitted.
 
-    def __init__(self, name: str, count: int, start: Callable[[int], Any], end: Callable[[Any], None] | None) -> None:
+    A call is given as the method of the class, `group.submit(0, Worker.method, argument)`: its arguments and its result
+    have types, over Ray too.
+    """
+
+    def __init__(self, name: str, count: int, start: Callable[[int], W], end: Callable[[W], None] | None) -> None:
         self.name, self._start, self._end = name, start, end
         self.remote = end is not None
-        self.workers = [start(rank) for rank in range(count)]
+        self.workers = [start(rank) for rank in range(count)]  # over Ray: the handles of actors of that class
 
     def __len__(self) -> int:
         return len(self.workers)
 
-    def submit(self, index: int, method: str, *args: Any) -> Pending:
-        """Queue `method(*args)` on worker `index`; a `Pending` argument is replaced by its value when it is there."""
+    def submit(
+        self, index: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        """Queue `method(*args)` on worker `index`; an argument that is `Pending.later()` arrives as its value."""
         label = f"{self.name} {index}"
-        function = getattr(self.workers[index], method)
+        bound = getattr(self.workers[index], method.__name__)
         if self.remote:
-            arguments = [a.reference if isinstance(a, Pending) else a for a in args]
-            return Pending(label, reference=function.remote(*arguments))
-        return Pending(label, call=lambda: function(*(a.result() if isinstance(a, Pending) else a for a in args)))
+            return Pending(label, reference=bound.remote(*map(_reference, args), **kwargs))
+        return Pending(label, call=lambda: bound(*map(_value, args), **kwargs))
 
     def restart(self, index: int) -> None:
         """End worker `index`, whatever it is doing, and start it anew; in this process there is nothing to end."""
@@ -92,10 +108,20 @@ class WorkerGroup:
             self._end(self.workers[index])
             self.workers[index] = self._start(index)
 
-    def run(self, method: str, *args: Any) -> list[Any]:
+    def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `method(*args)` on all workers at once and return what they returned, in order."""
-        pending = [self.submit(i, method, *args) for i in range(len(self))]
+        pending = [self.submit(i, method, *args, **kwargs) for i in range(len(self))]
         return [p.result() for p in pending]
+
+
+def _value(argument: object) -> object:
+    return argument.result() if isinstance(argument, Pending) else argument
+
+
+def _reference(argument: object) -> object:
+    if isinstance(argument, Pending) and argument.reference is not None:
+        return argument.reference
+    return _value(argument)
 
 
 class Cluster:
@@ -109,7 +135,7 @@ class Cluster:
         self.config = config
         self.scorers = list(scorers)
         self.remote = config.launcher == "ray"
-        self._actors: list[Any] = []
+        self._actors: list[object] = []
         self._started = False
         self.device = self._device()
         self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
@@ -131,14 +157,16 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         joined = os.environ.get("RAY_ADDRESS")
         if self.remote and not ray.is_initialized():
-            options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+            options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
             if not joined:
                 options |= {"address": "local", "include_dashboard": False}
             try:
                 if joined:
-                    _knock(joined)
+                    check_reachable(joined)
                 ray.init(**options)
-            except (OSError, RuntimeError, ValueError) as error:
+            except Interrupted:
+                raise
+            except Exception as error:
                 raise ClusterError(_why_not_joined(error) if joined else f"Ray does not start: {error}") from error
             self._started = True
         try:
@@ -179,13 +207,13 @@ class Cluster:
     def workers(
         self,
         name: str,
-        cls: type,
+        cls: type[W],
         count: int,
-        arguments: Callable[[int], tuple[Any, ...]],
+        arguments: Callable[[int], tuple[object, ...]],
         *,
         gpus: float = 0.0,
         threads: int = 1,
-    ) -> WorkerGroup:
+    ) -> WorkerGroup[W]:
         """Start `count` workers `cls(*arguments(rank))`, each with `threads` CPU threads and a share of a GPU.
 
         `gpus` is the share where there are GPUs; without one a worker sees none. Constructors must be light: Ray
@@ -197,19 +225,19 @@ class Cluster:
         total = ray.cluster_resources().get("CPU", 1.0)
         share = int(1000 * total / (self.num_workers + len(self.scorers) + 1)) / 1000
         environment = {"OMP_NUM_THREADS": str(threads)}
-        options: dict[str, Any] = {"num_cpus": min(share, 1.0), "runtime_env": {"env_vars": environment}}
+        options: dict[str, object] = {"num_cpus": min(share, 1.0), "runtime_env": {"env_vars": environment}}
         if gpus and self.device == "cuda":
             options["num_gpus"] = gpus
         else:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
         actor_class = ray.remote(**options)(cls)
 
-        def start(rank: int) -> Any:
+        def start(rank: int) -> W:
             actor = actor_class.remote(*arguments(rank))
             self._actors.append(actor)
-            return actor
+            return cast(W, actor)
 
-        def end(actor: Any) -> None:
+        def end(actor: W) -> None:
             self._actors.remove(actor)
             ray.kill(actor)
 
@@ -238,7 +266,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _knock(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raise `OSError` if nothing listens at `host:port`, where Ray would wait for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
@@ -248,5 +276,5 @@ def _knock(address: str) -> None:
 def _why_not_joined(error: Exception) -> str:
     return (
         f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: this Ray cluster cannot be joined ({' '.join(str(error).split())}); "
-        "start it, unset the variable to get a cluster of one's own, or set RAY_AUTH_MODE=token if it asks for a token"
+        "start it, unset the variable to get your own, or set RAY_AUTH_MODE=token if it asks for a token"
     )

@@ -37,6 +37,7 @@ from gerl.run.checkpoint import MANIFEST
 from gerl.run.signals import Signals
 from gerl.score.command import make_folder
 from gerl.score.gallery import TOTAL
+from gerl.trainer.rollouts import Rollouts
 from gerl.utils.dataset import load_prompts
 from gerl.utils.logs import caught
 from gerl.workers.rollout import Rollout
@@ -323,21 +324,21 @@ def draw(request: Request, prompts: Sequence[Prompt], cluster: Cluster) -> Itera
         gpus=cluster.gpus,
         threads=cluster.threads,
     )
-    for sentence in workers.run("setup")[0]:
+    for sentence in workers.run(Painter.setup)[0]:
         logger.info("%s", sentence)
     for start in range(0, len(batches), count):
         tasks = [
             task for batch in batches[start : start + count] for task in plan(batch, request.variants, request.images)
         ]
 
-        def submit(i: int, tasks: Sequence[tuple[str, list[Sample]]] = tasks) -> Pending:
-            return workers.submit(i % count, "draw", i, *tasks[i])
+        def submit(i: int, tasks: Sequence[tuple[str, list[Sample]]] = tasks) -> Pending[Images]:
+            return workers.submit(i % count, Painter.draw, i, *tasks[i])
 
-        scoring = manager.open([samples for _, samples in tasks], submit, lanes=count)
-        scored = scoring.finish()
+        rollouts = Rollouts(manager, [samples for _, samples in tasks], submit, count)
+        scored = rollouts.finish()
         yield [
             row
-            for (variant, samples), scores, images in zip(tasks, scored, scoring.images, strict=True)
+            for (variant, samples), scores, images in zip(tasks, scored, rollouts.images, strict=True)
             for row in drawn(variant, samples, scores, images.result())
         ]
 

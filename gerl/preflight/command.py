@@ -149,7 +149,7 @@ def load(worker: HybridWorker, report: Report) -> None:
     config = worker.config
     logger.info("loading %s", config.model.path)
     info, usage = attempt("loading", 0, worker.device, worker.setup)
-    for sentence in info["said"]:
+    for sentence in info.notes:
         logger.info("%s", sentence)
     report.load_seconds, report.load_peak = usage.seconds, usage.peak
     pipe, algorithm = worker.policy.pipe, worker.algorithm
@@ -165,7 +165,7 @@ def load(worker: HybridWorker, report: Report) -> None:
         )
     if isinstance(algorithm, PolicyGradient):
         report.clip = min(config.algorithm.clip_low, config.algorithm.clip_high) if algorithm.clips else None
-        report.max_ratio_deviation = ratio_limit(config.actor, bool(info["half_precision"]))
+        report.max_ratio_deviation = ratio_limit(config.actor, info.half_precision)
 
 
 def attempt(phase: str, size: int, device: str, work: Callable[[], T]) -> tuple[T, Usage]:

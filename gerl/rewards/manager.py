@@ -1,27 +1,27 @@
-"""The reward manager: hands images to the processes of the scorers as they are drawn, and outlives what happens there.
+"""The reward manager: the processes of the scorers, and images on their way through them.
 
 Every scorer has processes of its own (`reward.scorers.NAME.replicas`), but for those that share a model. A call that
-fails, hangs or dies with its process is repeated, then its images have a failure in place of a score.
+fails, hangs or dies with its process is repeated, then its images have a failure in place of a score. The manager only
+scores: whoever draws adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from gerl.cluster import Cluster, Pending, WorkerGroup, wait_any
 from gerl.config import RewardConfig
 from gerl.errors import RewardError, WorkerDied
-from gerl.protocol import Group, Prompt, ScorerFailure, Scores
+from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
 from gerl.rewards.scorers import build_scorer
 from gerl.rewards.total import applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
 
 logger = logging.getLogger(__name__)
-AHEAD = 2  # micro-batches submitted to a worker: the one it draws and the next
 SHOWN = 3  # prompts named in a warning
 
 
@@ -49,15 +49,15 @@ class Job:
 class Pool:
     """Processes that are alike, and the calls that wait for one of them."""
 
-    workers: WorkerGroup
+    workers: WorkerGroup[RewardWorker]
     timeout: float
     idle: list[int] = field(default_factory=list)
-    starting: dict[Pending, int] = field(default_factory=dict)  # not part of what `timeout` limits
+    starting: dict[Pending[None], int] = field(default_factory=dict)  # not part of what `timeout` limits
     queue: deque[Job] = field(default_factory=deque)
 
     def start(self, process: int) -> None:
         """Have a new process build its scorers."""
-        self.starting[self.workers.submit(process, "ready")] = process
+        self.starting[self.workers.submit(process, RewardWorker.ready)] = process
 
 
 @dataclass(frozen=True)
@@ -84,32 +84,36 @@ class Load:
 
 
 class RewardManager:
-    """The processes of all scorers; `open` scores the micro-batches of a step, or of a validation."""
+    """The processes of all scorers; `open` begins the scoring of a step's micro-batches, or of a validation's."""
 
     def __init__(self, config: RewardConfig, cluster: Cluster) -> None:
         self.config = config
         scorers = {name: build_scorer(name, scorer) for name, scorer in config.scorers.items()}
         self.groupwise = {name for name, scorer in scorers.items() if getattr(scorer, "groupwise", False)}
         self.load = {name: Load() for name in scorers}
-        self.pools: dict[str, Pool] = {}  # by scorer
+        self.pools: dict[str, Pool] = {}  # by scorer; those that share a model have the same one
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
             shared = getattr(scorers[name], "shares", name)
             together.setdefault((shared, scorer.replicas, scorer.gpus, scorer.timeout), []).append(name)
         for names in together.values():
             first = config.scorers[names[0]]
-            arguments = ({n: config.scorers[n] for n in names}, config.retries, str(Path.cwd()))
             count = first.replicas if cluster.remote else 1
-            label = f"scorer {' and '.join(names)}, process"
-            workers = cluster.workers(label, RewardWorker, count, _always(arguments), gpus=first.gpus)
+            workers = cluster.workers(
+                f"scorer {' and '.join(names)}, process",
+                RewardWorker,
+                count,
+                _always(({n: config.scorers[n] for n in names}, config.retries, str(Path.cwd()))),
+                gpus=first.gpus,
+            )
             pool = Pool(workers, first.timeout)
             for process in range(count):
                 pool.start(process)
             self.pools |= dict.fromkeys(names, pool)
 
-    def open(self, samples: Sequence[Sequence[Scorable]], draw: Callable[[int], Pending], lanes: int = 1) -> "Round":
-        """Draw and score micro-batches of `samples`: `draw(i)` submits the i-th, to worker `i % lanes`."""
-        return Round(self, samples, draw, lanes)
+    def open(self, samples: Sequence[Sequence[Scorable]]) -> "ScoringRound":
+        """Begin to score micro-batches of `samples`, whose images are added as they are drawn."""
+        return ScoringRound(self, samples)
 
     def metrics(self) -> dict[str, float]:
         """Of each scorer since the last time: seconds a call took and waited, images a second, and what went wrong."""
@@ -128,104 +132,38 @@ class RewardManager:
         return metrics
 
 
-class Round:
-    """Micro-batches on their way: each is scored while the next ones are drawn.
+class ScoringRound:
+    """Micro-batches on their way through the scorers; what is added is scored while the next ones are drawn."""
 
-    Where the scorers do not keep up, drawing pauses, so that images do not pile up.
-    """
-
-    def __init__(
-        self, manager: RewardManager, samples: Sequence[Sequence[Scorable]], draw: Callable[[int], Pending], lanes: int
-    ) -> None:
-        self.manager, self.samples, self.draw, self.lanes = manager, samples, draw, lanes
-        self.images: list[Pending] = []  # of the micro-batches submitted so far, in order
-        self.drawn: set[int] = set()
+    def __init__(self, manager: RewardManager, samples: Sequence[Sequence[Scorable]]) -> None:
+        self.manager, self.samples = manager, samples
+        self.pools = list({id(pool): pool for pool in manager.pools.values()}.values())
+        self.images: dict[int, Pending[Images]] = {}  # of the micro-batches that are drawn
         self.rows: list[list[Row]] = [[{} for _ in batch] for batch in samples]
-        self.running: dict[Pending, Call] = {}
+        self.running: dict[Pending[Answer], Call] = {}
         self.groups: dict[Group, list[tuple[int, int]]] = {}
         for i, batch in enumerate(samples):
             for row, sample in enumerate(batch):
                 self.groups.setdefault(sample.group, []).append((i, row))
         self.partial = dict.fromkeys(self.groups)  # groups with images still to be drawn
-        pools = manager.pools.values()
-        self.limit = lanes + 2 * max(len(pool.workers) for pool in pools)  # something is always there to be scored
-        for pool in pools:  # whatever an earlier round that was given up has left
+        for pool in self.pools:  # whatever an earlier round that was given up has left
             pool.queue = deque()
             pool.idle = [i for i in range(len(pool.workers)) if i not in pool.starting.values()]
 
-    def until_drawn(self) -> None:
-        """Return when all images are drawn."""
-        while len(self.drawn) < len(self.samples):
-            self._advance()
+    @property
+    def capacity(self) -> int:
+        """Micro-batches with calls in a queue at which the scorers have enough to do."""
+        return 2 * max(len(pool.workers) for pool in self.pools)
 
-    def finish(self) -> list[Scores]:
-        """The scores of all micro-batches, in order; the order of scoring changes nothing.
+    @property
+    def queued(self) -> int:
+        """Micro-batches with calls that wait for a process."""
+        return len({i for pool in self.pools for job in pool.queue for i, _ in job.places})
 
-        Raises what drawing raised, and `RewardError` if a process cannot start or build its scorers.
-        """
-        self.until_drawn()
-        while self.running or any(pool.queue for pool in self.manager.pools.values()):
-            self._advance()
-        return [self._scores(batch, rows) for batch, rows in zip(self.samples, self.rows, strict=True)]
-
-    def _advance(self) -> None:
-        """Submit what can be, wait until something has ended, and deal with it."""
-        self._submit()
-        drawing = [image for i, image in enumerate(self.images) if i not in self.drawn]
-        deadlines = [call.started + call.pool.timeout for call in self.running.values()]
-        wait = max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
-        starting = [pending for pool in self.manager.pools.values() for pending in pool.starting]
-        ready = set(wait_any([*drawing, *dict.fromkeys(starting), *self.running], wait))
-        for pool in self.manager.pools.values():
-            for pending in [p for p in pool.starting if p in ready]:
-                self._started(pool, pending)
-        for i, image in enumerate(self.images):
-            if i not in self.drawn and image in ready:
-                self.drawn.add(i)
-                self._enqueue(i)
-        now = time.perf_counter()
-        for pending, call in list(self.running.items()):
-            if pending in ready:
-                del self.running[pending]
-                self._collect(pending, call)
-            elif now > call.started + call.pool.timeout:
-                del self.running[pending]
-                self._renew(call, f"no answer within {call.pool.timeout:g} s")
-
-    def _started(self, pool: Pool, pending: Pending) -> None:
-        process = pool.starting.pop(pending)
-        try:
-            pending.result()
-        except WorkerDied as error:
-            raise RewardError(f"a process does not start: {error}") from None
-        pool.idle.append(process)
-
-    def _submit(self) -> None:
-        waiting = {i for pool in self.manager.pools.values() for job in pool.queue for i, _ in job.places}
-        while len(self.images) < len(self.samples) and len(waiting) < self.limit:
-            i = len(self.images)
-            if len([k for k in range(i % self.lanes, i, self.lanes) if k not in self.drawn]) >= AHEAD:
-                break
-            self.images.append(self.draw(i))
-        for pool in self.manager.pools.values():
-            while pool.queue and pool.idle:
-                job, process = pool.queue.popleft(), pool.idle.pop(0)
-                pending = pool.workers.submit(process, "score", *self._arguments(job))
-                now = time.perf_counter()
-                self.manager.load[job.scorer].queued += now - job.queued
-                self.running[pending] = Call(job, pool, process, now)
-
-    def _arguments(self, job: Job) -> tuple[object, ...]:
-        """The arguments of `RewardWorker.score`."""
-        batches = list(dict.fromkeys(i for i, _ in job.places))
-        places = [(batches.index(i), row) for i, row in job.places]
-        prompts = [self.samples[i][row].prompt for i, row in job.places]
-        images = [self.images[i] for i in batches]
-        return (job.scorer, places, [p.text for p in prompts], [p.metadata for p in prompts], *images)
-
-    def _enqueue(self, batch: int) -> None:
-        """Queue the calls that became possible with micro-batch `batch`."""
-        whole = [group for group in self.partial if all(i in self.drawn for i, _ in self.groups[group])]
+    def add(self, batch: int, images: Pending[Images]) -> None:
+        """Queue the calls that are possible now that the `images` of micro-batch `batch` are drawn."""
+        self.images[batch] = images
+        whole = [group for group in self.partial if all(i in self.images for i, _ in self.groups[group])]
         for group in whole:
             del self.partial[group]
         for name, scorer in self.manager.config.scorers.items():
@@ -237,10 +175,70 @@ class Round:
                 if places:
                     self.manager.pools[name].queue.append(Job(name, places))
 
-    def _collect(self, pending: Pending, call: Call) -> None:
+    def submit(self) -> None:
+        """Give idle processes the calls at the heads of their queues."""
+        for pool in self.pools:
+            while pool.queue and pool.idle:
+                job, process = pool.queue.popleft(), pool.idle.pop(0)
+                pending = self._score(job, pool, process)
+                now = time.perf_counter()
+                self.manager.load[job.scorer].queued += now - job.queued
+                self.running[pending] = Call(job, pool, process, now)
+
+    def awaited(self) -> tuple[list[Pending[Any]], float | None]:
+        """Starts and calls whose end moves the round on, and the seconds after which one of the calls hangs."""
+        starting = [pending for pool in self.pools for pending in pool.starting]
+        deadlines = [call.started + call.pool.timeout for call in self.running.values()]
+        return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
+
+    def collect(self, ended: Collection[Pending[Any]]) -> None:
+        """Take what has `ended` of the awaited, and restart the processes of calls that take too long.
+
+        Raises `RewardError` if a process cannot start or build its scorers, and what drawing raised.
+        """
+        for pool in self.pools:
+            for pending in [p for p in pool.starting if p in ended]:
+                self._started(pool, pending)
+        now = time.perf_counter()
+        for answer, call in list(self.running.items()):
+            if answer in ended:
+                del self.running[answer]
+                self._collect(answer, call)
+            elif now > call.started + call.pool.timeout:
+                del self.running[answer]
+                self._renew(call, f"no answer within {call.pool.timeout:g} s")
+
+    def finish(self) -> list[Scores]:
+        """The scores of all micro-batches, in order, once all are added; the order of scoring changes nothing.
+
+        Raises what `collect` does.
+        """
+        while self.running or any(pool.queue for pool in self.pools):
+            self.submit()
+            awaited, seconds = self.awaited()
+            self.collect(set(wait_any(awaited, seconds)))
+        return [self._scores(batch, rows) for batch, rows in zip(self.samples, self.rows, strict=True)]
+
+    def _started(self, pool: Pool, pending: Pending[None]) -> None:
+        process = pool.starting.pop(pending)
+        try:
+            pending.result()
+        except WorkerDied as error:
+            raise RewardError(f"a process does not start: {error}") from None
+        pool.idle.append(process)
+
+    def _score(self, job: Job, pool: Pool, process: int) -> Pending[Answer]:
+        batches = list(dict.fromkeys(i for i, _ in job.places))
+        places = [(batches.index(i), row) for i, row in job.places]
+        prompts = [self.samples[i][row].prompt for i, row in job.places]
+        texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
+        images = [self.images[i].later() for i in batches]
+        return pool.workers.submit(process, RewardWorker.score, job.scorer, places, texts, metadata, *images)
+
+    def _collect(self, pending: Pending[Answer], call: Call) -> None:
         job, load = call.job, self.manager.load[call.job.scorer]
         try:
-            answer: Answer = pending.result()
+            answer = pending.result()
         except WorkerDied:
             for i in {i for i, _ in job.places}:
                 self.images[i].result()  # raises if it was the worker that draws who died

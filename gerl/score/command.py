@@ -316,9 +316,9 @@ def score(reward: RewardConfig, items: Sequence[Item], batch_size: int) -> Itera
             chosen = [items[i] for i in batch]
             prompts = [replace(item.prompt, id=ids[item.prompt.text]) for item in chosen]
             images = Images(0, [read_pixels(item) for item in chosen], 0.0)
-            read = [Pending("image reader", value=images)]
-            samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
-            (scores,) = manager.open([samples], read.__getitem__).finish()
+            scoring = manager.open([[Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]])
+            scoring.add(0, Pending("image reader", value=images))
+            (scores,) = scoring.finish()
             yield batch, [_card(item, images.pixels[i], scores, i) for i, item in enumerate(chosen)]
 
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import diffusers
@@ -27,6 +28,18 @@ from gerl.workers.rollout import Rollout
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """A loaded policy, in what the driver wants to know of it."""
+
+    pipeline: str  # class
+    denoisers: list[str]
+    lora_parameters: int
+    half_precision: bool  # of the base weights
+    weights: str  # fingerprint
+    notes: list[str]  # sentences about what was replaced, left out or kept elsewhere
+
+
 class HybridWorker:
     """One of the workers that share the images of a step; `rank` 0 also writes checkpoints."""
 
@@ -39,27 +52,27 @@ class HybridWorker:
         self.actor: Actor
         self.algorithm: Algorithm
 
-    def setup(self) -> dict[str, Any]:
-        """Load the pipeline; returns what the driver wants to know about it."""
+    def setup(self) -> ModelFacts:
+        """Load the pipeline and everything that works on it."""
         torch.set_num_threads(self.threads)
         for library in (diffusers.logging, transformers.logging):
             library.set_verbosity_error()
             library.disable_progress_bar()
         seed_everything("worker", self.config.trainer.seed)
         model, seed = self.config.model, self.config.trainer.seed
-        with caught("gerl.model", logging.INFO) as said:
+        with caught("gerl.model", logging.INFO) as notes:
             self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
         self.algorithm = build_algorithm(self.config)
         self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates)
-        return {
-            "pipeline": type(self.policy.pipe).__name__,
-            "denoisers": list(self.policy.denoisers),
-            "lora_parameters": sum(p.numel() for p in self.policy.lora.values()),
-            "half_precision": any(d.dtype != torch.float32 for d in self.policy.denoisers.values()),
-            "weights": weights_fingerprint(self.policy.denoisers),
-            "said": said,  # what was replaced, left out or kept elsewhere
-        }
+        return ModelFacts(
+            type(self.policy.pipe).__name__,
+            list(self.policy.denoisers),
+            sum(p.numel() for p in self.policy.lora.values()),
+            any(d.dtype != torch.float32 for d in self.policy.denoisers.values()),
+            weights_fingerprint(self.policy.denoisers),
+            notes,
+        )
 
     def address(self) -> str:
         """An address at which the workers can meet for their all-reduce."""
@@ -96,10 +109,8 @@ class HybridWorker:
             if segment.trained
         ]
 
-    def kl_to_base(self, task_id: int) -> list[float] | None:
-        """KL `[B]` to the base model of the samples of a task of this worker; None if another worker drew it."""
-        if task_id not in self.drawn:
-            return None
+    def kl_to_base(self, task_id: int) -> list[float]:
+        """KL `[B]` to the base model of the samples of a task that this worker drew."""
         assert isinstance(self.algorithm, PolicyGradient)
         steps = self.config.sampling.num_inference_steps
         (batch,) = self._batches(task_id, torch.zeros(len(self.drawn[task_id][0].samples), steps))

@@ -14,6 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from gerl.cluster import Cluster
+from gerl.config import ClusterConfig, Config
+from gerl.protocol import RolloutTask
+from gerl.trainer.ray_diffusion_trainer import Drawn, RayDiffusionTrainer
+
 STEPS = 2
 # Brightness, with a log of when it was called and what it saw.
 SEEN = """
@@ -104,6 +109,28 @@ def row_of(run: Any, step: int) -> dict[str, Any]:
 
 def test_one_and_two_workers_draw_and_learn_the_same(one: Any, two: Any) -> None:
     assert_same_run(one, two)
+
+
+def test_all_workers_compute_distances_to_the_base_model_at_once(tmp_path: Path) -> None:
+    """One after the other, each would wait in vain for its colleague."""
+
+    class Meeting:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def kl_to_base(self, task_id: int) -> list[float]:
+            (tmp_path / str(self.rank)).touch()
+            deadline = time.monotonic() + 60
+            while not (tmp_path / str(1 - self.rank)).exists():
+                assert time.monotonic() < deadline, "the other worker was not asked"
+                time.sleep(0.05)
+            return [10.0 * task_id + self.rank]
+
+    tasks = [RolloutTask(i, [], ()) for i in range(4)]
+    with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
+        trainer = RayDiffusionTrainer(Config(), tmp_path, machines, [], [], {})
+        trainer.workers = machines.workers("worker", Meeting, 2, lambda rank: (rank,))  # type: ignore[assignment]
+        assert trainer.kl_to_base(Drawn(tasks, [1, 0, 1, 0])) == [1.0, 10.0, 21.0, 30.0]
 
 
 @pytest.fixture(scope="module")

@@ -31,53 +31,53 @@ class Worker:
 
 
 @pytest.fixture
-def group() -> WorkerGroup:
+def group() -> WorkerGroup[Worker]:
     with Cluster(ClusterConfig(launcher="local", device="cpu", num_workers=3)) as cluster:
         return cluster.workers("worker", Worker, 3, lambda rank: (rank,), gpus=1.0)
 
 
-def test_each_worker_gets_its_arguments_and_results_keep_the_order(group: WorkerGroup) -> None:
+def test_each_worker_gets_its_arguments_and_results_keep_the_order(group: WorkerGroup[Worker]) -> None:
     assert len(group) == 3
-    assert group.run("note", "a") == ["0:a", "1:a", "2:a"]
+    assert group.run(Worker.note, "a") == ["0:a", "1:a", "2:a"]
 
 
-def test_calls_of_a_worker_happen_in_the_order_of_submission(group: WorkerGroup) -> None:
-    pending = [group.submit(i % 2, "note", str(i)) for i in range(5)]
+def test_calls_of_a_worker_happen_in_the_order_of_submission(group: WorkerGroup[Worker]) -> None:
+    pending = [group.submit(i % 2, Worker.note, str(i)) for i in range(5)]
     assert [p.result() for p in pending] == ["0:0", "1:1", "0:2", "1:3", "0:4"]
     assert group.workers[0].calls == ["0", "2", "4"]
 
 
-def test_a_pending_argument_arrives_as_its_value(group: WorkerGroup) -> None:
-    first = group.submit(0, "note", "x")
-    second = group.submit(1, "note", first)
+def test_a_pending_argument_arrives_as_its_value(group: WorkerGroup[Worker]) -> None:
+    first = group.submit(0, Worker.note, "x")
+    second = group.submit(1, Worker.note, first.later())
     assert isinstance(second, Pending) and second.result() == "1:0:x"
 
 
-def test_an_exception_waits_for_whoever_asks(group: WorkerGroup) -> None:
-    pending = group.submit(0, "fail", "no score")
+def test_an_exception_waits_for_whoever_asks(group: WorkerGroup[Worker]) -> None:
+    pending = group.submit(0, Worker.fail, "no score")
     pending.wait()
     for _ in range(2):
         with pytest.raises(RewardError, match="no score"):
             pending.result()
     with pytest.raises(ZeroDivisionError):
-        group.submit(0, "crash").result()
+        group.submit(0, Worker.crash).result()
 
 
-def test_what_depends_on_a_failed_call_fails_with_its_exception(group: WorkerGroup) -> None:
-    chained = group.submit(1, "note", group.submit(0, "fail", "the cause"))
+def test_what_depends_on_a_failed_call_fails_with_its_exception(group: WorkerGroup[Worker]) -> None:
+    chained = group.submit(1, Worker.note, group.submit(0, Worker.fail, "the cause").later())
     assert group.workers[1].calls == []
     with pytest.raises(RewardError, match="the cause"):
         chained.result()
 
 
-def test_a_signal_is_not_kept_for_later(group: WorkerGroup) -> None:
+def test_a_signal_is_not_kept_for_later(group: WorkerGroup[Worker]) -> None:
     with pytest.raises(Interrupted):
-        group.submit(0, "interrupt")
+        group.submit(0, Worker.interrupt)
 
 
-def test_a_failure_on_one_worker_is_that_of_the_group(group: WorkerGroup) -> None:
+def test_a_failure_on_one_worker_is_that_of_the_group(group: WorkerGroup[Worker]) -> None:
     with pytest.raises(RewardError):
-        group.run("fail", "x")
+        group.run(Worker.fail, "x")
 
 
 def test_devices_and_threads() -> None:
@@ -120,13 +120,13 @@ def test_scorers_that_leave_a_worker_less_than_half_a_gpu_are_refused() -> None:
         worker_share(1, 1, [0.3, 0.3])
 
 
-def test_the_first_that_has_ended_is_waited_for(group: WorkerGroup) -> None:
-    ended = [group.submit(i, "note", "x") for i in range(2)]
+def test_the_first_that_has_ended_is_waited_for(group: WorkerGroup[Worker]) -> None:
+    ended = [group.submit(i, Worker.note, "x") for i in range(2)]
     assert wait_any(ended) == ended and wait_any([]) == []
 
 
-def test_a_restarted_worker_of_this_process_goes_on(group: WorkerGroup) -> None:
-    group.run("note", "a")
+def test_a_restarted_worker_of_this_process_goes_on(group: WorkerGroup[Worker]) -> None:
+    group.run(Worker.note, "a")
     group.restart(1)
     assert group.workers[1].calls == ["a"]
 

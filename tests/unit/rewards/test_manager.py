@@ -1,7 +1,6 @@
 """The reward manager in this process; its processes over Ray, and how it outlives them, are in tests/e2e."""
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from gerl.cluster import Cluster, Pending
 from gerl.config import ClusterConfig, RewardConfig, ScorerConfig
-from gerl.errors import ModelError
 from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.rewards.manager import RewardManager
 
@@ -55,12 +53,11 @@ def samples(*values: tuple[int, float], **metadata: Any) -> list[Sample]:
     return [Sample(Prompt(p, f"p{p}", {"value": v, **metadata}), i, 0, 1) for i, (p, v) in enumerate(values)]
 
 
-def draw(batches: Sequence[Sequence[Sample]]) -> Any:
-    return lambda i: Pending("worker", value=Images(i, np.zeros((len(batches[i]), 4, 4, 3), np.uint8), 0.0))
-
-
 def scored(made: RewardManager, *batches: list[Sample]) -> list[Scores]:
-    return made.open(batches, draw(batches)).finish()
+    scoring = made.open(batches)
+    for i, batch in enumerate(batches):
+        scoring.add(i, Pending("worker", value=Images(i, np.zeros((len(batch), 4, 4, 3), np.uint8), 0.0)))
+    return scoring.finish()
 
 
 def test_totals_are_weighted_sums_of_shaped_scores(file: str) -> None:
@@ -126,38 +123,6 @@ def test_retries_are_logged_and_counted(file: str, tmp_path: Path, caplog: pytes
     assert set(metrics) == {f"scorer/f/{m}" for m in names}
     assert metrics["scorer/f/retries"] == 1 and metrics["scorer/f/latency_s"] > 0
     assert set(made.metrics().values()) == {0.0}  # a new count
-
-
-def test_what_drawing_raised_is_raised(file: str) -> None:
-    def fail() -> Any:
-        raise ModelError("out of memory")
-
-    batch = samples((0, 1.0))
-    with pytest.raises(ModelError, match="out of memory"):
-        manager(a=ScorerConfig(1.0, file)).open([batch], lambda _: Pending("worker", call=fail)).finish()
-
-
-def test_drawing_pauses_while_scorers_lag_behind(file: str) -> None:
-    """What is drawn and not scored stays bounded; here every call ends when it is submitted."""
-    batches, submitted = [samples((i, 1.0)) for i in range(20)], list[int]()
-
-    def drawn(i: int) -> Pending:
-        submitted.append(i)
-        pending: Pending = draw(batches)(i)
-        return pending
-
-    made = manager(a=ScorerConfig(1.0, file))
-    scoring = made.open(batches, drawn)
-    scoring._advance()
-    assert submitted == [0, 1]  # no more are on their way to a worker at once
-    (process,) = made.pools["a"].idle
-    made.pools["a"].idle.clear()  # as while the process is at work
-    for _ in range(10):
-        scoring._advance()
-    assert submitted == [0, 1, 2, 3]
-    made.pools["a"].idle.append(process)
-    assert [s.totals for s in scoring.finish()] == [[1.0]] * 20
-    assert submitted == list(range(20))
 
 
 def test_scorers_on_one_model_share_their_processes(file: str) -> None:

@@ -1,0 +1,59 @@
+"""Draw and score: the workers draw micro-batches, the scorers look at each while the next ones are drawn."""
+
+from collections.abc import Callable, Sequence
+
+from gerl.cluster import Pending, wait_any
+from gerl.protocol import Images, Scores
+from gerl.rewards.manager import RewardManager, Scorable
+
+AHEAD = 2  # micro-batches submitted to a worker: the one it draws and the next
+
+
+class Rollouts:
+    """Micro-batches of `samples` on their way: `draw(i)` submits the i-th, to worker `i % workers`.
+
+    Where the scorers do not keep up, drawing pauses, so that images do not pile up.
+    """
+
+    def __init__(
+        self,
+        manager: RewardManager,
+        samples: Sequence[Sequence[Scorable]],
+        draw: Callable[[int], Pending[Images]],
+        workers: int,
+    ) -> None:
+        self.draw, self.workers, self.count = draw, workers, len(samples)
+        self.scoring = manager.open(samples)
+        self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
+        self.drawn: set[int] = set()
+        self.limit = workers + self.scoring.capacity  # something is always there to be scored
+
+    def wait_until_drawn(self) -> None:
+        """Return when all images are drawn; raises what drawing and scoring raise."""
+        while len(self.drawn) < self.count:
+            self.advance()
+
+    def finish(self) -> list[Scores]:
+        """The scores of all micro-batches, in order; raises what drawing and scoring raise."""
+        self.wait_until_drawn()
+        return self.scoring.finish()
+
+    def advance(self) -> None:
+        """Submit what can be, wait until something has ended, and deal with it."""
+        self._submit()
+        self.scoring.submit()
+        drawing = [image for i, image in enumerate(self.images) if i not in self.drawn]
+        awaited, seconds = self.scoring.awaited()
+        ended = set(wait_any([*drawing, *awaited], seconds))
+        for i, image in enumerate(self.images):
+            if i not in self.drawn and image in ended:
+                self.drawn.add(i)
+                self.scoring.add(i, image)
+        self.scoring.collect(ended)
+
+    def _submit(self) -> None:
+        while len(self.images) < self.count and self.scoring.queued < self.limit:
+            i = len(self.images)
+            if len([k for k in range(i % self.workers, i, self.workers) if k not in self.drawn]) >= AHEAD:
+                break
+            self.images.append(self.draw(i))

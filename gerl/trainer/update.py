@@ -1,0 +1,115 @@
+"""Train: the optimizer steps of a trainer step, the same on all workers."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from gerl.algorithms import Algorithm, count_pairs
+from gerl.algorithms.planning import update_parts
+from gerl.algorithms.signal_checks import ratio_limit, ratio_problem
+from gerl.cluster import WorkerGroup
+from gerl.config import Config
+from gerl.errors import TrainingError
+from gerl.protocol import RolloutTask, StepResult, UpdateStats
+from gerl.run.state import RunState
+from gerl.trainer.credit import Metrics
+from gerl.utils.seeding import seed_everything
+from gerl.workers.hybrid import HybridWorker
+
+logger = logging.getLogger(__name__)
+MAX_NONFINITE = 3  # updates without a finite gradient that are skipped before the run stops
+
+
+class Update:
+    """Turns credit into optimizer steps, and counts them in the run's `state`."""
+
+    def __init__(
+        self,
+        config: Config,
+        algorithm: Algorithm,
+        workers: WorkerGroup[HybridWorker],
+        state: RunState,
+        half_precision: bool,
+    ) -> None:
+        self.config, self.algorithm, self.workers, self.state = config, algorithm, workers, state
+        self.ratio_limit = ratio_limit(config.actor, half_precision)
+        self.unfinished = False  # some, but not all, optimizer steps of a trainer step are taken
+
+    def run(self, tasks: Sequence[RolloutTask], credit: torch.Tensor) -> Metrics:
+        """Take the step's optimizer steps for the `credit` `[B, T]` of its samples; returns their metrics.
+
+        The first one is on policy, where the ratio must be 1. Raises `TrainingError` if it is not, or if too many
+        gradients are not finite.
+        """
+        seed_everything("update", self.config.trainer.seed, self.state.step)
+        by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
+        stats, result, deviation = UpdateStats(), StepResult(0.0, 0.0, False), 0.0
+        for number, part in enumerate(update_parts(tasks, self.config.actor.updates_per_step)):
+            given = {task.id: by_task[task.id] for task in part}
+            if not self.has_signal(torch.cat(list(given.values()))):
+                continue  # decided here for all workers, which must take the same steps
+            pairs = count_pairs((task, given[task.id]) for task in part)
+            new = sum(self.workers.run(HybridWorker.accumulate, given, pairs), UpdateStats())
+            if number == 0 and self.algorithm.on_policy_ratio:
+                deviation = new.ratio_deviation
+                self.check_ratio(deviation)
+            self._reduce_gradients()
+            result = self.workers.run(HybridWorker.step)[0]
+            self.unfinished |= result.applied
+            self.count(result)
+            stats += new
+        self.workers.run(HybridWorker.finish_step, self.state.step + 1)
+        self.unfinished = False
+        return actor_metrics(stats, result, deviation) | {
+            "actor/nonfinite_updates": float(self.state.nonfinite),
+            "actor/policy_version": float(self.state.policy_version),
+        }
+
+    def has_signal(self, credit: torch.Tensor) -> bool:
+        """Whether there is anything to learn from `credit`, NaN where a sample is not trained on."""
+        known = credit[~credit.isnan()]
+        return bool(len(known) if self.algorithm.needs_all_samples else known.any())
+
+    def check_ratio(self, deviation: float) -> None:
+        """Raise `TrainingError` if the ratio on policy is not 1; a NaN comes with a gradient that `count` skips."""
+        if deviation > self.ratio_limit:
+            raise TrainingError(ratio_problem(deviation, self.ratio_limit))
+
+    def count(self, result: StepResult) -> None:
+        """Count an optimizer step; raises `TrainingError` if too many were skipped."""
+        self.state.policy_version += result.applied
+        if not result.applied:
+            self.state.nonfinite += 1
+            logger.warning("update skipped: its gradient is not finite (%d so far)", self.state.nonfinite)
+            if self.state.nonfinite > MAX_NONFINITE:
+                raise TrainingError(
+                    f"{self.state.nonfinite} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
+                )
+
+    def _reduce_gradients(self) -> None:
+        """Sum the workers' gradients, so that all take the same step."""
+        if len(self.workers) == 1:
+            return
+        if self.workers.remote:
+            self.workers.run(HybridWorker.reduce_gradient)
+        else:
+            total = torch.stack(self.workers.run(HybridWorker.flat_gradient)).sum(0)
+            self.workers.run(HybridWorker.set_flat_gradient, total)
+
+
+def actor_metrics(stats: UpdateStats, result: StepResult, deviation: float) -> Metrics:
+    """Averages over the trained pairs, the last optimizer step, and the `deviation` of the ratio on policy."""
+    pairs = max(stats.pairs, 1)
+    return {
+        "actor/ratio_deviation": deviation,
+        "actor/clip_fraction": (stats.clip_low + stats.clip_high) / pairs,
+        "actor/clip_fraction_low": stats.clip_low / pairs,
+        "actor/clip_fraction_high": stats.clip_high / pairs,
+        "actor/log_ratio_mean": stats.log_ratio / pairs,
+        "actor/loss": stats.loss / pairs,
+        "actor/kl": stats.kl / pairs,
+        "actor/grad_norm": result.grad_norm,
+        "actor/lr": result.lr,
+        **{f"actor/{name}": value / pairs for name, value in stats.extra.items()},
+    }

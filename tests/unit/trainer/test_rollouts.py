@@ -1,0 +1,78 @@
+"""Drawing and scoring at the same time, in this process; over Ray it is in tests/e2e."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gerl.cluster import Cluster, Pending
+from gerl.config import ClusterConfig, RewardConfig, ScorerConfig
+from gerl.errors import ModelError
+from gerl.protocol import Images, Prompt, Sample
+from gerl.rewards.manager import RewardManager
+from gerl.trainer.rollouts import Rollouts
+
+BATCHES = [[Sample(Prompt(i, f"p{i}", {"value": float(i)}), 0, 0, 1)] for i in range(20)]
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> RewardManager:
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score(images, prompts, metadata):\n    return [row['value'] for row in metadata]\n")
+    return RewardManager(RewardConfig({"a": ScorerConfig(1.0, str(file))}), Cluster(ClusterConfig(launcher="local")))
+
+
+def drawing(submitted: list[int]) -> Callable[[int], Pending[Images]]:
+    def draw(i: int) -> Pending[Images]:
+        submitted.append(i)
+        return Pending("worker", value=Images(i, np.zeros((1, 4, 4, 3), np.uint8), 0.0))
+
+    return draw
+
+
+def test_every_micro_batch_is_drawn_once_and_scored_in_its_place(manager: RewardManager) -> None:
+    submitted: list[int] = []
+    rollouts = Rollouts(manager, BATCHES, drawing(submitted), workers=3)
+    rollouts.wait_until_drawn()
+    assert submitted == list(range(20))
+    assert [s.totals for s in rollouts.finish()] == [[float(i)] for i in range(20)]
+    assert [image.result().task_id for image in rollouts.images] == list(range(20))
+
+
+def test_what_drawing_raised_is_raised(manager: RewardManager) -> None:
+    def fail() -> Images:
+        raise ModelError("out of memory")
+
+    with pytest.raises(ModelError, match="out of memory"):
+        Rollouts(manager, BATCHES[:1], lambda _: Pending("worker", call=fail), workers=1).finish()
+
+
+def test_drawing_pauses_while_scorers_lag_behind(manager: RewardManager) -> None:
+    """What is drawn and not scored stays bounded; here every call ends when it is submitted."""
+    submitted: list[int] = []
+    rollouts = Rollouts(manager, BATCHES, drawing(submitted), workers=1)
+    rollouts.advance()
+    assert submitted == [0, 1]  # no more are on their way to a worker at once
+    (process,) = manager.pools["a"].idle
+    manager.pools["a"].idle.clear()  # as while the process is at work
+    for _ in range(10):
+        rollouts.advance()
+    assert submitted == [0, 1, 2, 3]
+    manager.pools["a"].idle.append(process)
+    assert [s.totals for s in rollouts.finish()] == [[float(i)] for i in range(20)]
+    assert submitted == list(range(20))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_no_worker_has_more_than_two_micro_batches_at_once(manager: RewardManager, workers: int) -> None:
+    submitted: list[int] = []
+    rollouts = Rollouts(manager, BATCHES, drawing(submitted), workers)
+
+    def on_their_way(worker: int) -> Sequence[int]:
+        return [i for i in submitted if i % workers == worker and i not in rollouts.drawn]
+
+    while len(rollouts.drawn) < len(BATCHES):
+        rollouts._submit()
+        assert max(len(on_their_way(worker)) for worker in range(workers)) <= 2
+        rollouts.advance()

@@ -1,0 +1,74 @@
+"""What the driver decides of an update by itself; whole runs are in tests/e2e."""
+
+import math
+
+import pytest
+import torch
+
+from gerl.algorithms import build_algorithm
+from gerl.cluster import Cluster
+from gerl.config import ActorConfig, AlgorithmConfig, ClusterConfig, Config
+from gerl.errors import TrainingError
+from gerl.protocol import StepResult, UpdateStats
+from gerl.run.state import RunState
+from gerl.trainer.update import Update, actor_metrics
+from gerl.workers.hybrid import HybridWorker
+
+
+def update(half_precision: bool = False, **actor: float) -> Update:
+    config = Config(actor=ActorConfig(**actor))  # type: ignore[arg-type]
+    with Cluster(ClusterConfig(launcher="local", device="cpu")) as cluster:
+        nobody = cluster.workers("worker", HybridWorker, 0, lambda rank: ())
+    return Update(config, build_algorithm(config), nobody, RunState(), half_precision)
+
+
+@pytest.mark.parametrize(
+    ("half", "limit", "passes", "stops"), [(False, None, 9e-4, 2e-3), (True, None, 1.9e-2, 3e-2), (True, 0.5, 0.4, 0.6)]
+)
+def test_a_ratio_that_is_not_one_stops_the_run(half: bool, limit: float | None, passes: float, stops: float) -> None:
+    checked = update(half, **({} if limit is None else {"max_ratio_deviation": limit}))
+    checked.check_ratio(passes)
+    with pytest.raises(TrainingError, match=r"actor\.max_ratio_deviation=.*model\.dtype=float32"):
+        checked.check_ratio(stops)
+
+
+def test_updates_without_a_finite_gradient_are_counted_and_fatal_after_the_limit() -> None:
+    counted = update()
+    counted.count(StepResult(1.0, 1e-3, True))
+    for _ in range(3):
+        counted.count(StepResult(float("nan"), 1e-3, False))
+    assert (counted.state.policy_version, counted.state.nonfinite) == (1, 3)
+    with pytest.raises(TrainingError, match=r"4 .*actor\.lr"):
+        counted.count(StepResult(float("inf"), 1e-3, False))
+
+
+def test_an_update_without_any_signal_is_decided_by_the_driver() -> None:
+    credit = torch.tensor([[0.0, 0.0], [math.nan, math.nan]])
+    decided = update()
+    assert not decided.has_signal(credit) and decided.has_signal(torch.tensor([[0.0, -1.0]]))
+    decided.algorithm = build_algorithm(Config(algorithm=AlgorithmConfig(kl_coef=0.1)))
+    assert decided.has_signal(credit) and not decided.has_signal(credit[1:])  # there is a KL
+
+
+def test_a_nan_among_the_ratios_is_not_lost() -> None:
+    total = sum([UpdateStats(ratio_deviation=float("nan")), UpdateStats(ratio_deviation=0.5)], UpdateStats())
+    assert math.isnan(total.ratio_deviation)
+
+
+def test_actor_metrics_are_averages_over_pairs() -> None:
+    stats = UpdateStats(
+        pairs=4, loss=2.0, kl=1.0, clip_low=1.0, clip_high=2.0, log_ratio=-4.0, ratio_deviation=0.5, extra={"a": 8.0}
+    )
+    metrics = actor_metrics(stats, StepResult(3.0, 1e-3, True), deviation=1e-6)
+    assert metrics == {
+        "actor/ratio_deviation": 1e-6,
+        "actor/clip_fraction": 0.75,
+        "actor/clip_fraction_low": 0.25,
+        "actor/clip_fraction_high": 0.5,
+        "actor/log_ratio_mean": -1.0,
+        "actor/loss": 0.5,
+        "actor/kl": 0.25,
+        "actor/grad_norm": 3.0,
+        "actor/lr": 1e-3,
+        "actor/a": 2.0,
+    }
