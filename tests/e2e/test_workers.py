@@ -14,11 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from gerl.cluster import Cluster
-from gerl.config import ClusterConfig, Config
-from gerl.protocol import RolloutTask
-from gerl.trainer.ray_diffusion_trainer import Drawn, RayDiffusionTrainer
-
 STEPS = 2
 # Brightness, with a log of when it was called and what it saw.
 SEEN = """
@@ -37,6 +32,33 @@ ray.init(address="local", include_dashboard=False, num_cpus=2, log_to_driver=Fal
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.readline()
 print(ray.get(ray.remote(lambda: 42).remote()), flush=True)
+"""
+MEETING = """
+import time
+from pathlib import Path
+from gerl.cluster import Cluster
+from gerl.config import ClusterConfig, Config
+from gerl.protocol import RolloutTask
+from gerl.trainer.ray_diffusion_trainer import Drawn, RayDiffusionTrainer
+
+here = Path.cwd()
+
+class Meeting:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def kl_to_base(self, task_id):
+        (here / f"rank{self.rank}").touch()
+        deadline = time.monotonic() + 60
+        while not (here / f"rank{1 - self.rank}").exists():
+            assert time.monotonic() < deadline, "the other worker was not asked"
+            time.sleep(0.05)
+        return [10.0 * task_id + self.rank]
+
+with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
+    trainer = RayDiffusionTrainer(Config(), here, machines, [], [], {})
+    trainer.workers = machines.workers("worker", Meeting, 2, lambda rank: (rank,))
+    print(trainer.kl_to_base(Drawn([RolloutTask(i, [], ()) for i in range(4)], [1, 0, 1, 0])))
 """
 
 
@@ -113,24 +135,9 @@ def test_one_and_two_workers_draw_and_learn_the_same(one: Any, two: Any) -> None
 
 def test_all_workers_compute_distances_to_the_base_model_at_once(tmp_path: Path) -> None:
     """One after the other, each would wait in vain for its colleague."""
-
-    class Meeting:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def kl_to_base(self, task_id: int) -> list[float]:
-            (tmp_path / str(self.rank)).touch()
-            deadline = time.monotonic() + 60
-            while not (tmp_path / str(1 - self.rank)).exists():
-                assert time.monotonic() < deadline, "the other worker was not asked"
-                time.sleep(0.05)
-            return [10.0 * task_id + self.rank]
-
-    tasks = [RolloutTask(i, [], ()) for i in range(4)]
-    with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
-        trainer = RayDiffusionTrainer(Config(), tmp_path, machines, [], [], {})
-        trainer.workers = machines.workers("worker", Meeting, 2, lambda rank: (rank,))  # type: ignore[assignment]
-        assert trainer.kl_to_base(Drawn(tasks, [1, 0, 1, 0])) == [1.0, 10.0, 21.0, 30.0]
+    (tmp_path / "meeting.py").write_text(MEETING)
+    done = subprocess.run([sys.executable, "meeting.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "[1.0, 10.0, 21.0, 30.0]\n", done.stderr
 
 
 @pytest.fixture(scope="module")
