@@ -157,16 +157,27 @@ def cluster() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
 
 
 def test_a_ray_cluster_is_joined_and_left_running(
-    run: Callable[..., Any], two: Any, cluster: tuple[str, "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
+    arguments: Callable[..., list[str]],
+    start: Any,
+    run_of: Any,
+    keys: dict[str, Any],
+    two: Any,
+    cluster: tuple[str, "subprocess.Popen[str]"],
+    tmp_path: Path,
 ) -> None:
-    address, process = cluster
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    over_ray = run(cluster__num_workers=2, cluster__launcher="ray")
+    """In a process of its own: one that had an embedded Ray before loses its actors on another cluster."""
+    address, cluster_process = cluster
+    over_ray = run_of(tmp_path / "run")
+    more = keys | {"cluster__num_workers": 2, "cluster__launcher": "ray"}
+    log = f"reward.scorers.bright.kwargs.log={tmp_path / 'log'}"
+    process = start(arguments(over_ray.folder, log, **more), RAY_ADDRESS=address)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
     assert_same_run(over_ray, two)
     # streaming: the first micro-batch is scored long before the last one is drawn
     times = [call["time"] for call in calls(over_ray)][-10:-2]  # of the last rollout
     assert times[-1] - times[0] > 0.2 * over_ray.metrics[-1]["timing/rollout_s"]
-    answer, _ = process.communicate("\n", timeout=30)
+    answer, _ = cluster_process.communicate("\n", timeout=30)
     assert answer.strip() == "42"
 
 
