@@ -80,7 +80,7 @@ class RewardWorker:
         The first of several columns is the score and has the scorer's name, the others are `name/column`.
         """
         scorer = self.scorers[name]
-        frames = getattr(scorer, "takes_frames", False)
+        frames = scorer.takes_frames
         owners = [i for i, p in enumerate(pixels) for _ in range(1 if frames or p.ndim == 3 else _shown(p))]
         # Copies, so that no scorer changes what another one, or a retry, gets to see.
         pictures = [picture for p in pixels for picture in _pictures(p, whole=frames)]

@@ -20,7 +20,6 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from gerl.errors import DataError, RewardError
-from gerl.protocol import Prompt
 from gerl.rewards.scorers import Scorer
 from gerl.rewards.scorers.http import png_base64
 from gerl.rewards.scorers.jpeg import JpegIncompressibility
@@ -55,7 +54,7 @@ class LocalScoring:
             return join(self.name, score_items(self.name, self.scorer, items))
 
 
-class Red:
+class Red(Scorer):
     """The red channel; metadata say what else happens. `batches` has the size of every call."""
 
     def __init__(self) -> None:
@@ -79,9 +78,6 @@ class Red:
             "red": [row.get("score", value) for row, value in zip(metadata, red, strict=True)],
             "length": [float(len(prompt)) for prompt in prompts],
         }
-
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Any prompt will do."""
 
 
 @contextmanager
