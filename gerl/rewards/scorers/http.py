@@ -88,7 +88,10 @@ def read_token(file: str | None, variable: str | None) -> tuple[str | None, str]
     elif variable is not None:
         source = f"token_env={variable}"
         if variable not in os.environ:
-            raise RewardError(f"{source}: this variable is not set; export it for driver and reward workers")
+            raise RewardError(
+                f"{source} holds no token: this variable is not set; export it for driver and reward workers, "
+                "or for the service"
+            )
         token = os.environ[variable]
     else:
         return None, ""
