@@ -155,7 +155,7 @@ class OcrScorer(Scorer):
     @cached_property
     def _paddle(self) -> Any:
         paddleocr = require("paddleocr", EXTRAS["paddleocr"])
-        place: dict[str, Any] = {"device": "cpu", "cpu_threads": self.threads}
+        place: dict[str, object] = {"device": "cpu", "cpu_threads": self.threads}
         if not self.detect:
             return paddleocr.TextRecognition(**place)
         # Without these three it would turn and unbend pages, which takes further models.
