@@ -11,7 +11,7 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import SCORERS, build_scorer
+from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.remote import RemoteScorer
 
 IMAGES = [Image.new("RGB", (4, 2), (10 * i, 0, 0)) for i in range(5)]
@@ -155,8 +155,7 @@ def test_no_images_are_an_error() -> None:
         remote("http://127.0.0.1:1")([], [], [])
 
 
-def test_it_is_built_from_kwargs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCORERS, "remote", RemoteScorer)
+def test_it_is_built_from_kwargs() -> None:
     kwargs: dict[str, Any] = {"url": "http://127.0.0.1:8100", "scorer": "red", "batch_size": 4}
     assert build_scorer("remote", ScorerConfig(kwargs=kwargs)) == RemoteScorer(**kwargs)
     for wrong, message in (
