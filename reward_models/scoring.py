@@ -146,7 +146,7 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
         raise
     except DataError as error:  # the request asks for what cannot be scored
         return Refusal(422, str(error))
-    # The scorer is anyone's code and may raise anything; whoever asked is told.
+    # The scorer may be a user's code and raise anything; the client is told in a refusal.
     except Exception as error:
         log.exception("scorer %s raised", name)
         what = str(error) if isinstance(error, GerlError) else f"{type(error).__name__}: {error}"

@@ -51,7 +51,7 @@ def _none_is_empty(value: object) -> object:
 
 @dataclass(frozen=True)
 class Row:
-    """What GenEval's metadata of a prompt asks for: all of `include`, and fewer than each of `exclude`."""
+    """The demands of GenEval's metadata of a prompt: all of `include`, and fewer than each of `exclude`."""
 
     tag: str
     include: Annotated[tuple[Clause, ...], BeforeValidator(_none_is_empty)] = ()
@@ -258,7 +258,7 @@ class GenEvalScorer(Scorer):
         return colours
 
     def _colour_features(self, name: str) -> torch.Tensor:
-        """What CLIP makes of a class in each of the colours: features [10, dim], each of length 1."""
+        """CLIP's text features [10, dim], each of length 1, of a class in each of the colours."""
         if name not in self._known:
             tower = clip_tower(self.colour_model, device=self.device, dtype=self.dtype)
             texts = [template.format(colour, name) for colour in COLOURS for template in TEMPLATES]

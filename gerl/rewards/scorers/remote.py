@@ -33,7 +33,7 @@ class ServiceScorer(HttpScorer):
         check_url("url", self.url)
 
     def health(self) -> dict[str, JSON]:
-        """The service's answer about itself; raises `RewardError` if it is not there or speaks another version."""
+        """The service's answer about itself; raises `RewardError` if there is none, or of another protocol version."""
         with self.client(self.url) as client:
             return _checked(client, client.get("/v1/health"))
 
