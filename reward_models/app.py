@@ -14,7 +14,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self, TypeVar
+from functools import partial
+from typing import Literal, Self
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -31,7 +32,6 @@ from gerl.rewards.scorers.remote import VERSION
 from reward_models.scoring import Refusal, Scoring
 
 log = logging.getLogger(__name__)
-Collector = TypeVar("Collector")  # of prometheus_client
 
 SCORE = "/v1/score"
 DRAIN_BYTES, DRAIN_SECONDS = 256 * 10**6, 10.0  # of the body of a refused request
@@ -113,16 +113,15 @@ class Metrics:
     """The numbers at /metrics, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = self._make(Counter, "requests", "requests to /v1/score that were answered")
-        self.errors = self._make(Counter, "errors", "of those, answered with an error", labelnames=["reason"])
-        self.images = self._make(Counter, "images", "images scored")
-        self.seconds = self._make(Histogram, "request_seconds", "from first byte to answer", buckets=BUCKETS)
-        self.in_flight = self._make(Gauge, "requests_in_flight", "requests admitted and not yet answered")
-        self.queue = self._make(Gauge, "queue_images", "images handed to the scorer and not yet scored")
-
-    def _make(self, kind: Callable[..., Collector], name: str, text: str, **options: object) -> Collector:
-        return kind(f"gerl_reward_{name}", text, registry=self.registry, **options)
+        self.registry = registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.requests = counter("gerl_reward_requests", "requests to /v1/score that were answered")
+        self.errors = counter("gerl_reward_errors", "of those, answered with an error", labelnames=["reason"])
+        self.images = counter("gerl_reward_images", "images scored")
+        seconds = ("gerl_reward_request_seconds", "from first byte to answer")
+        self.seconds = Histogram(*seconds, buckets=BUCKETS, registry=registry)
+        self.in_flight = gauge("gerl_reward_requests_in_flight", "requests admitted and not yet answered")
+        self.queue = gauge("gerl_reward_queue_images", "images handed to the scorer and not yet scored")
 
 
 class TokenBucket:

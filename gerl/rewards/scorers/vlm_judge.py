@@ -268,15 +268,8 @@ class VlmJudge(ChatScorer):
 
     @property
     def _template(self) -> str:
-        if self.template is not None:
-            return self.template
-        match self.mode:
-            case "regex":
-                return RATE
-            case "yes_no":
-                return YES_NO
-            case "rubric":
-                return RUBRIC if self.one_request else ASPECT
+        templates = {"regex": RATE, "yes_no": YES_NO, "rubric": RUBRIC if self.one_request else ASPECT}
+        return templates[self.mode] if self.template is None else self.template
 
     def _text(self, prompt: str, metadata: Metadata, question: str) -> str:
         fields = {"low": f"{self.limits[0]:g}", "high": f"{self.limits[1]:g}"}
@@ -289,24 +282,22 @@ class VlmJudge(ChatScorer):
     def _judge(self, client: Client, image: str, prompt: str, metadata: Metadata) -> dict[str, float]:
         """The score of an image, or that of each aspect."""
 
-        def read(choice: Choice) -> float:
-            return number_in(choice, self.pattern, self.limits) / self.scale
-
-        def ask(question: str = "") -> float:
+        def ask(read: Callable[[Choice], Answer], question: str = "", tokens: int = 512, **body: object) -> Answer:
             text = self._text(prompt, metadata, question)
-            return self.ask(client, prompt, text, image, read, max_tokens=self.max_tokens or 512)
+            return self.ask(client, prompt, text, image, read, max_tokens=self.max_tokens or tokens, **body)
 
-        text = self._text(prompt, metadata, "")
         match self.mode:
             case "regex":
-                return {"score": ask()}
+                return {"score": ask(self._read_number)}
             case "yes_no":
-                body = {"max_tokens": self.max_tokens or 1, "logprobs": True, "top_logprobs": 20}
-                return {"score": self.ask(client, prompt, text, image, self._read_yes_no, **body)}
+                return {"score": ask(self._read_yes_no, tokens=1, logprobs=True, top_logprobs=20)}
             case "rubric" if self.one_request:
-                return self.ask(client, prompt, text, image, self._read_rubric, max_tokens=self.max_tokens or 512)
+                return ask(self._read_rubric)
             case "rubric":
-                return {name: ask(question) for name, question in self.aspects.items()}
+                return {name: ask(self._read_number, question) for name, question in self.aspects.items()}
+
+    def _read_number(self, choice: Choice) -> float:
+        return number_in(choice, self.pattern, self.limits) / self.scale
 
     def _read_yes_no(self, choice: Choice) -> float:
         return probability_of_yes(choice, self.yes, self.no, self.min_mass)
