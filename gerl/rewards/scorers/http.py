@@ -142,18 +142,12 @@ class Client:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def get(self, path: str) -> JSON:
-        """The JSON that `GET url + path` answers."""
-        return self._request("GET", path, None)
-
     def post(self, path: str, payload: Mapping[str, object]) -> JSON:
         """The JSON that `POST url + path` answers to `payload`."""
-        return self._request("POST", path, json.dumps(payload, allow_nan=False).encode())
-
-    def _request(self, method: str, path: str, body: bytes | None) -> JSON:
+        body = json.dumps(payload, allow_nan=False).encode()
         for attempt in range(self.config.retries + 1):
             try:
-                return self._once(method, self.url + path, body)
+                return self._once(self.url + path, body)
             except _Transient as error:
                 if attempt == self.config.retries:
                     raise RewardError(f"{error} ({attempt + 1} attempts)") from None
@@ -167,12 +161,12 @@ class Client:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _once(self, method: str, url: str, body: bytes | None) -> JSON:
+    def _once(self, url: str, body: bytes) -> JSON:
         deadline = time.monotonic() + self.config.timeout
-        asked = f"{method} {url}"
+        asked = f"POST {url}"
         try:
-            with self._session.request(
-                *(method, url),
+            with self._session.post(
+                url,
                 data=body,
                 headers={"Content-Type": "application/json", "Accept": "application/json"},
                 auth=self._authorise,

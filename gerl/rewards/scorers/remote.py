@@ -32,11 +32,6 @@ class ServiceScorer(HttpScorer):
         super().__post_init__()
         check_url("url", self.url)
 
-    def health(self) -> dict[str, JSON]:
-        """The service's answer about itself; raises `RewardError` if there is none, or of another protocol version."""
-        with self.client(self.url) as client:
-            return _checked(client, client.get("/v1/health"))
-
     def columns(self, scorer: str, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         """The columns [B] that `scorer` of the service gives.
 

@@ -44,11 +44,8 @@ def asking(*answers: Answer | Callable[[Asked], Answer], **kwargs: Any) -> Itera
 def test_a_right_answer_takes_one_request_with_json_both_ways() -> None:
     with serving(GOOD) as service, quick().client(service.url + "/") as client:
         assert client.post("/score", {"a": ["ä", 1.5]}) == {"ok": 1}
-        assert client.get("/health") == {"ok": 1}
-    assert [(asked.method, asked.path, asked.json) for asked in service.asked] == [
-        ("POST", "/score", {"a": ["ä", 1.5]}),
-        ("GET", "/health", None),
-    ]
+    (asked,) = service.asked
+    assert (asked.method, asked.path, asked.json) == ("POST", "/score", {"a": ["ä", 1.5]})
     assert "Authorization" not in service.asked[0].headers
     assert service.asked[0].headers["Content-Type"] == "application/json"
 
@@ -92,7 +89,7 @@ def test_trouble_that_stays_is_reported_after_all_attempts() -> None:
 def test_waits_double() -> None:
     with asking(Answer({}, 500), Answer({}, 500), GOOD, backoff=0.1) as (_, client):
         start = time.perf_counter()
-        client.get("/")
+        client.post("/", {})
         assert 0.75 * 0.3 <= time.perf_counter() - start < 1.5
 
 
@@ -102,7 +99,7 @@ def test_retry_after_is_honoured(date: bool) -> None:
     value = email.utils.formatdate(time.time() + 2, usegmt=True) if date else "1"
     with asking(Answer({}, 429, {"Retry-After": value}), GOOD) as (service, client):
         start = time.perf_counter()
-        assert client.get("/") == {"ok": 1}
+        assert client.post("/", {}) == {"ok": 1}
         assert 0.9 <= time.perf_counter() - start < 3
     assert len(service.asked) == 2
 
@@ -112,23 +109,23 @@ def test_a_service_that_asks_for_an_hour_is_an_error_at_once() -> None:
         asking(Answer({}, 429, {"Retry-After": "3600"}), GOOD) as (service, client),
         pytest.raises(RewardError, match="asks to wait 3600 s"),
     ):
-        client.get("/")
+        client.post("/", {})
     assert len(service.asked) == 1
 
 
 def test_nonsense_in_retry_after_does_not_matter() -> None:
     with asking(Answer({}, 503, {"Retry-After": "soon"}), GOOD) as (_, client):
-        assert client.get("/") == {"ok": 1}
+        assert client.post("/", {}) == {"ok": 1}
 
 
 def test_a_slow_answer_times_out_and_is_asked_again() -> None:
     with asking(Answer(delay=1.0), GOOD, timeout=0.2) as (_, client):
-        assert client.get("/") == {"ok": 1}
+        assert client.post("/", {}) == {"ok": 1}
     with (
         asking(Answer(delay=1.0), timeout=0.1, retries=1) as (_, client),
         pytest.raises(RewardError, match=r"raise timeout.*\(2 attempts\)"),
     ):
-        client.get("/")
+        client.post("/", {})
 
 
 def test_blanks_that_keep_the_line_open_do_not_defer_the_time_out() -> None:
@@ -136,26 +133,26 @@ def test_blanks_that_keep_the_line_open_do_not_defer_the_time_out() -> None:
     with asking(trickle, timeout=0.4, retries=0) as (_, client):
         start = time.perf_counter()
         with pytest.raises(RewardError, match=r"within 0\.4 s"):
-            client.get("/")
+            client.post("/", {})
         assert time.perf_counter() - start < 1.5
 
 
 def test_an_answer_in_pieces_is_put_together() -> None:
     with asking(Answer(b'{"a"', pieces=(b": 1", b"}"))) as (_, client):
-        assert client.get("/") == {"a": 1}
+        assert client.post("/", {}) == {"a": 1}
 
 
 @pytest.mark.parametrize("body", [b'{"a": ', b"<html>busy</html>", b"", b"\xff\xfe\xfa"])
 def test_an_answer_that_is_no_json_is_an_error(body: bytes) -> None:
     with asking(Answer(body)) as (service, client), pytest.raises(RewardError, match="answered 200 without JSON"):
-        client.get("/")
+        client.post("/", {})
     assert len(service.asked) == 1
 
 
 def test_a_dropped_connection_and_half_an_answer_are_asked_again() -> None:
     half = Answer(b'{"ok"', headers={"Content-Length": "100", "Connection": "close"})
     with asking(Answer(drop=True), half, GOOD) as (service, client):
-        assert client.get("/") == {"ok": 1}
+        assert client.post("/", {}) == {"ok": 1}
     assert len(service.asked) == 3
 
 
@@ -164,7 +161,7 @@ def test_a_service_that_comes_back_on_its_port_is_found_again() -> None:
         service.stop()
         back = threading.Timer(0.3, service.start)
         back.start()
-        assert client.get("/") == {"ok": 1}
+        assert client.post("/", {}) == {"ok": 1}
         back.join()
 
 
@@ -174,10 +171,10 @@ def test_a_service_that_is_not_there_is_named_with_the_cause() -> None:
         with (
             quick(retries=1).client(service.url) as client,
             pytest.raises(
-                RewardError, match=r"GET http://127.*ConnectionRefusedError.*start the service.*\(2 attempts"
+                RewardError, match=r"POST http://127.*ConnectionRefusedError.*start the service.*\(2 attempts"
             ),
         ):
-            client.get("/health")
+            client.post("/health", {})
 
 
 def test_a_redirect_is_not_followed() -> None:
@@ -226,7 +223,7 @@ def test_the_token_is_sent_and_shown_nowhere(
     with serving(echo) as service, scorer.client(service.url) as client:
         for status in (401, 503, 307):
             with pytest.raises(RewardError) as error:
-                client.get(f"/{status}")
+                client.post(f"/{status}", {})
             assert SECRET not in str(error.value) and SECRET not in repr(error.value)
             if status == 401:
                 (name,) = token.values()
@@ -244,7 +241,7 @@ def test_a_renewed_token_file_is_read_at_the_next_call(tmp_path: Path) -> None:
         for token in ("old", "new"):
             file.write_text(token)
             with scorer.client(service.url) as client:
-                client.get("/")
+                client.post("/", {})
     assert [asked.headers["Authorization"] for asked in service.asked] == ["Bearer old", "Bearer new"]
 
 
@@ -270,7 +267,7 @@ def test_a_netrc_password_is_never_sent(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with serving(GOOD) as proxy, quick().client("http://judge.invalid") as client:  # a service on another machine
         monkeypatch.setenv("http_proxy", proxy.url)
-        client.get("/")
+        client.post("/", {})
     assert "Authorization" not in proxy.asked[0].headers
 
 
@@ -281,9 +278,9 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(host: str, mon
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
         with quick().client(service.url.replace("127.0.0.1", host)) as client:
-            assert client.get("/") == {"direct": 1}
+            assert client.post("/", {}) == {"direct": 1}
         with quick().client("http://judge.invalid") as client:
-            assert client.get("/health") == {"ok": 1}
+            assert client.post("/health", {}) == {"ok": 1}
     assert [asked.path for asked in proxy.asked] == ["http://judge.invalid/health"]
 
 
@@ -335,5 +332,5 @@ def test_images_travel_without_loss_and_shrink_in_proportion() -> None:
 
 def test_a_client_without_a_scorer_url_path_keeps_the_path_of_its_address() -> None:
     with serving(GOOD) as service, Client(service.url + "/v1/", quick()) as client:
-        client.get("/models")
+        client.post("/models", {})
     assert service.asked[0].path == "/v1/models"
