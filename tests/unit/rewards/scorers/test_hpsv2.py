@@ -174,7 +174,7 @@ def test_what_cannot_be_found_is_named_with_a_remedy(folder: str, monkeypatch: p
     for kwargs in ({"model": "nobody/has-this-model"}, {"checkpoint": "mine.pt"}):
         with pytest.raises(RewardError, match=r"^model=.* cannot be loaded .* a repository with (HPS_v2.1|mine)"):
             HpsV2(**{"model": folder, "architecture": "tiny", **kwargs})(pictures(1), ["a"], [{}])
-    with pytest.raises(RewardError, match="architecture=huge: open_clip has no such model; the published one is ViT-H"):
+    with pytest.raises(RewardError, match=r"architecture=huge: .*ViT-H"):
         HpsV2(model=folder, architecture="huge")(pictures(1), ["a"], [{}])
 
 

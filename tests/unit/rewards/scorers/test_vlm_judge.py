@@ -138,7 +138,7 @@ def test_one_image_that_cannot_be_judged_fails_the_call_and_never_scores_zero() 
 
 @pytest.mark.parametrize("body", [{}, {"choices": []}, [1], {"error": "quota"}, {"choices": [{"message": "x"}]}])
 def test_an_answer_that_is_no_completion_names_the_address(body: Any) -> None:
-    with serving(Answer(body)) as service, pytest.raises(RewardError, match="other than a chat completion"):
+    with serving(Answer(body)) as service, pytest.raises(RewardError, match="OpenAI-compatible endpoint"):
         judge(service.url)(*CAT)
     assert len(service.asked) == 1
 
