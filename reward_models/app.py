@@ -14,7 +14,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Literal, Self
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,6 +27,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gerl.rewards.scorers.base import Columns, Metadata
 from gerl.rewards.scorers.remote import VERSION
 from reward_models.scoring import Refusal, Scoring
 
@@ -48,7 +50,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What a service admits; 0 requests a minute means any number. `token` None lets everyone in."""
+    """The requests that a service admits; 0 requests a minute means any number. `token` None lets everyone in."""
 
     token: str | None = None
     max_body_mb: int = 64
@@ -64,7 +66,7 @@ class ScoreRequest(BaseModel):
     scorer: str = Field(description="name of the scorer of this service", examples=["ocr"])
     images: list[str] = Field(min_length=1, description="PNG or JPEG files in base64")
     prompts: list[str]
-    metadata: list[dict[str, Any]]
+    metadata: list[Metadata]
 
     @model_validator(mode="after")
     def same_length(self) -> Self:
@@ -79,7 +81,7 @@ class ScoreRequest(BaseModel):
 class ScoreResponse(BaseModel):
     """One list per column, in the order of the images; the first column is the score that counts."""
 
-    scores: dict[str, list[float]]
+    scores: Columns
     version: str = VERSION
 
 
@@ -101,7 +103,7 @@ class Ready(BaseModel):
 
 
 class Error(BaseModel):
-    """What was wrong, in one sentence."""
+    """The answer to a request that failed, in one sentence."""
 
     error: str
     version: str = VERSION
@@ -111,16 +113,15 @@ class Metrics:
     """The numbers at /metrics, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = self._make(Counter, "requests", "requests to /v1/score that were answered")
-        self.errors = self._make(Counter, "errors", "of those, answered with an error", labelnames=["reason"])
-        self.images = self._make(Counter, "images", "images scored")
-        self.seconds = self._make(Histogram, "request_seconds", "from first byte to answer", buckets=BUCKETS)
-        self.in_flight = self._make(Gauge, "requests_in_flight", "requests admitted and not yet answered")
-        self.queue = self._make(Gauge, "queue_images", "images handed to the scorer and not yet scored")
-
-    def _make(self, kind: Callable[..., Any], name: str, text: str, **options: Any) -> Any:
-        return kind(f"gerl_reward_{name}", text, registry=self.registry, **options)
+        self.registry = registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.requests = counter("gerl_reward_requests", "requests to /v1/score that were answered")
+        self.errors = counter("gerl_reward_errors", "of those, answered with an error", labelnames=["reason"])
+        self.images = counter("gerl_reward_images", "images scored")
+        seconds = ("gerl_reward_request_seconds", "from first byte to answer")
+        self.seconds = Histogram(*seconds, buckets=BUCKETS, registry=registry)
+        self.in_flight = gauge("gerl_reward_requests_in_flight", "requests admitted and not yet answered")
+        self.queue = gauge("gerl_reward_queue_images", "images handed to the scorer and not yet scored")
 
 
 class TokenBucket:
@@ -268,7 +269,7 @@ def build_app(name: str, scoring: Scoring, limits: Limits | None = None) -> Fast
     app.add_exception_handler(Exception, _broken)
     # The guard checks the token before the body is read; this one only tells the OpenAPI page about it.
     asks = [Depends(HTTPBearer(auto_error=False))] if limits.token is not None else []
-    errors: dict[int | str, dict[str, Any]] = {status: {"model": Error} for status in REASONS}
+    errors: dict[int | str, dict[str, object]] = {status: {"model": Error} for status in REASONS}
 
     @app.post(SCORE, responses=errors, dependencies=asks)
     async def score(request: ScoreRequest) -> ScoreResponse:
@@ -297,7 +298,7 @@ def build_app(name: str, scoring: Scoring, limits: Limits | None = None) -> Fast
         state = await scoring.state()
         if isinstance(state, Refusal):
             raise _exception(state)
-        return Ready(**state)
+        return Ready.model_validate(state)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def numbers() -> Response:

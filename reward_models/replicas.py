@@ -19,11 +19,13 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from gerl.config import ScorerConfig
 from gerl.errors import ClusterError, RewardError
 from gerl.rewards.scorers import build_scorer
-from reward_models.scoring import Columns, Item, Refusal, Row, decode, join, score_items, warm_up
+from gerl.rewards.scorers.base import JSON, Columns, Metadata
+from reward_models.scoring import Item, Refusal, Row, decode, join, score_items, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class Replica:
     """One copy of the scorer; `warm` is the prompt and the metadata of an image to score first, None for none."""
 
     def __init__(
-        self, name: str, config: ScorerConfig, placement: Placement, warm: tuple[str, dict[str, Any]] | None
+        self, name: str, config: ScorerConfig, placement: Placement, warm: tuple[str, Metadata] | None
     ) -> None:
         self.name, self.placement = name, placement
         self.scorer = build_scorer(name, config)
@@ -66,7 +68,7 @@ class Replica:
         if warm is not None:
             self._thread.submit(warm_up, name, self.scorer, *warm).result()
 
-    async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+    async def score(self, images: list[bytes], prompts: list[str], metadata: list[Metadata]) -> Columns | Refusal:
         """The columns [B] for image files [B] of one request."""
         pictures = await asyncio.to_thread(decode, images, self.placement.max_megapixels)
         if isinstance(pictures, Refusal):
@@ -84,19 +86,18 @@ class Replica:
 class RayScoring:
     """Hands requests to the replicas of the Serve application `application`."""
 
-    def __init__(self, application: str, handle: Any, warm: bool) -> None:
+    def __init__(self, application: str, handle: DeploymentHandle, warm: bool) -> None:
         self.application, self.handle, self.warm = application, handle, warm
         self._ready_until = 0.0
 
-    async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+    async def score(self, images: list[bytes], prompts: list[str], metadata: list[Metadata]) -> Columns | Refusal:
         # A handle would keep the request until there is a replica, beyond the client's time-out.
         if time.monotonic() > self._ready_until:
             if isinstance(state := await self.state(), Refusal):
                 return state
             self._ready_until = time.monotonic() + TRUSTED_SECONDS
         try:
-            columns: Columns | Refusal = await self.handle.score.remote(images, prompts, metadata)
-            return columns
+            return await self.handle.score.remote(images, prompts, metadata)
         except ray.exceptions.RayTaskError as error:
             log.error("a replica raised: %s", error)
             return Refusal(500, f"a replica failed with {type(error.cause).__name__}: look into the log of the service")
@@ -104,10 +105,10 @@ class RayScoring:
             log.error("a replica is lost (%s: %s)", type(error).__name__, error)
             return Refusal(503, "the replica that was scoring is lost and is being replaced: ask again")
 
-    async def state(self) -> dict[str, Any] | Refusal:
+    async def state(self) -> dict[str, JSON] | Refusal:
         return await asyncio.to_thread(self.look)
 
-    def look(self) -> dict[str, Any] | Refusal:
+    def look(self) -> dict[str, JSON] | Refusal:
         """The number of replicas that run, or why there are none."""
         try:
             application = serve.status().applications[self.application]
@@ -134,7 +135,7 @@ class RayScoring:
 
 @contextlib.contextmanager
 def deployed(
-    name: str, config: ScorerConfig, placement: Placement, warm: tuple[str, dict[str, Any]] | None
+    name: str, config: ScorerConfig, placement: Placement, warm: tuple[str, Metadata] | None
 ) -> Iterator[RayScoring]:
     """Replicas of the scorer `name`, which start while the context goes on and end with it.
 
@@ -145,7 +146,7 @@ def deployed(
         ClusterError: Ray does not start, or has fewer GPUs than asked for.
     """
     joined = "RAY_ADDRESS" in os.environ
-    options: dict[str, Any] = {"logging_level": logging.ERROR}
+    options: dict[str, object] = {"logging_level": logging.ERROR}
     if not joined:
         options |= {"address": "local", "include_dashboard": False}
     try:
@@ -169,7 +170,7 @@ def deployed(
         ray.shutdown()  # a cluster of our own ends, with Serve and the replicas; a joined one is only left
 
 
-def _deployment(placement: Placement) -> Any:
+def _deployment(placement: Placement) -> serve.Deployment:
     resources = ray.cluster_resources()
     there = resources.get("GPU", 0.0)
     gpus = int(1000 * min(1.0, there / placement.replicas)) / 1000 if placement.gpus is None else placement.gpus

@@ -1,4 +1,4 @@
-"""What a reward service does with a request, wherever it runs: decode the images, score them in batches, check.
+"""The work on a request to a reward service: decode the images, score them in batches, check the scores.
 
 A failure is a value, a `Refusal` with the HTTP status it becomes, so that it travels between processes like a score.
 """
@@ -11,16 +11,16 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from PIL import Image
 
 from gerl.errors import DataError, GerlError, Interrupted, RewardError
 from gerl.rewards.scorers import Scorer, columns_of
+from gerl.rewards.scorers.base import JSON, Columns, Metadata
 
 log = logging.getLogger(__name__)
 
-Columns = dict[str, list[float]]  # name of a column -> [B]
 FORMATS = ("PNG", "JPEG")
 BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)  # what Pillow raises for a bad file
 SHOWN = 500  # characters of what a scorer raised that an answer quotes
@@ -48,17 +48,17 @@ class Item:
     index: int
     image: Image.Image
     prompt: str
-    metadata: dict[str, Any]
+    metadata: Metadata
 
 
 class Scoring(Protocol):
     """Where the scorer runs: in replicas of Ray Serve (`reward_models.replicas`)."""
 
-    async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
+    async def score(self, images: list[bytes], prompts: list[str], metadata: list[Metadata]) -> Columns | Refusal:
         """The columns [B] for image files [B], or why there are none."""
 
-    async def state(self) -> dict[str, Any] | Refusal:
-        """What is known of the running scorer, or, with status 503, why it cannot score yet."""
+    async def state(self) -> dict[str, JSON] | Refusal:
+        """Facts about the running scorer, or, with status 503, why it cannot score yet."""
 
 
 def decode(images: Sequence[bytes], max_megapixels: int) -> list[Image.Image] | Refusal:
@@ -123,7 +123,7 @@ def join(name: str, rows: list[Row]) -> Columns | Refusal:
     return {column: [row[column] for row in good] for column in good[0]}
 
 
-def warm_up(name: str, scorer: Scorer, prompt: str, metadata: dict[str, Any]) -> None:
+def warm_up(name: str, scorer: Scorer, prompt: str, metadata: Metadata) -> None:
     """Score a grey image, so that models are loaded before the first request; raises `RewardError` if it fails."""
     grey = Image.new("RGB", (WARM_SIZE, WARM_SIZE), (128, 128, 128))
     (row,) = score_items(name, scorer, [Item(0, 0, grey, prompt, metadata)])
@@ -146,7 +146,7 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
         raise
     except DataError as error:  # the request asks for what cannot be scored
         return Refusal(422, str(error))
-    # The scorer is anyone's code and may raise anything; whoever asked is told.
+    # The scorer may be a user's code and raise anything; the client is told in a refusal.
     except Exception as error:
         log.exception("scorer %s raised", name)
         what = str(error) if isinstance(error, GerlError) else f"{type(error).__name__}: {error}"
@@ -168,12 +168,12 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
     return rows
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """A finite float, or None for everything else."""
     if isinstance(value, str | bytes):  # float() would parse it
         return None
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]  # a scorer may return anything: it is tried
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     return number if math.isfinite(number) else None

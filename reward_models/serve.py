@@ -21,7 +21,6 @@ warm_up=true               false: start without
 """
 
 import difflib
-import ipaddress
 import logging
 import os
 import signal
@@ -41,6 +40,7 @@ from gerl.config import ScorerConfig
 from gerl.errors import ConfigError, DataError, GerlError, RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
+from gerl.rewards.scorers.http import is_loopback, read_token
 from reward_models.scoring import WARM_PROMPT
 
 logger = logging.getLogger("reward_models")
@@ -86,22 +86,10 @@ class Options:
 
     def token(self) -> str | None:
         """The token clients must send; raises `ConfigError`, without showing it, if it cannot be one."""
-        if self.token_env is not None and self.token_file is not None:
-            raise ConfigError("token_env and token_file are both given: keep one of them")
-        if self.token_env is not None:
-            source, token = f"token_env={self.token_env}", os.environ.get(self.token_env, "")
-        elif self.token_file is not None:
-            source = f"token_file={self.token_file}"
-            try:
-                token = Path(self.token_file).expanduser().read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{source} cannot be read ({type(error).__name__}): give a text file") from None
-        else:
-            return None
-        token = token.strip()
-        if not (token and token.isascii() and token.isprintable() and " " not in token):
-            raise ConfigError(f"{source} holds no token: expected one line of printable ASCII without spaces")
-        return token
+        try:
+            return read_token(self.token_file, self.token_env)[0]
+        except RewardError as error:
+            raise ConfigError(str(error)) from None
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -182,7 +170,7 @@ def run(options: Options, stop: threading.Event) -> None:
     from reward_models.replicas import Placement, deployed
 
     token = options.token()
-    if token is None and not options.allow_anonymous and not _is_loopback(options.host):
+    if token is None and not options.allow_anonymous and not is_loopback(options.host):
         raise ConfigError(
             f"host={options.host} can be reached from other machines and there is no token: name one in token_env or "
             "token_file, or give allow_anonymous=true"
@@ -235,13 +223,6 @@ def _on_signals(stop: threading.Event) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, handle)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

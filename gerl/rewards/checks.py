@@ -1,4 +1,4 @@
-"""What the trainer does about rewards: the check before any work, and the groups it must do without."""
+"""The check of the reward before any work, and of a step's samples for groups without all their scores."""
 
 from collections.abc import Sequence
 

@@ -89,12 +89,12 @@ class RewardManager:
     def __init__(self, config: RewardConfig, cluster: Cluster) -> None:
         self.config = config
         scorers = {name: build_scorer(name, scorer) for name, scorer in config.scorers.items()}
-        self.groupwise = {name for name, scorer in scorers.items() if getattr(scorer, "groupwise", False)}
+        self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.load = {name: Load() for name in scorers}
         self.pools: dict[str, Pool] = {}  # by scorer; those that share a model have the same one
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
-            shared = getattr(scorers[name], "shares", name)
+            shared = scorers[name].shares or name
             together.setdefault((shared, scorer.replicas, scorer.gpus, scorer.timeout), []).append(name)
         for names in together.values():
             first = config.scorers[names[0]]

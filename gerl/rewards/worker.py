@@ -1,4 +1,4 @@
-"""The reward worker: a process that holds scorers and lets them look at images."""
+"""The reward worker: a process that holds scorers and calls them on images."""
 
 import copy
 import logging
@@ -26,7 +26,7 @@ FRAMES = 8  # of a video are shown to a scorer that knows images only
 
 @dataclass(frozen=True)
 class Answer:
-    """What a scorer said about images [B]: a row each, what it took, why it was asked more than once, its warnings."""
+    """The result of a call for images [B]: a row each, its seconds, the reasons of its retries, its warnings."""
 
     rows: list[Row]
     seconds: float
@@ -37,7 +37,7 @@ class Answer:
 class RewardWorker:
     """Calls scorers; one that fails is retried, then its failure is reported: never a score of 0 in its place.
 
-    `folder`: the driver's current directory, from which relative paths are seen, where this machine has it.
+    `folder`: the driver's current directory; relative paths are resolved against it if it exists here.
     """
 
     def __init__(self, scorers: dict[str, ScorerConfig], retries: int, folder: str) -> None:
@@ -80,7 +80,7 @@ class RewardWorker:
         The first of several columns is the score and has the scorer's name, the others are `name/column`.
         """
         scorer = self.scorers[name]
-        frames = getattr(scorer, "takes_frames", False)
+        frames = scorer.takes_frames
         owners = [i for i, p in enumerate(pixels) for _ in range(1 if frames or p.ndim == 3 else _shown(p))]
         # Copies, so that no scorer changes what another one, or a retry, gets to see.
         pictures = [picture for p in pixels for picture in _pictures(p, whole=frames)]

@@ -280,7 +280,7 @@ def test_the_example_of_a_service_is_a_scorer(tmp_path: Path, monkeypatch: pytes
     arguments = [str(EXAMPLES / "scorer_service.py"), "--port", "0", "--token-env", "GERL_TEST_SERVICE_TOKEN"]
     with running(*arguments, log=tmp_path / "log") as example:
         scorer = RemoteScorer(url=example.url(), scorer="saturation", token_env="GERL_TEST_SERVICE_TOKEN", retries=0)
-        assert scorer.health()["scorers"] == ["saturation"]
+        assert requests.get(f"{example.url()}/v1/health", timeout=5).json()["scorers"] == ["saturation"]
         grey, red = Image.new("RGB", (4, 4), (51, 51, 51)), Image.new("RGB", (4, 4), (255, 0, 0))
         assert scorer([grey, red], ["a", "b"], [{}, {}]) == {"saturation": [0.0, 1.0], "value": [0.2, 1.0]}
         with pytest.raises(RewardError, match=r"answered 404 .*there is only the scorer saturation"):

@@ -1,6 +1,6 @@
 """The scorers: each turns images and their prompts into numbers, one an image, or several by name."""
 
-from typing import Any, cast
+from inspect import signature
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,7 +28,7 @@ from gerl.rewards.scorers.vlm_judge import VlmJudge
 __all__ = ["SCORERS", "Scorer", "build_scorer", "columns_of", "require"]
 
 # Each is a dataclass whose fields are the scorer's kwargs.
-SCORERS: dict[str, Any] = {
+SCORERS: dict[str, type[Scorer]] = {
     "ocr": OcrScorer,
     "pickscore": PickScore,
     "clipscore": ClipScore,
@@ -65,7 +65,7 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
             f"{key}: gerl has no such scorer, only {', '.join(SCORERS)}; for your own, give its file in {key}.path"
         )
     try:
-        return cast(Scorer, TypeAdapter(SCORERS[name]).validate_python(config.kwargs))
+        return TypeAdapter(SCORERS[name]).validate_python(config.kwargs)
     except RewardError as error:
         raise RewardError(f"{key}: {error}") from error.__cause__
     except ValidationError as error:
@@ -73,5 +73,5 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
         kwarg = ".".join(str(part) for part in first["loc"])
         raise RewardError(
             f"{key}.kwargs: {kwarg}={first['input']!r} is wrong ({first['msg']}); "
-            f"{name} takes {', '.join(SCORERS[name].__dataclass_fields__)}"
+            f"{name} takes {', '.join(signature(SCORERS[name]).parameters)}"
         ) from None

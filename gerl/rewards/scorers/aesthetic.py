@@ -9,13 +9,13 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
 from PIL import Image
 
 from gerl.errors import RewardError
+from gerl.rewards.scorers.base import Metadata
 from gerl.rewards.scorers.clip_tower import ClipScorer, loading
 
 HEAD = "sac+logos+ava1-l14-linearMSE.pth"
@@ -35,11 +35,10 @@ class AestheticScore(ClipScorer):
                 "github.com/christophschuhmann/improved-aesthetic-predictor and give its path"
             )
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         features = self.tower.image_features(images, self.batch_size)
         with torch.inference_mode():
-            scores: list[float] = self._head(features).squeeze(-1).tolist()
-        return scores
+            return self._head(features).squeeze(-1).tolist()
 
     @cached_property
     def _head(self) -> torch.nn.Sequential:

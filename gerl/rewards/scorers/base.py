@@ -1,41 +1,66 @@
-"""What every scorer is."""
+"""The base class of all scorers, the types they share, and the import of their packages."""
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from PIL import Image
+from pydantic import ConfigDict
 
-from gerl.errors import RewardError
+from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
 
+Metadata = dict[str, Any]  # the other columns of a prompt's row
+Columns = dict[str, list[float]]  # name of a column -> [B]
+JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
-class Scorer(Protocol):
+
+class Scorer(ABC):
     """Gives images a score: higher is better, in the scorer's own unit.
 
-    Three attributes are optional. `groupwise = True`: a call gets all images of one group, to be compared with each
-    other. `takes_frames = True`: a video arrives as a list of frames; others are shown single frames, and the mean of
-    their scores counts. `shares`: scorers with the same value run in the same processes, as they use the same model.
+    A scorer of gerl is a dataclass derived from this, whose fields are its kwargs. `groupwise`: a call gets all images
+    of one group, to be compared with each other. `takes_frames`: a video arrives as a list of frames; others are shown
+    single frames, and the mean of their scores counts.
     """
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    groupwise: bool = False
+    takes_frames: bool = False
+
+    @property
+    def shares(self) -> str | None:
+        """Scorers with the same value run in the same processes, as they use the same model; None: alone."""
+        return None
+
+    @abstractmethod
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
         """Scores [B], a list of floats, for images [B] drawn for prompts [B] with metadata [B].
 
-        Or several such lists by name, of which the first is the score and the others are watched. The type is `Any`
-        because a user's own function may return anything; the reward manager checks it.
+        Or several such lists by name, of which the first is the score and the others are watched. The type is `object`
+        because a user's own function may return anything; `columns_of` and the reward worker check it.
         """
 
     def check_prompts(self, prompts: list[Prompt]) -> None:
         """Raise `DataError` naming the first prompt whose images could not be scored."""
+        for prompt in prompts:
+            try:
+                self.check_prompt(prompt.text, prompt.metadata)
+            except DataError as error:
+                raise DataError(f"prompt {prompt.id}: {error}") from None
+
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:  # noqa: B027  most scorers take any prompt
+        """Raise `DataError` if images of this row could not be scored; does nothing unless a scorer overrides it."""
 
 
-def columns_of(returned: Any, name: str) -> dict[str, list[Any]]:
-    """What the scorer `name` returned, as lists by column; one list alone is the column `name`.
+def columns_of(returned: object, name: str) -> dict[str, list[object]]:
+    """The values that the scorer `name` returned, as lists by column; one list alone is the column `name`.
 
     Raises `TypeError` for what is neither a list nor a dict of lists.
     """
-    columns = dict(returned) if isinstance(returned, Mapping) else {name: returned}
+    columns: dict[str, Any] = dict(returned) if isinstance(returned, Mapping) else {name: returned}
     wrong = [type(values).__name__ for values in columns.values() if isinstance(values, str | bytes | Mapping)]
     if wrong or not columns:
         what = f"a {wrong[0]}" if wrong else "an empty dict"

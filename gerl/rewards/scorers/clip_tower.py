@@ -8,15 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from PIL import Image
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError
 
 from gerl.errors import RewardError
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import Scorer
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, CLIPModel, PreTrainedTokenizerBase
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -28,9 +31,9 @@ CLIP_L14 = "openai/clip-vit-large-patch14"
 class ClipTower:
     """Image and text features of a CLIP model, in batches and without gradients; `clip_tower` gives one."""
 
-    model: Any
-    image_processor: Any
-    tokenizer: Any
+    model: "CLIPModel"
+    image_processor: "BaseImageProcessor"
+    tokenizer: "PreTrainedTokenizerBase"
     logit_scale: float  # exp of the model's parameter, about 100
     dtype: torch.dtype
 
@@ -152,14 +155,12 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipScorer:
-    """What the scorers on a CLIP tower share.
+class ClipScorer(Scorer):
+    """The kwargs and the model of the scorers on a CLIP tower.
 
     `model` and `processor` (default: `model`) are Hub ids or local folders, `batch_size` the images or texts a call of
     the model, `device` auto, cpu, cuda or cuda:N.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     model: str = CLIP_L14
     processor: str | None = None
@@ -169,7 +170,6 @@ class ClipScorer:
 
     @property
     def shares(self) -> str:
-        """Equal for scorers on the same tower."""
         return f"clip {self.model} {self.processor} {self.device} {self.dtype}"
 
     @property
@@ -181,6 +181,3 @@ class ClipScorer:
         """Cosine [B] of each image's feature with that of its prompt."""
         image = self.tower.image_features(images, self.batch_size)
         return (image * self.tower.text_features(prompts, self.batch_size)).sum(-1)
-
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Any prompt will do."""

@@ -5,10 +5,10 @@ Source: "CLIPScore: A Reference-free Evaluation Metric for Image Captioning" (ar
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from PIL import Image
 
+from gerl.rewards.scorers.base import Metadata
 from gerl.rewards.scorers.clip_tower import ClipScorer
 
 SCALE = 30.0
@@ -20,7 +20,6 @@ class ClipScore(ClipScorer):
 
     raw: bool = False
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         factor = 1.0 if self.raw else self.tower.logit_scale / SCALE
-        scores: list[float] = (self.cosines(images, prompts) * factor).tolist()
-        return scores
+        return (self.cosines(images, prompts) * factor).tolist()

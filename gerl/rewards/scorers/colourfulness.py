@@ -5,13 +5,11 @@ Source: Hasler and Suesstrunk, "Measuring colourfulness in natural images" (SPIE
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import ConfigDict
 
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import Metadata, Scorer
 
 
 def colourfulness(image: Image.Image) -> float:
@@ -26,13 +24,8 @@ def colourfulness(image: Image.Image) -> float:
 
 
 @dataclass(frozen=True)
-class Colourfulness:
+class Colourfulness(Scorer):
     """`colourfulness` of each image."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         return [colourfulness(image) for image in images]
-
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Any prompt will do."""

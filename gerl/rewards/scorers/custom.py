@@ -7,15 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from PIL import Image
 
 from gerl.errors import Interrupted, RewardError
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import Metadata, Scorer
 
 
-class CustomScorer:
+class CustomScorer(Scorer):
     """Calls `function(images, prompts, metadata, **kwargs) -> list of float` of the Python file `path`.
 
     The attributes `groupwise` and `takes_frames` of the function, where it has them, mean what they do for `Scorer`.
@@ -26,7 +25,7 @@ class CustomScorer:
         RewardError: the file or the function is missing, the file fails, or the function does not take these arguments.
     """
 
-    def __init__(self, key: str, path: str, function: str, kwargs: dict[str, Any]) -> None:
+    def __init__(self, key: str, path: str, function: str, kwargs: dict[str, object]) -> None:
         self.kwargs = kwargs
         self.function = _function(key, path, function)
         self.groupwise = bool(getattr(self.function, "groupwise", False))
@@ -39,16 +38,13 @@ class CustomScorer:
                 f"**kwargs) with kwargs {', '.join(kwargs) or 'empty'} ({error}): change either"
             ) from None
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
         return self.function(images, prompts, metadata, **self.kwargs)
 
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Only the user's function knows what it needs."""
 
-
-def _function(key: str, path: str, function: str) -> Callable[..., Any]:
+def _function(key: str, path: str, function: str) -> Callable[..., object]:
     module = load_module(key, path)
-    found: Callable[..., Any] | None = getattr(module, function, None)
+    found: Callable[..., object] | None = getattr(module, function, None)
     if found is None:
         names = [
             n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__

@@ -5,12 +5,11 @@ Source: "Teaching Large Language Models to Regress Accurate Image Quality Scores
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from PIL import Image
 
 from gerl.errors import RewardError
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import Metadata
 from gerl.rewards.scorers.remote import ServiceScorer
 
 WORST, BEST = 1.0, 5.0
@@ -21,7 +20,7 @@ ROUNDING = 0.05  # of a mean over five levels in half precision
 class DeqaScorer(ServiceScorer):
     """The quality 1 to 5 in the first column of the scorer `deqa`, divided by 5; the prompt does not matter."""
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         qualities = next(iter(self.columns("deqa", images, prompts, [{} for _ in metadata]).values()))
         for i, quality in enumerate(qualities):
             # A service that divides by 5 itself would otherwise go unnoticed.
@@ -31,6 +30,3 @@ class DeqaScorer(ServiceScorer):
                     f"{BEST:g}: let its scorer deqa return DeQA-Score's own number"
                 )
         return [quality / BEST for quality in qualities]
-
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Any prompt will do."""

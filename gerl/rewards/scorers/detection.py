@@ -3,7 +3,7 @@
 import difflib
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +12,10 @@ from PIL import Image
 from gerl.errors import DataError, RewardError
 from gerl.rewards.scorers.base import require
 from gerl.rewards.scorers.clip_tower import expanded, loading, resolve_device, resolve_dtype
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
+    from transformers.utils import ModelOutput
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels; right and bottom are outside
 
@@ -45,8 +49,8 @@ class Detection:
 class Detector:
     """Finds objects, in batches and without gradients; `detector` gives one."""
 
-    model: Any
-    image_processor: Any
+    model: "PreTrainedModel"
+    image_processor: "BaseImageProcessor"
     segments: bool  # gives masks, not only boxes
     dtype: torch.dtype
 
@@ -73,7 +77,9 @@ class Detector:
             sorted((d for d in image if d.score > threshold), key=lambda d: d.score, reverse=True) for image in found
         ]
 
-    def _segments(self, outputs: Any, threshold: float, sizes: list[tuple[int, int]]) -> list[list[Detection]]:
+    def _segments(
+        self, outputs: "ModelOutput", threshold: float, sizes: list[tuple[int, int]]
+    ) -> list[list[Detection]]:
         outputs.class_queries_logits = outputs.class_queries_logits.float()
         outputs.masks_queries_logits = outputs.masks_queries_logits.float()
         with self.model.device:  # the processor makes tensors of its own, which have to be where the masks are
@@ -93,7 +99,7 @@ class Detector:
             )
         return found
 
-    def _boxes(self, outputs: Any, threshold: float, sizes: list[tuple[int, int]]) -> list[list[Detection]]:
+    def _boxes(self, outputs: "ModelOutput", threshold: float, sizes: list[tuple[int, int]]) -> list[list[Detection]]:
         outputs.logits, outputs.pred_boxes = outputs.logits.float(), outputs.pred_boxes.float()
         results = self.image_processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=sizes)
         return [
@@ -151,7 +157,7 @@ def _detector(model: str, device: str, dtype: torch.dtype) -> Detector:
 
 
 @cache
-def _config(model: str) -> Any:
+def _config(model: str) -> "PretrainedConfig":
     """The configuration of the detector; its weights are not read."""
     import transformers
 

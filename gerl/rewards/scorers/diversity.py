@@ -1,10 +1,10 @@
 """Diversity: how unlike the other images of its prompt an image is, against the collapse to one picture per prompt."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from PIL import Image
 
+from gerl.rewards.scorers.base import Metadata
 from gerl.rewards.scorers.clip_tower import ClipScorer
 
 
@@ -15,10 +15,9 @@ class Diversity(ClipScorer):
     0 for an image without others, as in validation.
     """
 
-    groupwise: ClassVar[bool] = True
+    groupwise = True
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         features = self.tower.image_features(images, self.batch_size)
         distances = (1 - features @ features.T).fill_diagonal_(0)
-        scores: list[float] = (distances.sum(1) / max(len(images) - 1, 1)).tolist()
-        return scores
+        return (distances.sum(1) / max(len(images) - 1, 1)).tolist()

@@ -7,7 +7,7 @@ strict reward are those of Flow-GRPO (arXiv 2505.05470).
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from PIL import Image
@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 
 from gerl.errors import DataError
 from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import Columns, Metadata, Scorer
 from gerl.rewards.scorers.clip_tower import CLIP_L14, Device, Dtype, clip_tower
 from gerl.rewards.scorers.detection import Box, Detection, detector, detector_labels, find_label
 
@@ -44,13 +45,13 @@ class Clause(Objects):
     position: tuple[Relation, Annotated[int, Field(ge=0)]] | None = None
 
 
-def _none_is_empty(value: Any) -> Any:
+def _none_is_empty(value: object) -> object:
     return () if value is None else value
 
 
 @dataclass(frozen=True)
 class Row:
-    """What GenEval's metadata of a prompt asks for: all of `include`, and fewer than each of `exclude`."""
+    """The demands of GenEval's metadata of a prompt: all of `include`, and fewer than each of `exclude`."""
 
     tag: str
     include: Annotated[tuple[Clause, ...], BeforeValidator(_none_is_empty)] = ()
@@ -75,7 +76,7 @@ class Row:
 ROW = TypeAdapter(Row)
 
 
-def parse_row(metadata: dict[str, Any]) -> Row:
+def parse_row(metadata: Metadata) -> Row:
     """Read GenEval's metadata; raises `DataError` naming the field that is missing or wrong."""
     try:
         return ROW.validate_python(metadata)
@@ -176,7 +177,7 @@ def object_crop(image: Image.Image, detection: Detection) -> Image.Image:
 
 
 @dataclass(frozen=True)
-class GenEvalScorer:
+class GenEvalScorer(Scorer):
     """Columns `geneval` (graded, at most 1, below 0 for many objects too many), `geneval_strict` and
     `geneval_benchmark` (both 0 or 1); see `Verdict`.
 
@@ -186,8 +187,6 @@ class GenEvalScorer:
     overlapping or not. `colour_model` is a CLIP that names the colour of an object, on grey if there are masks. Both
     models run in `dtype`; a detection is compared with a threshold, so the default is fp32 on every device.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     model: str = "facebook/mask2former-swin-small-coco-instance"
     colour_model: str = CLIP_L14
@@ -199,9 +198,7 @@ class GenEvalScorer:
     max_objects: Annotated[int, Field(ge=1)] = 16
     position_margin: Annotated[float, Field(ge=0)] = 0.1
 
-    def __call__(
-        self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]
-    ) -> dict[str, list[float]]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         rows = [parse_row(row) for row in metadata]
         images = [image.convert("RGB") for image in images]
         found = self._find(images, rows)
@@ -214,17 +211,16 @@ class GenEvalScorer:
         }
 
     def check_prompts(self, prompts: list[Prompt]) -> None:
-        labels = detector_labels(self.model)
-        for prompt in prompts:
-            try:
-                row = parse_row(prompt.metadata)
-                for name in row.classes:
-                    find_label(name, labels)
-                most = max((clause.count for clause in row.include), default=0)
-                if most > self.max_objects:
-                    raise DataError(f"it asks for {most} objects of a class: raise max_objects={self.max_objects}")
-            except DataError as error:
-                raise DataError(f"prompt {prompt.id}: {error}") from None
+        detector_labels(self.model)  # a model that cannot be read is found out even where it gets no prompts
+        super().check_prompts(prompts)
+
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        row = parse_row(metadata)
+        for name in row.classes:
+            find_label(name, detector_labels(self.model))
+        most = max((clause.count for clause in row.include), default=0)
+        if most > self.max_objects:
+            raise DataError(f"it asks for {most} objects of a class: raise max_objects={self.max_objects}")
 
     def _find(self, images: list[Image.Image], rows: list[Row]) -> list[dict[str, list[Detection]]]:
         """For each image the detections that count of each class of its row, best first."""
@@ -262,7 +258,7 @@ class GenEvalScorer:
         return colours
 
     def _colour_features(self, name: str) -> torch.Tensor:
-        """What CLIP makes of a class in each of the colours: features [10, dim], each of length 1."""
+        """CLIP's text features [10, dim], each of length 1, of a class in each of the colours."""
         if name not in self._known:
             tower = clip_tower(self.colour_model, device=self.device, dtype=self.dtype)
             texts = [template.format(colour, name) for colour in COLOURS for template in TEMPLATES]

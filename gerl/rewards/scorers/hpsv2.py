@@ -9,30 +9,30 @@ The published checkpoints have not been run by this project.
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from gerl.errors import RewardError
-from gerl.protocol import Prompt
-from gerl.rewards.scorers.base import require
+from gerl.rewards.scorers.base import Metadata, Scorer, require
 from gerl.rewards.scorers.clip_tower import Device, Dtype, expanded, loading, resolve_device, resolve_dtype
 from gerl.rewards.scorers.imagereward import PIXEL_MEAN, PIXEL_STD
 
+if TYPE_CHECKING:
+    import open_clip
+
 
 @dataclass(frozen=True, kw_only=True)
-class HpsV2:
+class HpsV2(Scorer):
     """cosine(image, prompt), about 0.2 to 0.4 for v2.1; a prompt is cut off after 77 tokens, an image never cropped.
 
     `model` is a Hub repository or a local folder with the file `checkpoint` (v2.0: HPS_v2_compressed.pt),
     `architecture` open_clip's name for its sizes. The authors' code computes in float16 on a GPU.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     model: str = "xswu/HPSv2"
     checkpoint: str = "HPS_v2.1_compressed.pt"
@@ -44,19 +44,15 @@ class HpsV2:
     def __post_init__(self) -> None:
         _open_clip()
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         scores: list[float] = []
         for start in range(0, len(images), self.batch_size):
             rows = slice(start, start + self.batch_size)
             scores += self.network.cosines(images[rows], prompts[rows]).tolist()
         return scores
 
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Any prompt will do."""
-
     @property
     def shares(self) -> str:
-        """Equal for scorers on the same network."""
         return f"hpsv2 {self.model} {self.checkpoint} {self.architecture} {self.device} {self.dtype}"
 
     @property
@@ -70,8 +66,8 @@ class HpsV2:
 class HpsNetwork:
     """A CLIP model of open_clip with its tokenizer."""
 
-    clip: Any
-    tokenizer: Any
+    clip: "open_clip.CLIP"
+    tokenizer: "open_clip.HFTokenizer | open_clip.SimpleTokenizer"
     device: torch.device
     dtype: torch.dtype
 

@@ -1,7 +1,6 @@
-"""What scorers that ask a service over HTTP share: a JSON client with time-outs and retries, tokens, images as text."""
+"""The base of scorers that ask a service: a JSON client with time-outs and retries, tokens, images as text."""
 
 import base64
-import email.utils
 import io
 import ipaddress
 import json
@@ -10,21 +9,22 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from http.client import responses
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 from urllib.parse import urlsplit
 
 import requests
 from PIL import Image
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from requests.adapters import HTTPAdapter
 
 from gerl.errors import RewardError
+from gerl.rewards.scorers.base import JSON, Scorer
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _Transient(RewardError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpScorer:
+class HttpScorer(Scorer):
     """The kwargs of every scorer that asks a service.
 
     `token_file` or `token_env` names the file or the environment variable with the bearer token, which itself belongs
@@ -56,8 +56,6 @@ class HttpScorer:
     machine itself.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
     token_file: str | None = None
     token_env: str | None = None
     timeout: Annotated[float, Field(gt=0)] = 120.0
@@ -66,35 +64,41 @@ class HttpScorer:
     backoff: Annotated[float, Field(ge=0)] = 1.0
 
     def __post_init__(self) -> None:
-        if self.token_file is not None and self.token_env is not None:
-            raise RewardError(
-                f"token_file={self.token_file} and token_env={self.token_env} are both given: keep one of them"
-            )
-        self._token()
+        read_token(self.token_file, self.token_env)
 
     def client(self, url: str) -> "Client":
         """A client of the service at `url`; the token is read anew, so that it may be renewed during a run."""
-        return Client(url, self, *self._token())
+        return Client(url, self, *read_token(self.token_file, self.token_env))
 
-    def _token(self) -> tuple[str | None, str]:
-        """The token and where it is from; raises `RewardError`, without showing it, if it cannot be one."""
-        if self.token_file is not None:
-            source = f"token_file={self.token_file}"
-            try:
-                token = Path(self.token_file).expanduser().read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                raise RewardError(f"{source} cannot be read ({type(error).__name__}): give a text file") from None
-        elif self.token_env is not None:
-            source = f"token_env={self.token_env}"
-            if self.token_env not in os.environ:
-                raise RewardError(f"{source}: this variable is not set; export it for driver and reward workers")
-            token = os.environ[self.token_env]
-        else:
-            return None, ""
-        token = token.strip()
-        if not (token and token.isascii() and token.isprintable() and " " not in token):
-            raise RewardError(f"{source} holds no token: expected one line of printable ASCII without spaces")
-        return token, source
+
+def read_token(file: str | None, variable: str | None) -> tuple[str | None, str]:
+    """The bearer token in `file` or in the environment variable `variable`, and the key that named it; None for none.
+
+    Raises:
+        RewardError: both are given, or what is named holds no token; the message does not show it.
+    """
+    if file is not None and variable is not None:
+        raise RewardError(f"token_file={file} and token_env={variable} are both given: keep one of them")
+    if file is not None:
+        source = f"token_file={file}"
+        try:
+            token = Path(file).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RewardError(f"{source} cannot be read ({type(error).__name__}): give a text file") from None
+    elif variable is not None:
+        source = f"token_env={variable}"
+        if variable not in os.environ:
+            raise RewardError(
+                f"{source} holds no token: this variable is not set; export it for driver and reward workers, "
+                "or for the service"
+            )
+        token = os.environ[variable]
+    else:
+        return None, ""
+    token = token.strip()
+    if not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise RewardError(f"{source} holds no token: expected one line of printable ASCII without spaces")
+    return token, source
 
 
 class Client:
@@ -113,16 +117,14 @@ class Client:
         self._source = source
         self._stop = threading.Event()
         self._session = requests.Session()
-        self._session.trust_env = not _is_loopback(url)
+        self._session.trust_env = not is_loopback(urlsplit(url).hostname or "")
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._session.close()
 
@@ -134,26 +136,18 @@ class Client:
         pool = ThreadPoolExecutor(self.config.concurrency, thread_name_prefix="scorer-http")
         try:
             futures = [pool.submit(function, item) for item in items]
-            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future in finished and (error := future.exception()) is not None:
-                    raise error
+            for future in as_completed(futures):
+                future.result()
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def get(self, path: str) -> Any:
-        """The JSON that `GET url + path` answers."""
-        return self._request("GET", path, None)
-
-    def post(self, path: str, payload: dict[str, Any]) -> Any:
+    def post(self, path: str, payload: Mapping[str, object]) -> JSON:
         """The JSON that `POST url + path` answers to `payload`."""
-        return self._request("POST", path, json.dumps(payload, allow_nan=False).encode())
-
-    def _request(self, method: str, path: str, body: bytes | None) -> Any:
+        body = json.dumps(payload, allow_nan=False).encode()
         for attempt in range(self.config.retries + 1):
             try:
-                return self._once(method, self.url + path, body)
+                return self._once(self.url + path, body)
             except _Transient as error:
                 if attempt == self.config.retries:
                     raise RewardError(f"{error} ({attempt + 1} attempts)") from None
@@ -167,12 +161,12 @@ class Client:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _once(self, method: str, url: str, body: bytes | None) -> Any:
+    def _once(self, url: str, body: bytes) -> JSON:
         deadline = time.monotonic() + self.config.timeout
-        asked = f"{method} {url}"
+        asked = f"POST {url}"
         try:
-            with self._session.request(
-                *(method, url),
+            with self._session.post(
+                url,
                 data=body,
                 headers={"Content-Type": "application/json", "Accept": "application/json"},
                 auth=self._authorise,
@@ -201,20 +195,18 @@ class Client:
         except requests.RequestException as error:
             raise RewardError(f"{asked} cannot be asked ({_cause(error)}): correct the address") from None
 
-    def _answer(self, asked: str, response: requests.Response, content: bytes) -> Any:
-        status = response.status_code
+    def _answer(self, asked: str, response: requests.Response, content: bytes) -> JSON:
+        status, text = response.status_code, self.shown(content.decode(errors="replace"))
         if 200 <= status < 300:
             try:
                 return json.loads(content)
             except ValueError:
                 raise RewardError(
-                    f"{asked} answered {status} without JSON: {self.shown(content.decode(errors='replace'))}: "
-                    "correct the address, or look into the log of the service"
+                    f"{asked} answered {status} without JSON: {text}: correct the address, or look into the log of the "
+                    "service"
                 ) from None
-        message = (
-            f"{asked} answered {status} {responses.get(status, '')}: {self.shown(content.decode(errors='replace'))}: "
-            f"{self._remedy(status, response.headers.get('Location', ''))}"
-        )
+        remedy = self._remedy(status, response.headers.get("Location", ""))
+        message = f"{asked} answered {status} {responses.get(status, '')}: {text}: {remedy}"
         if status in (408, 429) or status >= 500:
             raise _Transient(message, _retry_after(response.headers.get("Retry-After", "")))
         raise RewardError(message)
@@ -245,7 +237,7 @@ class Client:
         return request
 
     def shown(self, text: str) -> str:
-        """The first `SHOWN` characters of what a service said, on one line, for a message; without the token."""
+        """The first `SHOWN` characters of a service's answer, on one line, for a message; without the token."""
         return repr(" ".join(self.redacted(text).split())[:SHOWN])
 
     def redacted(self, text: str) -> str:
@@ -253,7 +245,7 @@ class Client:
         return text if self._token is None else text.replace(self._token, "[token]")
 
 
-_SCATTER = random.Random()  # its own, so that no other draw depends on the weather of the network
+_SCATTER = random.Random()  # a separate generator: retries must not disturb seeded draws
 
 
 def png_base64(image: Image.Image) -> str:
@@ -287,8 +279,8 @@ def check_url(kwarg: str, url: str) -> None:
         raise RewardError(f"{kwarg} has something after its path, and paths are added to it: end it before ? or #")
 
 
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
+def is_loopback(host: str) -> bool:
+    """Whether only this machine itself can be reached under `host`, a name or an IP address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -298,17 +290,14 @@ def _is_loopback(url: str) -> bool:
 def _retry_after(value: str) -> float:
     """Seconds of a `Retry-After` header, which has a number or a date; 0 if it has neither (RFC 9110, 10.2.3)."""
     try:
-        return max(0.0, float(int(value)))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+        wait = int(value) if value.isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
+        return max(0.0, float(wait))
     except ValueError:
         return 0.0
 
 
 def _cause(error: BaseException) -> str:
-    """What lies at the bottom, such as a refused connection, without the layers of the library above it."""
+    """The first error of a chain, such as a refused connection, without those that the library raised from it."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
     return " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]

@@ -5,12 +5,11 @@ Source: the CLIP-I metric of "DreamBooth" (arXiv 2208.12242), section 4.2.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageOps
 
 from gerl.errors import DataError
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import Metadata
 from gerl.rewards.scorers.clip_tower import ClipScorer
 
 
@@ -23,7 +22,7 @@ class ImageSimilarity(ClipScorer):
 
     metadata_key: str = "image"
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         references = [self.reference(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
         # The images of a group have one reference: it is read and encoded once.
         keys = [str(reference) if isinstance(reference, Path) else id(reference) for reference in references]
@@ -31,17 +30,12 @@ class ImageSimilarity(ClipScorer):
         pictures = [_read(reference) for reference in unique.values()]
         rows = {key: row for row, key in enumerate(unique)}
         wanted = self.tower.image_features(pictures, self.batch_size)[[rows[key] for key in keys]]
-        scores: list[float] = (self.tower.image_features(images, self.batch_size) * wanted).sum(-1).tolist()
-        return scores
+        return (self.tower.image_features(images, self.batch_size) * wanted).sum(-1).tolist()
 
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        for prompt in prompts:
-            try:
-                self.reference(prompt.text, prompt.metadata)
-            except DataError as error:
-                raise DataError(f"prompt {prompt.id}: {error}") from None
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        self.reference(prompt, metadata)
 
-    def reference(self, prompt: str, metadata: dict[str, Any]) -> Path | Image.Image:
+    def reference(self, prompt: str, metadata: Metadata) -> Path | Image.Image:
         """The file or the image to be like; raises `DataError` if there is none."""
         given = metadata.get(self.metadata_key)
         if isinstance(given, Image.Image):

@@ -10,18 +10,22 @@ with current releases. At small sizes with random weights it was compared with t
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from gerl.protocol import Prompt
 from gerl.rewards.scorers.aesthetic import linear_head, read_tensors
+from gerl.rewards.scorers.base import Metadata, Scorer
 from gerl.rewards.scorers.clip_tower import Device, Dtype, expanded, loading, resolve_device, resolve_dtype
+
+if TYPE_CHECKING:
+    from transformers import BlipTextConfig, BlipVisionConfig, PreTrainedTokenizerBase
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the authors' data
 TOKENS = 35
@@ -42,14 +46,12 @@ VISION_NAMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageReward:
+class ImageReward(Scorer):
     """The standardised rating, about -2 to 2. A prompt is cut off after 35 tokens, an image cropped to a square.
 
     `model` is a Hub repository or a local folder with the original ImageReward.pt and med_config.json, `tokenizer` that
     of the BERT it was trained with.
     """
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     model: str = "THUDM/ImageReward"
     tokenizer: str = "google-bert/bert-base-uncased"
@@ -57,7 +59,7 @@ class ImageReward:
     device: Device = "auto"
     dtype: Dtype = "auto"
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         network, tokenizer = self._network, self._tokenizer
         scores: list[float] = []
         for start in range(0, len(images), self.batch_size):
@@ -69,9 +71,6 @@ class ImageReward:
             with torch.inference_mode():
                 scores += network(pixels, inputs["input_ids"], inputs["attention_mask"]).tolist()
         return scores
-
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Any prompt will do."""
 
     @cached_property
     def _network(self) -> "ImageRewardNetwork":
@@ -86,7 +85,7 @@ class ImageReward:
         return network.eval().place(device, resolve_dtype(self.dtype, device))
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
         import transformers
 
         with loading("tokenizer", self.tokenizer, "a BERT tokenizer"):
@@ -100,7 +99,7 @@ class ImageRewardNetwork(torch.nn.Module):
         RewardError: tensors are missing or of other shapes than they should be.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], text: dict[str, Any], source: str) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], text: Mapping[str, object], source: str) -> None:
         super().__init__()
         import transformers
 
@@ -146,7 +145,7 @@ def _vision_name(name: str) -> str:
     return name
 
 
-def _vision_config(tensors: dict[str, torch.Tensor]) -> Any:
+def _vision_config(tensors: dict[str, torch.Tensor]) -> "BlipVisionConfig":
     """The sizes of the image encoder, which only its tensors tell."""
     import transformers
 
@@ -163,7 +162,7 @@ def _vision_config(tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _text_config(text: dict[str, Any], vision_width: int) -> Any:
+def _text_config(text: Mapping[str, object], vision_width: int) -> "BlipTextConfig":
     import transformers
 
     names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"

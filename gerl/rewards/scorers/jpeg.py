@@ -6,12 +6,12 @@ Flow-GRPO's reward code.
 
 import io
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from PIL import Image
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import Metadata, Scorer
 
 
 def jpeg_kilobytes(image: Image.Image, quality: int = 95) -> float:
@@ -22,30 +22,18 @@ def jpeg_kilobytes(image: Image.Image, quality: int = 95) -> float:
 
 
 @dataclass(frozen=True)
-class JpegIncompressibility:
+class JpegIncompressibility(Scorer):
     """The size in kB: rewards detail."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     quality: Annotated[int, Field(ge=1, le=100)] = 95
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         return [jpeg_kilobytes(image, self.quality) for image in images]
-
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Any prompt will do."""
 
 
 @dataclass(frozen=True)
-class JpegCompressibility:
+class JpegCompressibility(JpegIncompressibility):
     """Minus the size in kB, divided by 500: rewards smoothness."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    quality: Annotated[int, Field(ge=1, le=100)] = 95
-
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-        return [-jpeg_kilobytes(image, self.quality) / 500 for image in images]
-
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Any prompt will do."""
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
+        return [-size / 500 for size in super().__call__(images, prompts, metadata)]

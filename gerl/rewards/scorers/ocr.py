@@ -7,16 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from PIL import Image
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from rapidfuzz.distance import Levenshtein
 
 from gerl.errors import DataError, RewardError
-from gerl.protocol import Prompt
-from gerl.rewards.scorers.base import require
+from gerl.rewards.scorers.base import Metadata, Scorer, require
 
 PACKAGES = {"rapidocr": ("cv2", "onnxruntime", "rapidocr"), "paddleocr": ("paddle", "paddleocr")}
 EXTRAS = {"rapidocr": "ocr", "paddleocr": "paddleocr"}
@@ -75,7 +74,7 @@ def paddle_text(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 @dataclass(frozen=True)
-class OcrScorer:
+class OcrScorer(Scorer):
     """`text_reward` of what PP-OCR reads on the image, or `video_reward` of what it reads on every fourth frame.
 
     The image is taken as one line of text (about 4 ms for a small sign); with `detect` text is first searched for, line
@@ -85,8 +84,6 @@ class OcrScorer:
     `paddleocr` is the original, English, downloads its weights, and also runs on the CPU.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
     threads: Annotated[int, Field(ge=1)] = 1
     metadata_key: str = "text"
     detect: bool = False
@@ -94,7 +91,7 @@ class OcrScorer:
     # clean ones, 99 (320: 100) blurred ones, 97 (320: 100) under strong noise.
     min_width: Annotated[int, Field(ge=48)] = 48
     backend: Literal["rapidocr", "paddleocr"] = "rapidocr"
-    takes_frames: ClassVar[bool] = True
+    takes_frames = True
 
     def __post_init__(self) -> None:
         for module in PACKAGES[self.backend]:  # rapidocr imports the other two only when it is used
@@ -104,7 +101,7 @@ class OcrScorer:
         self,
         images: Sequence[Image.Image | Sequence[Image.Image]],
         prompts: list[str],
-        metadata: list[dict[str, Any]],
+        metadata: list[Metadata],
     ) -> list[float]:
         """Scores [B]; an image may be a list of the frames of a video."""
         targets = [self.target(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
@@ -117,14 +114,10 @@ class OcrScorer:
             raise RewardError("the ocr scorer was given a video without frames: give at least one")
         return video_reward([self.read(frame) for frame in image[::FRAME_STEP]], target)
 
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        for prompt in prompts:
-            try:
-                self.target(prompt.text, prompt.metadata)
-            except DataError as error:
-                raise DataError(f"prompt {prompt.id}: {error}") from None
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        self.target(prompt, metadata)
 
-    def target(self, prompt: str, metadata: dict[str, Any]) -> str:
+    def target(self, prompt: str, metadata: Metadata) -> str:
         """The text that should be written; raises `DataError` if there is none."""
         given = metadata.get(self.metadata_key)
         quoted = QUOTED.search(prompt)
@@ -162,7 +155,7 @@ class OcrScorer:
     @cached_property
     def _paddle(self) -> Any:
         paddleocr = require("paddleocr", EXTRAS["paddleocr"])
-        place: dict[str, Any] = {"device": "cpu", "cpu_threads": self.threads}
+        place: dict[str, object] = {"device": "cpu", "cpu_threads": self.threads}
         if not self.detect:
             return paddleocr.TextRecognition(**place)
         # Without these three it would turn and unbend pages, which takes further models.

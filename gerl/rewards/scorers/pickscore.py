@@ -5,11 +5,12 @@ the division by 26, near the mean score of good images, is Flow-GRPO's (arXiv 25
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from PIL import Image
 from pydantic import Field
 
+from gerl.rewards.scorers.base import Metadata
 from gerl.rewards.scorers.clip_tower import ClipScorer
 
 
@@ -21,6 +22,5 @@ class PickScore(ClipScorer):
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 26.0
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-        scores: list[float] = (self.cosines(images, prompts) * (self.tower.logit_scale / self.scale)).tolist()
-        return scores
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
+        return (self.cosines(images, prompts) * (self.tower.logit_scale / self.scale)).tolist()

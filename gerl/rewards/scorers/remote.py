@@ -8,18 +8,16 @@ score that counts. `GET {url}/v1/health` answers an object with the same version
 import json
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from PIL import Image
 from pydantic import Field
 
 from gerl.errors import DataError, RewardError
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import JSON, Columns, Metadata
 from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
 
 VERSION = "1"
-
-Columns = dict[str, list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +32,7 @@ class ServiceScorer(HttpScorer):
         super().__post_init__()
         check_url("url", self.url)
 
-    def health(self) -> dict[str, Any]:
-        """What the service says of itself; raises `RewardError` if it is not there or speaks another version."""
-        with self.client(self.url) as client:
-            answer = client.get("/v1/health")
-            _check_version(client, answer)
-            return dict(answer)
-
-    def columns(
-        self, scorer: str, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]
-    ) -> Columns:
+    def columns(self, scorer: str, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         """The columns [B] that `scorer` of the service gives.
 
         Raises:
@@ -54,7 +43,7 @@ class ServiceScorer(HttpScorer):
             raise RewardError(f"the scorer {scorer} got no images: give it at least one")
         with self.client(self.url) as client:
 
-            def ask(batch: list[tuple[Image.Image, str, dict[str, Any]]]) -> Columns:
+            def ask(batch: list[tuple[Image.Image, str, Metadata]]) -> Columns:
                 payload = {
                     "scorer": scorer,
                     "images": [png_base64(at_most(image, self.image_size)) for image, _, _ in batch],
@@ -79,21 +68,17 @@ class RemoteScorer(ServiceScorer):
 
     scorer: str
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         for prompt, row in zip(prompts, metadata, strict=True):
             _check_json(prompt, row)
         return self.columns(self.scorer, images, prompts, metadata)
 
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Asks the service nothing, so it need not run yet; only what cannot be sent is refused."""
-        for prompt in prompts:
-            try:
-                _check_json(prompt.text, prompt.metadata)
-            except DataError as error:
-                raise DataError(f"prompt {prompt.id}: {error}") from None
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        """Refuses only what cannot be sent; the service is asked nothing, as it need not run yet."""
+        _check_json(prompt, metadata)
 
 
-def _check_json(prompt: str, metadata: dict[str, Any]) -> None:
+def _check_json(prompt: str, metadata: Metadata) -> None:
     for name, value in metadata.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -104,23 +89,23 @@ def _check_json(prompt: str, metadata: dict[str, Any]) -> None:
             ) from None
 
 
-def _check_version(client: Client, answer: Any) -> None:
-    version = answer.get("version") if isinstance(answer, dict) else None
-    if version != VERSION:
-        raise RewardError(
-            f"{client.url} answered {client.shown(json.dumps(answer))}, expected an object with version {VERSION!r}: "
-            "give the address of a reward service of gerl, of the same release"
-        )
+def _checked(client: Client, answer: JSON) -> dict[str, JSON]:
+    if isinstance(answer, dict) and answer.get("version") == VERSION:
+        return answer
+    raise RewardError(
+        f"{client.url} answered {client.shown(json.dumps(answer))}, expected an object with version {VERSION!r}: "
+        "give the address of a reward service of gerl, of the same release"
+    )
 
 
-def _columns(client: Client, answer: Any, size: int) -> Columns:
+def _columns(client: Client, answer: JSON, size: int) -> Columns:
     """The checked columns [size] of an answer."""
-    _check_version(client, answer)
-    scores = answer.get("scores")
+    scores = _checked(client, answer).get("scores")
     if not isinstance(scores, dict) or not scores:
         raise RewardError(
             f"{client.url} answered {client.shown(json.dumps(answer))}, expected scores by column: correct the service"
         )
+    columns: Columns = {}
     for name, values in scores.items():
         if not isinstance(values, list) or len(values) != size:
             count = f"{len(values)} scores" if isinstance(values, list) else f"a {type(values).__name__}"
@@ -131,4 +116,5 @@ def _columns(client: Client, answer: Any, size: int) -> Columns:
                     f"{client.url} gave {client.shown(json.dumps(value))} for image {i} of {size} in column {name}, "
                     "expected a finite number: correct the scorer there"
                 )
-    return {name: [float(value) for value in values] for name, values in scores.items()}
+            columns.setdefault(name, []).append(float(value))
+    return columns

@@ -4,14 +4,12 @@ Source: the variance of the Laplacian as a measure of focus (Pech-Pacheco et al.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import ConfigDict
 
 from gerl.errors import RewardError
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import Metadata, Scorer
 
 LUMA = np.array([0.299, 0.587, 0.114])  # Rec. 601, of R, G, B
 
@@ -33,13 +31,8 @@ def sharpness(image: Image.Image) -> float:
 
 
 @dataclass(frozen=True)
-class Sharpness:
+class Sharpness(Scorer):
     """`sharpness` of each image."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         return [sharpness(image) for image in images]
-
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        """Any prompt will do."""

@@ -5,14 +5,14 @@ those of Flow-GRPO's reward code.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from PIL import Image
 from pydantic import Field
 
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import Metadata
 from gerl.rewards.scorers.http import Client, png_base64
-from gerl.rewards.scorers.vlm_judge import ChatScorer, check_template, fill, number_in
+from gerl.rewards.scorers.vlm_judge import ChatScorer, Choice, fill, number_in
 
 # No digit may follow: an answer on another scale, such as 45, is not a 4.
 FINAL_SCORE = r"Final Score:\s*([1-5](?:\.\d+)?)(?!\d)"
@@ -39,20 +39,20 @@ class UnifiedRewardScorer(ChatScorer):
     template: str = POINTWISE
     image_size: Annotated[int, Field(ge=1)] = 512
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         with self.client(self.base_url) as client:
             return client.map(
                 lambda item: self._grade(client, *item), list(zip(images, prompts, metadata, strict=True))
             )
 
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        check_template(prompts, lambda prompt: fill(self.template, prompt.text, prompt.metadata))
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        fill(self.template, prompt, metadata)
 
-    def _grade(self, client: Client, image: Image.Image, prompt: str, metadata: dict[str, Any]) -> float:
+    def _grade(self, client: Client, image: Image.Image, prompt: str, metadata: Metadata) -> float:
         square = image.convert("RGB").resize((self.image_size, self.image_size), Image.Resampling.BICUBIC)
         text = fill(self.template, prompt, metadata)
         return self.ask(client, prompt, text, png_base64(square), _read, max_tokens=self.max_tokens)
 
 
-def _read(choice: dict[str, Any]) -> float:
+def _read(choice: Choice) -> float:
     return number_in(choice, FINAL_SCORE, (1.0, BEST)) / BEST

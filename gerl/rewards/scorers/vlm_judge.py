@@ -12,19 +12,19 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from PIL import Image
 from pydantic import Field
 
 from gerl.errors import DataError, RewardError
-from gerl.protocol import Prompt
+from gerl.rewards.scorers.base import JSON, Columns, Metadata
 from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
 
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-Columns = dict[str, list[float]]
+Choice = dict[str, JSON]  # of a chat completion
 
 RATE = (
     'The image was drawn for the description "{prompt}". Rate from {low} (not at all) to {high} (perfectly) how well '
@@ -58,7 +58,7 @@ class ChatScorer(HttpScorer):
     base_url: str
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    extra_body: dict[str, Any] = field(default_factory=dict)
+    extra_body: dict[str, object] = field(default_factory=dict)
     answer_retries: Annotated[int, Field(ge=0)] = 2
 
     def __post_init__(self) -> None:
@@ -66,9 +66,9 @@ class ChatScorer(HttpScorer):
         check_url("base_url", self.base_url)
 
     def ask(
-        self, client: Client, prompt: str, text: str, image: str, read: Callable[[dict[str, Any]], Answer], **body: Any
+        self, client: Client, prompt: str, text: str, image: str, read: Callable[[Choice], Answer], **body: object
     ) -> Answer:
-        """What `read` finds in the answer (a choice of a chat completion) to `text` about `image` (PNG in base64).
+        """The value that `read` finds in the model's answer to `text` about `image` (PNG in base64).
 
         `prompt` is what the image was drawn for, for messages; `body` are further fields of the request.
 
@@ -92,18 +92,18 @@ class ChatScorer(HttpScorer):
         raise RewardError(f"{message} ({self.answer_retries + 1} attempts)")
 
 
-def first_choice(client: Client, completion: Any) -> dict[str, Any]:
+def first_choice(client: Client, completion: JSON) -> Choice:
     """The first choice of a chat completion; raises `RewardError` if it is not one."""
     match completion:
-        case {"choices": [{"message": dict()} as choice, *_]}:
-            return dict(choice)
+        case {"choices": [dict() as choice, *_]} if isinstance(choice.get("message"), dict):
+            return choice
     raise RewardError(
         f"{client.url} answered with something other than a chat completion, {client.shown(json.dumps(completion))}: "
         "give the address of an OpenAI-compatible endpoint, which mostly ends in /v1"
     )
 
 
-def number_in(choice: dict[str, Any], pattern: str, limits: tuple[float, float]) -> float:
+def number_in(choice: Choice, pattern: str, limits: tuple[float, float]) -> float:
     """The number in the first group of the last match of `pattern` in the answer's text.
 
     The last, because a judge that reasons names numbers on its way. Raises `Unreadable` if there is no match, or the
@@ -116,11 +116,11 @@ def number_in(choice: dict[str, Any], pattern: str, limits: tuple[float, float])
     return within(found[-1], limits, text)
 
 
-def within(value: Any, limits: tuple[float, float], text: str) -> float:
+def within(value: JSON, limits: tuple[float, float], text: str) -> float:
     """`value` as a number; raises `Unreadable`, quoting `text`, if it is none or outside `limits`."""
     try:
-        number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError, OverflowError):
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
         number = math.nan
     if not limits[0] <= number <= limits[1]:
         raise Unreadable(
@@ -130,13 +130,15 @@ def within(value: Any, limits: tuple[float, float], text: str) -> float:
     return number
 
 
-def text_of(choice: dict[str, Any]) -> str:
+def text_of(choice: Choice) -> str:
     """The text of an answer, empty if it has none."""
-    text = choice["message"].get("content")
-    return text if isinstance(text, str) else ""
+    match choice:
+        case {"message": {"content": str() as text}}:
+            return text
+    return ""
 
 
-def probability_of_yes(choice: dict[str, Any], yes: list[str], no: list[str], min_mass: float) -> float:
+def probability_of_yes(choice: Choice, yes: list[str], no: list[str], min_mass: float) -> float:
     """p(yes) / (p(yes) + p(no)) of the first token, from its `top_logprobs`, in [0, 1].
 
     All spellings that differ only in case, spaces or punctuation count together. Raises `Unreadable` if there are no
@@ -159,7 +161,7 @@ def probability_of_yes(choice: dict[str, Any], yes: list[str], no: list[str], mi
     return agree / (agree + deny)
 
 
-def _entry(entry: Any) -> tuple[str, float]:
+def _entry(entry: JSON) -> tuple[str, float]:
     match entry:
         # Rounding may leave it a little above 0; NaN is not below anything.
         case {"token": str() as token, "logprob": float() | int() as logprob} if logprob < 0.01:
@@ -167,7 +169,7 @@ def _entry(entry: Any) -> tuple[str, float]:
     raise Unreadable(f"the answer has {entry!r} among its top_logprobs: expected a token and a log-probability")
 
 
-def last_object(text: str, keys: list[str]) -> dict[str, Any] | None:
+def last_object(text: str, keys: list[str]) -> dict[str, JSON] | None:
     """The last JSON object in `text` that has all `keys`; whatever stands around it does not matter."""
     found = None
     decoder = json.JSONDecoder()
@@ -181,7 +183,7 @@ def last_object(text: str, keys: list[str]) -> dict[str, Any] | None:
     return found
 
 
-def fill(template: str, prompt: str, metadata: dict[str, Any], **fields: str) -> str:
+def fill(template: str, prompt: str, metadata: Metadata, **fields: str) -> str:
     """`template` with {prompt}, `fields` and the columns of `metadata` in their places; other braces stay as they are.
 
     Raises `DataError` for a place that has no value.
@@ -202,7 +204,7 @@ def fill(template: str, prompt: str, metadata: dict[str, Any], **fields: str) ->
 
 @dataclass(frozen=True, kw_only=True)
 class VlmJudge(ChatScorer):
-    """What a vision language model says about image and prompt, in one of three `mode`s.
+    """The verdict of a vision language model about image and prompt, in one of three `mode`s.
 
     regex: the number that `pattern` finds in the answer, divided by `scale`. yes_no: the probability of yes against no
     as the first word, in [0, 1], with `yes` and `no` the words that count. rubric: a number for each of `aspects`
@@ -246,11 +248,11 @@ class VlmJudge(ChatScorer):
             raise RewardError(f"template has no {place}, so the judge would not know what to rate: add it")
 
     def __call__(
-        self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]
+        self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]
     ) -> list[float] | Columns:
         with self.client(self.base_url) as client:
 
-            def judge(item: tuple[Image.Image, str, dict[str, Any]]) -> dict[str, float]:
+            def judge(item: tuple[Image.Image, str, Metadata]) -> dict[str, float]:
                 image, prompt, row = item
                 return self._judge(client, png_base64(at_most(image, self.image_size)), prompt, row)
 
@@ -261,22 +263,15 @@ class VlmJudge(ChatScorer):
             name: [row[name] for row in rows] for name in self.aspects
         }
 
-    def check_prompts(self, prompts: list[Prompt]) -> None:
-        check_template(prompts, lambda prompt: self._text(prompt.text, prompt.metadata, ""))
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        self._text(prompt, metadata, "")
 
     @property
     def _template(self) -> str:
-        if self.template is not None:
-            return self.template
-        match self.mode:
-            case "regex":
-                return RATE
-            case "yes_no":
-                return YES_NO
-            case "rubric":
-                return RUBRIC if self.one_request else ASPECT
+        templates = {"regex": RATE, "yes_no": YES_NO, "rubric": RUBRIC if self.one_request else ASPECT}
+        return templates[self.mode] if self.template is None else self.template
 
-    def _text(self, prompt: str, metadata: dict[str, Any], question: str) -> str:
+    def _text(self, prompt: str, metadata: Metadata, question: str) -> str:
         fields = {"low": f"{self.limits[0]:g}", "high": f"{self.limits[1]:g}"}
         if self.mode == "rubric":
             fields["question"] = question
@@ -284,32 +279,30 @@ class VlmJudge(ChatScorer):
             fields["keys"] = ", ".join(f'"{name}"' for name in self.aspects)
         return fill(self._template, prompt, metadata, **fields)
 
-    def _judge(self, client: Client, image: str, prompt: str, metadata: dict[str, Any]) -> dict[str, float]:
+    def _judge(self, client: Client, image: str, prompt: str, metadata: Metadata) -> dict[str, float]:
         """The score of an image, or that of each aspect."""
 
-        def read(choice: dict[str, Any]) -> float:
-            return number_in(choice, self.pattern, self.limits) / self.scale
-
-        def ask(question: str = "") -> float:
+        def ask(read: Callable[[Choice], Answer], question: str = "", tokens: int = 512, **body: object) -> Answer:
             text = self._text(prompt, metadata, question)
-            return self.ask(client, prompt, text, image, read, max_tokens=self.max_tokens or 512)
+            return self.ask(client, prompt, text, image, read, max_tokens=self.max_tokens or tokens, **body)
 
-        text = self._text(prompt, metadata, "")
         match self.mode:
             case "regex":
-                return {"score": ask()}
+                return {"score": ask(self._read_number)}
             case "yes_no":
-                body = {"max_tokens": self.max_tokens or 1, "logprobs": True, "top_logprobs": 20}
-                return {"score": self.ask(client, prompt, text, image, self._read_yes_no, **body)}
+                return {"score": ask(self._read_yes_no, tokens=1, logprobs=True, top_logprobs=20)}
             case "rubric" if self.one_request:
-                return self.ask(client, prompt, text, image, self._read_rubric, max_tokens=self.max_tokens or 512)
+                return ask(self._read_rubric)
             case "rubric":
-                return {name: ask(question) for name, question in self.aspects.items()}
+                return {name: ask(self._read_number, question) for name, question in self.aspects.items()}
 
-    def _read_yes_no(self, choice: dict[str, Any]) -> float:
+    def _read_number(self, choice: Choice) -> float:
+        return number_in(choice, self.pattern, self.limits) / self.scale
+
+    def _read_yes_no(self, choice: Choice) -> float:
         return probability_of_yes(choice, self.yes, self.no, self.min_mass)
 
-    def _read_rubric(self, choice: dict[str, Any]) -> dict[str, float]:
+    def _read_rubric(self, choice: Choice) -> dict[str, float]:
         text = text_of(choice)
         found = last_object(text, list(self.aspects))
         if found is None:
@@ -330,15 +323,6 @@ def check_pattern(pattern: str) -> None:
         raise RewardError(f"pattern={pattern!r} has no group: put parentheses around the number")
 
 
-def check_template(prompts: list[Prompt], text: Callable[[Prompt], str]) -> None:
-    """Raise `DataError` naming the first prompt for which `text` cannot fill its template."""
-    for prompt in prompts:
-        try:
-            text(prompt)
-        except DataError as error:
-            raise DataError(f"prompt {prompt.id}: {error}") from None
-
-
 def _bare(token: str) -> str:
     """A token without case, spaces and punctuation; ▁ and Ġ are how tokenizers write a space."""
     return token.strip(string.whitespace + string.punctuation + "▁Ġ").casefold()
@@ -348,5 +332,5 @@ def _end(text: str) -> str:
     return repr("..." + text[-200:] if len(text) > 200 else text)
 
 
-def _cut_off(choice: dict[str, Any]) -> str:
+def _cut_off(choice: Choice) -> str:
     return " and was cut off, raise max_tokens" if choice.get("finish_reason") == "length" else ""

@@ -68,9 +68,7 @@ def test_check_reward_refuses_what_cannot_be_built(tmp_path: Path, monkeypatch: 
 
 def test_too_many_failures_stop_the_run_with_numbers() -> None:
     assert not all(usable_groups(SAMPLES, *outcome(0, 1, 4), DROP)[0])  # half of them
-    with pytest.raises(
-        RewardError, match=r"67% of the images of step 7 have no reward, more than reward\.max_failed=0\.5"
-    ):
+    with pytest.raises(RewardError, match=r"67% .*reward\.max_failed=0\.5"):
         usable_groups(SAMPLES, *outcome(0, 1, 3, 4), DROP)
 
 

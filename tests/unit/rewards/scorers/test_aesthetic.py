@@ -76,20 +76,20 @@ def test_the_head_is_one_affine_map(folder: str) -> None:
 
 
 def test_a_head_of_another_kind_or_width_is_refused(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"expected weight and bias of layers 0, 2, 4, 6, 7 .* got layers\.0\.bias"):
+    with pytest.raises(RewardError, match=r"layers 0, 2, 4, 6, 7 .* got layers\.0\.bias"):
         linear_head(Original(relu=True).state_dict(), WIDTH, "head=x")
     wide = AestheticScore(model=folder, head=saved(tmp_path / "wide.pth", Original(24)), device="cpu")
     with pytest.raises(RewardError, match=r"head=.*wide\.pth: a head from 16 to 1 .* \(1024, 24\)"):
         wide(pictures(1), ["a"], [{}])
     two = Original().state_dict() | {"layers.7.weight": torch.zeros(2, 16), "layers.7.bias": torch.zeros(2)}
-    with pytest.raises(RewardError, match="a head from 16 to 1 number was expected"):
+    with pytest.raises(RewardError, match="a head from 16 to 1"):
         linear_head(two, WIDTH, "head=x")
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"head": "/nowhere/head.pth"}])
 def test_without_the_file_of_the_head_it_says_where_to_get_it(kwargs: dict[str, str]) -> None:
     message = "head=/nowhere/head.pth" if kwargs else "head=None"
-    with pytest.raises(RewardError, match=message + r" names no file: download sac\+logos\+ava1-l14-linearMSE\.pth"):
+    with pytest.raises(RewardError, match=message + r" .*download sac\+logos\+ava1-l14-linearMSE\.pth"):
         AestheticScore(**kwargs)
 
 

@@ -102,7 +102,7 @@ def test_auto_is_what_the_machine_has() -> None:
     assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
     assert resolve_dtype("float16", torch.device("cpu")) == torch.float16
-    with pytest.raises(RewardError, match=r"device=cuda:99: the scorer's process sees \d+ CUDA devices; take another"):
+    with pytest.raises(RewardError, match=r"device=cuda:99: .*device=auto"):
         resolve_device("cuda:99")
 
 

@@ -1,10 +1,12 @@
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from tiny_clip import clip_folder, pictures
 
+from gerl.errors import RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers.clipscore import ClipScore
 
@@ -34,7 +36,9 @@ def test_scores_move_with_their_images(tmp_path: Path) -> None:
     assert scorer(images[::-1], prompts[::-1], [{}] * 4) == pytest.approx(scores[::-1], abs=1e-6)
 
 
-def test_the_published_weights_are_the_default_and_any_prompt_will_do() -> None:
-    scorer = ClipScore()
-    assert (scorer.model, scorer.processor) == ("openai/clip-vit-large-patch14", None)
-    scorer.check_prompts([Prompt(0, "anything")])
+def test_without_kwargs_the_published_weights_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    ClipScore().check_prompts([Prompt(0, "anything")])
+    with pytest.raises(RewardError, match="model=openai/clip-vit-large-patch14 cannot be loaded"):
+        ClipScore()(pictures(1), ["anything"], [{}])

@@ -172,7 +172,7 @@ def test_metadata_are_read_as_genevals_files_and_parquet_have_them() -> None:
     ],
 )
 def test_wrong_metadata_are_one_sentence(metadata: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=rf"{re.escape(message)}.*: it needs a \"tag\" and \"include\" clauses"):
+    with pytest.raises(DataError, match=rf"{re.escape(message)}.*\"tag\" and \"include\""):
         parse_row(metadata)
 
 
@@ -288,11 +288,11 @@ def test_a_score_depends_on_no_other_image(folders: dict[str, str]) -> None:
 def test_prompts_are_checked_without_loading_a_model(folders: dict[str, str]) -> None:
     scorer = GenEvalScorer(model=folders["model"], colour_model="/nowhere")
     scorer.check_prompts([Prompt(0, "a couch", row({"class": "couch", "count": 1}))])
-    with pytest.raises(DataError, match=r"prompt 4: the GenEval metadata of the row cannot be used \(tag: Field"):
+    with pytest.raises(DataError, match=r"prompt 4: .*\(tag: "):
         scorer.check_prompts([Prompt(4, "a dog", {"include": [DOG]})])
-    with pytest.raises(DataError, match=r"prompt 5: the detector has no class 'dogg' among its 3: did you mean dog"):
+    with pytest.raises(DataError, match=r"prompt 5: .*'dogg'.*did you mean dog"):
         scorer.check_prompts([Prompt(5, "a dogg", row(exclude=({"class": "dogg", "count": 1},)))])
-    with pytest.raises(DataError, match="prompt 6: it asks for 17 objects of a class: raise max_objects=16"):
+    with pytest.raises(DataError, match=r"prompt 6: .*17 .*max_objects=16"):
         scorer.check_prompts([Prompt(6, "17 dogs", row({"class": "dog", "count": 17}))])
     with pytest.raises(RewardError, match="model=/nowhere cannot be loaded"):
         GenEvalScorer(model="/nowhere").check_prompts([])

@@ -79,7 +79,7 @@ def test_a_row_without_a_reference_is_found_before_any_work(folder: str, tmp_pat
     for metadata in ({}, {"image": None}, {"image": ""}, {"image": 3}, {"picture": "x.png"}):
         with pytest.raises(DataError, match=r"prompt 2: 'c' has no reference .* row's 'image'"):
             scorer.check_prompts([*good, Prompt(2, "c", metadata)])
-    with pytest.raises(DataError, match=r"prompt 2: 'c' has the reference .* there is no file .*gone\.png"):
+    with pytest.raises(DataError, match=r"prompt 2: 'c' .*gone\.png: correct the path"):
         scorer.check_prompts([*good, Prompt(2, "c", {"image": str(tmp_path / "gone.png")})])
     with pytest.raises(DataError, match="'c' has no reference"):
         scorer([image], ["c"], [{}])

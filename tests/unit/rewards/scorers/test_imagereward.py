@@ -218,7 +218,7 @@ def test_a_checkpoint_with_a_tensor_missing_is_refused(tmp_path: Path, name: str
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
     tensors = {name: value for name, value in checkpoint().items() if not name.startswith("mlp.")}
-    with pytest.raises(RewardError, match=r"expected weight and bias of layers 0, 2, 4, 6, 7 .* got nothing"):
+    with pytest.raises(RewardError, match=r"layers 0, 2, 4, 6, 7 .* got nothing"):
         scorer(save(tmp_path, tensors))(pictures(1), ["a cat"], [{}])
 
 
@@ -233,6 +233,9 @@ def test_what_cannot_be_found_is_named_with_a_remedy(
             ImageReward(model=folder, tokenizer=name, device="cpu")(pictures(1), ["a"], [{}])
 
 
-def test_the_published_weights_are_the_default_and_any_prompt_will_do() -> None:
-    assert ImageReward().model == "THUDM/ImageReward"
+def test_without_kwargs_the_published_weights_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     ImageReward().check_prompts([Prompt(0, "anything")])
+    with pytest.raises(RewardError, match="model=THUDM/ImageReward cannot be loaded"):
+        ImageReward()(pictures(1), ["anything"], [{}])

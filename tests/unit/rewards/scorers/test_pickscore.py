@@ -1,14 +1,16 @@
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from tiny_clip import clip_folder, pictures
 
-from gerl.protocol import Prompt
 from gerl.rewards.scorers.pickscore import PickScore
 
+REVISION = "a" * 40
 PROMPTS = ["a cat", "two dogs on a mat", "a cat"]
 
 
@@ -56,7 +58,22 @@ def test_a_score_does_not_depend_on_its_neighbours_and_long_prompts_are_cut(tmp_
     assert together == pytest.approx((logits(folder, prompts) / 26).tolist(), abs=1e-5)
 
 
-def test_the_published_weights_are_the_default_and_any_prompt_will_do() -> None:
-    scorer = PickScore()
-    assert (scorer.model, scorer.processor) == ("yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K")
-    scorer.check_prompts([Prompt(0, "anything")])
+def test_without_kwargs_the_weights_are_pickscores_and_the_rest_is_the_clip_it_was_trained_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = clip_folder(tmp_path / "whole")
+    files: dict[str, Collection[str]] = {
+        "yuvalkirstain/PickScore_v1": ("config.json", "model.safetensors"),
+        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": {file.name for file in Path(whole).iterdir()} - {"model.safetensors"},
+    }
+    for repository, names in files.items():  # as if they had been downloaded
+        place = tmp_path / f"models--{repository.replace('/', '--')}"
+        for folder in (place / "refs", place / "snapshots" / REVISION):
+            folder.mkdir(parents=True)
+        (place / "refs" / "main").write_text(REVISION)
+        for name in names:
+            shutil.copy(Path(whole) / name, place / "snapshots" / REVISION)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    scores = PickScore(device="cpu")(pictures(3), PROMPTS, [{}] * 3)
+    assert scores == pytest.approx((logits(whole, PROMPTS) / 26).tolist(), abs=1e-5)

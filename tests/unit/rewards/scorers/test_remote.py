@@ -11,7 +11,7 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import SCORERS, build_scorer
+from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.remote import RemoteScorer
 
 IMAGES = [Image.new("RGB", (4, 2), (10 * i, 0, 0)) for i in range(5)]
@@ -82,9 +82,9 @@ def test_requests_of_a_batch_run_in_parallel() -> None:
         (scores(red=[True] * 5), "gave 'true' for image 0"),
         (scores(), "expected scores by column"),
         (Answer({"scores": [1.0] * 5, "version": "1"}), "expected scores by column"),
-        (Answer({"scores": {"red": [1.0] * 5}}), "expected an object with version '1'"),
-        (Answer({"scores": {"red": [1.0] * 5}, "version": "2"}), "expected an object with version '1'"),
-        (Answer([1.0] * 5), "expected an object with version '1'"),
+        (Answer({"scores": {"red": [1.0] * 5}}), "version '1'"),
+        (Answer({"scores": {"red": [1.0] * 5}, "version": "2"}), "version '1'"),
+        (Answer([1.0] * 5), "version '1'.*reward service of gerl"),
         (Answer(b'{"scores": {"red": [1.0'), "answered 200 without JSON"),
         (
             Answer({"error": "no scorer red, only ocr"}, 404),
@@ -132,14 +132,6 @@ def test_images_may_be_reduced() -> None:
     assert sizes == {(2, 1)}
 
 
-def test_health_is_what_the_service_says() -> None:
-    with serving(Answer({"version": "1", "scorers": ["red"]})) as service:
-        assert remote(service.url).health() == {"version": "1", "scorers": ["red"]}
-    assert [(asked.method, asked.path) for asked in service.asked] == [("GET", "/v1/health")]
-    with serving(Answer({"status": "ok"})) as service, pytest.raises(RewardError, match="reward service of gerl"):
-        remote(service.url).health()
-
-
 @pytest.mark.parametrize("value", [math.nan, b"bytes", IMAGES[0], {"a": [math.inf]}])
 def test_a_row_that_cannot_be_sent_is_named_without_asking_the_service(value: Any) -> None:
     scorer = remote("http://127.0.0.1:1")
@@ -155,8 +147,7 @@ def test_no_images_are_an_error() -> None:
         remote("http://127.0.0.1:1")([], [], [])
 
 
-def test_it_is_built_from_kwargs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCORERS, "remote", RemoteScorer)
+def test_it_is_built_from_kwargs() -> None:
     kwargs: dict[str, Any] = {"url": "http://127.0.0.1:8100", "scorer": "red", "batch_size": 4}
     assert build_scorer("remote", ScorerConfig(kwargs=kwargs)) == RemoteScorer(**kwargs)
     for wrong, message in (
