@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,11 +146,10 @@ def test_ctrl_c_on_ray_leaves_a_checkpoint_and_no_process(
     process = start(arguments(run.folder, log, **more), GERL_TEST=mark)
     wait_for(lambda: len(run.metrics) > STEPS, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT, said
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, log
     step = run.metrics[-1]["step"]
-    assert f"stopped after step {step}: checkpoint in {run.folder / 'checkpoints'}" in said
-    assert "Traceback" not in said
+    assert re.search(rf"step {step}: .*{run.folder / 'checkpoints'}", log) and "Traceback" not in log, log
     assert run.lora(step).abs().max() > 0
     assert run.untimed()[:STEPS] == two.untimed()[:STEPS]
     assert not processes_with(f"GERL_TEST={mark}")
