@@ -5,7 +5,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -139,7 +138,7 @@ def _lines(path: Path) -> list[tuple[str, str]]:
     return [(f"{path}:{n}", line.strip()) for n, line in lines if line.strip()]
 
 
-def _json_row(line: str, where: str) -> dict[str, Any]:
+def _json_row(line: str, where: str) -> dict[str, object]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -149,20 +148,20 @@ def _json_row(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+def _parquet_rows(path: Path) -> list[dict[str, object]]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"reading {path} needs pyarrow ({error}): run pip install pyarrow") from error
     try:
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(pyarrow.BufferReader(_bytes(path))).to_pylist()
+        rows: list[dict[str, object]] = pyarrow.parquet.read_table(pyarrow.BufferReader(_bytes(path))).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a readable Parquet file ({error}): write it anew") from error
     return rows
 
 
-def _split(row: dict[str, Any], prompt_key: str, where: str) -> tuple[str, dict[str, Any]]:
+def _split(row: dict[str, object], prompt_key: str, where: str) -> tuple[str, dict[str, object]]:
     """The prompt of a row and its other columns."""
     if prompt_key not in row:
         columns = ", ".join(row) or "none"
