@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-# Brightness; the n-th call of all processes together may end badly, and one prompt always kills whoever looks at it.
+# Brightness; the n-th call of all processes together may fail, and one prompt always kills the process that scores it.
 FAULTY = """
 import os, signal, time
 import numpy as np

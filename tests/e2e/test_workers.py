@@ -164,7 +164,8 @@ def wait_for(condition: Callable[[], bool], process: Any) -> None:
         except (OSError, ValueError):  # not there yet, or half a line
             pass
         time.sleep(0.05)
-    raise AssertionError("waited for a minute")
+    os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+    raise AssertionError(f"waited for a minute: {process.communicate()[1]}")
 
 
 def processes_with(variable: str) -> list[str]:
