@@ -104,3 +104,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = [*re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text), *re.findall(r'(?:src|href)="([^"]+)"', text)]
     for link in links:
         assert link.startswith(("http", "data:")) or (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:gerl|tests|configs|docs|examples|benchmarks|reward_models)/[\w./-]*)`", page.read_text("utf-8")
+    )
+    assert not [path for path in named if "NAME" not in path and not (ROOT / path).exists()]
