@@ -1,4 +1,4 @@
-"""What travels between driver and workers: typed records, no string-keyed batches.
+"""Typed records that travel between driver and workers, in place of string-keyed batches.
 
 *prompt*: a row of a prompt file. *group*: the images of one prompt in one trainer step. *sample*: one image. *credit*:
 the advantage of each (sample, timestep), `[B, T]` fp32, NaN where it is not trained.
@@ -20,8 +20,8 @@ class Prompt:
 
 
 class Group(NamedTuple):
-    """What samples have in common that may be compared (AT-GRPO, arXiv 2510.11062): the prompt and, where they apply,
-    the turn, the role of the policy and the branching point, that is everything that makes up the state they shared."""
+    """Key of the samples that may be compared (AT-GRPO, arXiv 2510.11062): the prompt and, where they apply, the turn,
+    the role of the policy and the branching point, that is everything that makes up the state they shared."""
 
     prompt: int
     turn: int | None = None
@@ -84,7 +84,7 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class Images:
-    """What a worker returns for a task; the trajectories stay with the worker under `task_id`."""
+    """The answer of a worker to a task; the trajectories stay with the worker under `task_id`."""
 
     task_id: int
     pixels: Any  # uint8 [B, H, W, 3], videos [B, F, H, W, 3], or a list of B such images of several sizes
@@ -151,8 +151,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class SamplingProbe:
-    """What was measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, and the
-    stochastic steps whose kernel turns the predicted noise around, as (step, sigma, next sigma, kappa)."""
+    """Measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, and the stochastic
+    steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa)."""
 
     log_ratio_noise: float
     reversed_noise: list[tuple[int, float, float, float]]

@@ -39,7 +39,7 @@ from gerl.score.command import make_folder
 from gerl.score.gallery import TOTAL
 from gerl.trainer.rollouts import Rollouts
 from gerl.utils.dataset import load_prompts
-from gerl.utils.logs import caught
+from gerl.utils.logs import capture_logs
 from gerl.workers.rollout import Rollout
 
 logger = logging.getLogger("gerl")
@@ -291,7 +291,7 @@ class Painter:
             library.set_verbosity_error()
             library.disable_progress_bar()
         config, model = self.config, self.config.model
-        with caught("gerl.model", logging.INFO) as said:
+        with capture_logs("gerl.model", logging.INFO) as notes:
             pipe = load_pipeline(model, self.device)
         denoisers = find_denoisers(pipe)
         attach(pipe, self.loras)
@@ -301,7 +301,7 @@ class Painter:
         sampling = replace(config.sampling, kernel="ode", solver="euler", compression=1.0)
         # the averaged weights of a run are those in its file: there is nothing to swap in
         self.rollout = Rollout(Policy(pipe, denoisers, {}, EMA({}, 0.0)), sampling, config.validation)
-        return said
+        return notes
 
     def draw(self, task_id: int, variant: str, samples: Sequence[Sample]) -> Images:
         """Draw a micro-batch with `variant`."""

@@ -17,7 +17,7 @@ from gerl.config import ScorerConfig
 from gerl.errors import Interrupted
 from gerl.protocol import Images, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of
-from gerl.utils.logs import caught
+from gerl.utils.logs import capture_logs
 
 log = logging.getLogger(__name__)
 Row = dict[str, float | ScorerFailure]  # the columns of an image
@@ -64,7 +64,7 @@ class RewardWorker:
         """
         start = time.perf_counter()
         pixels = [images[i].pixels[row] for i, row in places]
-        with caught("gerl.rewards.scorers", logging.WARNING) as warnings:
+        with capture_logs("gerl.rewards.scorers", logging.WARNING) as warnings:
             rows, retried = self._attempt(name, pixels, prompts, metadata), list[str]()
             while (failed := _failures(rows)) and len(retried) < self.retries:
                 retried.append(f"{len(failed)} of {len(rows)} images: {failed[0].reason}")

@@ -1,1 +1,1 @@
-"""What a run leaves on disk and on the terminal: checkpoints, metrics, report, signals, times."""
+"""Records of a run on disk and on the terminal: checkpoints, metrics, report, signals, times."""

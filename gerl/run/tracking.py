@@ -1,4 +1,4 @@
-"""What a run tells its user while it runs: `metrics.jsonl`, TensorBoard, sample grids and the progress bar."""
+"""Metrics and pictures of a run while it trains: `metrics.jsonl`, sample grids, TensorBoard, the progress bar."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -16,6 +16,50 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gerl.config import LoggerConfig
 from gerl.errors import ConfigError, GerlError
+
+
+class Sink(Protocol):
+    """A tracker besides `metrics.jsonl`, opened by `open_sinks`; an `OSError` of it ends the run with a sentence."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the metrics of a step; all are finite."""
+
+    def image(self, step: int, name: str, picture: Image.Image) -> None:
+        """Take a picture, such as `samples/train`."""
+
+    def close(self) -> None:
+        """Write out what is buffered; may be called twice."""
+
+
+class TensorBoard:
+    """Event files in `folder`; those of the steps after `start_step`, which a resumed run repeats, are hidden."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        try:
+            # Here and not above: the import takes a second, and only this process needs it.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "logger.tensorboard=true: tensorboard is not installed; pip install tensorboard, or set the key to "
+                "false"
+            ) from None
+        with _writing(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None, flush_secs=10)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def image(self, step: int, name: str, picture: Image.Image) -> None:
+        self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def open_sinks(run_dir: Path, config: LoggerConfig, start_step: int) -> list[Sink]:
+    """The trackers that the configuration asks for: a new one is a class like `TensorBoard` and an entry here."""
+    return [TensorBoard(run_dir / "tensorboard", start_step)] if config.tensorboard else []
 
 
 class Tracker:
@@ -34,7 +78,7 @@ class Tracker:
             if self._path.exists():
                 self._cut(start_step)
             self._file = self._path.open("a", encoding="utf-8")
-        self._board = _open_board(run_dir / "tensorboard", start_step) if config.tensorboard else None
+        self._sinks = open_sinks(run_dir, config, start_step)
 
     def _cut(self, start_step: int) -> None:
         kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
@@ -54,25 +98,24 @@ class Tracker:
         with _writing(self._path):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
-            if self._board is not None:
-                for name, value in finite.items():
-                    self._board.add_scalar(name, value, step)
+            for sink in self._sinks:
+                sink.log(step, finite)
 
     def images(self, step: int, name: str, grid: Image.Image) -> Path:
-        """Save a picture as `samples/{name}_{step:06d}.png` and show it in TensorBoard; returns its path."""
+        """Save a picture as `samples/{name}_{step:06d}.png` and show it in every sink; returns its path."""
         path = self.run_dir / "samples" / f"{name}_{step:06d}.png"
         with _writing(path):
             path.parent.mkdir(exist_ok=True)
             grid.save(path)
-            if self._board is not None:
-                self._board.add_image(f"samples/{name}", np.asarray(grid.convert("RGB")), step, dataformats="HWC")
+            for sink in self._sinks:
+                sink.image(step, f"samples/{name}", grid)
         return path
 
     def close(self) -> None:
         """Write out what is buffered; may be called twice."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 class Progress:
@@ -89,7 +132,7 @@ class Progress:
             tqdm(total=total, initial=initial, disable=disable, unit="step", dynamic_ncols=True, smoothing=0.1)
         )
 
-    def update(self, reward: float, **postfix: Any) -> None:
+    def update(self, reward: float, **postfix: object) -> None:
         """One trainer step is done, with this mean reward; floats are shown with three digits."""
         self._bar.set_postfix({"reward": f"{reward:.3f}", **postfix}, refresh=False)
         self._bar.update()
@@ -141,16 +184,3 @@ def _writing(path: Path) -> Iterator[None]:
         raise GerlError(
             f"{path} cannot be written: {error.strerror or error}; free space or choose another folder"
         ) from error
-
-
-def _open_board(folder: Path, start_step: int) -> Any:
-    try:
-        # Here and not above: the import takes a second, and only this process needs it.
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(
-            "logger.tensorboard=true: tensorboard is not installed; pip install tensorboard, or set the key to false"
-        ) from None
-    with _writing(folder):
-        # Events of the steps that a resumed run repeats are hidden, as they are cut from metrics.jsonl.
-        return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None, flush_secs=10)

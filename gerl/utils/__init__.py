@@ -1,1 +1,1 @@
-"""What every room may use: seeds, prompt files, condition images, logs."""
+"""Helpers for every room: seeds, prompt files, condition images, logs."""

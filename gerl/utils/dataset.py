@@ -5,7 +5,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from gerl.protocol import Prompt
 from gerl.utils.condition_images import with_absolute_paths
 
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
+Row = dict[str, object]  # column -> value
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
@@ -29,6 +29,7 @@ def load_prompts(source: str, prompt_key: str = "prompt", pictures: bool = True)
             there.
     """
     path = resolve(source)
+    rows: list[tuple[str, Row]]
     match path.suffix:
         case ".txt":
             rows = [(where, {prompt_key: text}) for where, text in _lines(path)]
@@ -139,7 +140,7 @@ def _lines(path: Path) -> list[tuple[str, str]]:
     return [(f"{path}:{n}", line.strip()) for n, line in lines if line.strip()]
 
 
-def _json_row(line: str, where: str) -> dict[str, Any]:
+def _json_row(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -149,20 +150,20 @@ def _json_row(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+def _parquet_rows(path: Path) -> list[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"reading {path} needs pyarrow ({error}): run pip install pyarrow") from error
     try:
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(pyarrow.BufferReader(_bytes(path))).to_pylist()
+        rows: list[Row] = pyarrow.parquet.read_table(pyarrow.BufferReader(_bytes(path))).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a readable Parquet file ({error}): write it anew") from error
     return rows
 
 
-def _split(row: dict[str, Any], prompt_key: str, where: str) -> tuple[str, dict[str, Any]]:
+def _split(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
     """The prompt of a row and its other columns."""
     if prompt_key not in row:
         columns = ", ".join(row) or "none"

@@ -1,4 +1,4 @@
-"""What a worker's code says: its process has no log that a user reads, so it travels with an answer."""
+"""Log records of a worker as values: nobody reads the log of its process, so they travel with its answers."""
 
 import logging
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def caught(name: str, level: int) -> Iterator[list[str]]:
-    """Collect what the loggers below `name` say from `level` on, in place of passing it on."""
+def capture_logs(name: str, level: int) -> Iterator[list[str]]:
+    """Collect the messages that the loggers below `name` give from `level` on, instead of passing them on."""
     messages: list[str] = []
     logger, handler = logging.getLogger(name), logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

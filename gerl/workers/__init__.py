@@ -1,1 +1,1 @@
-"""What runs on a worker's device: rollout, update, and the collective between them."""
+"""Work on a device: rollout, update, and the collective between workers."""

@@ -19,7 +19,7 @@ from gerl.model.loading import Policy, load_policy, weights_fingerprint
 from gerl.model.lora import WEIGHTS
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepResult, UpdateStats
 from gerl.run.checkpoint import pack_tensors, unpack_tensors
-from gerl.utils.logs import caught
+from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.workers.actor import Actor
 from gerl.workers.collective import free_address, join
@@ -60,7 +60,7 @@ class HybridWorker:
             library.disable_progress_bar()
         seed_everything("worker", self.config.trainer.seed)
         model, seed = self.config.model, self.config.trainer.seed
-        with caught("gerl.model", logging.INFO) as notes:
+        with capture_logs("gerl.model", logging.INFO) as notes:
             self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
         self.algorithm = build_algorithm(self.config)

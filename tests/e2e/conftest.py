@@ -28,7 +28,7 @@ def compute_score(images, prompts, metadata):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind."""
+    """The files of a finished run."""
 
     folder: Path
 

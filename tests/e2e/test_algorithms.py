@@ -1,12 +1,17 @@
 """Every algorithm, picked by name with its own settings, makes a reward rise, and fall when it is negated."""
 
+import functools
+import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import tiny
 import torch
+from schedules import sd3_sigmas
 
 from gerl.commandline.composition import shipped
 from gerl.trainer.main_flowgrpo import main
@@ -131,14 +136,35 @@ def test_dynamic_sampling_draws_further_prompts_for_dull_groups(train: Train, wo
     assert min(dapo.column("actor/grad_norm")) > 0 == min(plain.column("actor/grad_norm"))
 
 
-def test_settings_that_hurt_are_warned_of_with_numbers(
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_a_clip_range_below_the_noise_of_the_log_ratio_is_warned_of(
+    noise: float, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = diffusers.SD3Transformer2DModel.forward
+
+    @functools.wraps(forward)
+    def depends_on_the_batch(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+        (output,) = forward(self, hidden_states, *args, **kwargs)
+        return (output * (1 + noise * len(hidden_states)),)  # rounding does the same, as it pleases the machine
+
+    monkeypatch.setattr(diffusers.SD3Transformer2DModel, "forward", depends_on_the_batch)
+    train(tmp_path / "run", trainer__steps=1)
+    warned = [m for m in caplog.messages if re.search(r"clip range 0\.0001 .*algorithm\.clip_low.*model\.dtype", m)]
+    assert len(warned) == (noise > 0)
+
+
+def test_steps_that_flip_the_sign_of_the_predicted_noise_are_named(
     train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(tmp_path / "run", "algorithm.clip_high=1e-9", trainer__steps=1, sampling__num_inference_steps=6)
-    said = caplog.text
-    noisy = "|log ratio| is at most 0.0e+00" not in said  # how a smaller batch rounds is up to the machine
-    assert ("the clip range 1e-09 is below twice the numerical noise of the log-ratio" in said) == noisy
-    assert "step 4 of the window, from sigma 0." in said and "turns the predicted noise around (kappa -" in said
+    train(tmp_path / "run", trainer__steps=1, sampling__num_inference_steps=6)
+    sigmas = sd3_sigmas(6)
+    flipped = {}
+    for k, (s, s2) in enumerate(pairwise(sigmas[1:-1]), start=1):  # the last step has no noise
+        kappa = s2 - 0.7**2 * (s - s2) / (2 * (1 - s))  # Flow-SDE with noise level 0.7
+        if kappa < 0:
+            flipped[k] = rf"step {k} .*{s:.3f} .*{s2:.3f}.*kappa {kappa:.2f}.*sampling\.window_range"
+    warned = [message for message in caplog.messages if "kappa" in message]
+    assert list(flipped) == [4] and len(warned) == 1 and re.search(flipped[4], warned[0]), warned
 
 
 def test_the_kl_may_be_paid_by_the_reward(train: Train, tmp_path: Path) -> None:
@@ -150,17 +176,14 @@ def test_the_kl_may_be_paid_by_the_reward(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("algorithm=flow_grpo", "sampling.kernel=flow_sde is for flow matching"),
-        ("algorithm=diffusion_nft", "sampling.solver=dpm2 is for flow matching"),
-    ],
+    ("override", "key"),
+    [("algorithm=flow_grpo", "sampling.kernel=flow_sde"), ("algorithm=diffusion_nft", "sampling.solver=dpm2")],
 )
 def test_a_sampler_that_the_scheduler_cannot_use_is_refused_before_any_image(
-    override: str, said: str, arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    override: str, key: str, arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.sd15().save_pretrained(tmp_path / "sd15")
     keys = {"model__path": tmp_path / "sd15", "sampling__call": "{output_type: np}"}
     assert main(arguments(tmp_path / "run", override, **keys)) == 1
-    assert said in capsys.readouterr().err
+    assert f"error: {key} " in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import re
 import socket
 import tomllib
 from collections.abc import Callable
@@ -35,85 +36,89 @@ FILES = {
     "in_the_way": "a file\n",
     "folder/readme": "no pipeline\n",
 }
-# (overrides, words of the sentence); {} is the folder of FILES.
-TABLE: dict[str, tuple[list[str], list[str]]] = {
+# (exit code, what is named: key or place, pattern of the remedy, overrides...); {} is the folder of FILES.
+TABLE: dict[str, tuple[str, ...]] = {
     # keys and values
-    "mistyped key": (["trainer.stepz=3"], ["trainer.stepz: there is no such key", "did you mean 'trainer.steps'"]),
-    "mistyped block": (["trianer.steps=3"], ["trianer.steps: there is no such key", "did you mean 'trainer.steps'"]),
-    "added key": (["+trainer.stepz=3"], ["trainer.stepz: there is no such key", "'trainer.steps'", "--help"]),
-    "unknown key": (["rollout.zebra=1"], ["rollout.zebra: there is no such key", "--help"]),
-    "key of a scorer": (["reward.scorers.bright.wieght=2"], ["reward.scorers.bright.wieght: there is no such key"]),
-    "key in a yaml": (["experiment={}/mine.yaml"], ["trainer.stepz: there is no such key", "'trainer.steps'"]),
-    "type in a yaml": (["experiment={}/typed.yaml"], ["actor.lr='fast'", "must be a valid number"]),
-    "wrong type": (["trainer.steps=three"], ["trainer.steps='three'", "must be a valid integer"]),
-    "null": (["trainer.steps=null"], ["trainer.steps=None", "must be a valid integer"]),
-    "wrong choice": (["sampling.kernel=sde"], ["sampling.kernel='sde'", "'flow_sde'"]),
-    "below the range": (["actor.lr=0"], ["actor.lr=0.0", "greater than 0"]),
-    "above the range": (["actor.ema_decay=1.5"], ["actor.ema_decay=1.5", "at most 1"]),
-    "not a number": (["actor.lr=nan"], ["actor.lr=nan", "finite"]),
-    "block as value": (["trainer=3"], ["trainer=3", "must be a dictionary"]),
-    "no equals sign": (["trainer.steps"], ["trainer.steps: expected key=value"]),
-    "space": (["model.path a"], ["model.path a: expected key=value", "quote"]),
-    "open bracket": (["actor.betas=[0.9"], ["actor.betas=[0.9: expected key=value"]),
-    "comma": (["trainer.seed=1,2"], ["trainer.seed=1,2: expected one value"]),
-    "option": (["--multirun"], ["--multirun: expected key=value"]),
-    "interpolation": (["model.path='${nope}'"], ["nope", "model.path"]),
+    "mistyped key": ("2", "trainer.stepz: ", r"'trainer\.steps'.*--help", "trainer.stepz=3"),
+    "mistyped block": ("2", "trianer.steps: ", r"'trainer\.steps'.*--help", "trianer.steps=3"),
+    "added key": ("2", "trainer.stepz: ", r"'trainer\.steps'.*--help", "+trainer.stepz=3"),
+    "unknown key": ("2", "rollout.zebra: ", r"micro_batch_size.*--help", "rollout.zebra=1"),
+    "key of a scorer": ("2", "reward.scorers.bright.wieght: ", r"\.weight'", "reward.scorers.bright.wieght=2"),
+    "key in a yaml": ("2", "trainer.stepz: ", r"'trainer\.steps'", "experiment={}/mine.yaml"),
+    "type in a yaml": ("2", "actor.lr='fast': ", "number", "experiment={}/typed.yaml"),
+    "wrong type": ("2", "trainer.steps='three': ", "integer", "trainer.steps=three"),
+    "null": ("2", "trainer.steps=None: ", "integer", "trainer.steps=null"),
+    "wrong choice": ("2", "sampling.kernel='sde': ", "'ode'.*'flow_sde'.*'ddim'", "sampling.kernel=sde"),
+    "below the range": ("2", "actor.lr=0.0: ", "greater than 0", "actor.lr=0"),
+    "above the range": ("2", "actor.ema_decay=1.5: ", "at most 1", "actor.ema_decay=1.5"),
+    "not a number": ("2", "actor.lr=nan: ", "finite", "actor.lr=nan"),
+    "block as value": ("2", "trainer=3: ", "dictionary", "trainer=3"),
+    "no equals sign": ("2", "trainer.steps: ", "key=value.*--help", "trainer.steps"),
+    "space": ("2", "model.path a: ", "key=value.*quote", "model.path a"),
+    "open bracket": ("2", "actor.betas=[0.9: ", "key=value", "actor.betas=[0.9"),
+    "comma": ("2", "trainer.seed=1,2: ", r"\[1,2\]", "trainer.seed=1,2"),
+    "option": ("2", "--multirun: ", "key=value.*--help", "--multirun"),
+    "interpolation": ("2", "nope", r"model\.path", "model.path='${nope}'"),
     # experiments
-    "unknown experiment": (["experiment=sings"], ["experiment=sings: there is no such file", "plain, ", "signs"]),
-    "missing yaml": (["experiment={}/nope.yaml"], ["experiment={}/nope.yaml: there is no such file"]),
-    "broken yaml": (["experiment={}/broken.yaml"], ["experiment={}/broken.yaml: it is no yaml file"]),
-    "list as yaml": (["experiment={}/list.yaml"], ["experiment={}/list.yaml: expected blocks of keys"]),
-    "name taken": (["experiment={}/signs.yaml"], ["experiment={}/signs.yaml", "give the file another"]),
+    "unknown experiment": ("2", "experiment=sings: ", r"plain, .*signs.*\.yaml", "experiment=sings"),
+    "missing yaml": ("2", "experiment={}/nope.yaml: ", "no such file", "experiment={}/nope.yaml"),
+    "broken yaml": ("2", "experiment={}/broken.yaml: ", "no yaml", "experiment={}/broken.yaml"),
+    "list as yaml": ("2", "experiment={}/list.yaml: ", "trainer: .steps", "experiment={}/list.yaml"),
+    "name taken": ("2", "experiment={}/signs.yaml: ", "another", "experiment={}/signs.yaml"),
     # what cannot train
-    "one image a group": (["rollout.n=1"], ["rollout.n=1", "use at least 2"]),
-    "no noise": (["sampling.noise_level=0"], ["sampling.noise_level=0", "use kernel=flow_sde"]),
-    "last step": (["sampling.window_range=[1,4]"], ["sampling.window_range=[1, 4]", "step 3", "end at 3"]),
-    "wide window": (["sampling.window_size=4"], ["sampling.window_size=4", "lower it"]),
+    "one image a group": ("2", "rollout.n=1: ", "at least 2", "rollout.n=1"),
+    "no noise": ("2", "sampling.noise_level=0: ", "kernel=flow_sde .*noise_level=", "sampling.noise_level=0"),
+    "last step": ("2", "sampling.window_range=[1, 4]: ", "end at 3", "sampling.window_range=[1,4]"),
+    "wide window": ("2", "sampling.window_size=4: ", r"lower.*sampling\.window_range", "sampling.window_size=4"),
     "large micro-batch": (
-        ["actor.micro_batch_size=9"],
-        ["actor.micro_batch_size=9", "at most rollout.micro_batch_size"],
+        "2", "actor.micro_batch_size=9: ", r"at most rollout\.micro_batch_size=4", "actor.micro_batch_size=9",
     ),
     # prompts
-    "missing prompts": (["data.train={}/nope.txt"], ["data.train={}/nope.txt: ", "does not exist in {}"]),
-    "missing list": (["data.train=sings_train"], ["data.train=sings_train: ", "signs_train"]),
-    "missing held-out": (["validation.data={}/empty.text"], ["validation.data={}/empty.text: ", "mean empty.txt"]),
-    "empty prompts": (["data.train={}/empty.txt"], ["data.train={}/empty.txt: ", "has no prompts: put at least one"]),
-    "row without prompt": (["data.train={}/rows.jsonl"], ["data.train={}/rows.jsonl: ", "rows.jsonl:3", "'prompt'"]),
-    "broken row": (["data.train={}/broken.jsonl"], ["{}/broken.jsonl:2"]),
-    "number as prompt": (["data.train={}/number.jsonl"], ["{}/number.jsonl:1"]),
-    "suffix of prompts": (["data.train={}/notes.md"], ["data.train={}/notes.md: ", ".txt, .jsonl or .parquet"]),
+    "missing prompts": ("1", "data.train={}/nope.txt: ", r"unquoted\.txt", "data.train={}/nope.txt"),
+    "missing list": ("1", "data.train=sings_train: ", r"signs_train.*\.jsonl", "data.train=sings_train"),
+    "missing held-out": ("1", "validation.data={}/empty.text: ", r"empty\.txt", "validation.data={}/empty.text"),
+    "empty prompts": ("1", "data.train={}/empty.txt: ", "at least one", "data.train={}/empty.txt"),
+    "row without prompt": (
+        "1", "data.train={}/rows.jsonl: ", r"rows\.jsonl:3 .*'prompt'.*data\.prompt_key", "data.train={}/rows.jsonl",
+    ),
+    "broken row": ("1", "data.train={}/broken.jsonl: ", r"broken\.jsonl:2 .*correct", "data.train={}/broken.jsonl"),
+    "number as prompt": ("1", "data.train={}/number.jsonl: ", r"number\.jsonl:1 .*text", "data.train={}/number.jsonl"),
+    "suffix of prompts": ("1", "data.train={}/notes.md: ", r"\.txt, \.jsonl or \.parquet", "data.train={}/notes.md"),
     "no ground truth": (
-        ["data.train={}/unquoted.txt", "reward.scorers.ocr.weight=1"],
-        ["data.train={}/unquoted.txt: ", "prompt 1", "'a sign'", "put it in double quotes"],
+        "1", "data.train={}/unquoted.txt: ", "prompt 1: 'a sign'.*double quotes",
+        "data.train={}/unquoted.txt", "reward.scorers.ocr.weight=1",
     ),
     "no ground truth held out": (
-        ["validation.data={}/unquoted.txt", "data.train=signs_train", "reward.scorers.ocr.weight=1"],
-        ["validation.data={}/unquoted.txt: ", "prompt 1", "'a sign'"],
+        "1", "validation.data={}/unquoted.txt: ", "prompt 1: 'a sign'.*double quotes",
+        "validation.data={}/unquoted.txt", "data.train=signs_train", "reward.scorers.ocr.weight=1",
     ),
     # the model
-    "missing model": (["model.path={}/nope"], ["model.path='{}/nope' is no pipeline"]),
-    "folder that is no model": (
-        ["model.path={}/folder"],
-        ["model.path='{}/folder' is no pipeline", "model_index.json"],
-    ),
-    "name that is no model": (["model.path=sings"], ["model.path='sings' is no pipeline", "'signs'"]),
+    "missing model": ("1", "model.path='{}/nope' ", r"model_index\.json", "model.path={}/nope"),
+    "folder that is no model": ("1", "model.path='{}/folder' ", r"model_index\.json", "model.path={}/folder"),
+    "name that is no model": ("1", "model.path='sings' ", "owner/name.*'signs'", "model.path=sings"),
     # scorers
-    "unknown scorer": (["reward.scorers.ocrr.weight=1"], ["reward.scorers.ocrr", "only ocr, pick", ".path"]),
-    "no scorer file": (["reward.scorers.bright.path={}/nope.py"], ["reward.scorers.bright.path", "correct the path"]),
-    "no such function": (["reward.scorers.bright.path={}/other.py"], ["reward.scorers.bright.function", "only score"]),
-    "wrong signature": (["reward.scorers.bright.path={}/fewer.py"], ["reward.scorers.bright.kwargs", "metadata"]),
-    "syntax error": (["reward.scorers.bright.path={}/syntax.py"], ["reward.scorers.bright.path", "SyntaxError"]),
-    "kwargs of a scorer": (
-        ["reward.scorers.jpeg_compressibility.kwargs.quality=0"],
-        ["reward.scorers.jpeg_compressibility.kwargs", "quality=0"],
+    "unknown scorer": ("1", "reward.scorers.ocrr: ", r"ocr, pick.*\.path", "reward.scorers.ocrr.weight=1"),
+    "no scorer file": ("1", "reward.scorers.bright.path=", "correct", "reward.scorers.bright.path={}/nope.py"),
+    "no such function": (
+        "1", "reward.scorers.bright.function=compute_score: ", "only score;", "reward.scorers.bright.path={}/other.py",
     ),
-    "no weights": (["reward.scorers.bright.weight=0"], ["reward.scorers", "weight"]),
-    "reserved name": (["reward.scorers.reward.weight=1"], ["reward.scorers.reward", "choose another"]),
+    "wrong signature": (
+        "1", "reward.scorers.bright.kwargs: ", r"\(images, prompts, metadata", "reward.scorers.bright.path={}/fewer.py",
+    ),
+    "syntax error": (
+        "1", "reward.scorers.bright.path=", "SyntaxError.*line 1", "reward.scorers.bright.path={}/syntax.py",
+    ),
+    "kwargs of a scorer": (
+        "1", "reward.scorers.jpeg_compressibility.kwargs: ", "quality=0.*greater than or equal to 1",
+        "reward.scorers.jpeg_compressibility.kwargs.quality=0",
+    ),
+    "no weights": ("2", "reward.scorers ", r"weight.*\+reward\.scorers\.", "reward.scorers.bright.weight=0"),
+    "reserved name": ("2", "reward.scorers.reward: ", "another", "reward.scorers.reward.weight=1"),
     # places
-    "file in the way": (["hydra.run.dir={}/in_the_way"], ["hydra.run.dir={}/in_the_way", "cannot be written"]),
-    "file on the way": (["hydra.run.dir={}/in_the_way/run"], ["hydra.run.dir={}/in_the_way/run", "cannot be written"]),
-    "no run to resume": (["checkpoint.resume={}/folder"], ["checkpoint.resume={}/folder", "auto or never"]),
-}
+    "file in the way": ("2", "hydra.run.dir={}/in_the_way: ", "another folder", "hydra.run.dir={}/in_the_way"),
+    "file on the way": ("2", "hydra.run.dir={}/in_the_way/run: ", "another folder", "hydra.run.dir={}/in_the_way/run"),
+    "no run to resume": ("1", "checkpoint.resume={}/folder: ", "auto.*never", "checkpoint.resume={}/folder"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +131,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sentence(capsys: pytest.CaptureFixture[str]) -> str:
-    """What went to stderr, which must be one line that ends in a remedy, not in a traceback."""
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1, said
-    return said
+    """The message on stderr, which must be one line and no traceback."""
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and "Traceback" not in message, message
+    return message
 
 
 @pytest.mark.parametrize("case", TABLE)
@@ -141,12 +146,11 @@ def test_bad_input_gets_one_sentence_before_any_work(
         raise AssertionError("a worker was started")
 
     monkeypatch.setattr("gerl.cluster.Cluster.__enter__", never)
-    overrides, words = TABLE[case]
-    given = [override.replace("{}", str(files)) for override in overrides]
-    assert main([*arguments(tmp_path / "run"), *given]) in (1, 2)
-    said = sentence(capsys)
-    for word in words:
-        assert word.replace("{}", str(files)) in said, said
+    code, named, remedy, *overrides = (part.replace("{}", str(files)) for part in TABLE[case])
+    assert main([*arguments(tmp_path / "run"), *overrides]) == int(code)
+    message = sentence(capsys)
+    _, found, rest = message.partition(named)
+    assert found and re.search(remedy, rest), message
     assert not (tmp_path / "run").exists()
     assert (files / "in_the_way").read_text() == "a file\n"
 
@@ -155,8 +159,8 @@ def test_lora_targets_that_match_nothing(
     arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(tmp_path / "run", "model.lora_targets=to_qq")) == 1
-    said = sentence(capsys)
-    assert "model.lora_targets='to_qq'" in said and "SD3Transformer2DModel" in said and "to_q" in said
+    message = sentence(capsys)
+    assert re.search("model.lora_targets='to_qq'.*SD3Transformer2DModel.*linear_1", message), message
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
@@ -164,7 +168,7 @@ def test_an_argument_the_pipeline_does_not_take(
     arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(tmp_path / "run", "sampling.call.true_cfg=4")) == 1
-    assert "StableDiffusion3Pipeline takes no argument 'true_cfg'" in sentence(capsys)
+    assert re.search("StableDiffusion3Pipeline.*'true_cfg'", sentence(capsys))
 
 
 def test_a_pipeline_with_a_missing_part(
@@ -174,7 +178,7 @@ def test_a_pipeline_with_a_missing_part(
     (tmp_path / "model" / "vae" / "config.json").unlink()
     capsys.readouterr()
     assert main(arguments(tmp_path / "run", model__path=tmp_path / "model")) == 1
-    assert f"model.path='{tmp_path / 'model'}' cannot be loaded" in sentence(capsys)
+    assert f"model.path='{tmp_path / 'model'}' " in sentence(capsys)
 
 
 def test_a_scorer_that_is_not_installed(
@@ -189,19 +193,19 @@ def test_a_scorer_that_is_not_installed(
 
     monkeypatch.setattr(importlib, "import_module", without_rapidocr)
     assert main(arguments(tmp_path / "run", "reward.scorers.ocr.weight=1")) == 1
-    said = sentence(capsys)
+    message = sentence(capsys)
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert "rapidocr" in said and any(f"pip install 'gerl[{extra}]'" in said for extra in extras), said
+    assert "rapidocr" in message and any(f"pip install 'gerl[{extra}]'" in message for extra in extras), message
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(tmp_path / "run", cluster__device="cuda")) == 1
-    said = sentence(capsys)
-    assert "cluster.device=cuda" in said and "use cluster.device=auto or cpu" in said
+    message = sentence(capsys)
+    assert re.search("cluster.device=cuda.*cluster.device=auto", message), message
     assert not (tmp_path / "run").exists()
 
 
@@ -213,8 +217,8 @@ def test_a_ray_cluster_that_is_not_there(
         address = f"127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     assert main(arguments(tmp_path / "run", cluster__launcher="ray")) == 1
-    said = sentence(capsys)
-    assert f"RAY_ADDRESS={address}: this Ray cluster cannot be joined" in said and "unset the variable" in said
+    message = sentence(capsys)
+    assert re.search(f"RAY_ADDRESS={address}: .*unset", message), message
 
 
 # Scorers that fail on the first image of every group of the prompt "blue", and count their calls.
@@ -238,11 +242,11 @@ def compute_score(images, prompts, metadata, log, until=10**9):
     return [0.1 * i for i in range(len(prompts))]
 """
 REASONS = {
-    "nan": "returned nan, which is not finite",
+    "nan": "nan",
     "raise": "RuntimeError: out of memory",
-    "count": "returned 5 scores for 4 images",
-    "nothing": "TypeError: 'NoneType' object is not iterable",
-    "text": "returned 'good', which is not a number",
+    "count": "5 scores for 4 images",
+    "nothing": "NoneType",
+    "text": "'good'",
 }
 
 
@@ -276,8 +280,9 @@ def test_the_group_of_a_failed_score_is_dropped_and_named(
     assert run.column("actor/policy_version") == [1, 2]  # the other group is trained on
     kept = [0.0, 0.1, 0.2, 0.3] + ([0.1, 0.2, 0.3] if kind == "nan" else [])
     assert run.column("reward/mean") == pytest.approx([sum(kept) / len(kept)] * 2)  # no silent 0
-    dropped = [message for message in caplog.messages if message.startswith("group dropped")]
-    assert dropped == [f"group dropped: scorer bright has no score for image 0 of 'blue': {REASONS[kind]}"] * 2
+    dropped = [message for message in caplog.messages if "dropped" in message]
+    assert len(dropped) == 2
+    assert all(re.search(f"bright .*image 0 of 'blue': .*{REASONS[kind]}", message) for message in dropped), dropped
 
 
 def test_a_failed_call_is_retried(
@@ -287,8 +292,8 @@ def test_a_failed_call_is_retried(
     with caplog.at_level(logging.WARNING, logger="gerl"):
         run = failing("raise", trainer__steps=1, **retries)
     assert run.column("group/dropped") == [0]
-    again = "scorer bright was asked again, it failed for 4 of 4 images: RuntimeError: out of memory"
-    assert sum(again in message for message in caplog.messages) == sum(run.column("scorer/bright/retries")) == 2
+    again = [message for message in caplog.messages if re.search("bright .*again.*4 of 4.*out of memory", message)]
+    assert len(again) == sum(run.column("scorer/bright/retries")) == 2
 
 
 def test_a_failed_score_may_stop_the_run_with_a_checkpoint(
@@ -296,9 +301,8 @@ def test_a_failed_score_may_stop_the_run_with_a_checkpoint(
 ) -> None:
     (tmp_path / "four.txt").write_text("a red fox\nx y\nblue\nseven\n")
     run = failing("raise", "data.shuffle=false", expect=1, data__train=tmp_path / "four.txt", reward__on_error="stop")
-    said = sentence(capsys)
-    assert "scorer bright has no score for image 0 of 'blue': RuntimeError: out of memory" in said
-    assert "reward.on_error=drop_group" in said
+    message = sentence(capsys)
+    assert re.search("bright .*image 0 of 'blue': .*out of memory.*reward.on_error=drop_group", message), message
     assert run.metrics[-1]["step"] == 1  # the first step had no failure
     state = json.loads((run.checkpoint(1) / "state.json").read_text())
     assert state["step"] == 1 and state["finished"] is False
@@ -310,4 +314,4 @@ def test_a_step_without_any_score_stops_the_run(
 ) -> None:
     (tmp_path / "blue.txt").write_text("blue\n")
     failing("raise", expect=1, data__train=tmp_path / "blue.txt")
-    assert "100% of the images of step 1 have no reward, more than reward.max_failed=0.5" in sentence(capsys)
+    assert re.search("100% .*step 1 .*reward.max_failed=0.5", sentence(capsys))

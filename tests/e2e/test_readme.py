@@ -1,4 +1,4 @@
-"""The README and the pages in docs are true: its Python runs, its commands compose, its make targets and links exist.
+"""The README and the pages in docs are true: Python runs, commands compose, make targets, links and files exist.
 
 A Python block is executed as it stands unless an HTML comment `<!-- not run: reason -->` stands before it.
 """
@@ -94,12 +94,21 @@ def test_modules_that_are_run_exist() -> None:
     modules = re.findall(r"python -m (gerl[\w.]*)", README.read_text(encoding="utf-8"))
     assert modules
     for module in modules:
-        assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file(), module
+        path = ROOT.joinpath(*module.split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = [*re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text), *re.findall(r'(?:src|href)="([^"]+)"', text)]
     for link in links:
         assert link.startswith(("http", "data:")) or (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:gerl|tests|configs|docs|examples|benchmarks|reward_models)/[\w./-]*)`", page.read_text("utf-8")
+    )
+    assert not [path for path in named if "NAME" not in path and not (ROOT / path).exists()]

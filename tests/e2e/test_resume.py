@@ -98,7 +98,7 @@ def test_three_steps_and_two_are_five(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="gerl"):
         assert main(command(stopped.folder, f"checkpoint.resume={stopped.folder}")) == 0
-    assert f"resumed from {stopped.checkpoint(3)}" in caplog.messages
+    assert any("resumed" in m and str(stopped.checkpoint(3)) in m for m in caplog.messages)
     assert_same_end(stopped, whole)
 
 
@@ -116,8 +116,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     file.write_bytes(content)
     with caplog.at_level(logging.INFO, logger="gerl"):
         assert main(command(stopped.folder, f"checkpoint.resume={stopped.folder}")) == 0
-    assert any(str(stopped.checkpoint(3)) in m and "'state.safetensors' is not the file" in m for m in caplog.messages)
-    assert f"resumed from {stopped.checkpoint(2)}" in caplog.messages
+    assert any(str(stopped.checkpoint(3)) in m and "state.safetensors" in m for m in caplog.messages)
+    assert any("resumed" in m and str(stopped.checkpoint(2)) in m for m in caplog.messages)
     assert_same_end(stopped, whole)
 
 
@@ -133,10 +133,9 @@ def test_sigterm_leaves_a_checkpoint_and_auto_carries_on(
     settings = ("actor.lr_schedule=constant", "checkpoint.every=0")
     with caplog.at_level(logging.INFO, logger="gerl"):
         assert main(command(run.folder, *settings, stop=call)) == 128 + signal.SIGTERM
-    assert caplog.messages[-2:] == [
-        f"stopped after step {kept}: checkpoint in {run.folder / 'checkpoints'}",
-        f"stopped: interrupted by signal {int(signal.SIGTERM)}",
-    ]
+    where, why = caplog.messages[-2:]
+    assert f"step {kept}: " in where and str(run.folder / "checkpoints") in where
+    assert f"signal {int(signal.SIGTERM)}" in why
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == [f"step_{kept}"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the handlers are gone
     again = command(tmp_path / "runs" / "second", *settings, "checkpoint.resume=auto", stop=call)
@@ -169,7 +168,7 @@ def test_auto_after_a_finished_run_starts_anew(
     new = run_of(stopped.folder.parent / "new")
     with caplog.at_level(logging.INFO, logger="gerl"):
         assert main(command(new.folder, "checkpoint.resume=auto", trainer__steps=1)) == 0
-    assert f"nothing to resume in {new.folder.parent}: starting anew" in caplog.messages
+    assert any(f"nothing to resume in {new.folder.parent}" in message for message in caplog.messages)
     assert [row["step"] for row in new.metrics] == [0, 1] and len(stopped.metrics) == 4
 
 
@@ -213,18 +212,16 @@ def test_a_run_that_changed_is_not_resumed(
         pipe.save_pretrained(value)
     kept = stopped.untimed()
     assert main([*command(stopped.folder, f"checkpoint.resume={stopped.folder}"), f"{key}={value}"]) == 1
-    said = capsys.readouterr().err.strip().splitlines()[-1]
+    message = capsys.readouterr().err.strip().splitlines()[-1]
     named = "model.lora_*" if "lora" in key else key
-    assert said == (
-        f"error: {stopped.checkpoint(3)} cannot be resumed: {named} changed since it was written; restore it, or start "
-        "anew with checkpoint.resume=never"
-    )
+    assert message.startswith(f"error: {stopped.checkpoint(3)} ") and f" {named} changed" in message, message
+    assert message.endswith("checkpoint.resume=never"), message
     assert stopped.untimed() == kept
 
 
 def test_nothing_to_resume_at_a_path(command: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(tmp_path / "run", f"checkpoint.resume={tmp_path / 'nowhere'}")) == 1
-    assert f"checkpoint.resume={tmp_path / 'nowhere'}: there is no run" in capsys.readouterr().err
+    assert f"error: checkpoint.resume={tmp_path / 'nowhere'}: " in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -1,12 +1,13 @@
 """Scorers over Ray whose processes die or hang in the middle of a run: it loses nothing and says what happened."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Brightness; the n-th call of all processes together may end badly, and one prompt always kills whoever looks at it.
+# Brightness; the n-th call of all processes together may fail, and one prompt always kills the process that scores it.
 FAULTY = """
 import os, signal, time
 import numpy as np
@@ -55,7 +56,6 @@ def test_processes_that_die_or_hang_cost_time_but_no_scores(
 ) -> None:
     plain = run("plain", "{}", "raise")
     faulty = run("faulty", "{1: kill, 6: hang}", "kill", cluster__launcher="ray", cluster__num_workers=1)
-    said = caplog.text
     pids = plain.column("reward/watched/pid/mean"), faulty.column("reward/watched/pid/mean")
     assert len(set(pids[0])) == len(set(pids[1])) == 1  # the other scorer's process lived on
     for row, other in zip(faulty.untimed(), plain.untimed(), strict=True):
@@ -63,9 +63,9 @@ def test_processes_that_die_or_hang_cost_time_but_no_scores(
     assert faulty.column("group/dropped") == [1, 0]
     # one killed, one that hung, and two for the prompt that kills
     assert sum(faulty.column("scorer/mean/restarts")) == 4 and not any(faulty.column("scorer/watched/restarts"))
-    assert "scorer mean: its process died, with 2 images of 'a poison' waiting; the process is restarted" in said
-    assert "scorer mean: no answer within 8 s, with 2 images of '" in said
-    assert "scorer mean has no score for image 0 of 'a poison': its process died" in said
+    for happened in ("mean: .*died.* 2 images of 'a poison'.*restarted", "mean: .* 8 s.* 2 images of '"):
+        assert re.search(happened, caplog.text)
+    assert re.search("mean has no score for image 0 of 'a poison': .*died", caplog.text)
 
 
 def test_a_scorer_that_keeps_failing_stops_the_run_with_a_checkpoint(
@@ -73,5 +73,5 @@ def test_a_scorer_that_keeps_failing_stops_the_run_with_a_checkpoint(
 ) -> None:
     with pytest.raises(AssertionError):  # the run's exit code
         run("run", "{5: raise, 6: raise}", "raise", "reward.retries=0", trainer__steps=4)
-    assert "100% of the images of step 3 have no reward, more than reward.max_failed=0.5" in capsys.readouterr().err
+    assert re.search(r"100% .*step 3 .*reward\.max_failed=0\.5", capsys.readouterr().err)
     assert (tmp_path / "run" / "checkpoints" / "step_2" / "state.json").exists()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,18 +191,17 @@ def test_ctrl_c_on_ray_leaves_a_checkpoint_and_no_process(
     process = start(arguments(run.folder, log, **more), GERL_TEST=mark)
     wait_for(lambda: len(run.metrics) > STEPS, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT, said
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, log
     step = run.metrics[-1]["step"]
-    assert f"stopped after step {step}: checkpoint in {run.folder / 'checkpoints'}" in said
-    assert "Traceback" not in said
+    assert re.search(rf"step {step}: .*{run.folder / 'checkpoints'}", log) and "Traceback" not in log, log
     assert run.lora(step).abs().max() > 0
     assert run.untimed()[:STEPS] == two.untimed()[:STEPS]
     assert not processes_with(f"GERL_TEST={mark}")
 
 
 def wait_for(condition: Callable[[], bool], process: Any) -> None:
-    for _ in range(1200):
+    for _ in range(3600):
         assert process.poll() is None, process.communicate()[1]
         try:
             if condition():
@@ -209,7 +209,8 @@ def wait_for(condition: Callable[[], bool], process: Any) -> None:
         except (OSError, ValueError):  # not there yet, or half a line
             pass
         time.sleep(0.05)
-    raise AssertionError("waited for a minute")
+    os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+    raise AssertionError(f"waited for three minutes: {process.communicate()[1]}")
 
 
 def processes_with(variable: str) -> list[str]:

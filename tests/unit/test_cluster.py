@@ -96,7 +96,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     local = Cluster(ClusterConfig(launcher="local"))
     assert (local.device, local.num_workers, local.worker_device(1)) == ("cuda", 2, "cuda:1")
     assert Cluster(ClusterConfig(launcher="ray")).worker_device(1) == "cuda"  # Ray shows each worker its own GPU only
-    with local, pytest.raises(ClusterError, match=r"cluster\.num_workers=3, but there are only 2 GPUs: lower it"):
+    with local, pytest.raises(ClusterError, match=r"cluster\.num_workers=3.* 2 GPUs.*lower"):
         Cluster(ClusterConfig(launcher="local", num_workers=3)).__enter__()
 
 
@@ -116,7 +116,7 @@ def test_scorers_get_their_share_of_a_gpu(devices: int, workers: int, scorers: l
 
 
 def test_scorers_that_leave_a_worker_less_than_half_a_gpu_are_refused() -> None:
-    with pytest.raises(ClusterError, match=r"2 processes of scorers with up to 0\.3 .* beside 1 workers on 1 GPUs"):
+    with pytest.raises(ClusterError, match=r"2 processes .* 0\.3 .* 1 workers on 1 GPUs: .*cluster\.num_workers"):
         worker_share(1, 1, [0.3, 0.3])
 
 
@@ -134,5 +134,5 @@ def test_a_restarted_worker_of_this_process_goes_on(group: WorkerGroup[Worker]) 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Cluster(ClusterConfig(device="auto")).device == "cpu"
-    with pytest.raises(ClusterError, match=r"cluster\.device=cuda, .*use cluster\.device=auto or cpu"):
+    with pytest.raises(ClusterError, match=r"cluster\.device=cuda.*cluster\.device=auto"):
         Cluster(ClusterConfig(device="cuda"))

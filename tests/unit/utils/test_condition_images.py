@@ -39,15 +39,15 @@ def test_paths_are_seen_from_the_prompt_file_and_urls_of_files_are_paths(folder:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
-        ("no.png", r":2 has image='no\.png', but there is no file .*no\.png: correct the path"),
-        (["a.png", "no.png"], r":2 has 'no\.png' in image, but there is no file"),
-        ("https://example.org/a.png", r":2 has image='https.*: download it"),
+        ("no.png", r":2 .*image='no\.png'.*correct the path"),
+        (["a.png", "no.png"], r":2 .*'no\.png' in image.*correct the path"),
+        ("https://example.org/a.png", r":2 .*image='https.*download"),
     ],
 )
-def test_a_picture_that_is_not_there_is_named(folder: Path, value: object, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_picture_that_is_not_there_is_named(folder: Path, value: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         load_prompts(str(rows(folder, {}, {"image": value})))
 
 
@@ -61,7 +61,7 @@ def test_pictures_become_arguments_of_pipelines_that_take_them(folder: Path) -> 
     several = picture_arguments(kontext, Prompt(0, "p", {"image": [str(folder / "a.png")] * 2}))
     assert [p.size for p in several["image"]] == [(6, 4)] * 2
     (folder / "a.png").write_text("no image")
-    with pytest.raises(DataError, match=r"a\.png cannot be read as an image"):
+    with pytest.raises(DataError, match=r"a\.png .*image"):
         picture_arguments(kontext, Prompt(0, "p", row))
 
 

@@ -1,5 +1,4 @@
 import hashlib
-import re
 from pathlib import Path
 
 import pyarrow
@@ -56,39 +55,39 @@ def test_relative_path_and_shipped_list(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "", "a.txt has no prompts"),
-        ("a.txt", " \n\n", "a.txt has no prompts"),
-        ("a.txt", b"a\xff", "not UTF-8"),
-        ("a.jsonl", "", "a.jsonl has no prompts"),
-        ("a.csv", "a", "suffix '.csv': it must be .txt, .jsonl or .parquet"),
-        ("a.jsonl", '{"prompt": "a"}\n\n{"text": "b"}', "a.jsonl:3 has no 'prompt', only text"),
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}', "a.jsonl:2 has prompt=' '"),
-        ("a.jsonl", '{"prompt": 5}', "a.jsonl:1 has prompt=5"),
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": }', "a.jsonl:2 is not valid JSON"),
-        ("a.jsonl", '"a red cube"', "a.jsonl:1 is not a JSON object"),
-        ("a.parquet", "prompt", "a.parquet is not a readable Parquet file"),
+        ("a.txt", "", r"a\.txt .*at least one"),
+        ("a.txt", " \n\n", r"a\.txt .*at least one"),
+        ("a.txt", b"a\xff", r"a\.txt .*byte 1.*UTF-8"),
+        ("a.jsonl", "", r"a\.jsonl .*at least one"),
+        ("a.csv", "a", r"a\.csv .*'\.csv'.*\.txt, \.jsonl or \.parquet"),
+        ("a.jsonl", '{"prompt": "a"}\n\n{"text": "b"}', r"a\.jsonl:3 .*'prompt'.*text.*data\.prompt_key"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}', r"a\.jsonl:2 .*prompt=' '.*not empty"),
+        ("a.jsonl", '{"prompt": 5}', r"a\.jsonl:1 .*prompt=5.*text"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": }', r"a\.jsonl:2 .*column 12.*correct"),
+        ("a.jsonl", '"a red cube"', r'a\.jsonl:1 .*{"prompt": '),
+        ("a.parquet", "prompt", r"a\.parquet .*Parquet.*write it anew"),
     ],
 )
 def test_bad_file_is_one_sentence(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
-    with pytest.raises(DataError, match=re.escape(message)):
+    with pytest.raises(DataError, match=message):
         load_prompts(write(tmp_path, name, content))
 
 
 def test_bad_parquet_row_is_named(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", None]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, row 2 has prompt=None"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 2 .*prompt=None"):
         load_prompts(str(tmp_path / "a.parquet"))
 
 
 def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl", "")
-    with pytest.raises(DataError, match=r"does not exist in .*did you mean train\.jsonl\?"):
+    with pytest.raises(DataError, match=r"trian\.jsonl .*did you mean train\.jsonl\?"):
         load_prompts(str(tmp_path / "trian.jsonl"))
-    with pytest.raises(DataError, match="nor does its folder"):
+    with pytest.raises(DataError, match=r"folder .*no: correct"):
         load_prompts(str(tmp_path / "no" / "train.jsonl"))
-    with pytest.raises(DataError, match=r"no prompt list 'signs': gerl ships .*signs_train"):
+    with pytest.raises(DataError, match=r"'signs'.*signs_train, signs_val"):
         load_prompts("signs")
-    with pytest.raises(DataError, match="is not a file"):
+    with pytest.raises(DataError, match=r"\.txt, \.jsonl or \.parquet"):
         fingerprint(str(tmp_path))
 
 
