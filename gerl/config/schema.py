@@ -1,4 +1,4 @@
-"""What a block of the configuration is made of: keys with a default, an explanation and a range."""
+"""Blocks of the configuration and their keys: a default, an explanation and a range each."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ def key(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
-    only: tuple[str, ...] = (),
+    often: bool = False,
 ) -> Any:
     """A configuration key: its default, its explanation (shown by `--help`) and its range (`above` is exclusive).
 
-    `only`: the algorithms that read it; empty: all.
+    `often`: one of the most used, which `--help` alone shows.
     """
-    metadata = {"help": help, "low": low, "high": high, "above": above, "only": only}
+    metadata = {"help": help, "low": low, "high": high, "above": above, "often": often}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

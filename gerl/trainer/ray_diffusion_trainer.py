@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gerl.algorithms import Algorithm, PolicyGradient, build_algorithm, count_pairs
+from gerl.algorithms import Algorithm, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule, update_parts
 from gerl.algorithms.signal_checks import probe_warnings, ratio_limit, ratio_problem
 from gerl.cluster import Cluster, WorkerGroup
@@ -137,13 +137,13 @@ class RayDiffusionTrainer:
     def check_sampling(self) -> None:
         """Warn of settings that cannot work with the loaded model, in numbers measured on a first micro-batch."""
         config, algorithm = self.config, self.algorithm
-        if not isinstance(algorithm, PolicyGradient) or config.algorithm.cfg == "off":
+        if not algorithm.settings.scores_steps or config.algorithm.cfg == "off":
             return
         samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.policy_version)
         task = Algorithm.plan(algorithm, samples)[0]
         probe = self.workers.submit(0, "probe", task).result()
         logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
-        clip = min(config.algorithm.clip_low, config.algorithm.clip_high) if algorithm.clips else None
+        clip = min(bounds) if (bounds := config.algorithm.clip_range) else None
         for sentence in probe_warnings(probe, clip):
             logger.warning("%s", sentence)
 
@@ -178,7 +178,7 @@ class RayDiffusionTrainer:
 
     def kl_to_base(self, tasks: Sequence[RolloutTask], watch: Stopwatch) -> list[float] | None:
         """Distances `[B]` of the samples to the base model, if the rewards are to pay for them."""
-        if not (self.config.algorithm.kl_in_reward and self.config.algorithm.kl_coef > 0):
+        if not (self.config.algorithm.subtracts_kl and self.config.algorithm.kl_coef > 0):
             return None
         with watch("update"):
             answers = [self.workers.run("kl_to_base", task.id) for task in tasks]
@@ -196,7 +196,7 @@ class RayDiffusionTrainer:
                     continue  # decided here for all workers, which must take the same steps
                 pairs = count_pairs((task, given[task.id]) for task in part)
                 new = sum(self.workers.run("accumulate", given, pairs), UpdateStats())
-                if number == 0 and self.algorithm.on_policy_ratio:
+                if number == 0 and self.config.algorithm.scores_steps:
                     deviation = new.ratio_deviation
                     self._check_ratio(deviation)
                 self._reduce_gradients()
