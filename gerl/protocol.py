@@ -152,7 +152,7 @@ class StepResult:
 @dataclass(frozen=True)
 class SamplingProbe:
     """What was measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, and the
-    stochastic steps whose kernel turns the predicted noise around, as (step, sigma, next sigma, kappa)."""
+    stochastic steps whose kernel flips the sign of the predicted noise, as (step, sigma, next sigma, kappa)."""
 
     log_ratio_noise: float
     reversed_noise: list[tuple[int, float, float, float]]

@@ -138,7 +138,7 @@ def test_settings_that_hurt_are_warned_of_with_numbers(
     said = caplog.text
     noisy = "|log ratio| is at most 0.0e+00" not in said  # how a smaller batch rounds is up to the machine
     assert ("the clip range 1e-09 is below twice the numerical noise of the log-ratio" in said) == noisy
-    assert "step 4 of the window, from sigma 0." in said and "turns the predicted noise around (kappa -" in said
+    assert "step 4 of the window, from sigma 0." in said and "flips the sign of the predicted noise (kappa -" in said
 
 
 def test_the_kl_may_be_paid_by_the_reward(train: Train, tmp_path: Path) -> None:

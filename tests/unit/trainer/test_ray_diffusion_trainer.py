@@ -8,7 +8,7 @@ import torch
 
 from gerl.algorithms import build_algorithm
 from gerl.cluster import Cluster
-from gerl.config import ActorConfig, AlgorithmConfig, ClusterConfig, Config
+from gerl.config import ActorConfig, ClusterConfig, Config, algorithm_config
 from gerl.errors import TrainingError
 from gerl.protocol import StepResult, UpdateStats
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer, _actor_metrics
@@ -47,7 +47,7 @@ def test_an_update_without_any_signal_is_decided_by_the_driver(tmp_path: Path) -
     credit = torch.tensor([[0.0, 0.0], [math.nan, math.nan]])
     run = trainer(tmp_path)
     assert not run._has_signal(credit) and run._has_signal(torch.tensor([[0.0, -1.0]]))
-    run.algorithm = build_algorithm(Config(algorithm=AlgorithmConfig(kl_coef=0.1)))
+    run.algorithm = build_algorithm(Config(algorithm=algorithm_config(kl_coef=0.1)))
     assert run._has_signal(credit) and not run._has_signal(credit[1:])  # there is a KL
 
 
