@@ -32,24 +32,24 @@ class DiffusionDPO(ForwardProcess):
         assert s.old is not None
         target = s.target
         excess = per_sample((s.output - target) ** 2) - per_sample((s.old - target) ** 2)
-        margin = preference_margin(excess, s.advantages, s.groups)
-        losses = dpo_loss(margin, paired(s.advantages, s.groups), self.settings.beta)
+        pairs = paired(s.advantages, s.groups)
+        margin = torch.where(pairs, preference_margin(excess, s.advantages, s.groups), 0.0)
+        losses = dpo_loss(margin, pairs, self.settings.beta)
         return losses, {"preference_margin": float(margin.detach().mean())}
 
 
-def dpo_loss(margin: torch.Tensor, paired: torch.Tensor, beta: float) -> torch.Tensor:
+def dpo_loss(margin: torch.Tensor, pairs: torch.Tensor, beta: float) -> torch.Tensor:
     """Half the loss of its pair for each row of a pair, so that the sum over rows is the sum over pairs: `[B]`.
 
-    `margin` `[B]`: see `preference_margin`. Rows that are not `paired` `[B]` have loss 0.
+    `margin` `[B]`: see `preference_margin`. `pairs` `[B]` bool: rows outside them have loss 0.
     """
-    return torch.where(paired, -F.logsigmoid(beta / 2 * margin) / 2, 0.0)
+    return torch.where(pairs, -F.logsigmoid(beta / 2 * margin) / 2, 0.0)
 
 
 def preference_margin(excess: torch.Tensor, preferences: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """`excess` of the loser minus that of the winner, for each row of a pair; else 0: `[B]`."""
+    """`excess` of the loser minus that of the winner, for each row of a pair (others mean nothing): `[B]`."""
     same = groups[:, None] == groups
-    margin = -torch.where(same, preferences.sign() * excess, 0.0).sum(1)
-    return torch.where(paired(preferences, groups), margin, 0.0)
+    return -torch.where(same, preferences.sign() * excess, 0.0).sum(1)
 
 
 def paired(preferences: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,7 @@ def _check_algorithm(overrides: Sequence[str], name: str) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What Hydra has to say, in one sentence with a remedy."""
+    """An error of Hydra in one sentence with a remedy."""
     text = str(error)
     if isinstance(error, OverrideParseException):
         hint = "quote a value with special characters, as in \"key='a b'\"; --help all lists the keys"

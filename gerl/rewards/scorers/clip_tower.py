@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from PIL import Image
 from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 
+from gerl.config.choices import Dtype
 from gerl.errors import RewardError
 from gerl.protocol import Prompt
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 CLIP_L14 = "openai/clip-vit-large-patch14"
 

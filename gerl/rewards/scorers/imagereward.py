@@ -19,9 +19,10 @@ import torch
 from PIL import Image
 from pydantic import ConfigDict, Field
 
+from gerl.config.choices import Dtype
 from gerl.protocol import Prompt
 from gerl.rewards.scorers.aesthetic import linear_head, read_tensors
-from gerl.rewards.scorers.clip_tower import Device, Dtype, expanded, loading, resolve_device, resolve_dtype
+from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the authors' data
 TOKENS = 35
