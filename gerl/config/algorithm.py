@@ -11,18 +11,18 @@ from pydantic import Field
 
 from gerl.config.choices import AdvantageEstimator, CfgMode, KLKind, LikelihoodWeighting, StdKind, StepWeighting
 from gerl.config.sampling import SamplingConfig
-from gerl.config.schema import Block, key
+from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
 
 def _name(default: str) -> Any:
     help = "the algorithm; `algorithm=NAME` on the command line picks it with its published settings"
-    return key(default, help, often=True)
+    return main_key(default, help)
 
 
 def _cfg(default: CfgMode) -> Any:
     halves = "gradient through both halves; only the conditional one; or off (CFG distillation)"
-    return key(default, f"guidance in the update: {halves}", often=True)
+    return main_key(default, f"guidance in the update: {halves}")
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class AlgorithmConfig(Block):
 
     name: str
     cfg: CfgMode = _cfg("joint")
-    kl_coef: float = key(
-        0.0, "weight of the distance to the base model; at 0 no reference pass is run", low=0, often=True
-    )
+    kl_coef: float = main_key(0.0, "weight of the distance to the base model; at 0 no reference pass is run", low=0)
     advantage_clip: float = key(5.0, "advantages are clipped to +- this", above=0)
     dynamic_sampling: int = key(
         0, "times a step draws further prompts in place of groups whose rewards are all equal (DAPO)", low=0
@@ -95,8 +93,8 @@ class NormalisedConfig(AlgorithmConfig):
 class ClippedConfig(AlgorithmConfig):
     """The ratio to the policy that drew has bounds."""
 
-    clip_low: float = key(1e-4, "lower bound of the ratio is 1 - this", above=0, high=1, often=True)
-    clip_high: float = key(1e-4, "upper bound of the ratio is 1 + this", above=0, often=True)
+    clip_low: float = main_key(1e-4, "lower bound of the ratio is 1 - this", above=0, high=1)
+    clip_high: float = main_key(1e-4, "upper bound of the ratio is 1 + this", above=0)
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -181,7 +179,7 @@ class TreeConfig(PolicyGradientConfig, ClippedConfig):
 
     branches = True
 
-    branch_factor: int = key(2, "children of a node of a tree", low=2, often=True)
+    branch_factor: int = main_key(2, "children of a node of a tree", low=2)
 
     @property
     def groups_of_one(self) -> bool:
@@ -209,7 +207,7 @@ class GRPOGuardConfig(ChainConfig, ClippedConfig):
 @dataclass(frozen=True)
 class FlowDPPOConfig(ChainConfig):
     name: Literal["flow_dppo"] = _name("flow_dppo")
-    kl_threshold: float = key(1e-5, "KL to the rollout's policy beyond which a step stops", above=0, often=True)
+    kl_threshold: float = main_key(1e-5, "KL to the rollout's policy beyond which a step stops", above=0)
 
 
 @dataclass(frozen=True)
@@ -244,8 +242,8 @@ class ForwardProcessConfig(AlgorithmConfig):
     """Finished images are noised again, and the loss compares outputs at some noise levels."""
 
     cfg: CfgMode = _cfg("off")
-    timesteps: int | None = key(
-        None, "noise levels trained per trainer step, spread over the range; null: all of it", low=1, often=True
+    timesteps: int | None = main_key(
+        None, "noise levels trained per trainer step, spread over the range; null: all of it", low=1
     )
     old_decay: list[float] = key(
         [0.0, 0.0, 0.0, 0.0],
@@ -324,20 +322,10 @@ class BestOfNConfig(ForwardProcessConfig):
 
 
 AnyAlgorithm = Annotated[
-    FlowGRPOConfig
-    | GRPOGuardConfig
-    | FlowDPPOConfig
-    | TempFlowGRPOConfig
-    | BranchGRPOConfig
-    | DiffusionNFTConfig
-    | AWMConfig
-    | DGPOConfig
-    | CRDConfig
-    | DiffusionDPOConfig
-    | RWRConfig
-    | BestOfNConfig,
+    FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | BranchGRPOConfig | DiffusionNFTConfig
+    | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig | RWRConfig | BestOfNConfig,
     Field(discriminator="name"),
-]
+]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {
     name: cls for cls in get_args(get_args(AnyAlgorithm)[0]) for name in cls.names()
 }

@@ -4,39 +4,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from gerl.config.choices import KernelName, SigmaSpacing, SolverName, WindowSchedule, WindowScope
-from gerl.config.schema import Block, key
+from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class SamplingConfig(Block):
-    height: int | None = key(None, "image height in pixels; null: the pipeline's own default", low=8, often=True)
-    width: int | None = key(None, "image width in pixels; null: the pipeline's own default", low=8, often=True)
-    num_inference_steps: int = key(10, "denoising steps of a training rollout", low=2, often=True)
-    guidance_scale: float | None = key(
-        None, "passed to the pipeline; null: the pipeline's own default", low=0, often=True
-    )
+    height: int | None = main_key(None, "image height in pixels; null: the pipeline's own default", low=8)
+    width: int | None = main_key(None, "image width in pixels; null: the pipeline's own default", low=8)
+    num_inference_steps: int = main_key(10, "denoising steps of a training rollout", low=2)
+    guidance_scale: float | None = main_key(None, "passed to the pipeline; null: the pipeline's own default", low=0)
     sigmas: SigmaSpacing = key(
         "scheduler", "noise levels of a training rollout: the scheduler's own, or linspace(1, 1/steps) before its shift"
     )
-    kernel: KernelName = key(
+    kernel: KernelName = main_key(
         "flow_sde",
         "transition kernel of the stochastic steps; ddim also for epsilon-prediction DDIM; ode: no step is stochastic",
-        often=True,
     )
-    noise_level: float = key(0.7, "noise of the stochastic steps (eta of the kernel's paper)", low=0, often=True)
+    noise_level: float = main_key(0.7, "noise of the stochastic steps (eta of the kernel's paper)", low=0)
     solver: SolverName = key("euler", "ODE solver of the other steps; dpm2: DPM-Solver++(2M)")
     compression: float = key(
         1.0, "share of the steps after the window that are taken, each the longer (MixGRPO-Flash)", above=0, high=1
     )
     same_init_noise: bool = key(False, "the images of a group start from the same noise (DanceGRPO)")
-    window_size: int | None = key(
-        None, "number of consecutive stochastic (trained) steps; null: all but the last", low=1, often=True
+    window_size: int | None = main_key(
+        None, "number of consecutive stochastic (trained) steps; null: all but the last", low=1
     )
-    window_range: list[int] | None = key(
-        None,
-        "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last",
-        often=True,
+    window_range: list[int] | None = main_key(
+        None, "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last"
     )
     window_schedule: WindowSchedule = key("random", "random; shift by window_size; shift faster over time (MixGRPO)")
     window_every: int = key(1, "trainer steps for which a window stays where it is", low=1)

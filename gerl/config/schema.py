@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import field
+from functools import partial
 from typing import Any
 
 from pydantic import ConfigDict
@@ -21,12 +22,15 @@ def key(
 ) -> Any:
     """A configuration key: its default, its explanation (shown by `--help`) and its range (`above` is exclusive).
 
-    `often`: one of the most used, which `--help` alone shows.
+    `often`: see `main_key`.
     """
     metadata = {"help": help, "low": low, "high": high, "above": above, "often": often}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+main_key = partial(key, often=True)  # one of the most used, which `--help` alone shows
 
 
 class Block:
