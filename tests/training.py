@@ -8,7 +8,7 @@ import torch
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, count_pairs, row_credit
 from gerl.algorithms.planning import plan_samples
-from gerl.config import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig
+from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig, algorithm_config
 from gerl.engine import Tape
 from gerl.model.ema import EMA
 from gerl.model.loading import Policy
@@ -41,7 +41,7 @@ def config(
     fixed = {"height": 16, "width": 16, "num_inference_steps": steps, "guidance_scale": guidance}
     fixed["call"] = {"max_sequence_length": 8, "output_type": "np"}
     return Config(
-        algorithm=AlgorithmConfig(name=name, **own),  # type: ignore[arg-type]
+        algorithm=algorithm_config(name, **own),
         sampling=SamplingConfig(**{**fixed, **sampling}),  # type: ignore[arg-type]
         rollout=RolloutConfig(prompts_per_step=2, n=n, micro_batch_size=2 * n),
         actor=ActorConfig(micro_batch_size=actor_micro),

@@ -8,10 +8,14 @@ noise of a trajectory. `algorithm.weighting` is W:
     uniform l    t  t l    t2  t^2 l    huber  t (sqrt(l + e) - sqrt(e))    ghuber  t ((l + e)^p - e^p) / p,  p = 1/4
 """
 
+from typing import assert_never
+
 import torch
 
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.config.algorithm import AWMConfig
+from gerl.config.choices import LikelihoodWeighting
 
 EPSILON = 1e-10
 POWER = 0.25
@@ -20,25 +24,24 @@ POWER = 0.25
 class AWM(ForwardProcess):
     """Rows with advantage 0 are trained as well: their distances to the old policy and to the base model count."""
 
+    settings: AWMConfig
     uses_old = True
     needs_all_samples = True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """`clipped_surrogate` of the likelihoods; reports the shares clipped and the mean log-ratio."""
+        """`clipped_policy_loss` of the likelihoods; reports the shares clipped and the mean log-ratio."""
         assert s.old is not None
-        algorithm, target = self.config.algorithm, s.target
-        log_prob, old_log_prob = (
-            log_likelihood(output, target, s.rule.sigma, algorithm.weighting) for output in (s.output, s.old)
-        )
-        bounds = s.advantages, algorithm.clip_low, algorithm.clip_high
-        _, metrics = clipped_policy_loss(log_prob.detach(), old_log_prob, *bounds)
-        # a largest deviation cannot be averaged over micro-batches
-        reported = {name: value for name, value in metrics.items() if name != "ratio_deviation"}
-        return clipped_surrogate(log_prob, old_log_prob, *bounds), reported
+        target, weighting = s.target, self.settings.weighting
+        log_prob, old = (log_likelihood(output, target, s.rule.sigma, weighting) for output in (s.output, s.old))
+        losses, metrics = clipped_policy_loss(log_prob, old, s.advantages, *self.settings.clip_range)
+        del metrics["ratio_deviation"]  # a largest deviation cannot be averaged over micro-batches
+        return losses, metrics
 
 
-def log_likelihood(output: torch.Tensor, target: torch.Tensor, sigma: float, weighting: str) -> torch.Tensor:
-    """`-W(l, sigma)` `[B]` of outputs `[B, ...]`; raises `ValueError` on an unknown `weighting`."""
+def log_likelihood(
+    output: torch.Tensor, target: torch.Tensor, sigma: float, weighting: LikelihoodWeighting
+) -> torch.Tensor:
+    """`-W(l, sigma)` `[B]` of outputs `[B, ...]`."""
     error = per_sample((output - target) ** 2)
     match weighting:
         case "uniform":
@@ -51,14 +54,5 @@ def log_likelihood(output: torch.Tensor, target: torch.Tensor, sigma: float, wei
             return -sigma * ((error + EPSILON).sqrt() - EPSILON**0.5)
         case "ghuber":
             return -sigma * ((error + EPSILON) ** POWER - EPSILON**POWER) / POWER
-        case _:
-            raise ValueError(f"weighting must be uniform, t, t2, huber or ghuber, got {weighting!r}")
-
-
-def clipped_surrogate(
-    log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
-) -> torch.Tensor:
-    """The rows `[B]` of which `core_algos.clipped_policy_loss` is the mean."""
-    ratio = (log_prob - old_log_prob.detach()).clamp(-20, 20).exp()
-    clipped = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-    return -advantages * torch.where(clipped, ratio.clamp(1 - clip_low, 1 + clip_high), ratio)
+        case unknown:
+            assert_never(unknown)

@@ -1,4 +1,4 @@
-"""What an algorithm decides: which trajectories to draw, what credit their rewards give, and how to learn from it.
+"""The decisions of an algorithm: which trajectories to draw, what credit their rewards give, and how to learn from it.
 
 The driver plans and credits; the workers train. An algorithm never knows which model it trains.
 """
@@ -6,21 +6,22 @@ The driver plans and credits; the workers train. An algorithm never knows which 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, assert_never
 
 import torch
 
 from gerl.algorithms.core_algos import batch_advantages, decoupled_advantages, group_advantages
-from gerl.algorithms.planning import drawn_steps, group_ids, micro_batches, sde_window
+from gerl.algorithms.planning import group_ids, micro_batches, sde_window
 from gerl.config import Config
-from gerl.engine import Tape
+from gerl.config.algorithm import AlgorithmConfig, NormalisedConfig
+from gerl.engine import ReplayedStep, Tape
 from gerl.model.loading import Policy
 from gerl.protocol import RolloutTask, Sample, Segment, UpdateStats
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the scorers said about the samples of a step that can be trained on."""
+    """The scores of the samples of a step that can be trained on."""
 
     samples: Sequence[Sample]  # [B]
     totals: torch.Tensor  # [B]
@@ -46,19 +47,18 @@ class Batch:
 class Algorithm:
     """The common part: groups of independent images, group-relative advantages for all their steps."""
 
+    settings: AlgorithmConfig  # narrowed by each algorithm to its own class, which has its keys and facts
     needs_all_samples: ClassVar[bool] = False  # those with advantage 0 are trained on as well
-    whole_groups: ClassVar[bool] = False  # the images of a group are needed in one micro-batch
-    on_policy_ratio: ClassVar[bool] = True  # the ratio to the recorded policy must be 1 before the first update
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.settings = config, config.algorithm
 
     # --- on the driver
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         """The micro-batches in which `samples` are drawn; their ids count from `first_id`."""
         micro, n = self.config.rollout.micro_batch_size, self.config.rollout.n
-        size = max(1, micro // n) * n if self.whole_groups else micro
+        size = max(1, micro // n) * n if self.settings.whole_groups else micro
         tasks: list[RolloutTask] = []
         for window, part in groupby(sorted(samples, key=self.window), key=self.window):
             for chunk in micro_batches(list(part), size):
@@ -73,30 +73,32 @@ class Algorithm:
         return sde_window(self.config, sample.step, sample.group)
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
-        """Which steps (or noise levels) trainer step `step` trains: here, a share of the stochastic ones."""
-        count = max(1, round(self.config.algorithm.timestep_fraction * len(window)))
-        return window if count == len(window) else drawn_steps(window, count, self.config.trainer.seed, step)
+        """Which steps (or noise levels) trainer step `step` trains: here, the stochastic ones."""
+        del step
+        return window
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
         """The clipped advantages of the samples at each step, `[B, T]`."""
-        clip = self.config.algorithm.advantage_clip
+        clip = self.settings.advantage_clip
         values = self.advantages(rewards).clamp(-clip, clip)
         return values[:, None].expand(-1, self.config.sampling.num_inference_steps)
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         """One advantage per sample, `[B]`."""
-        algorithm, ids = self.config.algorithm, rewards.group_ids
-        match algorithm.adv_estimator:
-            case "grpo" | "rloo":
-                one_out = algorithm.adv_estimator == "rloo"
-                return group_advantages(rewards.totals, ids, algorithm.advantage_std, one_out)
+        settings, ids = self.settings, rewards.group_ids
+        assert isinstance(settings, NormalisedConfig)  # the others have a credit of their own
+        match settings.adv_estimator:
+            case "grpo" | "rloo" as estimator:
+                return group_advantages(rewards.totals, ids, settings.advantage_std, estimator == "rloo")
             case "reinforce_pp":
                 return batch_advantages(rewards.totals)
             case "gdpo":
-                return decoupled_advantages(rewards.by_scorer, rewards.weights, ids, algorithm.advantage_std)
+                return decoupled_advantages(rewards.by_scorer, rewards.weights, ids, settings.advantage_std)
+            case unknown:
+                assert_never(unknown)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know, as JSON."""
+        """All that a resumed run must know, as JSON."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -104,11 +106,38 @@ class Algorithm:
 
     # --- on a worker
 
+    @property
+    def reads_means(self) -> bool:
+        """Whether it reads the means that the rollout recorded, rather than only latents and log-probabilities."""
+        return False
+
+    @property
+    def old_decay(self) -> list[float] | None:
+        """The decay schedule of the old policy, see `core_algos.decay_at`; None where none is kept."""
+        return None
+
+    @property
+    def rollout_decay(self) -> list[float] | None:
+        """That of the averaged weights which draw rollouts; None where the trained ones do."""
+        return None
+
+    def renews_old(self, step: int) -> bool:
+        """Whether the old policy follows the trained one at the end of trainer step `step`."""
+        raise NotImplementedError
+
+    def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
+        """Log of the ratio to the rollout's policy, `[B]`, where `settings.scores_steps`; on policy 0."""
+        raise NotImplementedError
+
+    def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
+        """KL of the rollout's policy to the base model, mean over the trained steps: `[R]`, from recorded values."""
+        raise NotImplementedError
+
     def micro_batches(self, batch: Batch) -> Iterator[list[int]]:
         """Rows of `batch` that are trained together; those without credit are left out."""
         size = self.config.actor.micro_batch_size or len(batch.samples)
         kept = self.kept_rows(batch)
-        if not self.whole_groups:
+        if not self.settings.whole_groups:
             yield from (kept[i : i + size] for i in range(0, len(kept), size))
             return
         ids, rows = group_ids(batch.samples).tolist(), list[int]()

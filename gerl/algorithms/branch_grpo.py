@@ -18,6 +18,7 @@ from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import tree_advantages
 from gerl.algorithms.planning import group_ids, micro_batches
 from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.config.algorithm import BranchGRPOConfig
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.seeding import derive_seed
 
@@ -25,17 +26,19 @@ from gerl.utils.seeding import derive_seed
 class BranchGRPO(PolicyGradient):
     """`rollout.n` trees per prompt, each with `branch_factor ** len(split_steps)` images."""
 
+    settings: BranchGRPOConfig
+
     @property
     def leaves_per_tree(self) -> int:
         """Images of a tree."""
-        return int(self.config.algorithm.branch_factor ** len(self.config.algorithm.split_steps))
+        return int(self.settings.branch_factor ** len(self.settings.split_steps))
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         trees = max(1, self.config.rollout.micro_batch_size // self.leaves_per_tree)
         return [self._task(first_id + i, chunk) for i, chunk in enumerate(micro_batches(samples, trees))]
 
     def _task(self, number: int, roots: list[Sample]) -> RolloutTask:
-        factor, splits = self.config.algorithm.branch_factor, self.config.algorithm.split_steps
+        factor, splits = self.settings.branch_factor, self.settings.split_steps
         first, end = self.config.sampling.steps_range
         ends = [*splits[1:], end]
         window = tuple(range(first, splits[0]))
@@ -58,10 +61,10 @@ class BranchGRPO(PolicyGradient):
         return RolloutTask(number, samples, tuple(segments))
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
-        algorithm, steps = self.config.algorithm, self.config.sampling.num_inference_steps
-        depths = len(algorithm.split_steps)
+        settings, steps = self.settings, self.config.sampling.num_inference_steps
+        depths = len(settings.split_steps)
         index = torch.tensor([s.index for s in rewards.samples])
-        nodes = torch.stack([index // algorithm.branch_factor**up for up in range(depths, -1, -1)], dim=1)
+        nodes = torch.stack([index // settings.branch_factor**up for up in range(depths, -1, -1)], dim=1)
         by_depth = tree_advantages(rewards.totals, nodes, group_ids(rewards.samples))
-        depth_of = [sum(split <= k for split in algorithm.split_steps) for k in range(steps)]
-        return by_depth.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)[:, depth_of]
+        depth_of = [sum(split <= k for split in settings.split_steps) for k in range(steps)]
+        return by_depth.clamp(-settings.advantage_clip, settings.advantage_clip)[:, depth_of]

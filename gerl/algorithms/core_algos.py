@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
-StdKind = Literal["group", "batch", "none"]
-StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian"]
-KLKind = Literal["gaussian", "flow_grpo", "velocity", "k1", "k2", "k3"]
+from gerl.config.choices import KLKind, StdKind, StepWeighting
 
 # --- advantages
 
@@ -213,9 +211,9 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """PPO's surrogate (arXiv 1707.06347), mean over `[B]`: `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
+    """PPO's surrogate (arXiv 1707.06347) of each row: `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
 
-    Returns the loss (scalar with gradient) and metrics: `ratio_deviation` = max |r - 1|, `clip_fraction_low` and
+    Returns the losses (`[B]`, with gradient) and metrics: `ratio_deviation` = max |r - 1|, `clip_fraction_low` and
     `clip_fraction_high` = share of samples whose gradient the lower and the upper bound removes, `log_ratio_mean`.
     """
     log_ratio = log_prob - old_log_prob.detach()
@@ -224,8 +222,8 @@ def clipped_policy_loss(
     clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     # `where` rather than `maximum`: at r = 1 both arguments tie, and maximum would be free to split the gradient
-    loss = torch.where(clipped_high | clipped_low, -advantages * bounded, -advantages * ratio).mean()
-    return loss, _ratio_metrics(log_ratio, ratio, clipped_low, clipped_high)
+    losses = torch.where(clipped_high | clipped_low, -advantages * bounded, -advantages * ratio)
+    return losses, _ratio_metrics(log_ratio, ratio, clipped_low, clipped_high)
 
 
 def masked_policy_loss(
@@ -235,10 +233,10 @@ def masked_policy_loss(
     kl: torch.Tensor,
     threshold: float,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Flow-DPPO (arXiv 2606.11025): the mean over `[B]` of `-A r`, its trust region that of a KL, not of the ratio.
+    """Flow-DPPO (arXiv 2606.11025): `-A r` of each row, its trust region that of a KL, not of the ratio.
 
     A sample whose exact `kl` `[B]` to the old policy is at least `threshold` has no gradient while its ratio moves
-    further away (`A > 0` and `r > 1`, or `A < 0` and `r < 1`). Returns the loss and metrics of `clipped_policy_loss`,
+    further away (`A > 0` and `r > 1`, or `A < 0` and `r < 1`). Returns losses and metrics as `clipped_policy_loss`,
     where `clip_fraction_low` and `clip_fraction_high` are the shares masked below and above ratio 1.
     """
     log_ratio = log_prob - old_log_prob.detach()
@@ -246,8 +244,8 @@ def masked_policy_loss(
     beyond = kl.detach() >= threshold
     masked_high = beyond & (advantages > 0) & (ratio > 1)
     masked_low = beyond & (advantages < 0) & (ratio < 1)
-    loss = (-advantages * torch.where(masked_high | masked_low, ratio.detach(), ratio)).mean()
-    return loss, _ratio_metrics(log_ratio, ratio, masked_low, masked_high)
+    losses = -advantages * torch.where(masked_high | masked_low, ratio.detach(), ratio)
+    return losses, _ratio_metrics(log_ratio, ratio, masked_low, masked_high)
 
 
 def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:

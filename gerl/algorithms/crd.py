@@ -14,22 +14,22 @@ import torch
 
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
 from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean
+from gerl.config.algorithm import CRDConfig
 
 
 class CRD(ForwardProcess):
     """Needs all rows of a group, those with advantage 0 as well: each has a part in the centring."""
 
+    settings: CRDConfig
     guided_reference = True
     uses_old = True
-    whole_groups = True
     needs_all_samples = True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`crd_loss`; reports the mean `implicit_reward`, 0 where nothing was learnt since the old policy."""
         assert s.old is not None
-        algorithm = self.config.algorithm
         implicit = implicit_reward(s.output, s.old, s.target)
-        losses = crd_loss(implicit, s.advantages, s.groups, algorithm.mix, algorithm.advantage_clip)
+        losses = crd_loss(implicit, s.advantages, s.groups, self.settings.mix, self.settings.advantage_clip)
         return losses, {"implicit_reward": float(implicit.detach().mean())}
 
 

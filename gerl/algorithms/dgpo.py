@@ -14,28 +14,29 @@ PPO, a row whose ratio exp(d_old - d) has left the clip range in the direction o
 import torch
 
 from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, per_sample
+from gerl.config.algorithm import DGPOConfig
 
 
 class DGPO(ForwardProcess):
     """The preferences are those against the base model; the old policy bounds the step."""
 
+    settings: DGPOConfig
     uses_old = True
     uses_reference = True
-    whole_groups = True
     shared_noise = True
 
     @property
     def needs_all_samples(self) -> bool:  # type: ignore[override]
         """A sample without advantage still has a distance to the base model."""
-        return self.config.algorithm.kl_coef > 0
+        return self.settings.kl_coef > 0
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`dgpo_loss`; reports the mean `group_weight` w and the `stopped_fraction` of rows."""
         assert s.old is not None and s.reference is not None
-        algorithm, target = self.config.algorithm, s.target
+        target = s.target
         error, old, reference = (per_sample((output - target) ** 2) for output in (s.output, s.old, s.reference))
-        weight = group_weight(error, reference, s.advantages, s.groups, algorithm.beta)
-        stop = stopped(error, old, s.advantages, algorithm.clip_low, algorithm.clip_high)
+        weight = group_weight(error, reference, s.advantages, s.groups, self.settings.beta)
+        stop = stopped(error, old, s.advantages, *self.settings.clip_range)
         means = torch.stack([weight.mean(), stop.to(weight.dtype).mean()]).tolist()  # one device synchronisation
         losses = dgpo_loss(error, s.advantages, weight, stop)
         return losses, {"group_weight": means[0], "stopped_fraction": means[1]}

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 
 from gerl.algorithms.core_algos import preference_pairs
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.config.algorithm import DiffusionDPOConfig
 
 
 class DiffusionDPO(ForwardProcess):
     """The credit is +1 for the best of a group, -1 for the worst, and 0 for the others, which are not trained on."""
 
+    settings: DiffusionDPOConfig
     uses_old = True
     shared_noise = True
-    whole_groups = True
 
     def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """One pair per group; none where all rewards are equal."""
@@ -31,26 +32,24 @@ class DiffusionDPO(ForwardProcess):
         assert s.old is not None
         target = s.target
         excess = per_sample((s.output - target) ** 2) - per_sample((s.old - target) ** 2)
-        margin = preference_margin(excess, s.advantages, s.groups)
-        losses = dpo_loss(excess, s.advantages, s.groups, self.config.algorithm.beta)
+        pairs = paired(s.advantages, s.groups)
+        margin = torch.where(pairs, preference_margin(excess, s.advantages, s.groups), 0.0)
+        losses = dpo_loss(margin, pairs, self.settings.beta)
         return losses, {"preference_margin": float(margin.detach().mean())}
 
 
-def dpo_loss(excess: torch.Tensor, preferences: torch.Tensor, groups: torch.Tensor, beta: float) -> torch.Tensor:
+def dpo_loss(margin: torch.Tensor, pairs: torch.Tensor, beta: float) -> torch.Tensor:
     """Half the loss of its pair for each row of a pair, so that the sum over rows is the sum over pairs: `[B]`.
 
-    `excess` `[B]`: mse minus that of the reference. `preferences` `[B]`: positive for the winner of a group, negative
-    for its loser, else 0. Rows without a pair have loss 0.
+    `margin` `[B]`: see `preference_margin`. `pairs` `[B]` bool: rows outside them have loss 0.
     """
-    losses = -F.logsigmoid(beta / 2 * preference_margin(excess, preferences, groups)) / 2
-    return torch.where(paired(preferences, groups), losses, 0.0)
+    return torch.where(pairs, -F.logsigmoid(beta / 2 * margin) / 2, 0.0)
 
 
 def preference_margin(excess: torch.Tensor, preferences: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """`excess` of the loser minus that of the winner, for each row of a pair; else 0: `[B]`."""
+    """`excess` of the loser minus that of the winner, for each row of a pair (others mean nothing): `[B]`."""
     same = groups[:, None] == groups
-    margin = -torch.where(same, preferences.sign() * excess, 0.0).sum(1)
-    return torch.where(paired(preferences, groups), margin, 0.0)
+    return -torch.where(same, preferences.sign() * excess, 0.0).sum(1)
 
 
 def paired(preferences: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

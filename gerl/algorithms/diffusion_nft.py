@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.config.algorithm import DiffusionNFTConfig
 
 SMALLEST_WEIGHT = 1e-5
 
@@ -22,21 +23,21 @@ SMALLEST_WEIGHT = 1e-5
 class DiffusionNFT(ForwardProcess):
     """Rows with advantage 0 are trained as well: their loss pulls back towards the old policy."""
 
+    settings: DiffusionNFTConfig
     uses_old = True
     needs_all_samples = True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`nft_loss`; reports `old_distance`, the mean squared distance of the outputs to the old policy's."""
         assert s.old is not None
-        algorithm = self.config.algorithm
         losses = nft_loss(
             lambda output: s.rule.clean(s.x, output),
             s.x0,
             s.output,
             s.old,
             s.advantages,
-            algorithm.mix,
-            algorithm.advantage_clip,
+            self.settings.mix,
+            self.settings.advantage_clip,
         )
         return losses, {"old_distance": float(((s.output.detach() - s.old) ** 2).mean())}
 

@@ -5,24 +5,26 @@ policy has reached `kl_threshold` stops learning in the direction that leads fur
 so that a single unlikely noise draw does not stop a step that has hardly moved.
 """
 
-from typing import ClassVar
-
 import torch
 
 from gerl.algorithms.core_algos import gaussian_kl, masked_policy_loss
-from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.algorithms.flow_grpo import FlowGRPO
+from gerl.config.algorithm import FlowDPPOConfig
 from gerl.engine import ReplayedStep
 
 
-class FlowDPPO(PolicyGradient):
+class FlowDPPO(FlowGRPO):
     """Flow-GRPO with the divergence mask in place of the clip."""
 
-    clips: ClassVar[bool] = False
+    settings: FlowDPPOConfig
+
+    @property
+    def reads_means(self) -> bool:
+        return self.settings.cfg != "off" or super().reads_means
 
     def policy_loss(self, step: ReplayedStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         log_ratio = self.log_ratio(step)
-        old_mean = step.mean.detach() if self.config.algorithm.cfg == "off" else step.recorded_mean
+        old_mean = step.mean.detach() if self.settings.cfg == "off" else step.recorded_mean
         assert old_mean is not None
         kl = gaussian_kl(step.mean.detach(), old_mean, step.std)
-        threshold = self.config.algorithm.kl_threshold
-        return masked_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, kl, threshold)
+        return masked_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, kl, self.settings.kl_threshold)

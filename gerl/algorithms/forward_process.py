@@ -14,6 +14,7 @@ import torch
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards
 from gerl.algorithms.planning import drawn_steps, group_ids
+from gerl.config.algorithm import ForwardProcessConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.engine.kernels import Rule
 from gerl.model.loading import Policy
@@ -56,7 +57,7 @@ def group_mean(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 class ForwardProcess(Algorithm):
     """The common part: noise levels, noise, and the outputs of old policy and base model at the same inputs."""
 
-    on_policy_ratio = False
+    settings: ForwardProcessConfig
     uses_old: ClassVar[bool] = False
     uses_reference: ClassVar[bool] = False
     guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
@@ -65,14 +66,25 @@ class ForwardProcess(Algorithm):
     @property
     def needs_old(self) -> bool:
         """Whether an old policy is kept."""
-        return self.uses_old or self.config.algorithm.old_kl_coef > 0
+        return self.uses_old or self.settings.old_kl_coef > 0
+
+    @property
+    def old_decay(self) -> list[float] | None:
+        return self.settings.old_decay if self.needs_old else None
+
+    @property
+    def rollout_decay(self) -> list[float] | None:
+        return self.settings.rollout_decay
+
+    def renews_old(self, step: int) -> bool:
+        return step % self.settings.old_every == 0
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """Losses `[B]` of the rows at one noise level, and what to report (means over the rows)."""
         raise NotImplementedError
 
     def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-        """Credit `[B]` straight from the rewards, for algorithms that use no advantages."""
+        """Credit `[B]` straight from the rewards, for algorithms that use no advantages; None: advantages are used."""
         del rewards, ids
         return None
 
@@ -82,10 +94,10 @@ class ForwardProcess(Algorithm):
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         levels = range(*self.config.sampling.steps_range)
-        return drawn_steps(levels, self.config.algorithm.timesteps or len(levels), self.config.trainer.seed, step)
+        return drawn_steps(levels, self.settings.timesteps or len(levels), self.config.trainer.seed, step)
 
     def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
-        algorithm, tape = self.config.algorithm, batch.tape
+        settings, tape = self.settings, batch.tape
         x0 = tape.steps[-1].x_next[rows]
         samples, credit = [batch.samples[r] for r in rows], batch.credit[rows].to(x0.device)
         noise = {k: self._noise(samples, k, x0) for k in batch.trained}
@@ -102,8 +114,8 @@ class ForwardProcess(Algorithm):
             known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
             s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups)
             loss, metrics = self.loss(s)
-            to_base = _distance(output, s.reference, algorithm.kl_coef)
-            total = loss + algorithm.kl_coef * to_base + algorithm.old_kl_coef * _distance(output, known, 1.0)
+            to_base = _distance(output, s.reference, settings.kl_coef)
+            total = loss + settings.kl_coef * to_base + settings.old_kl_coef * _distance(output, known, 1.0)
             stats += UpdateStats(
                 pairs=len(rows),
                 loss=float(total.detach().sum()),
@@ -112,7 +124,7 @@ class ForwardProcess(Algorithm):
             )
             return total.sum() / num_pairs
 
-        replay(policy.pipe, tape, on_step, cfg=algorithm.cfg, **options)
+        replay(policy.pipe, tape, on_step, cfg=settings.cfg, **options)
         return stats
 
     def _others(
@@ -121,7 +133,7 @@ class ForwardProcess(Algorithm):
         """Outputs by noise level of the old policy and of the base model, as far as they are needed and not known."""
         old: dict[int, torch.Tensor] = {}
         reference: dict[int, torch.Tensor] = {}
-        cfg = self.config.algorithm.cfg
+        cfg = self.settings.cfg
 
         def keep(outputs: dict[int, torch.Tensor]) -> Callable[[int, ReplayedStep], None]:
             return lambda k, step: outputs.update({k: step.model_output})
@@ -129,7 +141,7 @@ class ForwardProcess(Algorithm):
         if policy.old is not None and self.needs_old and not policy.old_is_current:
             with policy.old.swapped_in():
                 replay(policy.pipe, batch.tape, keep(old), grad=False, cfg=cfg, **options)
-        if self.uses_reference or self.config.algorithm.kl_coef > 0:
+        if self.uses_reference or self.settings.kl_coef > 0:
             cfg = "joint" if self.guided_reference else cfg
             with lora_disabled(list(policy.denoisers.values())):
                 replay(policy.pipe, batch.tape, keep(reference), grad=False, cfg=cfg, **options)

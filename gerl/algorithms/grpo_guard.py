@@ -9,15 +9,22 @@ missing KL and multiplies by the step's std: log ratio = mean(z (mu - mu_old)). 
 import torch
 
 from gerl.algorithms.core_algos import guard_log_ratio
-from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.algorithms.flow_grpo import FlowGRPO
+from gerl.config.algorithm import GRPOGuardConfig
 from gerl.engine import ReplayedStep
 
 
-class GRPOGuard(PolicyGradient):
+class GRPOGuard(FlowGRPO):
     """Flow-GRPO with the regulated ratio."""
 
+    settings: GRPOGuardConfig
+
+    @property
+    def reads_means(self) -> bool:
+        return self.settings.cfg != "off" or super().reads_means
+
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
-        if self.config.algorithm.cfg == "off":  # see PolicyGradient.log_ratio
+        if self.settings.cfg == "off":  # see PolicyGradient.log_ratio
             old_log_prob, old_mean = step.log_prob.detach(), step.mean.detach()
         else:
             assert step.recorded_log_prob is not None and step.recorded_mean is not None

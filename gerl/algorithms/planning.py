@@ -1,4 +1,4 @@
-"""What a trainer step draws: a pure function of the configuration and the step, the same on any number of workers."""
+"""Plans of what a step draws: pure functions of the configuration and the step, the same on any number of workers."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -12,31 +12,31 @@ import torch
 
 from gerl.algorithms.core_algos import best_of_group, regression_weights
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.config.algorithm import BestOfNConfig, RWRConfig
 
 
 class _Regression(ForwardProcess):
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """`weighted_regression_loss`; reports the mean `squared_error` without weights."""
-        errors = (s.output.detach() - s.target) ** 2
-        return weighted_regression_loss(s.output, s.target, s.advantages), {"squared_error": float(errors.mean())}
+        """The loss above; reports the mean `squared_error` without weights."""
+        errors = (s.output - s.target) ** 2
+        return s.advantages * per_sample(errors), {"squared_error": float(errors.detach().mean())}
 
 
 class RewardWeightedRegression(_Regression):
     """The credit is `group size * softmax(beta * advantage)`: mean 1 in a group, 0 where all rewards are equal."""
 
+    settings: RWRConfig
+
     def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """`beta` is the inverse temperature."""
-        return regression_weights(rewards, ids, temperature=1 / self.config.algorithm.beta)
+        return regression_weights(rewards, ids, temperature=1 / self.settings.beta)
 
 
 class BestOfN(_Regression):
     """The credit is 1 for the best of each group and 0 for the others, which are not trained on."""
 
+    settings: BestOfNConfig
+
     def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Nothing where all rewards are equal."""
         return best_of_group(rewards, ids)
-
-
-def weighted_regression_loss(output: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`weights` `[B]` times the mean squared error of `output` to `target`, both `[B, ...]`: `[B]`."""
-    return weights * per_sample((output - target) ** 2)

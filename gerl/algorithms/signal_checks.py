@@ -1,4 +1,4 @@
-"""What tells of settings that cannot work: the ratio on policy, the noise of the log-ratio, noise turned around."""
+"""Warnings about settings that cannot work."""
 
 from gerl.config import ActorConfig
 from gerl.protocol import SamplingProbe
@@ -28,8 +28,8 @@ def probe_warnings(probe: SamplingProbe, clip: float | None) -> list[str]:
         )
     for k, sigma, sigma_next, kappa in probe.reversed_noise:
         found.append(
-            f"step {k} of the window, from sigma {sigma:.3f} to {sigma_next:.3f}, turns the predicted noise around "
-            f"(kappa {kappa:.2f}), which leaves noise in the images: end sampling.window_range before it, or use "
-            "sampling.kernel=precise"
+            f"step {k} of the window, from sigma {sigma:.3f} to {sigma_next:.3f}, flips the sign of the predicted "
+            f"noise (kappa {kappa:.2f} < 0), which leaves noise in the images: end sampling.window_range before "
+            "it, or use sampling.kernel=precise"
         )
     return found

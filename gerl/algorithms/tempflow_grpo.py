@@ -17,6 +17,7 @@ import torch
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.planning import micro_batches
 from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.config.algorithm import TempFlowGRPOConfig
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.seeding import derive_seed
 
@@ -24,13 +25,15 @@ from gerl.utils.seeding import derive_seed
 class TempFlowGRPO(PolicyGradient):
     """One branching point per step; the group of a sample is (prompt, step it branched at)."""
 
+    settings: TempFlowGRPOConfig
+
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
-        size = max(1, self.config.rollout.micro_batch_size // self.config.algorithm.branch_factor)
+        size = max(1, self.config.rollout.micro_batch_size // self.settings.branch_factor)
         roots = micro_batches(samples, size)
         return [self._task(first_id + i, chunk) for i, chunk in enumerate(roots)]
 
     def _task(self, number: int, roots: list[Sample]) -> RolloutTask:
-        (first, end), factor = self.config.sampling.steps_range, self.config.algorithm.branch_factor
+        (first, end), factor = self.config.sampling.steps_range, self.settings.branch_factor
         leaves: list[Sample] = []
         branches: list[Segment] = []
         for k in range(first, end):
@@ -51,12 +54,12 @@ class TempFlowGRPO(PolicyGradient):
         return RolloutTask(number, leaves, (trunk, *branches))
 
     def _leaf(self, root: Sample, k: int, j: int) -> Sample:
-        steps, factor = self.config.sampling.num_inference_steps, self.config.algorithm.branch_factor
+        steps, factor = self.config.sampling.num_inference_steps, self.settings.branch_factor
         index = (root.index * steps + k) * factor + j
         return replace(root, index=index, seed=derive_seed("branch", root.seed, k, j), branch=k)
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
-        clip = self.config.algorithm.advantage_clip
+        clip = self.settings.advantage_clip
         values = self.advantages(rewards).clamp(-clip, clip)
         credit = torch.full((len(values), self.config.sampling.num_inference_steps), torch.nan)
         for row, (sample, value) in enumerate(zip(rewards.samples, values, strict=True)):

@@ -15,11 +15,12 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gerl.config import Config, ScorerConfig, did_you_mean, from_mapping, keys
+from gerl.config import Config, ScorerConfig, did_you_mean, from_mapping
 from gerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-FREE = ("sampling.call", "reward.scorers")  # dictionaries: their entries are set without Hydra's plus sign
+# their entries are set without Hydra's plus sign: dictionaries, and the block whose keys its algorithm decides
+FREE = ("sampling.call", "reward.scorers", "algorithm")
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ def config_folder() -> Path:
 def compose_run(overrides: Sequence[str]) -> Composed:
     """Compose defaults, experiment and `overrides` (`experiment=NAME`, `key=value`); raises `ConfigError`.
 
-    `experiment` may also be the path of a yaml file of one's own.
+    `experiment` may also be the path of a yaml file of your own.
     """
     defaults = dataclasses.asdict(Config())
+    defaults["algorithm"] = {}  # an algorithm's own defaults are those of its class
     del defaults["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
     schema = OmegaConf.create(defaults)
     for free in FREE:
@@ -120,46 +122,19 @@ def _check_algorithm(overrides: Sequence[str], name: str) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What Hydra has to say, in one sentence with a remedy."""
+    """An error of Hydra in one sentence with a remedy."""
     text = str(error)
     if isinstance(error, OverrideParseException):
-        hint = "quote a value with special characters, as in \"key='a b'\"; --help lists the keys"
+        hint = "quote a value with special characters, as in \"key='a b'\"; --help all lists the keys"
         return f"{error.override}: expected key=value; {hint}"
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
         return f"{match[1]}: expected one value; write a list as [1,2] and quote a text with a comma, as in \"'a, b'\""
     if match := re.search(r"Could not override '([^']+)'", text):
         name = match[1].split("@")[0]
-        return f"{name}: there is no such key{did_you_mean(name)}; --help lists all"
+        return f"{name}: there is no such key{did_you_mean(name)}; --help all lists all"
     if match := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{match[1]}: the key exists, set it without the plus sign"
     if match := re.search(r"Could not find '([^']+)'", text):
         names = ", ".join(shipped(match[1].split("/")[0]))
         return f"{match[1].replace('/', '=')}: there is no such file; choose one of {names}, or a path ending in .yaml"
     return " ".join(text.split())
-
-
-def help_text(program: str) -> str:
-    """Every key with type, default and explanation."""
-    lines = [
-        f"usage: {program} [experiment=NAME|FILE.yaml] [key=value ...]",
-        "",
-        "Fine-tune a diffusers pipeline with reinforcement learning. Without arguments: the signs demo.",
-        "  experiment=NAME        one of " + ", ".join(experiments()),
-        "  algorithm=NAME         one of " + ", ".join(shipped("algorithm")),
-        "  hydra.run.dir=FOLDER   where the run writes (default: outputs/EXPERIMENT/TIME)",
-        "",
-        "The keys, with their defaults; an experiment changes some of them.",
-    ]
-    block = ""
-    for name, f in keys():
-        if name.split(".")[0] != block:
-            block = name.split(".")[0]
-            lines.append("")
-        factory = f.default_factory
-        default = f.default if factory is dataclasses.MISSING else factory()
-        shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
-        choices = getattr(f.type, "__args__", ()) if "Literal" in str(f.type) else ()
-        suffix = f" ({'|'.join(map(str, choices))})" if choices else ""
-        only = f" [{', '.join(f.metadata['only'])}]" if f.metadata["only"] else ""
-        lines.append(f"  {name}={shown}{suffix}\n      {f.metadata['help']}{only}")
-    return "\n".join(lines) + "\n"

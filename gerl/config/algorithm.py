@@ -1,202 +1,336 @@
-"""The blocks `sampling` and `algorithm`: how trajectories are drawn, and what is learnt from them."""
+"""The block `algorithm`: a class for each algorithm with the keys that it reads, their defaults, and facts about it.
 
-import dataclasses
+`algorithm.name` says which class it is; presets that differ only in how they sample share one. A key that several
+algorithms read stands in a class that they inherit from. What an algorithm does is in `gerl/algorithms`.
+"""
+
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
-from gerl.config.schema import Block, key
+from pydantic import Field
+
+from gerl.config.choices import AdvantageEstimator, CfgMode, KLKind, LikelihoodWeighting, StdKind, StepWeighting
+from gerl.config.sampling import SamplingConfig
+from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
-PolicyGradientName = Literal[
-    "flow_grpo", "flow_grpo_fast", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "tempflow_grpo", "branch_grpo",
-    "ddpo",
-]  # fmt: skip
-ForwardProcessName = Literal["diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rwr", "best_of_n"]
-POLICY_GRADIENT: tuple[str, ...] = get_args(PolicyGradientName)
-FORWARD_PROCESS: tuple[str, ...] = get_args(ForwardProcessName)
-TREES = ("tempflow_grpo", "branch_grpo")
-CHAINS = tuple(name for name in POLICY_GRADIENT if name not in TREES)
-CLIPPED = (*(name for name in POLICY_GRADIENT if name != "flow_dppo"), "awm", "dgpo")
+
+def _name(default: str) -> Any:
+    help = "the algorithm; `algorithm=NAME` on the command line picks it with its published settings"
+    return main_key(default, help)
 
 
-@dataclass(frozen=True)
-class SamplingConfig(Block):
-    height: int | None = key(None, "image height in pixels; null: the pipeline's own default", low=8)
-    width: int | None = key(None, "image width in pixels; null: the pipeline's own default", low=8)
-    num_inference_steps: int = key(10, "denoising steps of a training rollout", low=2)
-    guidance_scale: float | None = key(None, "passed to the pipeline; null: the pipeline's own default", low=0)
-    sigmas: Literal["scheduler", "linear"] = key(
-        "scheduler", "noise levels of a training rollout: the scheduler's own, or linspace(1, 1/steps) before its shift"
-    )
-    kernel: Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"] = key(
-        "flow_sde", "transition kernel of the stochastic steps; ddim also for epsilon-prediction DDIM; ode: none is"
-    )
-    noise_level: float = key(0.7, "noise of the stochastic steps (eta of the kernel's paper)", low=0)
-    solver: Literal["euler", "dpm2"] = key("euler", "ODE solver of the other steps; dpm2: DPM-Solver++(2M)")
-    compression: float = key(
-        1.0, "share of the steps after the window that are taken, each the longer (MixGRPO-Flash)", above=0, high=1
-    )
-    same_init_noise: bool = key(False, "the images of a group start from the same noise (DanceGRPO)")
-    window_size: int | None = key(
-        None, "number of consecutive stochastic (trained) steps; null: all but the last", low=1
-    )
-    window_range: list[int] | None = key(
-        None, "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last"
-    )
-    window_schedule: Literal["random", "progressive", "decay"] = key(
-        "random", "where the window is: drawn; moving on by its size; or moving on ever faster (MixGRPO)"
-    )
-    window_every: int = key(1, "trainer steps for which a window stays where it is", low=1)
-    window_per: Literal["step", "group"] = key("step", "one random window per trainer step, or per group")
-    call: dict[str, Any] = key({}, "further keyword arguments of the pipeline's __call__, such as max_sequence_length")
-
-    def check(self) -> None:
-        if self.kernel == "cps" and self.noise_level > 1:
-            raise ConfigError(f"sampling.noise_level={self.noise_level}: cps takes at most 1, which re-noises fully")
-        if self.window_schedule != "random" and (self.window_size is None or self.window_per == "group"):
-            raise ConfigError(
-                f"sampling.window_schedule={self.window_schedule}: a window that moves needs a "
-                "sampling.window_size and window_per=step"
-            )
-        if self.compression < 1 and self.solver == "euler":
-            raise ConfigError(
-                f"sampling.compression={self.compression}: longer steps need the second-order sampling.solver=dpm2"
-            )
-        last = self.num_inference_steps - 1
-        if self.window_range is not None:
-            if len(self.window_range) != 2 or not 0 <= self.window_range[0] < self.window_range[1]:
-                raise ConfigError(
-                    f"sampling.window_range={list(self.window_range)}: give [first, end) with 0 <= first < end"
-                )
-            if self.window_range[1] > last:
-                raise ConfigError(
-                    f"sampling.window_range={list(self.window_range)}: it covers step {last}, the last of "
-                    f"{self.num_inference_steps}, which has no noise and no log-probability; end at {last} or before"
-                )
-        if self.window_size is not None:
-            first, end = self.steps_range
-            if self.window_size > end - first:
-                raise ConfigError(
-                    f"sampling.window_size={self.window_size}: only {end - first} steps lie in [{first}, {end}) (the "
-                    "last step is deterministic); lower it or widen sampling.window_range"
-                )
-
-    @property
-    def steps_range(self) -> tuple[int, int]:
-        """[first, end) of the steps that may be stochastic."""
-        first, end = self.window_range or (0, self.num_inference_steps - 1)
-        return first, end
-
-    @property
-    def trained_steps(self) -> int:
-        """Number of stochastic steps of a rollout."""
-        first, end = self.steps_range
-        return self.window_size or end - first
+def _cfg(default: CfgMode) -> Any:
+    halves = "gradient through both halves; only the conditional one; or off (CFG distillation)"
+    return main_key(default, f"guidance in the update: {halves}")
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Block):
-    name: PolicyGradientName | ForwardProcessName = key(
-        "flow_grpo", "the algorithm; `algorithm=NAME` on the command line picks it with its published settings"
-    )
-    adv_estimator: Literal["grpo", "rloo", "reinforce_pp", "gdpo"] = key(
-        "grpo",
-        "baseline: mean of the group; of its other members; of the batch; or each scorer normalised before the sum",
-    )
-    advantage_std: Literal["group", "batch", "none"] = key(
-        "group", "what the centred rewards are divided by: the group's std, the batch's, or nothing (Dr. GRPO)"
-    )
+    """The keys that every algorithm reads, and the facts that others ask for."""
+
+    whole_groups: ClassVar[bool] = False  # the images of a group are needed in one micro-batch
+    scores_steps: ClassVar[bool] = False  # it scores the rollout's noise: on policy the ratio to what was recorded is 1
+    branches: ClassVar[bool] = False  # trajectories split: the tree says which steps are stochastic
+
+    name: str
+    cfg: CfgMode = _cfg("joint")
+    kl_coef: float = main_key(0.0, "weight of the distance to the base model; at 0 no reference pass is run", low=0)
     advantage_clip: float = key(5.0, "advantages are clipped to +- this", above=0)
     dynamic_sampling: int = key(
         0, "times a step draws further prompts in place of groups whose rewards are all equal (DAPO)", low=0
     )
-    cfg: Literal["joint", "detach_uncond", "off"] = key(
-        "joint",
-        "guidance in the update: gradient through both halves; only the conditional one; or off (CFG distillation)",
+
+    def _path(self, name: str) -> str:
+        return f"algorithm.{name}"
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The values of `algorithm.name` that mean this class."""
+        return get_args(cls.__annotations__["name"])
+
+    @property
+    def groups_of_one(self) -> bool:
+        """Whether a prompt may have a single image."""
+        return False
+
+    def compared(self, n: int) -> int:
+        """How many of the `n` images of a group an update must see at once."""
+        return n if self.whole_groups else 1
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """How far below and above 1 the ratio may go; None where it is not bounded."""
+        return None
+
+    @property
+    def subtracts_kl(self) -> bool:
+        """Whether the KL to the base model is subtracted from the rewards rather than added to the loss."""
+        return False
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `ConfigError` if it cannot learn from what `sampling` draws."""
+
+
+@dataclass(frozen=True)
+class NormalisedConfig(AlgorithmConfig):
+    """Credit is the reward relative to a baseline."""
+
+    adv_estimator: AdvantageEstimator = key(
+        "grpo",
+        "baseline: mean of the group; of its other members; of the batch; or each scorer normalised before the sum",
     )
-    kl_coef: float = key(0.0, "weight of the distance to the base model; at 0 no reference pass is run", low=0)
-    kl_type: Literal["gaussian", "flow_grpo", "velocity", "k1", "k2", "k3"] = key(
-        "gaussian",
-        "the true KL of a step; |dt| times it; squared velocity; or sampled estimators",
-        only=POLICY_GRADIENT,
+    advantage_std: StdKind = key(
+        "group", "what the centred rewards are divided by: the group's std, the batch's, or nothing (Dr. GRPO)"
     )
-    kl_in_reward: bool = key(
-        False, "subtract the KL from the reward rather than add it to the loss", only=POLICY_GRADIENT
-    )
-    clip_low: float = key(1e-4, "lower bound of the ratio is 1 - this", above=0, high=1, only=CLIPPED)
-    clip_high: float = key(1e-4, "upper bound of the ratio is 1 + this", above=0, only=CLIPPED)
-    kl_threshold: float = key(
-        1e-5, "KL to the rollout's policy beyond which a step stops", above=0, only=("flow_dppo",)
-    )
+
+    @property
+    def groups_of_one(self) -> bool:
+        return self.adv_estimator == "reinforce_pp"
+
+
+@dataclass(frozen=True)
+class ClippedConfig(AlgorithmConfig):
+    """The ratio to the policy that drew has bounds."""
+
+    clip_low: float = main_key(1e-4, "lower bound of the ratio is 1 - this", above=0, high=1)
+    clip_high: float = main_key(1e-4, "upper bound of the ratio is 1 + this", above=0)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        return self.clip_low, self.clip_high
+
+
+# --- policy gradients
+
+
+@dataclass(frozen=True)
+class PolicyGradientConfig(AlgorithmConfig):
+    """The noise of a trajectory's stochastic steps is scored."""
+
+    scores_steps = True
+
+    kl_type: KLKind = key("gaussian", "the true KL of a step; |dt| times it; squared velocity; or sampled estimators")
+
+    @property
+    def step_weighting(self) -> StepWeighting:
+        """The factors of the steps' losses."""
+        return "uniform"
+
+    def check(self) -> None:
+        super().check()
+        if self.kl_type == "k1" and not self.subtracts_kl:
+            raise ConfigError(
+                "algorithm.kl_type=k1: on policy its gradient is 0 on average, so in the loss it does nothing; use "
+                f"gaussian or k2{'' if self.branches else ', or algorithm.kl_in_reward=true'}"
+            )
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if sampling.noise_level == 0 or sampling.kernel == "ode":
+            name = "kernel=ode" if sampling.kernel == "ode" else "noise_level=0"
+            raise ConfigError(
+                f"sampling.{name}: {self.name} is a policy gradient and needs stochastic steps: "
+                "a deterministic one has no log-probability; use kernel=flow_sde with noise_level=0.7, or "
+                "algorithm=diffusion_nft"
+            )
+
+
+@dataclass(frozen=True)
+class WeightedConfig(PolicyGradientConfig):
+    """Steps may count differently."""
+
+    timestep_weights: StepWeighting = key("uniform", "factor of each step's loss; std: std_k / mean(std)")
+
+    @property
+    def step_weighting(self) -> StepWeighting:
+        return self.timestep_weights
+
+
+@dataclass(frozen=True)
+class ChainConfig(WeightedConfig, NormalisedConfig):
+    """Every image has a trajectory of its own."""
+
+    kl_in_reward: bool = key(False, "subtract the KL from the reward rather than add it to the loss")
     timestep_fraction: float = key(
-        1.0, "share of the stochastic steps that are trained, drawn anew each step", above=0, high=1, only=CHAINS
+        1.0, "share of the stochastic steps that are trained, drawn anew each step", above=0, high=1
     )
-    timestep_weights: Literal["uniform", "std", "inverse_dt", "inverse_jacobian"] = key(
-        "uniform", "factor of each step's loss; std: std_k / mean(std)", only=(*CHAINS, "tempflow_grpo")
-    )
-    history: int = key(
-        0, "rewards kept per prompt whose mean and std normalise; 0: those of the group", low=0, only=CHAINS
-    )
-    branch_factor: int = key(2, "children of a node of a tree", low=2, only=TREES)
-    split_steps: list[int] = key([0, 2, 4], "steps at which a trajectory splits", only=("branch_grpo",))
-    timesteps: int | None = key(
-        None,
-        "noise levels trained per trainer step, spread over the range; null: all of it",
-        low=1,
-        only=FORWARD_PROCESS,
+    history: int = key(0, "rewards kept per prompt whose mean and std normalise; 0: those of the group", low=0)
+
+    @property
+    def groups_of_one(self) -> bool:
+        return self.history > 0 or super().groups_of_one
+
+    @property
+    def subtracts_kl(self) -> bool:
+        return self.kl_in_reward
+
+    def check(self) -> None:
+        super().check()
+        if self.kl_in_reward and self.kl_type == "velocity":
+            raise ConfigError(
+                f"algorithm.kl_in_reward=true: it works from what the rollout recorded, kl_type={self.kl_type} "
+                "cannot; use kl_type=gaussian, or put the KL in the loss"
+            )
+
+
+@dataclass(frozen=True)
+class TreeConfig(PolicyGradientConfig, ClippedConfig):
+    """Images share the beginning of a trajectory."""
+
+    branches = True
+
+    branch_factor: int = main_key(2, "children of a node of a tree", low=2)
+
+    @property
+    def groups_of_one(self) -> bool:
+        return True
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        super().check_sampling(sampling)
+        if sampling.window_size is not None or sampling.compression < 1 or sampling.same_init_noise:
+            raise ConfigError(
+                f"sampling.window_size, compression and same_init_noise have no meaning for "
+                f"{self.name}, whose tree says which steps are stochastic; leave them at their defaults"
+            )
+
+
+@dataclass(frozen=True)
+class FlowGRPOConfig(ChainConfig, ClippedConfig):
+    name: Literal["flow_grpo", "flow_grpo_fast", "dance_grpo", "mix_grpo", "ddpo"] = _name("flow_grpo")
+
+
+@dataclass(frozen=True)
+class GRPOGuardConfig(ChainConfig, ClippedConfig):
+    name: Literal["grpo_guard"] = _name("grpo_guard")
+
+
+@dataclass(frozen=True)
+class FlowDPPOConfig(ChainConfig):
+    name: Literal["flow_dppo"] = _name("flow_dppo")
+    kl_threshold: float = main_key(1e-5, "KL to the rollout's policy beyond which a step stops", above=0)
+
+
+@dataclass(frozen=True)
+class TempFlowGRPOConfig(WeightedConfig, TreeConfig, NormalisedConfig):
+    name: Literal["tempflow_grpo"] = _name("tempflow_grpo")
+
+
+@dataclass(frozen=True)
+class BranchGRPOConfig(TreeConfig):
+    name: Literal["branch_grpo"] = _name("branch_grpo")
+    split_steps: list[int] = key([0, 2, 4], "steps at which a trajectory splits")
+
+    def check(self) -> None:
+        super().check()
+        if not self.split_steps or sorted(set(self.split_steps)) != list(self.split_steps):
+            raise ConfigError(f"algorithm.split_steps={list(self.split_steps)}: give rising step indices")
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        super().check_sampling(sampling)
+        last = sampling.steps_range[1] - 1
+        if self.split_steps[-1] > last:
+            raise ConfigError(
+                f"algorithm.split_steps={list(self.split_steps)}: the last stochastic step is {last}, split before"
+            )
+
+
+# --- learning from noised images
+
+
+@dataclass(frozen=True)
+class ForwardProcessConfig(AlgorithmConfig):
+    """Finished images are noised again, and the loss compares outputs at some noise levels."""
+
+    cfg: CfgMode = _cfg("off")
+    timesteps: int | None = main_key(
+        None, "noise levels trained per trainer step, spread over the range; null: all of it", low=1
     )
     old_decay: list[float] = key(
         [0.0, 0.0, 0.0, 0.0],
         "decay of the old policy, averaged once a trainer step: [hold, start, slope, limit] is start for `hold` steps, "
         "then rises by slope a step to limit",
-        only=FORWARD_PROCESS,
     )
-    old_every: int = key(1, "trainer steps between updates of the old policy", low=1, only=FORWARD_PROCESS)
+    old_every: int = key(1, "trainer steps between updates of the old policy", low=1)
     rollout_decay: list[float] | None = key(
-        None, "the same of the weights that draw rollouts; null: the trained weights", only=FORWARD_PROCESS
+        None, "the same of the weights that draw rollouts; null: the trained weights"
     )
-    old_kl_coef: float = key(0.0, "weight of the squared distance to the old policy", low=0, only=FORWARD_PROCESS)
-    mix: float = key(
-        1.0, "b: how far the implicit policies lie from the old one", above=0, only=("diffusion_nft", "crd")
-    )
-    beta: float = key(
-        100.0,
-        "sharpness of preferences; rwr: of the softmax over rewards",
-        above=0,
-        only=("dgpo", "diffusion_dpo", "rwr"),
-    )
-    weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = key(
-        "uniform", "likelihood weight of a noise level", only=("awm",)
-    )
+    old_kl_coef: float = key(0.0, "weight of the squared distance to the old policy", low=0)
 
     def check(self) -> None:
-        for f in dataclasses.fields(self):
-            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            only = f.metadata["only"]
-            if only and self.name not in only and getattr(self, f.name) != default:
-                raise ConfigError(
-                    f"algorithm.{f.name}={getattr(self, f.name)}: {self.name} does not read it, only {', '.join(only)}"
-                )
-        if self.kl_in_reward and (self.kl_type == "velocity" or self.name in TREES):
-            raise ConfigError(
-                f"algorithm.kl_in_reward=true: it works from what the rollout recorded, kl_type={self.kl_type} of "
-                f"{self.name} cannot; use kl_type=gaussian and no branches, or put the KL in the loss"
-            )
-        if self.kl_type == "k1" and not self.kl_in_reward:
-            raise ConfigError(
-                "algorithm.kl_type=k1: on policy its gradient is 0 on average, so in the loss it does nothing; use "
-                "gaussian or k2, or algorithm.kl_in_reward=true"
-            )
-        for name in ("old_decay", "rollout_decay"):
-            value = getattr(self, name)
+        super().check()
+        for name, value in (("old_decay", self.old_decay), ("rollout_decay", self.rollout_decay)):
             if value is not None and (len(value) != 4 or not (0 <= value[1] <= 1 and 0 <= value[3] <= 1)):
                 raise ConfigError(f"algorithm.{name}={list(value)}: give [hold, start, slope, limit], decays in [0, 1]")
-        if self.name == "branch_grpo" and (
-            not self.split_steps or sorted(set(self.split_steps)) != list(self.split_steps)
-        ):
-            raise ConfigError(f"algorithm.split_steps={list(self.split_steps)}: give rising step indices")
 
-    @property
-    def is_policy_gradient(self) -> bool:
-        """Whether it scores the noise of the rollout's steps, rather than learning from noised images."""
-        return self.name in POLICY_GRADIENT
+
+@dataclass(frozen=True)
+class ContrastConfig(ForwardProcessConfig, NormalisedConfig):
+    """The policy is compared with the old one by what it implies."""
+
+    mix: float = key(1.0, "b: how far the implicit policies lie from the old one", above=0)
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(ForwardProcessConfig):
+    """The images of a group are preferred to each other, at noise that they share."""
+
+    whole_groups = True
+
+    beta: float = key(100.0, "sharpness of preferences", above=0)
+
+
+@dataclass(frozen=True)
+class DiffusionNFTConfig(ContrastConfig):
+    name: Literal["diffusion_nft"] = _name("diffusion_nft")
+
+
+@dataclass(frozen=True)
+class AWMConfig(ForwardProcessConfig, NormalisedConfig, ClippedConfig):
+    name: Literal["awm"] = _name("awm")
+    weighting: LikelihoodWeighting = key("uniform", "likelihood weight of a noise level")
+
+
+@dataclass(frozen=True)
+class DGPOConfig(PreferenceConfig, NormalisedConfig, ClippedConfig):
+    name: Literal["dgpo"] = _name("dgpo")
+
+
+@dataclass(frozen=True)
+class CRDConfig(ContrastConfig):
+    whole_groups = True
+
+    name: Literal["crd"] = _name("crd")
+
+
+@dataclass(frozen=True)
+class DiffusionDPOConfig(PreferenceConfig):
+    name: Literal["diffusion_dpo"] = _name("diffusion_dpo")
+
+    def compared(self, n: int) -> int:
+        return 2  # the best and the worst
+
+
+@dataclass(frozen=True)
+class RWRConfig(ForwardProcessConfig):
+    name: Literal["rwr"] = _name("rwr")
+    beta: float = key(1.0, "sharpness of the softmax over the rewards of a group", above=0)
+
+
+@dataclass(frozen=True)
+class BestOfNConfig(ForwardProcessConfig):
+    name: Literal["best_of_n"] = _name("best_of_n")
+
+
+AnyAlgorithm = Annotated[
+    FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | BranchGRPOConfig | DiffusionNFTConfig
+    | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig | RWRConfig | BestOfNConfig,
+    Field(discriminator="name"),
+]  # fmt: skip
+BY_NAME: dict[str, type[AlgorithmConfig]] = {
+    name: cls for cls in get_args(get_args(AnyAlgorithm)[0]) for name in cls.names()
+}
+
+
+def algorithm_config(name: str = "flow_grpo", **keys: Any) -> AnyAlgorithm:
+    """The configuration of the algorithm `name` with `keys`; raises `KeyError` on a name that there is not."""
+    return cast(AnyAlgorithm, BY_NAME[name](name, **keys))

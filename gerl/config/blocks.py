@@ -3,20 +3,21 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gerl.config.schema import Block, key
+from gerl.config.choices import Dtype, LrSchedule, RewardNormalisation
+from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class ModelConfig(Block):
-    path: str = key("signs", "diffusers pipeline: hub id, folder, or 'signs' (the small SD3 that ships with gerl)")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+    path: str = main_key("signs", "diffusers pipeline: hub id, folder, or 'signs' (the small SD3 that ships with gerl)")
+    dtype: Dtype = main_key(
         "auto",
         "precision of the frozen weights; auto is bfloat16 on a GPU and float32 on a CPU; LoRA is always float32",
     )
-    lora_rank: int = key(32, "LoRA rank", low=1)
-    lora_alpha: float = key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)
-    lora_targets: str | None = key(
+    lora_rank: int = main_key(32, "LoRA rank", low=1)
+    lora_alpha: float = main_key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)
+    lora_targets: str | None = main_key(
         None, "regular expression on names of linear layers; null: attention and feed-forward of the repeated blocks"
     )
     offload: bool = key(
@@ -24,30 +25,30 @@ class ModelConfig(Block):
         "text encoders and VAE are on the GPU only while they run, one at a time: less memory, and some seconds more a "
         "micro-batch of the rollout; the update does not need them",
     )
-    gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+    gradient_checkpointing: bool = main_key(False, "recompute activations in the backward pass: less memory, more time")
     compile: str | None = key(None, "torch.compile backend for the denoiser, such as inductor; null: not compiled")
 
 
 @dataclass(frozen=True)
 class RolloutConfig(Block):
-    prompts_per_step: int = key(8, "prompts (groups) sampled per trainer step", low=1)
-    n: int = key(12, "images per prompt: the group whose rewards are compared", low=1)
-    micro_batch_size: int = key(16, "images denoised together on one worker", low=1)
+    prompts_per_step: int = main_key(8, "prompts (groups) sampled per trainer step", low=1)
+    n: int = main_key(12, "images per prompt: the group whose rewards are compared", low=1)
+    micro_batch_size: int = main_key(16, "images denoised together on one worker", low=1)
 
 
 @dataclass(frozen=True)
 class ActorConfig(Block):
-    lr: float = key(3e-4, "AdamW learning rate", above=0)
-    lr_schedule: Literal["constant", "linear", "cosine"] = key("constant", "learning-rate schedule after the warm-up")
+    lr: float = main_key(3e-4, "AdamW learning rate", above=0)
+    lr_schedule: LrSchedule = key("constant", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "optimizer steps over which the learning rate rises from 0", low=0)
     betas: list[float] = key([0.9, 0.999], "AdamW betas")
     weight_decay: float = key(1e-4, "AdamW weight decay", low=0)
     max_grad_norm: float = key(1.0, "gradient norm is clipped to this", above=0)
-    updates_per_step: int = key(1, "optimizer steps per trainer step; all but the first are off-policy", low=1)
-    micro_batch_size: int | None = key(
+    updates_per_step: int = main_key(1, "optimizer steps per trainer step; all but the first are off-policy", low=1)
+    micro_batch_size: int | None = main_key(
         None, "images per forward and backward; null: as in the rollout. It changes memory, never the gradient", low=1
     )
-    ema_decay: float = key(
+    ema_decay: float = main_key(
         0.9, "EMA of the LoRA used for validation and export, warmed up; 0: the raw weights", low=0, high=1
     )
     max_ratio_deviation: float | None = key(
@@ -64,16 +65,16 @@ class ActorConfig(Block):
 
 @dataclass(frozen=True)
 class ScorerConfig(Block):
-    weight: float = key(1.0, "factor of this scorer in the total reward; 0: watched only")
-    path: str | None = key(None, "Python file of your own scorer; null: a scorer of gerl with this entry's name")
+    weight: float = main_key(1.0, "factor of this scorer in the total reward; 0: watched only")
+    path: str | None = main_key(None, "Python file of your own scorer; null: a scorer of gerl with this entry's name")
     function: str = key(
         "compute_score", "function in that file: (images, prompts, metadata, **kwargs) -> list of float"
     )
-    kwargs: dict[str, Any] = key({}, "keyword arguments of the scorer")
+    kwargs: dict[str, Any] = main_key({}, "keyword arguments of the scorer")
     scale: float = key(1.0, "the score counts in the total as clip(scale * score + offset), times the weight")
     offset: float = key(0.0, "see scale")
     clip: list[float] | None = key(None, "[low, high]: limits of scale * score + offset; null: none")
-    normalise: Literal["none", "group", "batch", "rank"] = key(
+    normalise: RewardNormalisation = key(
         "none",
         "in training, before the sum: mean 0 and deviation 1 among the images of a prompt (group) or of the step "
         "(batch), or the share of the prompt's other images that it beats (rank)",
@@ -83,7 +84,7 @@ class ScorerConfig(Block):
         None, "score only prompts whose column data_source has one of these values; null: all"
     )
     replicas: int = key(1, "processes of this scorer; CLIP scorers with the same weights share theirs", low=1)
-    gpus: float = key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)
+    gpus: float = main_key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)
     timeout: float = key(600.0, "seconds after which a call counts as hung and its process is restarted", above=0)
 
     def check(self) -> None:
@@ -95,7 +96,7 @@ class ScorerConfig(Block):
 
 @dataclass(frozen=True)
 class RewardConfig(Block):
-    scorers: dict[str, ScorerConfig] = key({}, "name -> scorer; the total is the weighted sum")
+    scorers: dict[str, ScorerConfig] = main_key({}, "name -> scorer; the total is the weighted sum")
     on_error: Literal["drop_group", "stop"] = key(
         "drop_group", "what a scorer that fails after its retries does: drop the sample's group, or stop the run"
     )
@@ -118,15 +119,17 @@ class RewardConfig(Block):
 
 @dataclass(frozen=True)
 class DataConfig(Block):
-    train: str = key("signs_train", "training prompts: .txt, .jsonl or .parquet file, or the name of a list of gerl's")
+    train: str = main_key(
+        "signs_train", "training prompts: .txt, .jsonl or .parquet file, or the name of a list of gerl's"
+    )
     shuffle: bool = key(True, "shuffle the prompts every epoch")
     prompt_key: str = key("prompt", "column of the prompt in .jsonl and .parquet rows; other columns are metadata")
 
 
 @dataclass(frozen=True)
 class ValidationConfig(Block):
-    data: str | None = key("signs_val", "held-out prompts, in the same formats as data.train; null: no validation")
-    every: int = key(10, "trainer steps between validations; 0: only at the start and the end", low=0)
+    data: str | None = main_key("signs_val", "held-out prompts, in the same formats as data.train; null: no validation")
+    every: int = main_key(10, "trainer steps between validations; 0: only at the start and the end", low=0)
     max_prompts: int | None = key(None, "use only the first so many prompts; null: all", low=1)
     num_inference_steps: int | None = key(None, "denoising steps; null: as in sampling", low=1)
     guidance_scale: float | None = key(None, "guidance scale; null: as in sampling", low=0)
@@ -135,9 +138,9 @@ class ValidationConfig(Block):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Block):
-    every: int = key(10, "trainer steps between checkpoints; 0: only at the end", low=0)
+    every: int = main_key(10, "trainer steps between checkpoints; 0: only at the end", low=0)
     keep: int = key(2, "newest checkpoints kept; the one with the best validation reward is kept besides", low=1)
-    resume: str = key(
+    resume: str = main_key(
         "never", "'auto': carry on the newest unfinished run of this experiment; or a run folder; 'never': start anew"
     )
 
@@ -145,7 +148,7 @@ class CheckpointConfig(Block):
 @dataclass(frozen=True)
 class ClusterConfig(Block):
     launcher: Literal["ray", "local"] = key("ray", "workers as Ray actors, or in this process")
-    num_workers: int | None = key(
+    num_workers: int | None = main_key(
         None,
         "rollout and actor workers; null: one per GPU; on a CPU two over Ray (if it has two cores), one in process",
         low=1,
@@ -162,5 +165,5 @@ class LoggerConfig(Block):
 
 @dataclass(frozen=True)
 class TrainerConfig(Block):
-    steps: int = key(100, "trainer steps (rollout, score, update)", low=1)
-    seed: int = key(0, "seed of everything drawn: LoRA, prompt order, noise, windows", low=0)
+    steps: int = main_key(100, "trainer steps (rollout, score, update)", low=1)
+    seed: int = main_key(0, "seed of everything drawn: LoRA, prompt order, noise, windows", low=0)

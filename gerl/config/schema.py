@@ -1,8 +1,9 @@
-"""What a block of the configuration is made of: keys with a default, an explanation and a range."""
+"""Blocks of the configuration and their keys: a default, an explanation and a range each."""
 
 import dataclasses
 import math
 from dataclasses import field
+from functools import partial
 from typing import Any
 
 from pydantic import ConfigDict
@@ -17,16 +18,19 @@ def key(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
-    only: tuple[str, ...] = (),
+    often: bool = False,
 ) -> Any:
     """A configuration key: its default, its explanation (shown by `--help`) and its range (`above` is exclusive).
 
-    `only`: the algorithms that read it; empty: all.
+    `often`: see `main_key`.
     """
-    metadata = {"help": help, "low": low, "high": high, "above": above, "only": only}
+    metadata = {"help": help, "low": low, "high": high, "above": above, "often": often}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+main_key = partial(key, often=True)  # one of the most used, which `--help` alone shows
 
 
 class Block:

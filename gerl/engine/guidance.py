@@ -15,13 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gerl.config.choices import CfgMode
 from gerl.engine.batching import detached_copy, select_call, take
 from gerl.engine.instrument import StopPipeline, routed
 from gerl.engine.tape import ComponentCall, Tape
 from gerl.engine.transitions import advance
 from gerl.errors import ReplayError
 
-CfgMode = Literal["joint", "detach_uncond", "off"]
 # of a denoiser call in a guided step; the last two are one call with both halves, named by its first rows
 Role = Literal["conditional", "unconditional", "conditional_first", "unconditional_first"]
 Roles = dict[int, Role]  # by number of the call within its step; without the calls that guidance does not concern

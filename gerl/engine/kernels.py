@@ -10,11 +10,12 @@ so a sampler is the pair `(kappa, std)`. Sigmas are Python floats: no look-up by
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
-KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
+from gerl.config.choices import KernelName
+
 KERNELS: tuple[str, ...] = get_args(KernelName)
 NEARLY_ONE = 0.999  # UniPC-like schedules start at 0.9999, where sigma / (1 - sigma) explodes just as at 1
 

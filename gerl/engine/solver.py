@@ -2,13 +2,13 @@
 
 import math
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
+from gerl.config.choices import SolverName
 from gerl.engine.kernels import Rule
 
-SolverName = Literal["euler", "dpm2"]
 SOLVERS: tuple[str, ...] = get_args(SolverName)
 
 Span = tuple[int, int]  # of step k: from the sigma of step k + start to that of step k + end

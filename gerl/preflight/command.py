@@ -16,7 +16,7 @@ import diffusers
 import torch
 from PIL import Image
 
-from gerl.algorithms import Algorithm, PolicyGradient, Rewards, build_algorithm, count_pairs
+from gerl.algorithms import Algorithm, Rewards, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.algorithms.signal_checks import ratio_limit
 from gerl.cluster import Cluster
@@ -85,8 +85,8 @@ def help_text() -> str:
         "usage: python -m gerl.preflight [experiment=NAME|FILE.yaml] [key=value ...] [out=FILE.json]\n\n"
         "Load the model of a run, draw and train on one prompt, and say whether, and how fast, it can train.\n"
         "  out=FILE.json   the report for machines, besides that on the terminal\n\n"
-        "The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help lists them. Neither\n"
-        "rewards nor a prompt file are needed.\n"
+        "The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help all lists them.\n"
+        "Neither rewards nor a prompt file are needed.\n"
     )
 
 
@@ -121,7 +121,7 @@ def examine(config: Config, report: Report, folder: Path) -> None:
     runs = [first_run(bench, bool(prompts), folder, report)]
     runs += further_runs(bench, runs[0], report)
     report.run = runs[1]
-    if isinstance(worker.algorithm, PolicyGradient) and config.algorithm.cfg != "off":
+    if config.algorithm.scores_steps and config.algorithm.cfg != "off":
         report.probe = bench.probe(report.run.drawn)
     judge_run(report, bench.trained_steps)
     project(bench, prompts, runs, report)
@@ -152,7 +152,7 @@ def load(worker: HybridWorker, report: Report) -> None:
     for sentence in info.notes:
         logger.info("%s", sentence)
     report.load_seconds, report.load_peak = usage.seconds, usage.peak
-    pipe, algorithm = worker.policy.pipe, worker.algorithm
+    pipe = worker.policy.pipe
     kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SameSigmas) else 0].__name__
     own = diffusers.DiffusionPipeline.load_config(resolve(config.model.path)).get("scheduler", [None])[-1]
     report.pipeline, report.scheduler = type(pipe).__name__, kind
@@ -163,8 +163,8 @@ def load(worker: HybridWorker, report: Report) -> None:
             f"training draws with {kind} in place of the pipeline's {own}, which has no transition kernel: images "
             f"that {own} draws after training may differ from those that validation shows"
         )
-    if isinstance(algorithm, PolicyGradient):
-        report.clip = min(config.algorithm.clip_low, config.algorithm.clip_high) if algorithm.clips else None
+    if config.algorithm.scores_steps:
+        report.clip = min(bounds) if (bounds := config.algorithm.clip_range) else None
         report.max_ratio_deviation = ratio_limit(config.actor, info.half_precision)
 
 
@@ -193,7 +193,7 @@ class Bench:
     @property
     def smallest(self) -> int:
         """Size of the smallest micro-batch that the algorithm can do with."""
-        return self.config.rollout.n if self.worker.algorithm.whole_groups else 1
+        return self.config.rollout.n if self.config.algorithm.whole_groups else 1
 
     def task(self, algorithm: Algorithm) -> RolloutTask:
         """The largest micro-batch that `algorithm` plans of the prompt's copies."""
@@ -265,7 +265,7 @@ def drawing(worker: HybridWorker, task: RolloutTask) -> Images:
 def update(worker: HybridWorker, task: RolloutTask, credit: torch.Tensor, pairs: int) -> UpdateStats:
     """What a worker does with a task that was drawn, up to the optimizer step."""
     algorithm = worker.config.algorithm
-    if algorithm.kl_in_reward and algorithm.kl_coef > 0:
+    if algorithm.subtracts_kl and algorithm.kl_coef > 0:
         worker.kl_to_base(task.id)
     return worker.accumulate({task.id: credit}, pairs)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gerl.algorithms.signal_checks import probe_warnings, ratio_problem
-from gerl.config import TREES, Config
+from gerl.config import Config
 from gerl.preflight.forecast import Memory, Run, Seconds
 from gerl.preflight.inventory import Component
 from gerl.protocol import RolloutTask, SamplingProbe
@@ -162,7 +162,7 @@ def judge_batches(config: Config, tasks: Sequence[RolloutTask], workers: int, wh
         divisors = [n for n in range(1, whole + 1) if whole % n == 0]
         below = max(n for n in divisors if n <= config.rollout.micro_batch_size)
         above = min((n for n in divisors if n >= config.rollout.micro_batch_size), default=whole)
-        way = "" if config.algorithm.name in TREES else f"; {below} or {above} would divide {whole}"
+        way = "" if config.algorithm.branches else f"; {below} or {above} would divide {whole}"
         yield f"{key}: the micro-batches of a step differ, {made} images{way}"
     updates = config.actor.updates_per_step
     if len(tasks) < updates:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from gerl.cluster import Cluster
 from gerl.commandline.command import run_command
-from gerl.commandline.composition import Composed, compose_run, help_text
+from gerl.commandline.composition import Composed, compose_run
+from gerl.commandline.help import help_text
 from gerl.config import Config
 from gerl.errors import CheckpointError, ConfigError, DataError
 from gerl.model.loading import resolve
@@ -26,7 +27,8 @@ logger = logging.getLogger("gerl")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, see `run_command`."""
-    return run_command(argv, lambda: help_text("python -m gerl.trainer.main_flowgrpo"), lambda a: run(compose_run(a)))
+    given, program = sys.argv[1:] if argv is None else argv, "python -m gerl.trainer.main_flowgrpo"
+    return run_command(argv, lambda: help_text(program, given), lambda a: run(compose_run(a)))
 
 
 def run(composed: Composed) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gerl.algorithms import Algorithm, PolicyGradient, build_algorithm
+from gerl.algorithms import Algorithm, build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule
 from gerl.algorithms.signal_checks import probe_warnings
 from gerl.cluster import Cluster, WorkerGroup
@@ -142,13 +142,13 @@ class RayDiffusionTrainer:
     def check_sampling(self) -> None:
         """Warn of settings that cannot work with the loaded model, in numbers measured on a first micro-batch."""
         config, algorithm = self.config, self.algorithm
-        if not isinstance(algorithm, PolicyGradient) or config.algorithm.cfg == "off":
+        if not algorithm.settings.scores_steps or config.algorithm.cfg == "off":
             return
         samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.state.policy_version)
         task = Algorithm.plan(algorithm, samples)[0]
         probe = self.workers.submit(0, HybridWorker.probe, task).result()
         logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
-        clip = min(config.algorithm.clip_low, config.algorithm.clip_high) if algorithm.clips else None
+        clip = min(bounds) if (bounds := config.algorithm.clip_range) else None
         for sentence in probe_warnings(probe, clip):
             logger.warning("%s", sentence)
 
@@ -184,7 +184,7 @@ class RayDiffusionTrainer:
     def credit(self, drawn: Drawn, watch: Stopwatch) -> tuple[Metrics, torch.Tensor]:
         """The metrics of the rewards, and the credit `[B, T]` that they give the samples."""
         kl = None
-        if self.config.algorithm.kl_in_reward and self.config.algorithm.kl_coef > 0:
+        if self.config.algorithm.subtracts_kl and self.config.algorithm.kl_coef > 0:
             with watch("update"):
                 kl = self.kl_to_base(drawn)
         metrics, credit = credit_step(self.config, self.algorithm, drawn.scored, kl)

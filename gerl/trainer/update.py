@@ -51,7 +51,7 @@ class Update:
                 continue  # decided here for all workers, which must take the same steps
             pairs = count_pairs((task, given[task.id]) for task in part)
             new = sum(self.workers.run(HybridWorker.accumulate, given, pairs), UpdateStats())
-            if number == 0 and self.algorithm.on_policy_ratio:
+            if number == 0 and self.config.algorithm.scores_steps:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)
             self._reduce_gradients()

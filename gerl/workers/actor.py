@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from diffusers.optimization import get_scheduler
 
-from gerl.algorithms import Algorithm, Batch, ForwardProcess
+from gerl.algorithms import Algorithm, Batch
 from gerl.algorithms.core_algos import decay_at
 from gerl.config import ActorConfig
 from gerl.model.ema import EMA
@@ -31,11 +31,10 @@ class Actor:
         self.schedule = get_scheduler(
             name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=total_updates
         )
-        settings = algorithm.config.algorithm
-        if isinstance(algorithm, ForwardProcess) and algorithm.needs_old:
-            policy.old = EMA(policy.lora, partial(decay_at, settings.old_decay))
-        if settings.rollout_decay is not None:
-            policy.sampler = EMA(policy.lora, partial(decay_at, settings.rollout_decay))
+        if algorithm.old_decay is not None:
+            policy.old = EMA(policy.lora, partial(decay_at, algorithm.old_decay))
+        if algorithm.rollout_decay is not None:
+            policy.sampler = EMA(policy.lora, partial(decay_at, algorithm.rollout_decay))
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int) -> UpdateStats:
         """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs in all.
@@ -75,7 +74,7 @@ class Actor:
     def finish_step(self, step: int) -> None:
         """End of trainer step `step`: the old policies follow the trained one."""
         policy = self.policy
-        if policy.old is not None and step % self.algorithm.config.algorithm.old_every == 0:
+        if policy.old is not None and self.algorithm.renews_old(step):
             policy.old_is_current |= policy.old.next_decay == 0
             policy.old.update()
         if policy.sampler is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from gerl.algorithms import Algorithm, Batch, PolicyGradient, build_algorithm, row_credit
+from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.config import Config
 from gerl.engine import Tape, replay
 from gerl.engine.kernels import FlowRule
@@ -111,14 +111,12 @@ class HybridWorker:
 
     def kl_to_base(self, task_id: int) -> list[float]:
         """KL `[B]` to the base model of the samples of a task that this worker drew."""
-        assert isinstance(self.algorithm, PolicyGradient)
         steps = self.config.sampling.num_inference_steps
         (batch,) = self._batches(task_id, torch.zeros(len(self.drawn[task_id][0].samples), steps))
         return [float(v) for v in self.algorithm.kl_to_base(self.policy, batch)]
 
     def probe(self, task: RolloutTask) -> SamplingProbe:
         """Measure what a policy gradient depends on: draws a micro-batch and replays half of it."""
-        assert isinstance(self.algorithm, PolicyGradient)
         (segment,), algorithm = task.segments, self.algorithm
         _, (tape,) = self.rollout.generate(task)
         half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))

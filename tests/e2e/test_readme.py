@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gerl.commandline.composition import compose_run, help_text
+from gerl.commandline.composition import compose_run
+from gerl.commandline.help import help_text
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

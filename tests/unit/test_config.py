@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gerl.config import Config, did_you_mean, from_mapping, keys
+from gerl.config import Config, did_you_mean, from_mapping, keys, readers
+from gerl.config.algorithm import BY_NAME
 from gerl.errors import ConfigError
 
 
@@ -74,8 +75,8 @@ BAD = [
     # unknown key
     (nested(sampling__noise_levl=0.7), "sampling.noise_levl", "did you mean 'sampling.noise_level'"),
     (nested(reward__scorers={"ocr": {"wieght": 1}}), "reward.scorers.ocr.wieght", "did you mean"),
-    (nested(actor__xyzzy=1), "actor.xyzzy", "--help lists all"),
-    (nested(optimizer__lr=1), "optimizer", "--help lists all"),
+    (nested(actor__xyzzy=1), "actor.xyzzy", "--help all lists all"),
+    (nested(optimizer__lr=1), "optimizer", "--help all lists all"),
     # out of range
     (nested(actor__lr=0), "actor.lr=0", "greater than 0"),
     (nested(actor__ema_decay=1.5), "actor.ema_decay=1.5", "at most 1"),
@@ -105,7 +106,25 @@ BAD = [
     (nested(sampling__kernel="ode"), "sampling.kernel=ode", "algorithm=diffusion_nft"),
     (nested(algorithm__name="awm", rollout__n=1), "rollout.n=1", "awm compares images of the same prompt"),
     (nested(algorithm__mix=0.5), "algorithm.mix=0.5", "flow_grpo does not read it, only diffusion_nft, crd"),
-    (nested(algorithm__name="flow_dppo", algorithm__clip_low=0.1), "algorithm.clip_low=0.1", "does not read it"),
+    (nested(algorithm__name="flow_dppo", algorithm__clip_low=0.1), "algorithm.clip_low=0.1", "flow_dppo does not read"),
+    (
+        nested(algorithm__mix=1.0),
+        "algorithm.mix=1.0",
+        "flow_grpo does not read it, only diffusion_nft, crd",
+    ),  # a default
+    (
+        nested(algorithm__name="rwr", algorithm__advantage_std="none"),
+        "algorithm.advantage_std=none",
+        "rwr does not read",
+    ),
+    (
+        nested(algorithm__name="branch_grpo", algorithm__kl_in_reward=True),
+        "algorithm.kl_in_reward=True",
+        "branch_grpo does not read it, only flow_grpo, ",
+    ),
+    (nested(algorithm__name="nope"), "algorithm.name='nope'", "'rwr' or 'best_of_n'"),
+    (nested(algorithm=5), "algorithm=5", "dictionary"),
+    (nested(algorithm__name="tempflow_grpo", algorithm__kl_type="k1"), "algorithm.kl_type=k1", "use gaussian or k2"),
     (nested(algorithm__name="crd", rollout__n=20), "rollout.micro_batch_size=16", "20 images of a group"),
     (
         nested(algorithm__name="diffusion_dpo", actor__micro_batch_size=1),
@@ -159,14 +178,27 @@ def test_a_key_with_two_letters_swapped_is_suggested(name: str, data: st.DataObj
         return
     k = data.draw(st.sampled_from(swaps))
     typo = key[:k] + key[k + 1] + key[k] + key[k + 2 :]
+    values = {typo: 1, "name": readers(key)[0]} if block == "algorithm" else {typo: 1}
     with pytest.raises(ConfigError, match=re.escape(f"{block}.{typo}: there is no such key, did you mean '{block}.")):
-        from_mapping({block: {typo: 1}})
+        from_mapping({block: values})
     assert did_you_mean(f"{block}.{typo}") == f", did you mean {name!r}"
 
 
-def test_there_are_fewer_than_a_hundred_keys() -> None:
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_run_has_the_keys_that_its_algorithm_reads(name: str) -> None:
+    settings = from_mapping({"algorithm": {"name": name}, "sampling": {"kernel": "flow_sde"}}).algorithm
+    read = {known.removeprefix("algorithm.") for known, _ in keys(BY_NAME[name]) if known.startswith("algorithm.")}
+    assert set(dataclasses.asdict(settings)) == read == {f.name for f in dataclasses.fields(settings)}
+    for known, _ in keys():
+        block, _, leaf = known.partition(".")
+        if block == "algorithm":
+            assert (leaf in read) == (name in readers(leaf))
+    assert len([f for _, f in keys(BY_NAME[name]) if f.metadata["often"]]) <= 40
+
+
+def test_every_key_is_listed_once() -> None:
     names = [name for name, _ in keys()]
-    assert len(names) == len(set(names)) < 100
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(("name", "key"), keys(), ids=[name for name, _ in keys()])
@@ -177,7 +209,7 @@ def test_every_key_has_a_help_text_and_a_default(name: str, key: dataclasses.Fie
 
 def test_the_keys_are_the_fields_of_the_configuration() -> None:
     config = Config()
-    for name, key in keys():
+    for name, key in keys(type(config.algorithm)):
         if "NAME" not in name:
             block, attribute = name.split(".")
             assert key.name == attribute and hasattr(getattr(config, block), attribute)

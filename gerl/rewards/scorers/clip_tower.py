@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from PIL import Image
 from pydantic import Field
 from safetensors import SafetensorError
 
+from gerl.config.choices import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Scorer
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, CLIPModel, PreTrainedTokenizerBase
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 CLIP_L14 = "openai/clip-vit-large-patch14"
 

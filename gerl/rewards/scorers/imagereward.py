@@ -20,9 +20,10 @@ import torch
 from PIL import Image
 from pydantic import Field
 
+from gerl.config.choices import Dtype
 from gerl.rewards.scorers.aesthetic import linear_head, read_tensors
 from gerl.rewards.scorers.base import Metadata, Scorer
-from gerl.rewards.scorers.clip_tower import Device, Dtype, expanded, loading, resolve_device, resolve_dtype
+from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from transformers import BlipTextConfig, BlipVisionConfig, PreTrainedTokenizerBase

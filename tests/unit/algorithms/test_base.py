@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_type_hints
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gerl.algorithms import ALGORITHMS, Algorithm, Batch, Rewards, build_algorithm, count_pairs
+from gerl.algorithms import ALGORITHMS, Algorithm, Batch, ForwardProcess, Rewards, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples, sde_window
-from gerl.config import ActorConfig, AlgorithmConfig, Config, RolloutConfig, SamplingConfig
+from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, algorithm_config
+from gerl.config.algorithm import BY_NAME, ForwardProcessConfig
 from gerl.engine import Tape
+from gerl.errors import ConfigError
 from gerl.protocol import Prompt, Sample
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
@@ -24,7 +28,7 @@ def algorithm(
     own = {k: v for k, v in keys.items() if not k.startswith("sampling_")}
     return build_algorithm(
         Config(
-            algorithm=AlgorithmConfig(name=name, **own),  # type: ignore[arg-type]
+            algorithm=algorithm_config(name, **own),
             sampling=SamplingConfig(**{"num_inference_steps": 6} | sampling),  # type: ignore[arg-type]
             rollout=RolloutConfig(prompts_per_step=4, n=n, micro_batch_size=micro),
             actor=ActorConfig(micro_batch_size=actor_micro),
@@ -38,9 +42,34 @@ def rewards(a: Algorithm, totals: Sequence[float]) -> Rewards:
     return Rewards(samples, values, values[:, None], torch.ones(1))
 
 
-def test_every_algorithm_has_a_file_and_a_name() -> None:
-    for name, cls in ALGORITHMS.items():
-        assert isinstance(algorithm(name, micro=12), cls)
+def test_every_configuration_has_its_algorithm_whose_settings_it_is() -> None:
+    assert set(ALGORITHMS) == set(BY_NAME.values())
+    for name, settings in BY_NAME.items():
+        a = algorithm(name, micro=12)
+        assert type(a) is ALGORITHMS[settings] and type(a.settings) is settings and a.settings.name == name
+        assert issubclass(settings, get_type_hints(type(a))["settings"])
+
+
+@dataclass(frozen=True)
+class NewConfig(ForwardProcessConfig):
+    whole_groups = True
+
+    name: str = "new"
+
+
+def test_a_new_algorithm_says_once_that_it_needs_whole_groups() -> None:
+    # the configuration had a list of such algorithms besides: a new one drew groups of 24 at a micro-batch size of 8
+    with pytest.raises(ConfigError, match=r"rollout\.micro_batch_size=8: new needs the 24 images"):
+        Config(algorithm=NewConfig(), rollout=RolloutConfig(n=24, micro_batch_size=8))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"actor\.micro_batch_size=8: new compares 24 images"):
+        Config(
+            algorithm=NewConfig(),  # type: ignore[arg-type]
+            rollout=RolloutConfig(n=24, micro_batch_size=48),
+            actor=ActorConfig(micro_batch_size=8),
+        )
+    kept = Config(algorithm=NewConfig(), rollout=RolloutConfig(n=24, micro_batch_size=60))  # type: ignore[arg-type]
+    tasks = ForwardProcess(kept).plan(plan_samples(kept, PROMPTS, 1, 0))
+    assert [len(task.samples) for task in tasks] == [48, 48]
 
 
 # --- what to draw

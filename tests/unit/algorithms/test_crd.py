@@ -5,7 +5,7 @@ import torch
 
 from gerl.algorithms.crd import CRD, crd_loss, implicit_reward
 from gerl.algorithms.forward_process import Noised, group_mean
-from gerl.config import AlgorithmConfig, Config
+from gerl.config import Config, algorithm_config
 from gerl.engine.kernels import FlowRule
 
 CLIP = 5.0
@@ -110,7 +110,7 @@ def test_the_model_stops_where_the_rewards_agree() -> None:
 
 
 def test_the_settings_are_those_of_the_configuration() -> None:
-    config = AlgorithmConfig("crd", mix=0.5, advantage_clip=4.0)
+    config = algorithm_config("crd", mix=0.5, advantage_clip=4.0)
     x0 = torch.zeros(6, 3, 2)
     noise = TARGET.float()  # x0 is 0, so that the noise is the target
     rule, advantages = FlowRule(0.6, 0.4, 0.4, 0.0), ADVANTAGES.float()
@@ -120,4 +120,4 @@ def test_the_settings_are_those_of_the_configuration() -> None:
     expected = crd_loss(implicit, ADVANTAGES, GROUPS, 0.5, 4.0).float()
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     assert metrics == {"implicit_reward": pytest.approx(float(implicit.mean()), rel=1e-4)}
-    assert CRD.uses_old and CRD.whole_groups and CRD.needs_all_samples and not CRD.uses_reference
+    assert CRD.uses_old and CRD.needs_all_samples and not CRD.uses_reference

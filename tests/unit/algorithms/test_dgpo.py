@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from gerl.algorithms.dgpo import DGPO, dgpo_loss, group_weight, stopped
 from gerl.algorithms.forward_process import Noised
-from gerl.config import AlgorithmConfig, Config
+from gerl.config import Config, algorithm_config
 from gerl.engine.kernels import FlowRule
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -107,7 +107,7 @@ def test_the_model_moves_to_good_images_and_away_from_bad_ones() -> None:
 
 
 def test_the_settings_are_those_of_the_configuration() -> None:
-    config = AlgorithmConfig("dgpo", beta=3.0, clip_low=0.05, clip_high=0.2)
+    config = algorithm_config("dgpo", beta=3.0, clip_low=0.05, clip_high=0.2)
     target, output, old, base = (torch.randn(7, 3, 2, generator=GENERATOR) for _ in range(4))
     # x0 is 0, so that the noise is the target
     rule, x0, advantages = FlowRule(0.6, 0.4, 0.4, 0.0), torch.zeros(7, 3, 2), ADVANTAGES.float()
@@ -122,4 +122,4 @@ def test_the_settings_are_those_of_the_configuration() -> None:
         "group_weight": pytest.approx(float(weight.mean())),
         "stopped_fraction": pytest.approx(float(stop.double().mean())),
     }
-    assert DGPO.uses_old and DGPO.uses_reference and DGPO.shared_noise and DGPO.whole_groups
+    assert DGPO.uses_old and DGPO.uses_reference and DGPO.shared_noise

@@ -7,7 +7,7 @@ import torch
 
 from gerl.algorithms.diffusion_dpo import DiffusionDPO, dpo_loss, paired, preference_margin
 from gerl.algorithms.forward_process import Noised
-from gerl.config import AlgorithmConfig, Config
+from gerl.config import Config, algorithm_config
 from gerl.engine.kernels import FlowRule
 
 GENERATOR = torch.Generator().manual_seed(4)
@@ -18,10 +18,14 @@ PREFERENCES = torch.tensor([1, -1, 0, 0, 0, 1, -1, -1], dtype=torch.float64)
 PAIRS = [(0, 6), (5, 1)]
 
 
+def pair_losses(excess: torch.Tensor, preferences: torch.Tensor, groups: torch.Tensor, beta: float) -> torch.Tensor:
+    return dpo_loss(preference_margin(excess, preferences, groups), paired(preferences, groups), beta)
+
+
 @pytest.mark.parametrize("beta", [2.0, 100.0])
 def test_at_the_reference_a_pair_costs_ln_two_and_pulls_with_a_quarter_of_beta(beta: float) -> None:  # T29 (9e)
     excess = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    losses = dpo_loss(excess, torch.tensor([1.0, -1.0]), torch.zeros(2), beta)
+    losses = pair_losses(excess, torch.tensor([1.0, -1.0]), torch.zeros(2), beta)
     assert losses.tolist() == pytest.approx([math.log(2) / 2] * 2)
     (slope,) = torch.autograd.grad(losses.sum(), excess)
     assert slope.tolist() == pytest.approx([beta / 4, -beta / 4])
@@ -32,7 +36,7 @@ def test_the_rows_of_a_pair_share_its_loss_and_others_have_none() -> None:
     for winner, loser in PAIRS:
         gap = float(EXCESS[winner] - EXCESS[loser])
         expected[winner] = expected[loser] = math.log(1 + math.exp(beta / 2 * gap)) / 2
-    assert dpo_loss(EXCESS, PREFERENCES, GROUPS, beta).tolist() == pytest.approx(expected)
+    assert pair_losses(EXCESS, PREFERENCES, GROUPS, beta).tolist() == pytest.approx(expected)
     assert paired(PREFERENCES, GROUPS).tolist() == [value > 0 for value in expected]
 
 
@@ -42,24 +46,26 @@ def test_the_gradient_in_closed_form() -> None:
         wrong = 1 / (1 + math.exp(-beta / 2 * float(EXCESS[winner] - EXCESS[loser])))  # how wrong the order still is
         expected[winner], expected[loser] = beta / 2 * wrong, -beta / 2 * wrong
     excess = EXCESS.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(dpo_loss(excess, PREFERENCES, GROUPS, beta).sum(), excess)
+    (slope,) = torch.autograd.grad(pair_losses(excess, PREFERENCES, GROUPS, beta).sum(), excess)
     assert slope.tolist() == pytest.approx(expected)
 
 
 def test_a_batch_without_pairs_costs_nothing() -> None:
     excess = EXCESS.clone().requires_grad_()
-    losses = dpo_loss(excess, torch.zeros(8, dtype=torch.float64), GROUPS, 100.0)
+    losses = pair_losses(excess, torch.zeros(8, dtype=torch.float64), GROUPS, 100.0)
     losses.sum().backward()
     assert losses.tolist() == [0.0] * 8 and excess.grad is not None and not excess.grad.any()
 
 
 def test_only_the_sign_of_a_preference_counts() -> None:
-    assert torch.equal(dpo_loss(EXCESS, 0.3 * PREFERENCES, GROUPS, 3.0), dpo_loss(EXCESS, PREFERENCES, GROUPS, 3.0))
+    assert torch.equal(
+        pair_losses(EXCESS, 0.3 * PREFERENCES, GROUPS, 3.0), pair_losses(EXCESS, PREFERENCES, GROUPS, 3.0)
+    )
 
 
 def test_large_errors_stay_finite() -> None:
     excess = torch.tensor([50.0, -50.0], requires_grad=True)
-    losses = dpo_loss(excess, torch.tensor([1.0, -1.0]), torch.zeros(2), 5000.0)
+    losses = pair_losses(excess, torch.tensor([1.0, -1.0]), torch.zeros(2), 5000.0)
     losses.sum().backward()
     assert losses.tolist() == [125000.0] * 2 and excess.grad is not None
     assert excess.grad.tolist() == [2500.0, -2500.0]
@@ -67,8 +73,8 @@ def test_large_errors_stay_finite() -> None:
 
 def test_the_losses_follow_their_rows() -> None:
     order = torch.tensor([3, 0, 7, 6, 5, 1, 4, 2])
-    losses = dpo_loss(EXCESS, PREFERENCES, GROUPS, 3.0)
-    moved = dpo_loss(EXCESS[order], PREFERENCES[order], GROUPS[order], 3.0)
+    losses = pair_losses(EXCESS, PREFERENCES, GROUPS, 3.0)
+    moved = pair_losses(EXCESS[order], PREFERENCES[order], GROUPS[order], 3.0)
     torch.testing.assert_close(moved, losses[order], rtol=1e-12, atol=1e-15)
 
 
@@ -80,7 +86,7 @@ def nearer_to_the_winner(preferences: list[float]) -> float:
     for _ in range(20):
         theta.requires_grad_()
         excess = ((theta - target) ** 2).mean(1) - reference
-        loss = dpo_loss(excess, torch.tensor(preferences), torch.zeros(2), 2.0).sum()
+        loss = pair_losses(excess, torch.tensor(preferences), torch.zeros(2), 2.0).sum()
         theta = (theta - 0.02 * torch.autograd.grad(loss, theta)[0]).detach()
     distances = (theta - target).norm(dim=1)
     return float(distances[1] - distances[0])
@@ -97,7 +103,7 @@ def test_the_model_moves_to_the_winner_and_away_from_the_loser() -> None:
 
 def test_the_credit_is_the_best_against_the_worst_of_each_group() -> None:
     rewards, ids = torch.tensor([0.1, 5.0, 0.9, 0.5, 5.0, 0.5]), torch.tensor([0, 1, 0, 0, 1, 0])
-    algorithm = DiffusionDPO(Config(algorithm=AlgorithmConfig("diffusion_dpo")))
+    algorithm = DiffusionDPO(Config(algorithm=algorithm_config("diffusion_dpo")))
     assert algorithm.credit_rewards(rewards, ids).tolist() == [-1, 0, 1, 0, 0, 0]
 
 
@@ -106,11 +112,11 @@ def test_the_reference_is_the_old_policy_and_the_settings_are_those_of_the_confi
     # x0 is 0, so that the noise is the target
     rule, x0, preferences = FlowRule(0.6, 0.4, 0.4, 0.0), torch.zeros(8, 3, 2), PREFERENCES.float()
     s = Noised(rule, x0, target, 0.6 * target, output, old, base, preferences, GROUPS)
-    losses, metrics = DiffusionDPO(Config(algorithm=AlgorithmConfig("diffusion_dpo", beta=7.0))).loss(s)
+    losses, metrics = DiffusionDPO(Config(algorithm=algorithm_config("diffusion_dpo", beta=7.0))).loss(s)
     excess = ((output - target) ** 2).mean((1, 2)) - ((old - target) ** 2).mean((1, 2))
-    torch.testing.assert_close(losses, dpo_loss(excess, preferences, GROUPS, 7.0))
+    torch.testing.assert_close(losses, pair_losses(excess, preferences, GROUPS, 7.0))
     margins = [float(excess[loser] - excess[winner]) for winner, loser in PAIRS]
     assert metrics == {"preference_margin": pytest.approx(2 * sum(margins) / 8, rel=1e-4)}
     assert preference_margin(excess, preferences, GROUPS)[[0, 5]].tolist() == pytest.approx(margins, rel=1e-5)
-    assert DiffusionDPO.uses_old and DiffusionDPO.shared_noise and DiffusionDPO.whole_groups
+    assert DiffusionDPO.uses_old and DiffusionDPO.shared_noise
     assert not DiffusionDPO.needs_all_samples and not DiffusionDPO.uses_reference

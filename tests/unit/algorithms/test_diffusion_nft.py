@@ -7,7 +7,7 @@ import torch
 
 from gerl.algorithms.diffusion_nft import DiffusionNFT, adaptive_error, implicit_policies, nft_loss, optimality
 from gerl.algorithms.forward_process import Noised
-from gerl.config import AlgorithmConfig, Config
+from gerl.config import Config, algorithm_config
 from gerl.engine.kernels import DDIMRule, FlowRule, Rule
 
 SIGMA, CLIP = 0.6, 5.0
@@ -153,7 +153,7 @@ def noised(rule: Rule, output: torch.Tensor, old: torch.Tensor) -> Noised:
 
 
 def test_the_settings_are_those_of_the_configuration() -> None:
-    algorithm = DiffusionNFT(Config(algorithm=AlgorithmConfig("diffusion_nft", mix=0.5, advantage_clip=4.0)))
+    algorithm = DiffusionNFT(Config(algorithm=algorithm_config("diffusion_nft", mix=0.5, advantage_clip=4.0)))
     losses, metrics = algorithm.loss(noised(FlowRule(SIGMA, 0.4, 0.4, 0.0), OUTPUT, OLD))
     torch.testing.assert_close(losses, nft_loss(clean, X0, OUTPUT, OLD, ADVANTAGES, 0.5, 4.0).float())
     assert metrics == {"old_distance": pytest.approx(float(((OUTPUT - OLD) ** 2).mean()))}
@@ -161,7 +161,7 @@ def test_the_settings_are_those_of_the_configuration() -> None:
 
 
 def test_epsilon_and_v_prediction_have_the_same_loss() -> None:
-    algorithm = DiffusionNFT(Config(algorithm=AlgorithmConfig("diffusion_nft", mix=0.5)))
+    algorithm = DiffusionNFT(Config(algorithm=algorithm_config("diffusion_nft", mix=0.5)))
     a, s = math.sqrt(1 - SIGMA**2), SIGMA
     x = a * X0 + s * NOISE
     # one prediction of x0 each, said in the three ways

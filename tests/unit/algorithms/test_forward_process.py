@@ -134,7 +134,7 @@ def test_samples_without_credit_are_left_out_and_zeros_where_nothing_needs_them(
 
 def test_guidance_off_learns_the_conditional_output() -> None:
     guided = Training(settings("rwr", guidance=4.0, cfg="off"))
-    joint = build_algorithm(settings("rwr", guidance=4.0))
+    joint = build_algorithm(settings("rwr", guidance=4.0, cfg="joint"))
     off, stats = guided.gradient(CREDIT)
     on, joint_stats = guided.gradient(CREDIT, algorithm=joint)
     assert off.norm() > 0 and relative(off, on) > 0.05 and stats.pairs == joint_stats.pairs

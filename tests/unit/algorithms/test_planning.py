@@ -14,10 +14,10 @@ from gerl.algorithms.planning import (
     sde_window,
     update_parts,
 )
-from gerl.config import AlgorithmConfig, Config, RolloutConfig, SamplingConfig, TrainerConfig, ValidationConfig
+from gerl.config import Config, RolloutConfig, SamplingConfig, TrainerConfig, ValidationConfig, algorithm_config
 from gerl.protocol import Group, Prompt, RolloutTask, Sample
 
-NFT = AlgorithmConfig(name="diffusion_nft")
+NFT = algorithm_config(name="diffusion_nft")
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(10)]
 
 

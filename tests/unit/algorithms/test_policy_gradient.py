@@ -179,3 +179,45 @@ def test_tempflow_noises_one_step_only() -> None:
         for k, (segment, tape) in enumerate(zip(task.segments[1:], branches, strict=True)):
             assert tape.stochastic_steps == [k] and segment.trained == (k,)
             assert torch.equal(tape.steps[0].x, trunk.steps[0].x[list(segment.rows)])
+
+
+# --- recorded means
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "reads"),
+    [
+        ("flow_grpo", {}, False),
+        ("flow_grpo", {"kl_coef": 0.1}, False),
+        ("flow_grpo", {"kl_coef": 0.1, "kl_in_reward": True}, True),
+        ("grpo_guard", {}, True),
+        ("grpo_guard", {"cfg": "off"}, False),
+        ("flow_dppo", {}, True),
+        ("flow_dppo", {"cfg": "off"}, False),
+        ("flow_dppo", {"cfg": "off", "kl_coef": 0.1, "kl_in_reward": True}, True),
+        ("tempflow_grpo", {}, False),
+        ("branch_grpo", {"split_steps": [0, 1]}, False),
+        ("diffusion_nft", {"sampling_kernel": "flow_sde"}, False),
+    ],
+)
+def test_the_recorded_means_are_read_where_an_algorithm_says_so(name: str, keys: dict[str, Any], reads: bool) -> None:
+    training = Training(config(name, n=2, **keys))
+    count = sum(len(task.samples) for task, _, _ in training.tasks)
+    credit = torch.linspace(-1, 1, count)[:, None].expand(-1, 4)
+    expected, _ = training.gradient(credit)
+    for _, _, tapes in training.tasks:
+        for step in (step for tape in tapes for step in tape.steps):
+            step.mean = None
+
+    def without() -> torch.Tensor:
+        if training.algorithm.settings.subtracts_kl:
+            task, _, tapes = training.tasks[0]
+            training.algorithm.kl_to_base(training.policy, training.batches(task, tapes, credit)[0])
+        return training.gradient(credit)[0]
+
+    assert training.algorithm.reads_means == reads
+    if reads:
+        with pytest.raises(AssertionError):
+            without()
+    else:
+        assert torch.equal(without(), expected)

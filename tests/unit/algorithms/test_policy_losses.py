@@ -28,18 +28,19 @@ def loss_and_gradient(
 ) -> tuple[float, list[float], dict[str, float]]:
     old = torch.linspace(-1, 1, len(ratios), dtype=torch.float64)
     log_prob = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    loss, metrics = clipped_policy_loss(log_prob, old, torch.tensor(advantages, dtype=torch.float64), low, high)
-    (gradient,) = torch.autograd.grad(loss, log_prob)
-    return loss.item(), gradient.tolist(), metrics
+    losses, metrics = clipped_policy_loss(log_prob, old, torch.tensor(advantages, dtype=torch.float64), low, high)
+    assert losses.shape == (len(ratios),)
+    (gradient,) = torch.autograd.grad(losses.mean(), log_prob)
+    return losses.mean().item(), gradient.tolist(), metrics
 
 
 @pytest.mark.parametrize("clip", [1e-5, 0.2])
 def test_on_policy_the_gradient_is_that_of_reinforce(clip: float) -> None:  # T17, with the tie at ratio 1
     log_prob = torch.randn(8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     advantages = torch.linspace(-2, 1, 8)
-    loss, metrics = clipped_policy_loss(log_prob, log_prob.detach().clone(), advantages, clip, clip)
-    loss.backward()
-    assert loss.item() == pytest.approx(-advantages.mean().item())
+    losses, metrics = clipped_policy_loss(log_prob, log_prob.detach().clone(), advantages, clip, clip)
+    losses.mean().backward()
+    assert losses.tolist() == (-advantages).tolist()
     assert log_prob.grad is not None
     torch.testing.assert_close(log_prob.grad, -advantages / 8, rtol=0, atol=0)
     assert metrics == {"ratio_deviation": 0, "clip_fraction_low": 0, "clip_fraction_high": 0, "log_ratio_mean": 0}
@@ -100,8 +101,7 @@ def test_the_bounds_are_asymmetric() -> None:
 def test_no_gradient_reaches_the_old_policy_and_nothing_is_written() -> None:
     log_prob, old = torch.tensor([0.1, 0.4], requires_grad=True), torch.tensor([0.2, 0.1], requires_grad=True)
     advantages = torch.tensor([1.0, -1.0])
-    loss, _ = clipped_policy_loss(log_prob, old, advantages, 0.2, 0.2)
-    loss.backward()
+    clipped_policy_loss(log_prob, old, advantages, 0.2, 0.2)[0].mean().backward()
     assert old.grad is None and log_prob.grad is not None
     assert advantages.tolist() == [1.0, -1.0] and old.tolist() == pytest.approx([0.2, 0.1])
 
@@ -147,7 +147,7 @@ def test_policy_gradient_of_a_linear_gaussian_chain(trained: range | tuple[int, 
     exact = sum(slopes[k][1] * math.prod(rho for rho, _ in slopes[k + 1 :]) for k in trained)
     assert exact == pytest.approx(golden, abs=6e-5)
     losses = [clipped_policy_loss(p, p.detach(), x[:, 0], 1e-4, 1e-4)[0] for p in log_probs]
-    torch.stack(losses).sum().backward()
+    torch.stack(losses).mean(1).sum().backward()
     assert theta.grad is not None
     assert -theta.grad.item() == pytest.approx(golden, abs=0.03)
 
@@ -160,9 +160,10 @@ def masked_loss_and_gradient(
 ) -> tuple[float, list[float], dict[str, float]]:
     log_prob = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     signal = torch.tensor(advantages, dtype=torch.float64)
-    loss, metrics = masked_policy_loss(log_prob, torch.zeros_like(log_prob), signal, torch.tensor(kl), threshold)
-    (gradient,) = torch.autograd.grad(loss, log_prob)
-    return loss.item(), gradient.tolist(), metrics
+    losses, metrics = masked_policy_loss(log_prob, torch.zeros_like(log_prob), signal, torch.tensor(kl), threshold)
+    assert losses.shape == (len(ratios),)
+    (gradient,) = torch.autograd.grad(losses.mean(), log_prob)
+    return losses.mean().item(), gradient.tolist(), metrics
 
 
 @pytest.mark.parametrize(
@@ -201,8 +202,8 @@ def test_masked_loss_equals_its_naive_twin(rows: list[tuple[float, float, float]
 def test_masked_on_policy_the_gradient_is_that_of_reinforce_at_any_threshold() -> None:  # T17
     log_prob = torch.randn(8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     advantages = torch.linspace(-2, 1, 8)
-    loss, metrics = masked_policy_loss(log_prob, log_prob.detach().clone(), advantages, torch.zeros(8), 0.0)
-    loss.backward()
+    losses, metrics = masked_policy_loss(log_prob, log_prob.detach().clone(), advantages, torch.zeros(8), 0.0)
+    losses.mean().backward()
     assert log_prob.grad is not None
     torch.testing.assert_close(log_prob.grad, -advantages / 8, rtol=0, atol=0)
     assert metrics == {"ratio_deviation": 0, "clip_fraction_low": 0, "clip_fraction_high": 0, "log_ratio_mean": 0}
@@ -225,8 +226,7 @@ def test_metrics_of_a_masked_loss() -> None:
 def test_the_masked_loss_trains_neither_the_old_policy_nor_the_kl_and_survives_any_ratio() -> None:
     log_prob = torch.tensor([0.1, 1000.0, -1000.0], requires_grad=True)
     old, kl = torch.zeros(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    loss, _ = masked_policy_loss(log_prob, old, torch.tensor([-1.0, 1.0, -1.0]), kl, 0.5)
-    loss.backward()
+    masked_policy_loss(log_prob, old, torch.tensor([-1.0, 1.0, -1.0]), kl, 0.5)[0].mean().backward()
     assert old.grad is None and kl.grad is None and log_prob.grad is not None
     assert log_prob.grad.tolist() == pytest.approx([math.exp(0.1) / 3, 0.0, 0.0])
 

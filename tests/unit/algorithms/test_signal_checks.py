@@ -19,10 +19,10 @@ def test_a_clip_range_below_the_noise_of_the_log_ratio_is_warned_of(
         )
 
 
-def test_steps_that_turn_the_noise_around_are_named() -> None:
+def test_steps_that_flip_the_noise_are_named() -> None:
     (said,) = probe_warnings(SamplingProbe(0.0, [(4, 0.432, 0.009, -0.17)]), 1e-4)
     assert said.startswith(
-        "step 4 of the window, from sigma 0.432 to 0.009, turns the predicted noise around (kappa -0.17)"
+        "step 4 of the window, from sigma 0.432 to 0.009, flips the sign of the predicted noise (kappa -0.17 < 0)"
     )
 
 

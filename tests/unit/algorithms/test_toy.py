@@ -35,12 +35,12 @@ def loss_of(
     """Loss of a step; log-probs and means are those of the trained and of the old policy."""
     match name:
         case "clipped":
-            return clipped_policy_loss(*log_probs, advantages, 1e-4, 1e-4)[0]
+            return clipped_policy_loss(*log_probs, advantages, 1e-4, 1e-4)[0].mean()
         case "guard":
             log_ratio = guard_log_ratio(*log_probs, *means, std)
-            return clipped_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, 0.01, 0.01)[0]
+            return clipped_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, 0.01, 0.01)[0].mean()
         case _:
-            return masked_policy_loss(*log_probs, advantages, gaussian_kl(*means, std), 1e-2)[0]
+            return masked_policy_loss(*log_probs, advantages, gaussian_kl(*means, std), 1e-2)[0].mean()
 
 
 def learn(

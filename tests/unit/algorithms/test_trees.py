@@ -8,7 +8,7 @@ import torch
 
 from gerl.algorithms import Rewards, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples
-from gerl.config import AlgorithmConfig, Config, RolloutConfig, SamplingConfig
+from gerl.config import Config, RolloutConfig, SamplingConfig, algorithm_config
 from gerl.protocol import Prompt, RolloutTask, Sample
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(2)]
@@ -17,7 +17,7 @@ PROMPTS = [Prompt(i, f"prompt {i}") for i in range(2)]
 def tempflow(n: int = 4, micro: int = 12, factor: int = 6, steps: int = 10) -> Any:
     return build_algorithm(
         Config(
-            algorithm=AlgorithmConfig(name="tempflow_grpo", branch_factor=factor),
+            algorithm=algorithm_config(name="tempflow_grpo", branch_factor=factor),
             sampling=SamplingConfig(num_inference_steps=steps),
             rollout=RolloutConfig(n=n, micro_batch_size=micro),
         )
@@ -27,7 +27,7 @@ def tempflow(n: int = 4, micro: int = 12, factor: int = 6, steps: int = 10) -> A
 def branch(splits: list[int], n: int = 1, micro: int = 16, steps: int = 20) -> Any:
     return build_algorithm(
         Config(
-            algorithm=AlgorithmConfig(name="branch_grpo", split_steps=splits),
+            algorithm=algorithm_config(name="branch_grpo", split_steps=splits),
             sampling=SamplingConfig(num_inference_steps=steps),
             rollout=RolloutConfig(n=n, micro_batch_size=micro),
         )

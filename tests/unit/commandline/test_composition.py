@@ -1,5 +1,6 @@
 """From the command line to a configuration. What bad input gets is in tests/e2e/test_bad_input.py."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gerl.commandline.composition import compose_run, experiments, help_text, shipped
-from gerl.config import FORWARD_PROCESS, POLICY_GRADIENT, Config, ScorerConfig, keys
+from gerl.commandline.composition import compose_run, experiments, shipped
+from gerl.config import Config, ScorerConfig
+from gerl.config.algorithm import BY_NAME, AWMConfig
 from gerl.errors import ConfigError
 
 
@@ -64,7 +66,7 @@ def test_a_scorer_is_added_to_those_of_the_experiment() -> None:
     ]
 
 
-def test_an_experiment_of_ones_own(tmp_path: Path) -> None:
+def test_an_experiment_of_your_own(tmp_path: Path) -> None:
     path = tmp_path / "my try, 2.yaml"
     path.write_text("defaults:\n  - signs\ntrainer:\n  steps: 3\nactor:\n  lr: 1e-5\n")
     composed = compose_run([f"experiment={path}", "trainer.seed=5"])
@@ -81,7 +83,9 @@ def test_the_config_of_a_run_is_an_experiment(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(first.yaml())
     again = compose_run([f"experiment={tmp_path / 'config.yaml'}"])
     assert again.config == first.config
-    assert yaml.safe_load(first.yaml())["experiment"] == "signs"
+    values = yaml.safe_load(first.yaml())
+    assert values["experiment"] == "signs"
+    assert set(values["algorithm"]) == {f.name for f in dataclasses.fields(AWMConfig)}  # nothing that it does not read
 
 
 @pytest.mark.parametrize("name", shipped("algorithm"))
@@ -94,7 +98,7 @@ def test_an_algorithm_is_picked_with_its_settings(name: str) -> None:
 
 
 def test_every_algorithm_has_settings() -> None:
-    assert {*POLICY_GRADIENT, *FORWARD_PROCESS} <= set(shipped("algorithm"))
+    assert set(BY_NAME) <= set(shipped("algorithm"))
 
 
 def test_an_experiment_that_names_its_algorithm_is_not_silently_stronger(tmp_path: Path) -> None:
@@ -127,18 +131,24 @@ def test_hydra_errors_are_sentences() -> None:
         assert "\n" not in str(caught.value) and "hydra.cc" not in str(caught.value)
 
 
-def test_help_explains_every_key() -> None:
-    text = help_text("PROGRAM")
-    lines = text.splitlines()
-    assert lines[0].startswith("usage: PROGRAM")
-    for name, f in keys():
-        places = [i for i, line in enumerate(lines) if line.startswith(f"  {name}=")]
-        assert len(places) == 1, name
-        explained = lines[places[0] + 1].strip()
-        assert explained.startswith(f.metadata["help"]) and all(only in explained for only in f.metadata["only"])
-    assert len(keys()) < 100
-    for name in (*experiments(), *shipped("algorithm")):
-        assert name in text
-    assert "  validation.every=10\n" in text and "  cluster.num_workers=null\n" in text
-    assert "  model.compile=null\n" in text and "  cluster.launcher=ray (ray|local)\n" in text
-    assert "  cluster.device=auto (auto|cpu|cuda)\n" in text
+@pytest.mark.parametrize(
+    ("given", "named", "remedy"),
+    [
+        (["algorithm.timestep=2"], "algorithm.timestep: there is no such key", "did you mean 'algorithm.timesteps'"),
+        (["algorithm.zebra=1"], "algorithm.zebra: there is no such key", "--help all lists all"),
+        (["+algorithm.zebra=1"], "algorithm.zebra: there is no such key", "--help all lists all"),
+        (["algorithm.mix=1"], "algorithm.mix=1: awm does not read it", "only diffusion_nft, crd"),
+        (["algorithm=mix_grpo", "algorithm.mix=1"], "algorithm.mix=1: mix_grpo does not read it", "only diffusion_nft"),
+        (
+            ["experiment=wan21_1b3_ocr", "algorithm=crd"],
+            "algorithm.clip_low=0.001: crd does not read it",
+            "only flow_gr",
+        ),
+    ],
+)
+def test_a_key_of_another_algorithm_needs_no_plus_sign_to_get_a_sentence(
+    given: list[str], named: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(given)
+    assert str(caught.value).startswith(named) and remedy in str(caught.value)

@@ -8,7 +8,7 @@ import torch
 
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
-from gerl.config import AlgorithmConfig, Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig
+from gerl.config import Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig, algorithm_config
 from gerl.protocol import Group, Prompt, ScorerFailure, Scores
 from gerl.trainer.credit import Scored, credit_step
 
@@ -18,7 +18,7 @@ PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
 def config(**algorithm: object) -> Config:
     scorers = {"a": ScorerConfig(weight=2.0, success=1.5), "b": ScorerConfig(weight=0.0), "c": ScorerConfig(weight=1.0)}
     return Config(
-        algorithm=AlgorithmConfig(**{"advantage_std": "none"} | algorithm),  # type: ignore[arg-type]
+        algorithm=algorithm_config(**{"advantage_std": "none"} | algorithm),
         sampling=SamplingConfig(num_inference_steps=3),
         rollout=RolloutConfig(prompts_per_step=2, n=2),
         reward=RewardConfig(scorers),

@@ -7,7 +7,7 @@ import torch
 
 from gerl.algorithms import build_algorithm
 from gerl.cluster import Cluster
-from gerl.config import ActorConfig, AlgorithmConfig, ClusterConfig, Config
+from gerl.config import ActorConfig, ClusterConfig, Config, algorithm_config
 from gerl.errors import TrainingError
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.state import RunState
@@ -46,7 +46,7 @@ def test_an_update_without_any_signal_is_decided_by_the_driver() -> None:
     credit = torch.tensor([[0.0, 0.0], [math.nan, math.nan]])
     decided = update()
     assert not decided.has_signal(credit) and decided.has_signal(torch.tensor([[0.0, -1.0]]))
-    decided.algorithm = build_algorithm(Config(algorithm=AlgorithmConfig(kl_coef=0.1)))
+    decided.algorithm = build_algorithm(Config(algorithm=algorithm_config(kl_coef=0.1)))
     assert decided.has_signal(credit) and not decided.has_signal(credit[1:])  # there is a KL
 
 

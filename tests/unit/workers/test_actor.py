@@ -12,7 +12,7 @@ import torch
 
 from gerl.algorithms import Batch, build_algorithm
 from gerl.algorithms.core_algos import gaussian_kl
-from gerl.config import ActorConfig, AlgorithmConfig, Config, SamplingConfig
+from gerl.config import ActorConfig, Config, SamplingConfig, algorithm_config
 from gerl.engine import Tape, record, replay
 from gerl.engine.batching import select_call
 from gerl.model.ema import EMA
@@ -39,7 +39,7 @@ def new_policy(perturbed: bool = True) -> Policy:
 def new_actor(
     policy: Policy | None = None, kl_coef: float = 0.0, total_updates: int = 10, clip: float = 0.2, **config: Any
 ) -> Actor:
-    algorithm = AlgorithmConfig(kl_coef=kl_coef, clip_low=clip, clip_high=clip)
+    algorithm = algorithm_config(kl_coef=kl_coef, clip_low=clip, clip_high=clip)
     whole = Config(algorithm=algorithm, actor=ActorConfig(**config), sampling=SamplingConfig(num_inference_steps=4))
     return Actor(policy or new_policy(), whole.actor, build_algorithm(whole), total_updates)
 

@@ -1,0 +1,77 @@
+"""Flow-GRPO (arXiv 2505.05470): every image has a trajectory of its own, whose stochastic steps share its advantage.
+
+Flow-GRPO-Fast, DanceGRPO, MixGRPO and DDPO differ in how they sample (`configs/algorithm/`) and are this class.
+"""
+
+from typing import Any
+
+import torch
+
+from gerl.algorithms.base import Batch, Rewards
+from gerl.algorithms.core_algos import kl_divergence
+from gerl.algorithms.planning import drawn_steps
+from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.config import Config
+from gerl.config.algorithm import ChainConfig
+from gerl.engine import ReplayedStep, replay
+from gerl.model.loading import Policy
+from gerl.model.lora import lora_disabled
+
+
+class FlowGRPO(PolicyGradient):
+    """The clipped surrogate on the steps of independent trajectories."""
+
+    settings: ChainConfig
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.past: dict[int, list[float]] = {}  # prompt -> its latest rewards, where `algorithm.history` asks for them
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        count = max(1, round(self.settings.timestep_fraction * len(window)))
+        return window if count == len(window) else drawn_steps(window, count, self.config.trainer.seed, step)
+
+    @property
+    def reads_means(self) -> bool:
+        return self.settings.subtracts_kl and self.settings.kl_coef > 0
+
+    def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
+        total = torch.zeros(len(batch.samples))
+
+        def on_step(k: int, step: ReplayedStep) -> None:
+            assert step.recorded_mean is not None and step.recorded_log_prob is not None
+            kl = kl_divergence(
+                self.settings.kl_type,
+                mean=step.recorded_mean,
+                ref_mean=step.mean,
+                std=step.std,
+                dt=step.rule.dt,
+                log_prob=step.recorded_log_prob,
+                ref_log_prob=step.log_prob,
+            )
+            total.add_(kl.cpu() / len(batch.trained))
+
+        with lora_disabled(list(policy.denoisers.values())):
+            replay(policy.pipe, batch.tape, on_step, steps=batch.trained, grad=False)
+        return total
+
+    def advantages(self, rewards: Rewards) -> torch.Tensor:
+        size = self.settings.history
+        if not size:
+            return super().advantages(rewards)
+        for sample, total in zip(rewards.samples, rewards.totals.tolist(), strict=True):
+            self.past[sample.prompt.id] = [*self.past.get(sample.prompt.id, []), total][-size:]
+        batch = rewards.totals.double()
+        result = []
+        for sample, total in zip(rewards.samples, batch, strict=True):
+            past = self.past[sample.prompt.id]
+            # too few rewards of this prompt say nothing yet: those of the batch do (DDPO)
+            known = torch.tensor(past, dtype=torch.float64) if len(past) == size else batch
+            result.append((total - known.mean()) / (known.std(correction=0) + 1e-4))
+        return torch.stack(result).to(rewards.totals.dtype)
+
+    def state(self) -> dict[str, Any]:
+        return {"past": {str(prompt): values for prompt, values in self.past.items()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.past = {int(prompt): values for prompt, values in state.get("past", {}).items()}

@@ -1,0 +1,73 @@
+"""The help of training: the most used keys, or all of them."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+from gerl.commandline.composition import compose_run, experiments, shipped
+from gerl.config import keys
+from gerl.config.algorithm import BY_NAME
+
+Field = dataclasses.Field[Any]
+
+
+def help_text(program: str, arguments: Sequence[str] = ()) -> str:
+    """The most used keys with type, default and explanation, of the preset that `arguments` choose by `algorithm=NAME`.
+
+    With the argument `all`: every key of every algorithm, and which algorithms read it.
+    """
+    lines = [
+        f"usage: {program} [experiment=NAME|FILE.yaml] [key=value ...]",
+        "",
+        "Fine-tune a diffusers pipeline with reinforcement learning. Without arguments: the signs demo.",
+        "  experiment=NAME        one of " + ", ".join(experiments()),
+        "  algorithm=NAME         one of " + ", ".join(shipped("algorithm")),
+        "  hydra.run.dir=FOLDER   where the run writes (default: outputs/EXPERIMENT/TIME)",
+        "",
+    ]
+    rows: Iterator[tuple[str, Field, object, str]]
+    if "all" in arguments:
+        lines.append("The keys, with their defaults; an experiment changes some of them.")
+        rows = _every_key()
+    else:
+        presets = [f"algorithm={name}" for name in shipped("algorithm")]
+        chosen = [argument for argument in arguments if argument in presets][-1:] or ["algorithm=flow_grpo"]
+        lines.append(f"The most used keys, with their defaults under {chosen[0]}; an experiment changes some of them.")
+        lines.append("  --help algorithm=NAME  those of another algorithm\n  --help all             every key")
+        rows = _most_used(chosen[0])
+    previous = ""
+    for name, f, default, readers in rows:
+        lines += [""] if name.split(".")[0] != previous else []
+        previous = name.split(".")[0]
+        shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
+        choices = f" ({'|'.join(get_args(f.type))})" if "Literal" in str(f.type) and name != "algorithm.name" else ""
+        lines.append(f"  {name}={shown}{choices}\n      {f.metadata['help']}{readers}")
+    return "\n".join(lines) + "\n"
+
+
+def _most_used(preset: str) -> Iterator[tuple[str, Field, object, str]]:
+    """Key, field, default under `preset` and no readers."""
+    config = compose_run(["experiment=plain", preset]).config
+    for name, f in keys(type(config.algorithm)):
+        block, _, leaf = name.partition(".")
+        if f.metadata["often"]:
+            yield name, f, _default(f) if block == "reward" else getattr(getattr(config, block), leaf), ""
+
+
+def _every_key() -> Iterator[tuple[str, Field, object, str]]:
+    """Key, field, default and readers; a key that algorithms explain or set differently comes several times."""
+    for name, f in keys():
+        block, _, leaf = name.partition(".")
+        if block != "algorithm" or leaf == "name":
+            yield name, f, _default(f), ""
+            continue
+        variants: dict[tuple[str, str], tuple[Field, list[str]]] = {}
+        for algorithm, cls in BY_NAME.items():
+            for own in (own for own in dataclasses.fields(cls) if own.name == leaf):
+                variants.setdefault((own.metadata["help"], str(_default(own))), (own, []))[1].append(algorithm)
+        for own, readers in variants.values():
+            yield name, own, _default(own), f" [{', '.join(readers)}]" if len(readers) < len(BY_NAME) else ""
+
+
+def _default(f: Field) -> object:
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()

@@ -1,0 +1,20 @@
+"""The choices that keys offer, each listed once: what treats them one by one imports its list from here."""
+
+from typing import Literal
+
+KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
+SolverName = Literal["euler", "dpm2"]
+SigmaSpacing = Literal["scheduler", "linear"]
+WindowSchedule = Literal["random", "progressive", "decay"]
+WindowScope = Literal["step", "group"]
+
+CfgMode = Literal["joint", "detach_uncond", "off"]
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce_pp", "gdpo"]
+StdKind = Literal["group", "batch", "none"]
+KLKind = Literal["gaussian", "flow_grpo", "velocity", "k1", "k2", "k3"]
+StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian"]
+LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LrSchedule = Literal["constant", "linear", "cosine"]
+RewardNormalisation = Literal["none", "group", "batch", "rank"]

@@ -1,0 +1,82 @@
+"""The block `sampling`: how trajectories are drawn."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from gerl.config.choices import KernelName, SigmaSpacing, SolverName, WindowSchedule, WindowScope
+from gerl.config.schema import Block, key, main_key
+from gerl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SamplingConfig(Block):
+    height: int | None = main_key(None, "image height in pixels; null: the pipeline's own default", low=8)
+    width: int | None = main_key(None, "image width in pixels; null: the pipeline's own default", low=8)
+    num_inference_steps: int = main_key(10, "denoising steps of a training rollout", low=2)
+    guidance_scale: float | None = main_key(None, "passed to the pipeline; null: the pipeline's own default", low=0)
+    sigmas: SigmaSpacing = key(
+        "scheduler", "noise levels of a training rollout: the scheduler's own, or linspace(1, 1/steps) before its shift"
+    )
+    kernel: KernelName = main_key(
+        "flow_sde",
+        "transition kernel of the stochastic steps; ddim also for epsilon-prediction DDIM; ode: no step is stochastic",
+    )
+    noise_level: float = main_key(0.7, "noise of the stochastic steps (eta of the kernel's paper)", low=0)
+    solver: SolverName = key("euler", "ODE solver of the other steps; dpm2: DPM-Solver++(2M)")
+    compression: float = key(
+        1.0, "share of the steps after the window that are taken, each the longer (MixGRPO-Flash)", above=0, high=1
+    )
+    same_init_noise: bool = key(False, "the images of a group start from the same noise (DanceGRPO)")
+    window_size: int | None = main_key(
+        None, "number of consecutive stochastic (trained) steps; null: all but the last", low=1
+    )
+    window_range: list[int] | None = main_key(
+        None, "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last"
+    )
+    window_schedule: WindowSchedule = key("random", "random; shift by window_size; shift faster over time (MixGRPO)")
+    window_every: int = key(1, "trainer steps for which a window stays where it is", low=1)
+    window_per: WindowScope = key("step", "one random window per trainer step, or per group")
+    call: dict[str, Any] = key({}, "further keyword arguments of the pipeline's __call__, such as max_sequence_length")
+
+    def check(self) -> None:
+        if self.kernel == "cps" and self.noise_level > 1:
+            raise ConfigError(f"sampling.noise_level={self.noise_level}: cps takes at most 1, which re-noises fully")
+        if self.window_schedule != "random" and (self.window_size is None or self.window_per == "group"):
+            raise ConfigError(
+                f"sampling.window_schedule={self.window_schedule}: a window that moves needs a "
+                "sampling.window_size and window_per=step"
+            )
+        if self.compression < 1 and self.solver == "euler":
+            raise ConfigError(
+                f"sampling.compression={self.compression}: longer steps need the second-order sampling.solver=dpm2"
+            )
+        last = self.num_inference_steps - 1
+        if self.window_range is not None:
+            if len(self.window_range) != 2 or not 0 <= self.window_range[0] < self.window_range[1]:
+                raise ConfigError(
+                    f"sampling.window_range={list(self.window_range)}: give [first, end) with 0 <= first < end"
+                )
+            if self.window_range[1] > last:
+                raise ConfigError(
+                    f"sampling.window_range={list(self.window_range)}: it covers step {last}, the last of "
+                    f"{self.num_inference_steps}, which has no noise and no log-probability; end at {last} or before"
+                )
+        if self.window_size is not None:
+            first, end = self.steps_range
+            if self.window_size > end - first:
+                raise ConfigError(
+                    f"sampling.window_size={self.window_size}: only {end - first} steps lie in [{first}, {end}) (the "
+                    "last step is deterministic); lower it or widen sampling.window_range"
+                )
+
+    @property
+    def steps_range(self) -> tuple[int, int]:
+        """[first, end) of the steps that may be stochastic."""
+        first, end = self.window_range or (0, self.num_inference_steps - 1)
+        return first, end
+
+    @property
+    def trained_steps(self) -> int:
+        """Number of stochastic steps of a rollout."""
+        first, end = self.steps_range
+        return self.window_size or end - first
