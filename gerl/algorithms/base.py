@@ -48,6 +48,8 @@ class Algorithm:
 
     needs_all_samples: ClassVar[bool] = False  # those with advantage 0 are trained on as well
     whole_groups: ClassVar[bool] = False  # the images of a group are needed in one micro-batch
+    reads_means: bool = True  # the recorded means of the trained steps are kept
+    reads_clean: ClassVar[bool] = False  # it trains on the clean latents, noised again
     on_policy_ratio: ClassVar[bool] = True  # the ratio to the recorded policy must be 1 before the first update
 
     def __init__(self, config: Config) -> None:

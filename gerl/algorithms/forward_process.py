@@ -57,6 +57,7 @@ class ForwardProcess(Algorithm):
     """The common part: noise levels, noise, and the outputs of old policy and base model at the same inputs."""
 
     on_policy_ratio = False
+    reads_clean = True
     uses_old: ClassVar[bool] = False
     uses_reference: ClassVar[bool] = False
     guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
 from gerl.errors import DataError
@@ -54,7 +55,7 @@ def pictures_of(prompt: Prompt) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def picture_arguments(pipe: Any, prompt: Prompt) -> dict[str, Any]:
+def picture_arguments(pipe: DiffusionPipeline, prompt: Prompt) -> dict[str, Image.Image | list[Image.Image]]:
     """The pipeline's arguments that the prompt has pictures for, read from their files.
 
     A column that is no argument of the pipeline remains what scorers see. Raises `DataError` for a file that is no
