@@ -43,7 +43,7 @@ def guidance_roles(
     found = _FOUND.setdefault(pipe, {})
     calls = _looped_calls(tape)
     structures = {k: _structure(tape, calls[k]) for k in steps}
-    found.update({structure: {} for structure in structures.values() if [rows for _, rows in structure] == [1.0]})
+    found.update({structure: {} for structure in structures.values() if not _has_roles(structure)})
     new = {structure: k for k, structure in structures.items() if structure not in found}
     if new:
         influence = _influence(pipe, tape, set(new.values()))
@@ -190,6 +190,17 @@ def _looped_calls(tape: Tape) -> dict[int, list[ComponentCall]]:
 
 def _structure(tape: Tape, calls: list[ComponentCall]) -> Structure:
     return tuple((c.component, len(_leading(c.output)) / len(tape.steps[c.step].x)) for c in calls)
+
+
+def _has_roles(structure: Structure) -> bool:
+    """Whether a step has more than the one denoiser call, with a row per row of latents, that guidance takes apart."""
+    return [rows for _, rows in structure] != [1.0]
+
+
+def is_guided(tape: Tape, steps: Iterable[int]) -> bool:
+    """Whether the roles of the denoiser calls at `steps` have to be found, for which their outputs are read."""
+    calls = _looped_calls(tape)
+    return any(_has_roles(_structure(tape, calls[k])) for k in steps)
 
 
 def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]) -> Roles:

@@ -50,7 +50,7 @@ class Reads:
 
     steps: frozenset[int]  # trained, all of them in one replay or the first of them
     means: bool = True  # recorded means of the trained steps
-    outputs: bool = True  # recorded outputs of the denoiser at the trained steps, for replays with cfg other than joint
+    outputs: bool = True  # the denoiser's outputs at guided trained steps, for replays with cfg other than joint
     forward: bool = False  # the clean latents, which are noised again (`latents` of a replay)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gerl.engine.batching import shapes, tensor_bytes
+from gerl.engine.guidance import is_guided
 from gerl.engine.tape import Reads, Tape
 from gerl.errors import ReplayError
 from gerl.protocol import RolloutTask
@@ -19,8 +20,9 @@ def lean(tape: Tape, reads: Reads) -> Tape:
     last, final = max(reads.steps, default=-1), len(tape.steps) - 1
     looped, live = tape.looped_components(), tape.live_at(reads.steps)
     num_answers = tape.steps[last].num_answers if reads.steps else 0
+    outputs = reads.outputs and is_guided(tape, live)
     # the caller's latents stand for those of trained steps; but the search for guidance's roles takes the recorded ones
-    given = reads.steps if reads.forward and not reads.outputs else frozenset()
+    given = reads.steps if reads.forward and not outputs else frozenset()
 
     def is_left(k: int) -> bool:
         return k < last and k + 1 not in given if reads.forward else k <= last
@@ -37,7 +39,7 @@ def lean(tape: Tape, reads: Reads) -> Tape:
     ]
     calls = [
         c
-        if c.component in looped and c.step <= last and (reads.outputs or c.step not in live)
+        if c.component in looped and c.step <= last and (outputs or c.step not in live)
         else replace(c, output=shapes(c.output))
         for c in tape.component_calls
     ]

@@ -34,6 +34,13 @@ class Rollout:
 
         `owner`: rank of this worker.
         """
+        pixels, tapes = self.draw(task)
+        # not before all is drawn: branches go on from outputs that no replay reads
+        kept = tuple(lean(t, reads_of(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
+        return pixels, Trajectory(task, kept, self.policy.version, owner)
+
+    def draw(self, task: RolloutTask) -> tuple[np.ndarray, list[Tape]]:
+        """Images `[B, H, W, 3]` uint8 of the samples of `task`, and the whole tape of each segment."""
         tapes: list[Tape] = []
         images: list[np.ndarray] = []
         with self.policy.as_sampler():
@@ -42,9 +49,7 @@ class Rollout:
                 tapes.append(tape)
                 if segment.stop is None:
                     images.append(to_uint8(output))
-        # not before: branches go on from outputs that no replay reads
-        kept = tuple(lean(t, reads_of(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
-        return np.concatenate(images), Trajectory(task, kept, self.policy.version, owner)
+        return np.concatenate(images), tapes
 
     def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape]) -> tuple[BaseOutput | None, Tape]:
         sampling, pipe = self.sampling, self.policy.pipe
