@@ -100,7 +100,7 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
         return sample
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """What other solvers call `scale_noise`: `(1 - s) x0 + s eps`."""
+        """`scale_noise` by the name that other solvers have for it: `(1 - s) x0 + s eps`."""
         noisy: torch.Tensor = self.scale_noise(original_samples, timesteps, noise)
         return noisy
 

@@ -38,7 +38,7 @@ MOST = 0.6  # of the LoRA tensors have a gradient: a last block's text stream an
 
 @dataclass
 class Report:
-    """What was found for an entry: the checks that passed, by mode, and its scheduler."""
+    """The findings for an entry: the checks that passed, by mode, and its scheduler."""
 
     entry: Entry
     scheduler: str = ""

@@ -19,7 +19,7 @@ Pair = namedtuple("Pair", ["hidden", "pooled"])
 
 
 def of(sample: int, *shape: int) -> torch.Tensor:
-    """What is computed for a sample: the same in any batch."""
+    """A value computed for a sample: the same in any batch."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sample))
 
 

@@ -171,6 +171,29 @@ def test_samples_with_the_same_initial_generator_share_their_start(name: str) ->
         record(r.pipe, r.call, init_generators=tiny.generators(3), **options)
 
 
+class LooksAtItsImages(diffusers.StableDiffusion3Pipeline):
+    """Calls a component after the last step, as a safety checker is called."""
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__.__wrapped__(self, *args, **kwargs)
+        tokens = self.tokenizer(kwargs["prompt"], padding="max_length", max_length=16, return_tensors="pt")
+        self.text_encoder(tokens.input_ids)
+        return output
+
+
+def test_what_is_called_after_the_last_step_is_not_on_the_tape() -> None:
+    r = fresh("sd3")
+    r.pipe = as_class(r.pipe, LooksAtItsImages)
+    seen: list[int] = []
+    handle = r.pipe.text_encoder.text_model.register_forward_hook(lambda *_: seen.append(1))
+    rolled_out(r)
+    handle.remove()
+    assert len(seen) > 2  # by encode_prompt, there and for the probe; and afterwards
+    assert [(c.step, c.component) for c in r.tape.component_calls] == [(k, "transformer") for k in range(4)]
+    assert r.tape.looped_components() == {"transformer"} and gradients(r)[1] == 0.0
+
+
 # --- recordings that are stopped
 
 
