@@ -6,14 +6,4 @@ from gerl.engine.replay import ReplayedStep, replay
 from gerl.engine.tape import Reads, Tape
 from gerl.engine.trajectory import Trajectory, lean
 
-__all__ = [
-    "Reads",
-    "ReplayedStep",
-    "Tape",
-    "Trajectory",
-    "branch",
-    "lean",
-    "record",
-    "record_probe",
-    "replay",
-]
+__all__ = ["Reads", "ReplayedStep", "Tape", "Trajectory", "branch", "lean", "record", "record_probe", "replay"]

@@ -79,7 +79,7 @@ def guided(
         first, second = _halves((args, kwargs), half, rows_in_list, alike)
         conditional, unconditional = (first, second) if role == "conditional_first" else (second, first)
         u = None
-        if cfg == "detach_uncond":
+        if cfg == "detach_uncond":  # first, when no graph of the other half takes memory
             with torch.no_grad():
                 u = forward(*unconditional[0], **unconditional[1])
         c = forward(*conditional[0], **conditional[1])

@@ -135,11 +135,12 @@ class Recorder:
         finally:
             self.depth -= 1
         if self.depth == 0:
+            # a copy, since pipelines write into what they got: masked embeddings, latents scaled in place
             self.tape.answers.append(Answer(name, detached_copy(value)))
         return value
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        if self.depth:
+        if self.depth:  # a replay answers the method around it, and never comes here
             return forward(*args, **kwargs)
         k = len(self.tape.steps)
         earlier = self._same_call_before(name) if self._is_skipped(k) else None
