@@ -92,7 +92,7 @@ class Tape:
         """
         looped = self.looped_components()
         called = {c.step for c in self.component_calls if c.component in looped}
-        return {max(c for c in called if c <= k) for k in steps}
+        return {max(before) for k in steps if (before := [c for c in called if c <= k])}
 
     def rows(self, index: Sequence[int]) -> "Tape":
         """The tape of the samples `index`, repeats allowed: it can be replayed, branched and pickled by itself.

@@ -17,9 +17,10 @@ def lean(tape: Tape, reads: Reads) -> Tape:
     those before. It can train all of `reads.steps`, or the first of them; anything else raises `ReplayError`, and so
     does a branch. The result shares its tensors with `tape`.
     """
-    last, final = max(reads.steps, default=-1), len(tape.steps) - 1
+    final = len(tape.steps) - 1
+    last = max((k for k in reads.steps if k <= final), default=-1)  # of others a replay complains
     looped, live = tape.looped_components(), tape.live_at(reads.steps)
-    num_answers = tape.steps[last].num_answers if reads.steps else 0
+    num_answers = tape.steps[last].num_answers if last >= 0 else 0
     outputs = reads.outputs and is_guided(tape, live)
     # the caller's latents stand for those of trained steps; but the search for guidance's roles takes the recorded ones
     given = reads.steps if reads.forward and not outputs else frozenset()

@@ -211,6 +211,11 @@ def test_what_a_lean_tape_does_not_have_is_an_error() -> None:
     forward = lean(r.tape, Reads(frozenset({1, 2}), outputs=False, forward=True))
     with pytest.raises(ReplayError, match="give them as latents"):
         outputs(r, forward, steps=[1, 2])
+    beyond = lean(r.tape, Reads(frozenset({1, 7})))  # a configuration for more steps than the pipeline takes
+    with pytest.raises(ReplayError, match=r"steps \[1, 7\] cannot be replayed: the tape has 4 steps"):
+        outputs(r, beyond, steps=[1, 7])
+    with pytest.raises(ReplayError, match="called none of its components in the denoising loop"):
+        outputs(r, lean(replace(r.tape, component_calls=[]), Reads(frozenset({1}))), steps=[1])
     nothing = lean(r.tape, Reads(frozenset()))
     assert sum(num_elements([s.x, s.x_next, s.mean]) for s in nothing.steps) > 0
     assert held(nothing) == tensor_bytes([s.log_prob for s in nothing.steps])
