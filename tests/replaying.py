@@ -1,4 +1,4 @@
-"""What the tests of record and replay share: recorded runs of the tiny pipelines and gradients of their replays."""
+"""Shared by the tests of record and replay: recorded runs of the tiny pipelines and gradients of their replays."""
 
 import functools
 from collections.abc import Sequence

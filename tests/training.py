@@ -55,9 +55,10 @@ class Training:
         self.config, self.policy = c, policy or new_policy()
         self.algorithm: Algorithm = build_algorithm(c)
         self.actor = Actor(self.policy, c.actor, self.algorithm, total_updates=10)
-        rollout = Rollout(self.policy, c.sampling, ValidationConfig())
+        self.rollout = Rollout(self.policy, c.sampling, ValidationConfig())
         drawn = samples or plan_samples(c, PROMPTS, 1, 0)
-        self.tasks = [(task, *rollout.generate(task)) for task in self.algorithm.plan(drawn)]
+        found = [(task, *self.rollout.generate(task, self.algorithm)) for task in self.algorithm.plan(drawn)]
+        self.tasks = [(task, pixels, trajectory.tapes) for task, pixels, trajectory in found]
 
     def batches(self, task: RolloutTask, tapes: Sequence[Tape], credit: torch.Tensor) -> list[Batch]:
         return [

@@ -3,6 +3,7 @@
 from gerl.engine.branch import branch
 from gerl.engine.record import record, record_probe
 from gerl.engine.replay import ReplayedStep, replay
-from gerl.engine.tape import Tape
+from gerl.engine.tape import Reads, Tape
+from gerl.engine.trajectory import Trajectory, lean
 
-__all__ = ["ReplayedStep", "Tape", "branch", "record", "record_probe", "replay"]
+__all__ = ["Reads", "ReplayedStep", "Tape", "Trajectory", "branch", "lean", "record", "record_probe", "replay"]

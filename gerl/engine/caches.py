@@ -4,12 +4,12 @@ A replay runs the denoiser at trained steps only, so what an untrained step woul
 of one step would reach into another. An object that has tensors inside, but is no container of them, may be a cache.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from gerl.engine.batching import Tree
 from gerl.errors import ModelError
 
 DEPTH = 4  # of attributes, lists and dictionaries inside a cache: layers, their parts, keys and values
@@ -19,9 +19,9 @@ class Caches:
     """Watches what a pipeline's components are given and give back, in one rollout."""
 
     def __init__(self) -> None:
-        self.filled: dict[int, tuple[Any, int]] = {}  # id of an object -> the object and the step that filled it
+        self.filled: dict[int, tuple[object, int]] = {}  # id of an object -> the object and the step that filled it
 
-    def check_arguments(self, step: int, component: str, arguments: Any) -> dict[int, set[int]]:
+    def check_arguments(self, step: int, component: str, arguments: Tree) -> dict[int, set[int]]:
         """The tensors that each object in `arguments` holds, by id.
 
         Raises `ModelError` for an object that was filled in another step.
@@ -37,26 +37,26 @@ class Caches:
             held[id(value)] = {id(tensor) for tensor in _tensors(value)}
         return held
 
-    def note(self, step: int, arguments: Any, before: dict[int, set[int]], output: Any) -> None:
+    def note(self, step: int, arguments: Tree, before: dict[int, set[int]], output: Tree) -> None:
         """Remember the objects that hold tensors which they did not hold before the call."""
         for value in _objects((arguments, output)):
             if {id(tensor) for tensor in _tensors(value)} - before.get(id(value), set()):
                 self.filled.setdefault(id(value), (value, step))
 
 
-def _objects(tree: Any) -> Iterator[Any]:
+def _objects(tree: Tree) -> Iterator[object]:
     """The leaves of `tree` that have attributes of their own."""
     for leaf in tree_leaves(tree):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | torch.nn.Module | type):
             yield leaf
 
 
-def _tensors(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+def _tensors(value: object, depth: int = DEPTH) -> Iterator[torch.Tensor]:
     """The tensors inside `value`."""
-    if torch.is_tensor(value):
+    if isinstance(value, torch.Tensor):
         yield value
         return
-    inner: Any = ()
+    inner: Iterable[object] = ()
     if isinstance(value, list | tuple):
         inner = value
     elif isinstance(value, dict):

@@ -9,12 +9,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from gerl.engine.batching import Tree
 from gerl.errors import ReplayError
 
 _FOUND: "WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]]" = WeakKeyDictionary()  # to switch, by denoiser
@@ -37,7 +37,7 @@ class Differentiable:
         for module in self.switched:
             module.training = False
 
-    def run(self, denoiser: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, denoiser: torch.nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         """The output of `forward`, which runs `denoiser`; raises `ReplayError` where its gradient would be wrong."""
         compute = functools.partial(forward, *args, **kwargs)
         if not torch.is_grad_enabled():
@@ -51,11 +51,11 @@ class Differentiable:
             self._checked(denoiser, compute)
         return compute()
 
-    def _checked(self, denoiser: torch.nn.Module, forward: Callable[[], Any]) -> Any:
-        output, blocked = watched(denoiser, forward)
+    def _checked(self, denoiser: torch.nn.Module, forward: Callable[[], object]) -> object:
+        output, blocked = watch_gradients(denoiser, forward)
         if blocked:
             self._switch([b.module for b in blocked])
-            again, still = watched(denoiser, forward)
+            again, still = watch_gradients(denoiser, forward)
             if still or not is_close(again, output):
                 where = (still or blocked)[0]
                 raise ReplayError(
@@ -75,7 +75,7 @@ class Differentiable:
 
 
 @dataclass
-class Blocked:
+class NoGradPart:
     """A module that is run with gradient, but runs one of its parts without."""
 
     module: torch.nn.Module
@@ -83,24 +83,24 @@ class Blocked:
     part: str
 
 
-def watched(denoiser: torch.nn.Module, forward: Callable[[], Any]) -> tuple[Any, list[Blocked]]:
+def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) -> tuple[object, list[NoGradPart]]:
     """The output of `forward`, and the modules of `denoiser` that switched the gradient off for a part that needs it.
 
     A part with weights needs it where these are trained, or where what goes into the module has a gradient.
     """
     names = {module: name for name, module in denoiser.named_modules()}
     entered: list[tuple[torch.nn.Module, bool, bool]] = [(denoiser, torch.is_grad_enabled(), False)]
-    found: dict[torch.nn.Module, Blocked] = {}
+    found: dict[torch.nn.Module, NoGradPart] = {}
 
-    def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         outer, with_grad, has_gradient = entered[-1]
         on = torch.is_grad_enabled()
         if with_grad and not on and outer not in found and needs_gradient(module, has_gradient):
-            found[outer] = Blocked(outer, names[outer] or "the denoiser", names[module])
+            found[outer] = NoGradPart(outer, names[outer] or "the denoiser", names[module])
         leaves = tree_leaves((args, kwargs)) if on else []
         entered.append((module, on, any(torch.is_tensor(v) and v.requires_grad for v in leaves)))
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         entered.pop()
 
     with hooked([m for m in names if m is not denoiser], enter, leave):
@@ -130,7 +130,7 @@ def is_compiled(denoiser: torch.nn.Module) -> bool:
     return wrapped or any(m._compiled_call_impl is not None for m in denoiser.modules())
 
 
-def is_close(a: Any, b: Any) -> bool:
+def is_close(a: Tree, b: Tree) -> bool:
     """Whether two outputs are equal but for rounding, in the norm of each tensor."""
     pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
     tensors = [(x.detach(), y.detach()) for x, y in pairs if torch.is_tensor(x) and x.is_floating_point()]

@@ -9,15 +9,16 @@ running the pipeline's own arithmetic on the recorded outputs, without the denoi
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
+from diffusers import DiffusionPipeline, SchedulerMixin
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.choices import CfgMode
-from gerl.engine.batching import detached_copy, select_call, take
-from gerl.engine.instrument import StopPipeline, routed
+from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
+from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.tape import ComponentCall, Tape
 from gerl.engine.transitions import advance
 from gerl.errors import ReplayError
@@ -28,10 +29,12 @@ Roles = dict[int, Role]  # by number of the call within its step; without the ca
 Structure = tuple[tuple[str, float], ...]  # component and rows per row of latents, of each call of a step
 
 CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; the two norms agree to rounding errors otherwise
-_FOUND: "WeakKeyDictionary[Any, dict[Structure, Roles]]" = WeakKeyDictionary()
+_FOUND: "WeakKeyDictionary[DiffusionPipeline, dict[Structure, Roles]]" = WeakKeyDictionary()
 
 
-def guidance_roles(pipe: Any, tape: Tape, steps: Iterable[int], cfg: CfgMode) -> dict[tuple[int, int], Role]:
+def guidance_roles(
+    pipe: DiffusionPipeline, tape: Tape, steps: Iterable[int], cfg: CfgMode
+) -> dict[tuple[int, int], Role]:
     """`{(step, number of the call within it): role}` of the denoiser calls at `steps` that guidance concerns.
 
     Raises `ReplayError` where guidance is not made of one call with two halves or of two calls, or where `cfg` is off
@@ -40,7 +43,7 @@ def guidance_roles(pipe: Any, tape: Tape, steps: Iterable[int], cfg: CfgMode) ->
     found = _FOUND.setdefault(pipe, {})
     calls = _looped_calls(tape)
     structures = {k: _structure(tape, calls[k]) for k in steps}
-    found.update({structure: {} for structure in structures.values() if [rows for _, rows in structure] == [1.0]})
+    found.update({structure: {} for structure in structures.values() if not _has_roles(structure)})
     new = {structure: k for k, structure in structures.items() if structure not in found}
     if new:
         influence = _influence(pipe, tape, set(new.values()))
@@ -55,13 +58,13 @@ def guidance_roles(pipe: Any, tape: Tape, steps: Iterable[int], cfg: CfgMode) ->
 
 
 def guided(
-    forward: Callable[..., Any],
+    forward: Callable[..., object],
     role: Role,
     cfg: CfgMode,
     half: int,
     rows_in_list: bool,
     alike: Iterable[ComponentCall] = (),
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """`forward` of a call with `role`, run as `cfg` says; the result has the rows that `forward` would give.
 
     `half`: rows of one half of a call with both. `rows_in_list`: its output, and hence its input, is a list with an
@@ -72,11 +75,11 @@ def guided(
     if role == "unconditional":
         return torch.no_grad()(forward)
 
-    def in_halves(*args: Any, **kwargs: Any) -> Any:
+    def in_halves(*args: object, **kwargs: object) -> object:
         first, second = _halves((args, kwargs), half, rows_in_list, alike)
         conditional, unconditional = (first, second) if role == "conditional_first" else (second, first)
         u = None
-        if cfg == "detach_uncond":
+        if cfg == "detach_uncond":  # first, when no graph of the other half takes memory
             with torch.no_grad():
                 u = forward(*unconditional[0], **unconditional[1])
         c = forward(*conditional[0], **conditional[1])
@@ -87,12 +90,12 @@ def guided(
     return in_halves
 
 
-def has_rows_in_list(output: Any) -> bool:
+def has_rows_in_list(output: Tree) -> bool:
     """Whether a denoiser's output is a list with an entry per row (Z-Image) rather than a tensor."""
     return isinstance(_leading(output), list)
 
 
-def check_stands_for(conditional: Any, unconditional: Any, step: int) -> None:
+def check_stands_for(conditional: Tree, unconditional: Tree, step: int) -> None:
     """Raise `ReplayError` if the one output cannot be used for the other because a row of it has another shape."""
     c, u = (
         next((v.shape[1:] for v in tree_leaves(x) if torch.is_tensor(v)), None) for x in (conditional, unconditional)
@@ -104,13 +107,15 @@ def check_stands_for(conditional: Any, unconditional: Any, step: int) -> None:
         )
 
 
-def _leading(output: Any) -> Any:
+def _leading(output: Tree) -> torch.Tensor | list[object]:
     """The first tensor or list of an output: what has its rows. An empty list where there is neither."""
     values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
     return next((v for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim)), [])
 
 
-def _halves(tree: Any, half: int, rows_in_list: bool, alike: Iterable[ComponentCall]) -> tuple[Any, Any]:
+def _halves(
+    tree: Arguments, half: int, rows_in_list: bool, alike: Iterable[ComponentCall]
+) -> tuple[Arguments, Arguments]:
     """The arguments of the first and of the second half of a call with both.
 
     With the same call for another number of rows, rows are found in any dimension; without (a batch of one prompt),
@@ -134,13 +139,13 @@ def _halves(tree: Any, half: int, rows_in_list: bool, alike: Iterable[ComponentC
     )
 
 
-def _slice_rows(tree: Any, rows: slice, total: int, rows_in_list: bool) -> Any:
+def _slice_rows(tree: Nested, rows: slice, total: int, rows_in_list: bool) -> Nested:
     """`tree` with `rows` of what has `total` rows: tensors by their first dimension, lists by their length."""
 
-    def is_row_tensor(value: Any) -> bool:
-        return torch.is_tensor(value) and value.shape[:1] == (total,)
+    def is_row_tensor(value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.shape[:1] == (total,)
 
-    def is_row_list(value: Any) -> bool:
+    def is_row_list(value: object) -> bool:
         # as many tensors as rows, each of which has all rows, are residuals or embeddings of several images
         return (
             isinstance(value, list)
@@ -148,24 +153,30 @@ def _slice_rows(tree: Any, rows: slice, total: int, rows_in_list: bool) -> Any:
             and (rows_in_list or not all(is_row_tensor(entry) for entry in value))
         )
 
-    def part(value: Any) -> Any:
-        return value[rows] if is_row_tensor(value) or is_row_list(value) else value
+    def part(value: object) -> object:
+        if isinstance(value, torch.Tensor | list) and (is_row_tensor(value) or is_row_list(value)):
+            return value[rows]
+        return value
 
-    return tree_map(part, tree, is_leaf=is_row_list)
+    sliced: Nested = tree_map(part, tree, is_leaf=is_row_list)
+    return sliced
 
 
-def _join_rows(first: Any, second: Any, half: int, rows_in_list: bool) -> Any:
+def _join_rows(first: Tree, second: Tree, half: int, rows_in_list: bool) -> Tree:
     """The output of which `first` and `second` are the halves."""
 
-    def is_row_list(value: Any) -> bool:
+    def is_row_list(value: object) -> bool:
         return rows_in_list and isinstance(value, list) and len(value) == half
 
-    def join(a: Any, b: Any) -> Any:
-        if is_row_list(a):
+    def join(a: object, b: object) -> object:
+        if isinstance(a, list) and isinstance(b, list):
             return a + b
-        return torch.cat([a, b]) if torch.is_tensor(a) and a.shape[:1] == (half,) else a
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape[:1] == (half,):
+            return torch.cat([a, b])
+        return a
 
-    return tree_map(join, first, second, is_leaf=is_row_list)
+    joined: Tree = tree_map(join, first, second, is_leaf=is_row_list)
+    return joined
 
 
 def _looped_calls(tape: Tape) -> dict[int, list[ComponentCall]]:
@@ -179,6 +190,17 @@ def _looped_calls(tape: Tape) -> dict[int, list[ComponentCall]]:
 
 def _structure(tape: Tape, calls: list[ComponentCall]) -> Structure:
     return tuple((c.component, len(_leading(c.output)) / len(tape.steps[c.step].x)) for c in calls)
+
+
+def _has_roles(structure: Structure) -> bool:
+    """Whether a step has more than the one denoiser call, with a row per row of latents, that guidance takes apart."""
+    return [rows for _, rows in structure] != [1.0]
+
+
+def is_guided(tape: Tape, steps: Iterable[int]) -> bool:
+    """Whether the roles of the denoiser calls at `steps` have to be found, for which their outputs are read."""
+    calls = _looped_calls(tape)
+    return any(_has_roles(_structure(tape, calls[k])) for k in steps)
 
 
 def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]) -> Roles:
@@ -220,7 +242,7 @@ def _first_is_larger(step: int, first: float, second: float) -> bool:
     return first > second
 
 
-def _influence(pipe: Any, tape: Tape, steps: set[int]) -> dict[int, list[torch.Tensor | None]]:
+def _influence(pipe: DiffusionPipeline, tape: Tape, steps: set[int]) -> dict[int, list[torch.Tensor | None]]:
     """For each call at `steps` the squared gradients `[rows]` of the first row of the model output, None without any.
 
     The gradient is that of a random projection, by the pipeline's arithmetic on the recorded outputs.
@@ -244,18 +266,18 @@ class _Inspector:
         self.looped = tape.looped_components()
         self.step = 0
         self.served = -1  # step of the latest calls: several scheduler streams may share them
-        self.outputs: list[Any] = []  # of the latest calls
+        self.outputs: list[Tree] = []  # of the latest calls
         self.influence: dict[int, list[torch.Tensor | None]] = {}
         self.generator = torch.Generator().manual_seed(0)  # leaves the global generator as it is
 
-    def on_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         del method, args, kwargs
         answer = next(self.answers, None)
         if answer is None or answer.method != name:
             raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
         return detached_copy(answer.value)
 
-    def on_component(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:
             return forward(*args, **kwargs)
         if self.served != self.step:
@@ -264,14 +286,16 @@ class _Inspector:
         if not recorded or recorded[0].component != name:
             raise ReplayError(f"the replay calls {name} at step {self.step}, which the rollout did not do")
 
-        def leaf(value: Any) -> Any:
-            return value.requires_grad_() if torch.is_tensor(value) and value.is_floating_point() else value
+        def leaf(value: object) -> object:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return value.requires_grad_()
+            return value
 
         self.outputs.append(tree_map(leaf, tree_map(self._with_values, detached_copy(recorded[0].output))))
         return self.outputs[-1]
 
     def on_scheduler_step(
-        self, scheduler: Any, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         del sample
         advance(scheduler, timestep)
@@ -286,19 +310,19 @@ class _Inspector:
             raise StopPipeline
         return self.tape.steps[self.step - 1].x_next
 
-    def _with_values(self, value: Any) -> Any:
+    def _with_values(self, value: object) -> object:
         """`value` itself, or noise where only the shape was kept: with zeros, rescaled guidance has no gradient."""
-        if not (torch.is_tensor(value) and value.is_meta):
+        if not (isinstance(value, torch.Tensor) and value.is_meta):
             return value
         noise = torch.randn(value.shape, generator=self.generator)
         return noise.to(value.dtype).to(self.tape.steps[0].x.device)
 
 
-def _squared_gradients(loss: torch.Tensor, output: Any) -> torch.Tensor | None:
+def _squared_gradients(loss: torch.Tensor, output: Tree) -> torch.Tensor | None:
     """Squared norm of the gradient of `loss` with respect to each row of a call's output; None if it has none."""
     leading, in_list = _leading(output), has_rows_in_list(output)
     leaves = [v for v in tree_leaves(leading if in_list else output) if torch.is_tensor(v) and v.requires_grad]
-    rows = leaves if in_list else [v for v in leaves if v.shape[:1] == leading.shape[:1]]
+    rows = leaves if in_list else [v for v in leaves if v.ndim and len(v) == len(leading)]
     grads = torch.autograd.grad(loss, rows, retain_graph=True, allow_unused=True) if rows else ()
     if all(g is None for g in grads):
         return None

@@ -5,10 +5,10 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SchedulerMixin
 from diffusers.models.autoencoders import vae as vae_module
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
@@ -24,15 +24,18 @@ class StopPipeline(BaseException):
     """Leaves a pipeline's `__call__` early; a `BaseException` so that no pipeline swallows it."""
 
 
+Timestep = torch.Tensor | float
+
+
 class Head(Protocol):
-    """What record and replay do at the three kinds of calls that are routed to them."""
+    """Receives the three kinds of calls that are routed: a rollout, a branch or a replay."""
 
-    def on_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object: ...
 
-    def on_component(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object: ...
 
     def on_scheduler_step(
-        self, scheduler: Any, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor: ...
 
 
@@ -43,11 +46,11 @@ class _Step:
     scheduler but to the same head, so that all streams write on one tape.
     """
 
-    def __init__(self, head: Head, scheduler: Any) -> None:
+    def __init__(self, head: Head, scheduler: SchedulerMixin) -> None:
         self.head, self.scheduler = head, scheduler
         functools.update_wrapper(self, scheduler.step)  # pipelines inspect its signature
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Step":
+    def __deepcopy__(self, memo: dict[int, SchedulerMixin]) -> "_Step":
         copied = object.__new__(_Step)
         copied.__dict__.update(self.__dict__)
         copied.scheduler = memo.get(id(self.scheduler), self.scheduler)
@@ -56,11 +59,11 @@ class _Step:
     def __call__(
         self,
         model_output: torch.Tensor,
-        timestep: Any,
+        timestep: Timestep,
         sample: torch.Tensor,
-        *_: Any,
+        *_: object,
         return_dict: bool = True,
-        **__: Any,
+        **__: object,
     ) -> SchedulerOutput | tuple[torch.Tensor]:
         x_next = self.head.on_scheduler_step(self.scheduler, model_output, timestep, sample)
         euler = isinstance(self.scheduler, FlowMatchEulerDiscreteScheduler)  # which gives what it gets from the model
@@ -70,15 +73,15 @@ class _Step:
 
 
 @contextlib.contextmanager
-def routed(pipe: Any, head: Head) -> Iterator[None]:
+def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
     """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
 
     Attributes are set on the instances only, except `randn_tensor`, a name in the pipeline's modules and in diffusers'
     VAE module: pipelines that draw noise inline have no method to route.
     """
-    undo: list[Callable[[], Any]] = []
+    undo: list[Callable[[], object]] = []
 
-    def put(target: Any, name: str, value: Any) -> None:
+    def put(target: object, name: str, value: object) -> None:
         attributes = target.__dict__
         if name in attributes:
             undo.append(functools.partial(attributes.__setitem__, name, attributes[name]))
@@ -86,7 +89,7 @@ def routed(pipe: Any, head: Head) -> Iterator[None]:
             undo.append(functools.partial(attributes.pop, name))
         attributes[name] = value
 
-    def put_routed(target: Any, name: str, route: Callable[..., Any], label: str) -> None:
+    def put_routed(target: object, name: str, route: Callable[..., object], label: str) -> None:
         original = getattr(target, name)
         put(target, name, functools.update_wrapper(functools.partial(route, label, original), original))
 

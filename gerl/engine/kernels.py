@@ -128,7 +128,7 @@ class FlowRule:
         return (1 - self.sigma) * x0.float() + self.sigma * noise.float()
 
     def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """What a perfect model would output at `noised(x0, noise)`: the velocity `noise - x0`, fp32, shape of `x0`."""
+        """The output of a perfect model at `noised(x0, noise)`: the velocity `noise - x0`, fp32, shape of `x0`."""
         return self._velocity(noise.float() - x0.float())
 
     def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ class DDIMRule:
         return self.sqrt_alpha * x0.float() + self.sigma * noise.float()
 
     def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """What a perfect model would output at `noised(x0, noise)`, fp32, shape of `x0`."""
+        """The output of a perfect model at `noised(x0, noise)`, fp32, shape of `x0`."""
         match self.prediction_type:
             case "epsilon":
                 return noise.float()

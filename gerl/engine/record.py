@@ -2,10 +2,11 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from diffusers import DiffusionPipeline, SchedulerMixin
+from diffusers.utils import BaseOutput
 from torch.utils._pytree import tree_map
 
 from gerl.engine.batching import (
@@ -17,7 +18,7 @@ from gerl.engine.batching import (
     shapes,
 )
 from gerl.engine.caches import Caches
-from gerl.engine.instrument import StopPipeline, routed
+from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.kernels import gaussian_log_prob
 from gerl.engine.solver import ONE_STEP, OdeSolver, Span, compressed_spans
 from gerl.engine.tape import Answer, ComponentCall, Tape, TapeStep
@@ -29,8 +30,8 @@ MAX_KEPT_OUTPUT = 16
 
 
 def record(
-    pipe: Any,
-    call: dict[str, Any],
+    pipe: DiffusionPipeline,
+    call: Mapping[str, object],
     kernel: str = "flow_sde",
     noise_level: float = 0.7,
     window: Iterable[int] | None = None,
@@ -41,7 +42,7 @@ def record(
     solver: str = "euler",
     compression: float = 1.0,
     stop: int | None = None,
-) -> tuple[Any, Tape]:
+) -> tuple[BaseOutput | None, Tape]:
     """Run `pipe(**call)` without gradient; return its output and the tape that `replay` needs.
 
     `call`: keyword arguments of the pipeline with one prompt per sample (a list). `kernel`, `noise_level`: the
@@ -75,8 +76,8 @@ def record(
     return output, tape
 
 
-def record_probe(pipe: Any, call: dict[str, Any], index: Sequence[int] = (0,)) -> Tape:
-    """The tape of `call` for its first sample up to the first scheduler step: where batch dimensions are.
+def record_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Sequence[int] = (0,)) -> Tape:
+    """The tape of `call` for its first sample up to the first scheduler step: shapes, which show batch dimensions.
 
     `index`: for these samples instead.
     """
@@ -85,7 +86,7 @@ def record_probe(pipe: Any, call: dict[str, Any], index: Sequence[int] = (0,)) -
     if "generator" in inspect.signature(type(pipe).__call__).parameters:
         arguments["generator"] = torch.Generator().manual_seed(0)  # leaves the global generator as it is
     Recorder(tape, Sampler("ode", 0.0), (), None, stop=0).run(pipe, arguments, None)
-    return tape
+    return tape.start()
 
 
 def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Sequence[torch.Generator] | None:
@@ -115,7 +116,9 @@ class Recorder:
         self.spans: dict[int, Span] = {}  # of the steps that compression changes
         self.expected: int | None = None  # number of steps that the spans rely on
 
-    def run(self, pipe: Any, arguments: dict[str, Any], generators: Sequence[torch.Generator] | None) -> Any:
+    def run(
+        self, pipe: DiffusionPipeline, arguments: dict[str, object], generators: Sequence[torch.Generator] | None
+    ) -> BaseOutput | None:
         """The output of `pipe(**arguments)`, None where it was stopped."""
         if generators is not None:
             arguments = {**arguments, "generator": list(generators)}
@@ -125,18 +128,19 @@ class Recorder:
             return output
         return None
 
-    def on_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         self.depth += 1
         try:
             value = method(*args, **kwargs)
         finally:
             self.depth -= 1
         if self.depth == 0:
+            # a copy, since pipelines write into what they got: masked embeddings, latents scaled in place
             self.tape.answers.append(Answer(name, detached_copy(value)))
         return value
 
-    def on_component(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.depth:
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if self.depth:  # a replay answers the method around it, and never comes here
             return forward(*args, **kwargs)
         k = len(self.tape.steps)
         earlier = self._same_call_before(name) if self._is_skipped(k) else None
@@ -150,7 +154,7 @@ class Recorder:
         return output
 
     def on_scheduler_step(
-        self, scheduler: Any, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         k = len(self.tape.steps)
         self._arrive(k, scheduler, timestep, sample)
@@ -171,8 +175,8 @@ class Recorder:
         self.carried[id(scheduler)] = x_next
         return x_next
 
-    def _arrive(self, k: int, scheduler: Any, timestep: Any, sample: torch.Tensor) -> None:
-        """What is done before step `k`, whoever takes it."""
+    def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:
+        """Prepare for step `k`, whoever takes it: drop large outputs, plan the compression, stop where asked to."""
         self._drop_large_outputs(k, MAX_KEPT_OUTPUT * sample.numel())
         if self.sampler.compression < 1 and k == 0:
             self._compress(self.window, self.transitions.num_steps(scheduler, timestep))

@@ -6,6 +6,9 @@ elsewhere; `scheduler.step` returns the recorded next latents. The graph is cut 
 is back-propagated through the pipeline's arithmetic (guidance) to that cut at once, and from there through the
 denoiser before it runs again. So one step's graph is alive at a time, and none reaches from one step into another.
 
+Every answer is compared with the recording (name, step, latents): a pipeline that does something else, because of a
+cache, a random draw or a changed argument, would give a ratio and a gradient that look sane and are wrong.
+
 How a guided step runs the denoiser, with gradient through both halves or less, is `guidance`'s.
 """
 
@@ -14,12 +17,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline, SchedulerMixin
 from torch.utils._pytree import tree_map
 
-from gerl.engine.batching import detached_copy, materialised, rows, select_call, take
+from gerl.engine.batching import Tree, detached_copy, materialised, select_call
 from gerl.engine.differentiable import Differentiable
 from gerl.engine.guidance import (
     CfgMode,
@@ -29,7 +32,7 @@ from gerl.engine.guidance import (
     guided,
     has_rows_in_list,
 )
-from gerl.engine.instrument import StopPipeline, routed
+from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.kernels import Rule, gaussian_log_prob
 from gerl.engine.tape import Tape
 from gerl.engine.transitions import advance
@@ -44,8 +47,15 @@ class ReplayedStep:
     x: torch.Tensor  # [B, ...] fp32
     x_next: torch.Tensor | None  # [B, ...] fp32; None where `latents` replaced the recorded x
     recorded_log_prob: torch.Tensor | None  # [B] fp32; None there and where the step was deterministic
-    recorded_mean: torch.Tensor | None  # [B, ...] fp32 mean under the rollout's weights; None as recorded_log_prob
+    tape_mean: torch.Tensor | None  # [B, ...] fp32; None as recorded_log_prob, on the device meta where not kept
     model_output: torch.Tensor  # [B, ...] fp32, with graph
+
+    @property
+    def recorded_mean(self) -> torch.Tensor | None:
+        """Mean under the rollout's weights, `[B, ...]` fp32; `ReplayError` where a lean tape was kept without."""
+        if self.tape_mean is not None and self.tape_mean.is_meta:
+            raise ReplayError("the recorded mean was not kept: an algorithm that reads it says so in reads_means")
+        return self.tape_mean
 
     @property
     def std(self) -> float:
@@ -79,7 +89,7 @@ OnStep = Callable[[int, ReplayedStep], torch.Tensor | None]
 
 
 def replay(
-    pipe: Any,
+    pipe: DiffusionPipeline,
     tape: Tape,
     on_step: OnStep,
     steps: Iterable[int] | None = None,
@@ -103,12 +113,14 @@ def replay(
     Raises `ReplayError` where the pipeline does not do what it did in the rollout, or guides in a way that `cfg` other
     than joint cannot take apart.
     """
-    call = select_call(tape.call, range(tape.batch_size) if index is None else index)
-    player = Player(tape, on_step, steps, index, latents or {}, grad, cfg)
+    part = tape if index is None else tape.rows(index)
+    player = Player(part, on_step, steps, latents or {}, grad, cfg)
     player.components = pipe.components
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
-    undecorated = inspect.unwrap(type(pipe).__call__)  # without @torch.no_grad
+    call = select_call(part.call, range(part.batch_size))  # fresh lists: some pipelines write into theirs
+    # diffusers decorates `__call__` with torch.no_grad, under which nothing could be trained
+    undecorated = inspect.unwrap(type(pipe).__call__)
     finished = False
     with torch.set_grad_enabled(grad), player.differentiable, routed(pipe, player):
         try:
@@ -129,27 +141,25 @@ class Player:
         tape: Tape,
         on_step: OnStep,
         steps: Iterable[int] | None,
-        index: Sequence[int] | None,
         latents: Mapping[int, torch.Tensor],
         grad: bool,
         cfg: CfgMode,
     ) -> None:
-        self.tape, self.on_step, self.index, self.latents, self.grad = tape, on_step, index, latents, grad
+        self.tape, self.on_step, self.latents, self.grad = tape, on_step, latents, grad
         self.cfg = cfg
         self.roles: dict[tuple[int, int], Role] = {}  # of the live calls by position, where cfg is not joint
-        self.components: Mapping[str, Any] = {}  # of the pipeline, by name
+        self.components: Mapping[str, torch.nn.Module] = {}  # of the pipeline, by name
         self.differentiable = Differentiable()
-        self.conditional: Any = None  # the latest output of a separate conditional call
+        self.conditional: Tree = None  # the latest output of a separate conditional call
         self.trained = set(tape.stochastic_steps if steps is None else steps)
         if not self.trained or self.trained - set(range(len(tape.steps))):
             raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
-        if index is not None and tape.batch_size > 1 and tape.probe is None:
-            raise ReplayError("replaying a sub-batch needs a tape recorded with probe=True")
+        check_kept(tape, self.trained, latents, cfg)
         for k, given in latents.items():
-            if given.shape != self._rows(tape.steps[k].x).shape:
+            if given.shape != tape.steps[k].x.shape:
                 raise ReplayError(
                     f"latents of step {k} have shape {list(given.shape)}, the replayed ones "
-                    f"{list(self._rows(tape.steps[k].x).shape)}: give one row per replayed sample"
+                    f"{list(tape.steps[k].x.shape)}: give one row per replayed sample"
                 )
         self.step = 0
         self.answered = 0
@@ -159,27 +169,22 @@ class Player:
             raise ReplayError(
                 "the pipeline called none of its components in the denoising loop: nothing can be trained"
             )
-        # two scheduler streams may share one denoiser call: a step is served by the last call before it
-        self.live_at = {max(c.step for c in loop if c.step <= k) for k in self.trained}
+        self.live_at = tape.live_at(self.trained)
         self.calls = iter(loop)
         self.position = (-1, 0)  # (scheduler step, component calls within it)
         probe = tape.probe.component_calls if tape.probe else []
         self.probed = [c for c in probe if c.component in self.looped]
         self.cuts: list[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = []
 
-    def on_method(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         del method, args, kwargs
         if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
             raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
-        recorded = self.tape.answers[self.answered].value
-        probe = self.tape.probe.answers if self.tape.probe else []
-        # past the probe's end (later loops of a long pipeline) the last value of that name shows the batch dimension
-        alike = probe[self.answered : self.answered + 1] or [a for a in probe if a.method == name]
+        value = detached_copy(self.tape.answers[self.answered].value)
         self.answered += 1
-        value = self._samples(recorded, alike[-1].value if alike else None)
         return self._with_given_start(value) if 0 in self.latents and self.step == 0 else value
 
-    def on_component(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:
             return forward(*args, **kwargs)
         recorded = next(self.calls, None)
@@ -188,8 +193,9 @@ class Player:
         nth = self.position[1] + 1 if self.position[0] == self.step else 0
         self.position = (self.step, nth)
         if self.step not in self.live_at:
-            probed = self.probed[nth].output if nth < len(self.probed) else None
-            return materialised(self._samples(recorded.output, probed), self.tape.steps[0].x.device)
+            return materialised(detached_copy(recorded.output), self.tape.steps[0].x.device)
+        # not before: a second scheduler stream may have used the same output, and one pass serves both; and not later:
+        # the graph of this step has to be gone before the next one is built
         if self.cuts and self.cuts[0][0] != self.step:
             self._backward_through_denoiser()
         forward = functools.partial(self.differentiable.run, self.components[name], forward)
@@ -198,12 +204,14 @@ class Player:
             check_stands_for(self.conditional, recorded.output, self.step)
             return self.conditional  # the same cut: the gradients of both meet in it
         if role:
-            half = len(self._rows(self.tape.steps[self.step].x))
+            half = len(self.tape.steps[self.step].x)
             alike = [c for c in (self.probed[nth : nth + 1] + [recorded]) if c.component == name]
             forward = guided(forward, role, self.cfg, half, has_rows_in_list(recorded.output), alike)
+        # the pipeline goes on from leaves: the graph of a loss is then the pipeline's own arithmetic, which is small,
+        # and through latents that carry over (momentum of guidance, say) it cannot reach an earlier step's denoiser
         cut: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def leaf(value: Any) -> Any:
+        def leaf(value: object) -> object:
             if not (torch.is_tensor(value) and value.requires_grad):
                 return value
             cut.append((value, value.detach().requires_grad_()))
@@ -216,10 +224,10 @@ class Player:
         return output
 
     def on_scheduler_step(
-        self, scheduler: Any, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         k, recorded = self.step, self.tape.steps[self.step]
-        x = self.latents[k].float() if k in self.latents else self._rows(recorded.x)
+        x = self.latents[k].float() if k in self.latents else recorded.x
         if sample.shape != x.shape or not torch.equal(x.to(sample.dtype), sample):
             raise ReplayError(f"the pipeline did not arrive at the recorded latents at step {k}: it cannot be replayed")
         if self.answered != recorded.num_answers:
@@ -234,7 +242,7 @@ class Player:
         if self.step > max(self.trained):
             self._backward_through_denoiser()
             raise StopPipeline
-        return self.latents[k + 1].float() if k + 1 in self.latents else self._rows(recorded.x_next)
+        return self.latents[k + 1].float() if k + 1 in self.latents else recorded.x_next
 
     def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor) -> None:
         if self.grad and not model_output.requires_grad:
@@ -242,8 +250,7 @@ class Player:
         recorded = self.tape.steps[k]
         given = k in self.latents
         x_next, log_prob, mean = (
-            None if value is None or given else self._rows(value)
-            for value in (recorded.x_next, recorded.log_prob, recorded.mean)
+            None if given else value for value in (recorded.x_next, recorded.log_prob, recorded.mean)
         )
         loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, model_output.float()))
         if loss is not None:
@@ -259,19 +266,29 @@ class Player:
                 torch.autograd.backward([v for v, _ in reached], [g for _, g in reached])
         self.cuts = []
 
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The replayed samples of a recorded `[B, ...]` or `[r * B, ...]` (rows of a sample together) tensor."""
-        return tensor if self.index is None else rows(tensor, self.index, self.tape.batch_size)
-
-    def _samples(self, full: Any, one: Any) -> Any:
-        return detached_copy(full) if self.index is None else take(full, one, self.index, self.tape.batch_size)
-
-    def _with_given_start(self, value: Any) -> Any:
+    def _with_given_start(self, value: Tree) -> Tree:
         """`value` with the recorded initial latents, where it holds them, replaced by the caller's."""
-        start, given = self._rows(self.tape.steps[0].x), self.latents[0]
+        start, given = self.tape.steps[0].x, self.latents[0]
 
-        def swap(v: Any) -> Any:
-            same = torch.is_tensor(v) and v.shape == start.shape and torch.equal(v, start.to(v.dtype))
-            return given.to(v.dtype, copy=True) if same else v
+        def swap(v: object) -> object:
+            if isinstance(v, torch.Tensor) and v.shape == start.shape and torch.equal(v, start.to(v.dtype)):
+                return given.to(v.dtype, copy=True)
+            return v
 
-        return tree_map(swap, value)
+        swapped: Tree = tree_map(swap, value)
+        return swapped
+
+
+def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor], cfg: CfgMode) -> None:
+    """Raise `ReplayError` if a lean tape lacks what this replay reads."""
+    reads = tape.reads
+    if reads is None:
+        return
+    if trained != {k for k in reads.steps if k <= max(trained)}:
+        raise ReplayError(
+            f"steps {sorted(trained)} cannot be replayed: the lean tape was kept for steps {sorted(reads.steps)}"
+        )
+    if cfg != "joint" and not reads.outputs:
+        raise ReplayError(f"cfg {cfg} reads recorded outputs of the denoiser, which the lean tape was kept without")
+    if reads.forward and trained - latents.keys():
+        raise ReplayError("the lean tape was kept without the latents of its trained steps: give them as latents")

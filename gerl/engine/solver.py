@@ -2,9 +2,10 @@
 
 import math
 from itertools import pairwise
-from typing import Any, get_args
+from typing import get_args
 
 import torch
+from diffusers import SchedulerMixin
 
 from gerl.config.choices import SolverName
 from gerl.engine.kernels import Rule
@@ -49,7 +50,7 @@ class OdeSolver:
         self.second_order = name == "dpm2"
         self._last: dict[int, tuple[float, torch.Tensor]] = {}  # scheduler -> sigma and x0h of its last step
 
-    def step(self, scheduler: Any, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+    def step(self, scheduler: SchedulerMixin, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
         """The next latents, fp32, shape of `x`."""
         last = self._last.get(id(scheduler))
         self.observe(scheduler, rule, x, model_output)
@@ -61,7 +62,7 @@ class OdeSolver:
         ratio = s_next / s  # (1 - s') - s' (1 - s) / s = 1 - s' / s
         return ratio * x.float() + (1 - ratio) * ((1 + w) * x0 - w * last[1])
 
-    def observe(self, scheduler: Any, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> None:
+    def observe(self, scheduler: SchedulerMixin, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> None:
         """Take note of a step of `scheduler`; after noise the latents are not on the path of earlier steps."""
         if rule.std > 0:
             self._last.pop(id(scheduler), None)

@@ -1,11 +1,14 @@
-"""What a rollout leaves behind: everything a replay needs to run the same denoising loop again."""
+"""The record of a rollout: everything a replay needs to run the same denoising loop again."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from gerl.engine.batching import Tree, rows, select_call, shapes, take
 from gerl.engine.kernels import Rule
+from gerl.errors import ReplayError
 
 
 @dataclass
@@ -22,23 +25,33 @@ class TapeStep:
 
 @dataclass
 class Answer:
-    """What a method (`encode_prompt`, `prepare_latents`, ...) returned."""
+    """The value that a method (`encode_prompt`, `prepare_latents`, ...) returned."""
 
     method: str
-    value: Any
+    value: Tree
 
 
 @dataclass
 class ComponentCall:
-    """What a component (`transformer`, `controlnet`, ...) returned during scheduler step `step`.
+    """The output of a component (`transformer`, `controlnet`, ...) called during scheduler step `step`.
 
-    `inputs`: the shapes of what it was given, as positional and named arguments on the device `meta`.
+    `inputs`: the shapes of its arguments, positional and named, as tensors on the device `meta`.
     """
 
     step: int
     component: str
-    output: Any
-    inputs: Any = None
+    output: Tree
+    inputs: Tree = None
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The parts of a tape that its algorithm reads: the rest of a lean tape has shapes only, see `trajectory.lean`."""
+
+    steps: frozenset[int]  # trained, all of them in one replay or the first of them
+    means: bool = True  # recorded means of the trained steps
+    outputs: bool = True  # the denoiser's outputs at guided trained steps, for replays with cfg other than joint
+    forward: bool = False  # the clean latents, which are noised again (`latents` of a replay)
 
 
 @dataclass
@@ -46,16 +59,17 @@ class Tape:
     """A recorded call of a pipeline.
 
     One that was stopped has the component calls of the step it was stopped at, but not the step. `probe` is the tape of
-    the same call for one sample, stopped at the first step: it shows where the batch dimension of each value is. Needed
-    only to replay sub-batches and to branch.
+    the same call for one sample (for two, where this has only one), stopped at the first step: it shows where the batch
+    dimension of each value is. Needed only to replay sub-batches and to branch. `reads` is set where the tape is lean.
     """
 
-    call: dict[str, Any]
+    call: dict[str, object]
     batch_size: int
     steps: list[TapeStep] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     component_calls: list[ComponentCall] = field(default_factory=list)
     probe: "Tape | None" = None
+    reads: Reads | None = None
 
     @property
     def stochastic_steps(self) -> list[int]:
@@ -70,3 +84,81 @@ class Tape:
         inside = {c.component for c in self.component_calls if c.step > 0}
         first = [c.component for c in self.component_calls if c.step == 0]
         return inside | set(first[-1:]) if inside else set(first)
+
+    def live_at(self, steps: Iterable[int]) -> set[int]:
+        """The steps at which the denoiser has to run where `steps` are trained.
+
+        Two scheduler streams may share one denoiser call: a step is served by the last call before it.
+        """
+        looped = self.looped_components()
+        called = {c.step for c in self.component_calls if c.component in looped}
+        return {max(before) for k in steps if (before := [c for c in called if c <= k])}
+
+    def rows(self, index: Sequence[int]) -> "Tape":
+        """The tape of the samples `index`, repeats allowed: it can be replayed, branched and pickled by itself.
+
+        Latents that steps share stay shared. Raises `ReplayError` where there is no probe to show the batch dimensions.
+        """
+        if tuple(index) == tuple(range(self.batch_size)):
+            return self
+        if self.probe is None or self.probe.batch_size == self.batch_size:
+            raise ReplayError("replaying a sub-batch needs a tape recorded with probe=True")
+        if self.batch_size == 1:
+            return self._rows(index, self.start())
+        # a tape of one sample shows nothing by comparison with one sample
+        alike = self.probe if len(index) > 1 else self.start()._rows([*index, *index], None)
+        return self._rows(index, alike)
+
+    def start(self) -> "Tape":
+        """The shapes of what was recorded before the first step: the probe for other numbers of samples."""
+        answers = self.answers[: self.steps[0].num_answers] if self.steps else self.answers
+        calls = [c for c in self.component_calls if c.step == 0]
+        return Tape(
+            self.call,
+            self.batch_size,
+            answers=[Answer(a.method, shapes(a.value)) for a in answers],
+            component_calls=[replace(c, output=shapes(c.output)) for c in calls],
+            probe=self.probe,
+        )
+
+    def _rows(self, index: Sequence[int], probe: "Tape | None") -> "Tape":
+        assert self.probe is not None
+        n, probed, alike = self.batch_size, self.probe.batch_size, self.probe
+        picked: dict[int, torch.Tensor] = {}  # by id: the latents after a step are those before the next
+
+        def pick(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in picked:
+                picked[id(tensor)] = rows(tensor, index, n)
+            return picked[id(tensor)]
+
+        def step(recorded: TapeStep) -> TapeStep:
+            log_prob = None if recorded.log_prob is None else pick(recorded.log_prob)
+            mean = None if recorded.mean is None else pick(recorded.mean)
+            return replace(recorded, x=pick(recorded.x), x_next=pick(recorded.x_next), log_prob=log_prob, mean=mean)
+
+        def answer(position: int, recorded: Answer) -> Answer:
+            # past the probe's end (later loops of a long pipeline) the last value of that name shows where rows are
+            like = alike.answers[position : position + 1] or [a for a in alike.answers if a.method == recorded.method]
+            return replace(recorded, value=take(recorded.value, like[-1].value if like else None, index, n, probed))
+
+        def component_call(recorded: ComponentCall, nth: int) -> ComponentCall:
+            like = [c for c in alike.component_calls if c.component == recorded.component]
+            like = like or alike.component_calls[-1:]  # an expert that the first step does not call
+            shown = like[min(nth, len(like) - 1)] if like else ComponentCall(0, "", None)
+            output = take(recorded.output, shown.output, index, n, probed)
+            return replace(recorded, output=output, inputs=take(recorded.inputs, shown.inputs, index, n, probed))
+
+        seen: Counter[tuple[int, str]] = Counter()
+        calls = []
+        for c in self.component_calls:
+            calls.append(component_call(c, seen[c.step, c.component]))
+            seen[c.step, c.component] += 1
+        return replace(
+            self,
+            call=select_call(self.call, index),
+            batch_size=len(index),
+            steps=[step(s) for s in self.steps],
+            answers=[answer(i, a) for i, a in enumerate(self.answers)],
+            component_calls=calls,
+            probe=probe,
+        )

@@ -1,11 +1,11 @@
 """From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, SchedulerMixin
 
+from gerl.engine.instrument import Timestep
 from gerl.engine.kernels import DDIMRule, FlowRule, Rule, coefficients
 from gerl.engine.solver import ONE_STEP, SOLVERS, Span
 from gerl.errors import ModelError
@@ -34,7 +34,9 @@ class Transitions:
         self.sampler = sampler
         self._tables: dict[int, tuple[torch.Tensor, list[float]]] = {}
 
-    def next_rule(self, scheduler: Any, timestep: Any, stochastic: bool | None, span: Span = ONE_STEP) -> Rule:
+    def next_rule(
+        self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span = ONE_STEP
+    ) -> Rule:
         """The rule of the step `scheduler` is about to take at `timestep`.
 
         `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `solver.compressed_spans`. Raises
@@ -45,12 +47,12 @@ class Transitions:
             return self._flow(scheduler, timestep, stochastic, span)
         return self._ddim(scheduler, int(timestep), stochastic, span)
 
-    def num_steps(self, scheduler: Any, timestep: Any) -> int:
+    def num_steps(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
         total = len(scheduler.sigmas) - 1 if is_flow_matching(scheduler) else len(scheduler.timesteps)
         return total - self._position(scheduler, timestep)
 
-    def _position(self, scheduler: Any, timestep: Any) -> int:
+    def _position(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Index in the schedule of the step that `scheduler` is about to take at `timestep`."""
         if not is_flow_matching(scheduler):
             return self._table(scheduler.timesteps).index(float(timestep))
@@ -63,7 +65,7 @@ class Transitions:
             )
         return self.sampler.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
 
-    def _flow(self, scheduler: Any, timestep: Any, stochastic: bool | None, span: Span) -> FlowRule:
+    def _flow(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> FlowRule:
         i = self._position(scheduler, timestep)
         advance(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
@@ -114,7 +116,7 @@ class Transitions:
         return self._tables[id(schedule)][1]
 
 
-def advance(scheduler: Any, timestep: Any) -> None:
+def advance(scheduler: SchedulerMixin, timestep: Timestep) -> None:
     """Let `scheduler` pass the step it is about to take at `timestep`.
 
     Pipelines that noise an image for the next step (inpainting) let the scheduler look its sigma up by step index.
@@ -123,7 +125,7 @@ def advance(scheduler: Any, timestep: Any) -> None:
         scheduler._step_index = _step_index(scheduler, timestep) + 1
 
 
-def _step_index(scheduler: Any, timestep: Any) -> int:
+def _step_index(scheduler: SchedulerMixin, timestep: Timestep) -> int:
     """Index of the step that a flow-matching scheduler is about to take at `timestep`."""
     if scheduler.step_index is None:
         scheduler._init_step_index(timestep)
@@ -131,7 +133,7 @@ def _step_index(scheduler: Any, timestep: Any) -> int:
     return index
 
 
-def check_scheduler(scheduler: Any, sampler: Sampler) -> None:
+def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
     """Raise `ModelError` if `scheduler` has no transition kernel, or not that of `sampler`."""
     config, name = scheduler.config, type(scheduler).__name__
     if is_flow_matching(scheduler):
@@ -155,7 +157,7 @@ def check_scheduler(scheduler: Any, sampler: Sampler) -> None:
         raise ModelError("DDIM with thresholding or rescale_betas_zero_snr has no transition kernel")
 
 
-def is_flow_matching(scheduler: Any) -> bool:
+def is_flow_matching(scheduler: SchedulerMixin) -> bool:
     """Whether the scheduler's model output is a velocity and its sigmas those of `x = (1 - s) x0 + s eps`."""
     return (
         isinstance(scheduler, FlowMatchEulerDiscreteScheduler)

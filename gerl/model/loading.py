@@ -9,17 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-import diffusers
 import torch
+from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
 from gerl.model.ema import EMA
 from gerl.model.lora import add_lora, lora_file
-from gerl.model.placement import bring, decode_in_fp32
+from gerl.model.placement import decode_in_fp32, place
 from gerl.model.schedulers import trainable_scheduler
 from gerl.utils.seeding import derive_seed
 
@@ -37,8 +36,8 @@ class Policy:
     the rollouts, if it is not the trained LoRA that does.
     """
 
-    pipe: Any
-    denoisers: dict[str, Any]
+    pipe: DiffusionPipeline
+    denoisers: dict[str, ModelMixin]
     lora: dict[str, torch.nn.Parameter]
     ema: EMA
     version: int = 0  # optimizer steps taken
@@ -80,7 +79,7 @@ def resolve(path: str) -> str:
     return str(folder)
 
 
-def read_pipeline(path: str, dtype: torch.dtype) -> Any:
+def read_pipeline(path: str, dtype: torch.dtype) -> DiffusionPipeline:
     """The pipeline of a hub id or folder, on the CPU, as diffusers loads it.
 
     Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, or
@@ -92,13 +91,13 @@ def read_pipeline(path: str, dtype: torch.dtype) -> Any:
         f"'hf download {path} --local-dir FOLDER', read the code, and set model.path=FOLDER"
     )
     try:
-        index = diffusers.DiffusionPipeline.load_config(folder)
+        index = DiffusionPipeline.load_config(folder)
         code = own_code(Path(folder), index) if Path(folder).is_dir() else []
         if code:
             logger.info("model.path=%r: running the code in %s", path, ", ".join(code))
         elif isinstance(index["_class_name"], list):
             raise ModelError(refused)
-        return diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=bool(code))
+        return DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=bool(code))
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError, KeyError, TypeError) as error:
         if "trust_remote_code" in str(error):
             raise ModelError(refused) from None
@@ -106,7 +105,7 @@ def read_pipeline(path: str, dtype: torch.dtype) -> Any:
         raise ModelError(f"model.path={path!r} cannot be loaded as a diffusers pipeline: {reason}") from error
 
 
-def own_code(folder: Path, index: dict[str, Any]) -> list[str]:
+def own_code(folder: Path, index: dict[str, object]) -> list[str]:
     """The Python files in a pipeline's folder that `index`, its model_index.json, refers to, relative to the folder.
 
     That is `MODULE.py` for a pipeline whose `_class_name` is `[MODULE, CLASS]`, and `COMPONENT/MODULE.py` for a
@@ -125,7 +124,7 @@ def own_code(folder: Path, index: dict[str, Any]) -> list[str]:
     return [f"{pipeline}.py", *found]
 
 
-def load_pipeline(config: ModelConfig, device: str) -> Any:
+def load_pipeline(config: ModelConfig, device: str) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
     Weights are in `config.dtype`, but for layers that a model's class keeps in fp32 (diffusers' `from_pretrained` does)
@@ -145,11 +144,11 @@ def load_pipeline(config: ModelConfig, device: str) -> Any:
             component.requires_grad_(False).eval()
     if dtype != "float32":
         decode_in_fp32(pipe)
-    bring(pipe, find_denoisers(pipe), device, config.offload)
+    place(pipe, find_denoisers(pipe), device, config.offload)
     return pipe
 
 
-def find_denoisers(pipe: Any) -> dict[str, Any]:
+def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
     """The components that get a LoRA, by name: diffusers models with repeated blocks that are called with a timestep.
 
     Autoencoders and ControlNets are none. A pipeline may have several: Wan 2.2 has one for high and one for low noise
@@ -159,7 +158,7 @@ def find_denoisers(pipe: Any) -> dict[str, Any]:
     models = {
         name: component
         for name, component in pipe.components.items()
-        if isinstance(component, diffusers.ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
+        if isinstance(component, ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
     }
     found = {name: model for name, model in models.items() if _is_timed(model) and _has_blocks(model)}
     found = found or {name: models[name] for name in DENOISERS if name in models}
@@ -204,23 +203,25 @@ def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay))
 
 
-def loadable_loras(pipe: Any) -> set[str]:
+def loadable_loras(pipe: DiffusionPipeline) -> set[str]:
     """The components of which plain diffusers writes, and hence loads, a LoRA for this class of pipeline."""
     save = getattr(type(pipe), "save_lora_weights", None)
     parameters = inspect.signature(save).parameters if save else {}
     return {name.removesuffix("_lora_layers") for name in parameters if name.endswith("_lora_layers")}
 
 
-def _checkpoint_gradients(denoiser: Any) -> None:
+def _checkpoint_gradients(denoiser: ModelMixin) -> None:
     try:
         denoiser.enable_gradient_checkpointing()
     except ValueError as error:
         raise ModelError(f"model.gradient_checkpointing=true: {error}") from None
 
 
-def pipeline_call(pipe: Any, sampling: SamplingConfig, prompts: list[str], **overrides: Any) -> dict[str, Any]:
+def pipeline_call(
+    pipe: DiffusionPipeline, sampling: SamplingConfig, prompts: list[str], **overrides: object
+) -> dict[str, object]:
     """Keyword arguments of the pipeline for `prompts`; raises `ModelError` for one that it does not take."""
-    optional: dict[str, Any] = {
+    optional: dict[str, object] = {
         "height": sampling.height,
         "width": sampling.width,
         "guidance_scale": sampling.guidance_scale,
@@ -247,7 +248,7 @@ def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
     return None if sampling.sigmas == "scheduler" else [1 - i * (1 - 1 / n) / (n - 1) for i in range(n)]
 
 
-def weights_fingerprint(denoisers: dict[str, Any]) -> str:
+def weights_fingerprint(denoisers: dict[str, ModelMixin]) -> str:
     """A digest of names, shapes and some values of the base weights: tells one model from another."""
     digest = hashlib.sha256()
     for denoiser in denoisers.values():

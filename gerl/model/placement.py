@@ -2,17 +2,18 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
-from diffusers import ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
+
+from gerl.engine.batching import Arguments
 
 DECODER = ("post_quant_conv", "decoder")  # the parts of a VAE that make images of latents
 
 
-class Guests:
+class OffloadedComponents:
     """Keeps components of a pipeline on the CPU, and on `device` only while they are used.
 
     A component comes to `device` when it, or a part of it, is called, and goes when another one comes or a denoiser
@@ -32,8 +33,8 @@ class Guests:
             denoiser.register_forward_pre_hook(self._leave)
 
     def _enter(
-        self, component: torch.nn.Module, part: torch.nn.Module, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
+        self, component: torch.nn.Module, part: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Arguments | None:
         if component is not self.present:
             self._leave()
             component.to(self.device)
@@ -41,32 +42,32 @@ class Guests:
         elif part is not component:
             return None
         # the pipeline may have put the inputs where it found the component
-        moved: tuple[Any, Any] = tree_map(lambda v: v.to(self.device) if torch.is_tensor(v) else v, (args, kwargs))
+        moved: Arguments = tree_map(lambda v: v.to(self.device) if torch.is_tensor(v) else v, (args, kwargs))
         return moved
 
     @torch.compiler.disable
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         if self.present is not None:
             self.present.to("cpu")
             self.present = None
 
 
-def bring(pipe: Any, denoisers: dict[str, Any], device: str, offload: bool) -> None:
-    """Bring `pipe` to `device`; with `offload` its text encoders, image encoders and VAEs as `Guests`."""
+def place(pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin], device: str, offload: bool) -> None:
+    """Bring `pipe` to `device`; with `offload` its text encoders, image encoders and VAEs only while they are used."""
     modules = {name: c for name, c in pipe.components.items() if isinstance(c, torch.nn.Module)}
-    guests = {
+    offloaded = {
         name: c
         for name, c in modules.items()
         if offload and name not in denoisers and (isinstance(c, PreTrainedModel) or hasattr(c, "decode"))
     }
     for name, module in modules.items():
-        if name not in guests:
+        if name not in offloaded:
             module.to(device)
-    if guests:
-        Guests(guests.values(), denoisers.values(), device)
+    if offloaded:
+        OffloadedComponents(offloaded.values(), denoisers.values(), device)
 
 
-def decode_in_fp32(pipe: Any) -> None:
+def decode_in_fp32(pipe: DiffusionPipeline) -> None:
     """Let VAEs whose configuration asks for it (`force_upcast`) decode in fp32; they still encode in their own dtype.
 
     Diffusers does so in some pipelines, and for fp16 only.
@@ -78,9 +79,9 @@ def decode_in_fp32(pipe: Any) -> None:
                     part.float().register_forward_pre_hook(_in_fp32, with_kwargs=True)
 
 
-def _in_fp32(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _in_fp32(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
     module.float()  # pipelines that upcast their VAE themselves cast it back after use
-    cast: tuple[Any, Any] = tree_map(
+    cast: Arguments = tree_map(
         lambda v: v.float() if torch.is_tensor(v) and v.is_floating_point() else v, (args, kwargs)
     )
     return cast

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-from typing import Any
 
 import torch
 from diffusers import (
@@ -10,6 +9,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     FlowMatchLCMScheduler,
+    SchedulerMixin,
 )
 
 from gerl.engine.transitions import is_flow_matching
@@ -24,7 +24,7 @@ USUAL = {"num_inference_steps", "device", "sigmas", "mu", "timesteps"}
 SHOWN = 10  # steps of the schedule that the log shows
 
 
-def trainable_scheduler(scheduler: Any) -> Any:
+def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
     """`scheduler`, or one with a transition kernel and the same noise levels in its place, which the log says.
 
     Flow matching with another solver than Euler (UniPC, DPM++, Heun, LCM ...) becomes `SameSigmas`, other schedulers
@@ -45,11 +45,11 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
     no configuration of `FlowMatchEulerDiscreteScheduler` reproduces.
     """
 
-    original: Any
+    original: SchedulerMixin
     init_noise_sigma = 1.0
 
     @classmethod
-    def of(cls, original: Any) -> "SameSigmas":
+    def of(cls, original: SchedulerMixin) -> "SameSigmas":
         """Stands in for `original`; raises `ModelError` if its noise levels are not those of flow matching."""
         name, config = type(original).__name__, original.config
         accepted = inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters
@@ -95,21 +95,21 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
         self.sigmas = torch.tensor([*(levels[i] for i in distinct), last], device=device)
         self.num_inference_steps = len(distinct)
 
-    def scale_model_input(self, sample: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def scale_model_input(self, sample: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """`sample`: flow matching has no input scale, but pipelines written for other solvers ask for it."""
         return sample
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """What other solvers call `scale_noise`: `(1 - s) x0 + s eps`."""
+        """`scale_noise` by the name that other solvers have for it: `(1 - s) x0 + s eps`."""
         noisy: torch.Tensor = self.scale_noise(original_samples, timesteps, noise)
         return noisy
 
 
-def _arguments(scheduler: Any) -> set[str]:
+def _arguments(scheduler: SchedulerMixin) -> set[str]:
     return set(inspect.signature(scheduler.set_timesteps).parameters)
 
 
-def _ddim(scheduler: Any) -> DDIMScheduler:
+def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     """DDIM on the noise schedule of `scheduler`."""
     config, alphas = scheduler.config, getattr(scheduler, "alphas_cumprod", None)  # EDM schedulers have no alphas
     if config.get("prediction_type") not in ("epsilon", "v_prediction", "sample") or alphas is None:

@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -23,14 +23,13 @@ from gerl.cluster import Cluster
 from gerl.commandline.command import run_command
 from gerl.commandline.composition import compose_run
 from gerl.config import Config
-from gerl.engine import Tape
 from gerl.errors import ConfigError, DataError, GerlError, ModelError, TrainingError
 from gerl.model.loading import resolve
 from gerl.model.schedulers import SameSigmas
 from gerl.preflight.findings import Report, judge_batches, judge_memory, judge_run
 from gerl.preflight.forecast import Run, forecast_memory, forecast_seconds, rows_of, sized
 from gerl.preflight.inventory import components, count_gradients
-from gerl.preflight.measure import Usage, capacity, measured, release, tensor_bytes
+from gerl.preflight.measure import Usage, capacity, measured, release
 from gerl.protocol import Images, Prompt, RolloutTask, SamplingProbe, UpdateStats
 from gerl.utils import dataset
 from gerl.utils.condition_images import COLUMNS, pictures_of
@@ -218,7 +217,7 @@ class Bench:
         logger.info("%d images: rollout in micro-batches of %d, update of %d", len(task.samples), drawn, parts)
         try:
             images, rolled = attempt("rollout", drawn, worker.device, lambda: drawing(worker, task))
-            held = tensor_bytes(value for tape in worker.drawn[task.id][1] for value in kept(tape))
+            held = worker.drawn[task.id].nbytes
             pairs = count_pairs([(task, credit)])
             stats, updated = attempt("update", parts, worker.device, lambda: update(worker, task, credit, pairs))
             gradients = {name: count_gradients(worker.policy.lora, name) for name in worker.policy.denoisers}
@@ -268,14 +267,6 @@ def update(worker: HybridWorker, task: RolloutTask, credit: torch.Tensor, pairs:
     if algorithm.subtracts_kl and algorithm.kl_coef > 0:
         worker.kl_to_base(task.id)
     return worker.accumulate({task.id: credit}, pairs)
-
-
-def kept(tape: Tape) -> Iterator[object]:
-    """The tensors that a tape holds on to."""
-    for step in tape.steps:
-        yield [step.x, step.x_next, step.mean, step.log_prob]
-    yield from (answer.value for answer in tape.answers)
-    yield from (call.output for call in tape.component_calls)
 
 
 def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Run:

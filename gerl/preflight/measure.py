@@ -3,13 +3,12 @@
 import gc
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 try:
     import resource
@@ -101,16 +100,6 @@ def _peak() -> int | None:
         unit = 1 if platform.system() == "Darwin" else 1024  # macOS counts bytes
         peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak
-
-
-def tensor_bytes(values: Iterable[Any]) -> int:
-    """Bytes of the tensors in `values` (nested lists, tuples, dicts); storage that they share counts once."""
-    storages = {}
-    for value in tree_leaves(list(values)):
-        if torch.is_tensor(value) and not value.is_meta:
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 class Line(NamedTuple):

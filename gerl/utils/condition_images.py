@@ -1,8 +1,8 @@
 """Pictures that belong to a prompt: to be edited, inpainted, followed. Columns of the prompt file name their files."""
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from PIL import Image, ImageOps
@@ -14,7 +14,7 @@ from gerl.protocol import Prompt
 COLUMNS = ("image", "mask_image", "control_image")
 
 
-def with_absolute_paths(metadata: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
+def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str) -> dict[str, object]:
     """`metadata` of a prompt, the pictures in it as absolute paths, seen from `folder`.
 
     A picture is given by a path or a file:// URL. Raises `DataError`, which begins with `where`, for one that is not
@@ -54,7 +54,7 @@ def pictures_of(prompt: Prompt) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def picture_arguments(pipe: Any, prompt: Prompt) -> dict[str, Any]:
+def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | list[Image.Image]]:
     """The pipeline's arguments that the prompt has pictures for, read from their files.
 
     A column that is no argument of the pipeline remains what scorers see. Raises `DataError` for a file that is no

@@ -13,7 +13,7 @@ import transformers
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.config import Config
-from gerl.engine import Tape, replay
+from gerl.engine import Trajectory, replay
 from gerl.engine.kernels import FlowRule
 from gerl.model.loading import Policy, load_policy, weights_fingerprint
 from gerl.model.lora import WEIGHTS
@@ -46,7 +46,7 @@ class HybridWorker:
     def __init__(self, config: Config, rank: int, device: str, threads: int, total_updates: int) -> None:
         self.config, self.rank, self.device, self.threads = config, rank, device, threads
         self.total_updates = total_updates
-        self.drawn: dict[int, tuple[RolloutTask, list[Tape]]] = {}  # by task id
+        self.drawn: dict[int, Trajectory] = {}  # by task id
         self.policy: Policy
         self.rollout: Rollout
         self.actor: Actor
@@ -83,11 +83,10 @@ class HybridWorker:
         join(address, self.rank, world_size, self.device)
 
     def generate(self, task: RolloutTask) -> Images:
-        """Draw a micro-batch and keep its tapes."""
+        """Draw a micro-batch and keep its trajectory."""
         start = time.perf_counter()
         seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
-        pixels, tapes = self.rollout.generate(task)
-        self.drawn[task.id] = (task, tapes)
+        pixels, self.drawn[task.id] = self.rollout.generate(task, self.algorithm, self.rank)
         return Images(task.id, pixels, time.perf_counter() - start)
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
@@ -102,7 +101,7 @@ class HybridWorker:
 
     def _batches(self, task_id: int, credit: torch.Tensor) -> list[Batch]:
         """The segments of a task with something to train."""
-        task, tapes = self.drawn[task_id]
+        task, tapes = self.drawn[task_id].task, self.drawn[task_id].tapes
         return [
             Batch(tape, [task.samples[leaf] for leaf in segment.leaves], segment.trained, row_credit(segment, credit))
             for segment, tape in zip(task.segments, tapes, strict=True)
@@ -112,13 +111,13 @@ class HybridWorker:
     def kl_to_base(self, task_id: int) -> list[float]:
         """KL `[B]` to the base model of the samples of a task that this worker drew."""
         steps = self.config.sampling.num_inference_steps
-        (batch,) = self._batches(task_id, torch.zeros(len(self.drawn[task_id][0].samples), steps))
+        (batch,) = self._batches(task_id, torch.zeros(len(self.drawn[task_id].task.samples), steps))
         return [float(v) for v in self.algorithm.kl_to_base(self.policy, batch)]
 
     def probe(self, task: RolloutTask) -> SamplingProbe:
         """Measure what a policy gradient depends on: draws a micro-batch and replays half of it."""
         (segment,), algorithm = task.segments, self.algorithm
-        _, (tape,) = self.rollout.generate(task)
+        (tape,) = self.rollout.generate(task, algorithm)[1].tapes
         half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))
         found: list[torch.Tensor] = []
         replay(

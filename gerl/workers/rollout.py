@@ -1,13 +1,15 @@
-"""The rollout worker: prompts in, images and tapes out."""
+"""The rollout worker: prompts in, images and trajectories out."""
 
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from diffusers.utils import BaseOutput
 
+from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
-from gerl.engine import Tape, branch, record
+from gerl.engine import Reads, Tape, Trajectory, branch, lean, record
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError
 from gerl.model.loading import Policy, pipeline_call, training_sigmas
@@ -27,8 +29,18 @@ class Rollout:
         self._picture_each = False
         self._probe: Tape | None = None  # the structure of a call is the same in every rollout: probed once
 
-    def generate(self, task: RolloutTask) -> tuple[np.ndarray, list[Tape]]:
-        """Images `[B, H, W, 3]` uint8 of the samples of `task`, and a tape per segment."""
+    def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
+        """Images `[B, H, W, 3]` uint8 of the samples of `task`, and their trajectory for training with `algorithm`.
+
+        `owner`: rank of this worker.
+        """
+        pixels, tapes = self.draw(task)
+        # not before all is drawn: branches go on from outputs that no replay reads
+        kept = tuple(lean(t, reads_of(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
+        return pixels, Trajectory(task, kept, self.policy.version, owner)
+
+    def draw(self, task: RolloutTask) -> tuple[np.ndarray, list[Tape]]:
+        """Images `[B, H, W, 3]` uint8 of the samples of `task`, and the whole tape of each segment."""
         tapes: list[Tape] = []
         images: list[np.ndarray] = []
         with self.policy.as_sampler():
@@ -39,7 +51,7 @@ class Rollout:
                     images.append(to_uint8(output))
         return np.concatenate(images), tapes
 
-    def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape]) -> tuple[Any, Tape]:
+    def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape]) -> tuple[BaseOutput | None, Tape]:
         sampling, pipe = self.sampling, self.policy.pipe
         options: dict[str, Any] = {
             "kernel": sampling.kernel,
@@ -56,7 +68,7 @@ class Rollout:
         initial = [s.init_seed for s in samples if s.init_seed is not None]
         options["init_generators"] = sample_generators(initial) if initial else None
 
-        def draw(call: dict[str, Any]) -> tuple[Any, Tape]:
+        def draw(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
             return record(pipe, call, probe=self._probe or True, **options)
 
         output, tape = self._called(draw, samples, sigmas=training_sigmas(sampling))
@@ -73,7 +85,7 @@ class Rollout:
                 guidance_scale=self.validation.guidance_scale,
             )
 
-    def _called(self, draw: Callable[[dict[str, Any]], T], samples: Sequence[Sample], **overrides: Any) -> T:
+    def _called(self, draw: Callable[[dict[str, object]], T], samples: Sequence[Sample], **overrides: object) -> T:
         """`draw` of the pipeline's arguments for samples that are drawn together, which have the same pictures if any.
 
         Some pipelines want a batch's picture once, others once for each prompt: where one is refused, the other is
@@ -95,7 +107,17 @@ class Rollout:
             raise error
 
 
-def to_uint8(output: Any) -> np.ndarray:
+def reads_of(algorithm: Algorithm, segment: Segment) -> Reads:
+    """The parts of the tape of `segment` that `algorithm` reads."""
+    return Reads(
+        frozenset(segment.trained),
+        means=algorithm.reads_means,
+        outputs=algorithm.settings.cfg != "joint",
+        forward=not algorithm.settings.scores_steps,
+    )
+
+
+def to_uint8(output: BaseOutput) -> np.ndarray:
     """Images `[B, H, W, 3]` or videos `[B, F, H, W, 3]` of a pipeline output with `output_type="np"`, as uint8.
 
     Rounds as diffusers does. A video of one frame is an image.

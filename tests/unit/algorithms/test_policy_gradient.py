@@ -123,7 +123,7 @@ def test_kl_of_the_rollout_from_what_was_recorded() -> None:
 
 
 def test_guidance_modes_are_on_policy_and_differ() -> None:
-    training = Training(config("flow_grpo", guidance=4.0))
+    training = Training(config("flow_grpo", guidance=4.0, cfg="off"))  # whose trajectories serve the other modes too
     found = {}
     for mode in ("joint", "detach_uncond", "off"):
         a = build_algorithm(config("flow_grpo", guidance=4.0, cfg=mode))
@@ -174,7 +174,8 @@ def test_leaves_of_a_node_share_what_came_before_it() -> None:
 
 def test_tempflow_noises_one_step_only() -> None:
     training = Training(config("tempflow_grpo", n=2, branch_factor=2))
-    for task, _, (trunk, *branches) in training.tasks:
+    for task, _, _ in training.tasks:
+        _, (trunk, *branches) = training.rollout.draw(task)
         assert trunk.stochastic_steps == []
         for k, (segment, tape) in enumerate(zip(task.segments[1:], branches, strict=True)):
             assert tape.stochastic_steps == [k] and segment.trained == (k,)

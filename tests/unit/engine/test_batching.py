@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
-from gerl.engine.batching import batch_size, detached_copy, num_elements, select_call, take
+from gerl.engine.batching import batch_size, detached_copy, num_elements, select_call, take, tensor_bytes
 from gerl.errors import ReplayError
 
 Layout = Callable[[Sequence[int]], Any]
@@ -19,7 +19,7 @@ Pair = namedtuple("Pair", ["hidden", "pooled"])
 
 
 def of(sample: int, *shape: int) -> torch.Tensor:
-    """What is computed for a sample: the same in any batch."""
+    """A value computed for a sample: the same in any batch."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sample))
 
 
@@ -115,6 +115,11 @@ def test_detached_copy_and_num_elements() -> None:
     assert tree["a"][0].sum() == 6 and not copied["a"][0].requires_grad and copied["b"][1:] == ("text", None)
     assert num_elements(tree) == 10
     assert num_elements(Transformer2DModelOutput(sample=torch.zeros(2, 5))) == 10
+
+
+def test_shared_storage_counts_once() -> None:
+    whole = torch.zeros(10, 10)
+    assert tensor_bytes([whole, whole[:2], {"a": (torch.zeros(5), None, "text")}, torch.zeros(9, device="meta")]) == 420
 
 
 # --- calls

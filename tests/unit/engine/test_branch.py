@@ -256,11 +256,11 @@ def test_another_call_than_in_the_recording_stops_the_branch() -> None:
         now["branching"] = True
         branch(r.pipe, parent, 2, range(4), **drawn(r))
 
-    with pytest.raises(ReplayError, match="the branch calls encode_prompt, which the recording did not call"):
+    with pytest.raises(ReplayError, match="branch calls encode_prompt"):
         differently(lambda pipe, values: pipe.encode_prompt("x", None, None))
-    with pytest.raises(ReplayError, match="the branch calls transformer at step 1, which the recording did not do"):
+    with pytest.raises(ReplayError, match="branch calls transformer at step 1"):
         differently(lambda pipe, values: [pipe.transformer(values["latents"]) for _ in range(2)] and None)
-    with pytest.raises(ReplayError, match="did not arrive at the recorded latents at step 1: it cannot be branched"):
+    with pytest.raises(ReplayError, match=r"recorded latents at step 1.* branched"):
         differently(lambda pipe, values: {"latents": values["latents"] + 1})
 
 
@@ -367,21 +367,21 @@ def test_branches_that_cannot_be() -> None:
     options = drawn(r)
     _, trunk = record(r.pipe, r.call, generators=tiny.generators(), stop=2, **options)
     for tape, step in ((trunk, 3), (trunk, -1), (r.tape, 4)):
-        with pytest.raises(ReplayError, match=rf"step {step} cannot be branched at: the tape has {len(tape.steps)}"):
+        with pytest.raises(ReplayError, match=rf"step {step} .*{len(tape.steps)} steps"):
             branch(r.pipe, tape, step, [0, 1], **options)
     wrong: Sequence[list[int]] = ([4], [-1, 0], [])
     for index in wrong:
         with pytest.raises(ReplayError, match="cannot be branched: the tape has 4 samples"):
             branch(r.pipe, trunk, 2, index, **options)
     for given in ({"window": [1, 2]}, {"stop": 1}):
-        with pytest.raises(ModelError, match=r"a branch at step 2 has no window .* and no stop .* before it"):
+        with pytest.raises(ModelError, match=r"branch at step 2 .* window .* stop"):
             branch(r.pipe, trunk, 2, [0], **given, **options)
     with pytest.raises(ModelError, match="the last denoising step is deterministic"):
         branch(r.pipe, trunk, 2, [0], window=[3], **options)
-    with pytest.raises(ModelError, match=r"the window names steps \[2, 7\], but the pipeline took 4 steps"):
+    with pytest.raises(ModelError, match=r"window .*\[2, 7\].* 4 steps"):
         branch(r.pipe, trunk, 2, [0], window=[2, 7], **options)
     with pytest.raises(ValueError, match="4 generators for 2 samples"):
         branch(r.pipe, trunk, 2, [0, 0], generators=tiny.generators(), **options)
     _, compressed = record(r.pipe, r.call, window=[0], compression=0.5, **options)
-    with pytest.raises(ReplayError, match="step 2 cannot be branched at: compression left it out"):
+    with pytest.raises(ReplayError, match=r"step 2 .*compression"):
         branch(r.pipe, compressed, 2, [0], **options)

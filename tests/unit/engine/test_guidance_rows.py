@@ -11,7 +11,7 @@ from gerl.errors import ReplayError
 
 
 def halved(value: Any, cfg: CfgMode = "detach_uncond", rows_in_list: bool = False) -> list[Any]:
-    """What a denoiser gets for `value` among the arguments of a joint call with four rows, prompts last."""
+    """A denoiser's input for `value` among the arguments of a joint call with four rows, prompts last."""
     seen: list[Any] = []
 
     def forward(x: Any, extra: Any) -> Any:

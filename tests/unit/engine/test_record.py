@@ -171,6 +171,29 @@ def test_samples_with_the_same_initial_generator_share_their_start(name: str) ->
         record(r.pipe, r.call, init_generators=tiny.generators(3), **options)
 
 
+class LooksAtItsImages(diffusers.StableDiffusion3Pipeline):
+    """Calls a component after the last step, as a safety checker is called."""
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__.__wrapped__(self, *args, **kwargs)
+        tokens = self.tokenizer(kwargs["prompt"], padding="max_length", max_length=16, return_tensors="pt")
+        self.text_encoder(tokens.input_ids)
+        return output
+
+
+def test_what_is_called_after_the_last_step_is_not_on_the_tape() -> None:
+    r = fresh("sd3")
+    r.pipe = as_class(r.pipe, LooksAtItsImages)
+    seen: list[int] = []
+    handle = r.pipe.text_encoder.text_model.register_forward_hook(lambda *_: seen.append(1))
+    rolled_out(r)
+    handle.remove()
+    assert len(seen) > 2  # by encode_prompt, there and for the probe; and afterwards
+    assert [(c.step, c.component) for c in r.tape.component_calls] == [(k, "transformer") for k in range(4)]
+    assert r.tape.looped_components() == {"transformer"} and gradients(r)[1] == 0.0
+
+
 # --- recordings that are stopped
 
 
@@ -202,7 +225,7 @@ def leaves(tree: Any) -> list[torch.Tensor]:
 
 def test_a_stop_that_the_pipeline_does_not_reach() -> None:
     r = recorded("sd3", False)
-    with pytest.raises(ModelError, match="should stop at step 4, but the pipeline took 4 steps"):
+    with pytest.raises(ModelError, match=r"stop at step 4.* 4 steps"):
         record(r.pipe, r.call, stop=4)
     # what a stopped recording does not reach may be in its window
     assert record(r.pipe, r.call, window=[0, 2], stop=1, probe=False)[1].stochastic_steps == [0]
@@ -292,7 +315,7 @@ def test_attributes_that_the_user_set_come_back() -> None:
 def test_a_scheduler_without_kernel_is_refused(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     r = recorded("sd15", False)
     monkeypatch.setattr(r.pipe, "scheduler", scheduler.from_config(r.pipe.scheduler.config))
-    with pytest.raises(ModelError, match=rf"scheduler is {scheduler.__name__}, which has no transition kernel"):
+    with pytest.raises(ModelError, match=rf"{scheduler.__name__}.* DDIMScheduler"):
         record(r.pipe, r.call, kernel="ddim")
 
 
@@ -320,9 +343,9 @@ def test_a_scheduler_that_adds_noise_itself_is_refused(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["sd3", "sd15"])
 def test_windows_that_cannot_be(name: str) -> None:
     r = recorded(name, False)
-    with pytest.raises(ModelError, match="the last denoising step is deterministic and has no log-probability"):
+    with pytest.raises(ModelError, match=r"last denoising step .*window"):
         record(r.pipe, r.call, kernel=r.kernel, window=[2, 3])
-    with pytest.raises(ModelError, match=r"the window names steps \[1, 7\], but the pipeline took 4 steps"):
+    with pytest.raises(ModelError, match=r"window .*\[1, 7\].* 4 steps"):
         record(r.pipe, r.call, kernel=r.kernel, window=[1, 7])
 
 
@@ -344,7 +367,7 @@ def test_replays_that_cannot_be() -> None:
     with pytest.raises(ReplayError, match="recorded with probe=True"):
         gradients(r, tape, index=[0, 1])
     assert gradients(r, tape)[1] == 0.0
-    with pytest.raises(ReplayError, match=r"steps \[1, 9\] cannot be replayed: the tape has 4 steps"):
+    with pytest.raises(ReplayError, match=r"steps \[1, 9\].* 4 steps"):
         gradients(r, steps=[1, 9])
     _, ode = record(r.pipe, r.call, noise_level=0.0, generators=tiny.generators())
     with pytest.raises(ReplayError, match=r"steps \[\] cannot be replayed"):

@@ -86,7 +86,7 @@ def test_latents_that_do_not_arrive_as_recorded_stop_the_replay(sd3: Recorded) -
     after_each_step(sd3, lambda pipe, i, values: {"latents": values["latents"] + torch.rand(())} if i == 1 else None)
     rolled_out(sd3)
     gradients(sd3, steps=[0, 1])
-    with pytest.raises(ReplayError, match="did not arrive at the recorded latents at step 2"):
+    with pytest.raises(ReplayError, match="recorded latents at step 2"):
         gradients(sd3)
 
 
@@ -97,7 +97,7 @@ def test_a_method_that_the_rollout_did_not_call_stops_the_replay(sd3: Recorded) 
 
     after_each_step(sd3, encode_again)
     rolled_out(sd3)
-    with pytest.raises(ReplayError, match="the replay calls encode_prompt, which the rollout did not call"):
+    with pytest.raises(ReplayError, match="replay calls encode_prompt"):
         gradients(sd3)
 
 
@@ -152,7 +152,7 @@ def test_fewer_steps_than_recorded_stop_the_replay(sd3: Recorded) -> None:
     rolled_out(sd3)
     assert len(sd3.tape.steps) == 4
     gradients(sd3, steps=[0, 1])
-    with pytest.raises(ReplayError, match="ended before trained step 2: it took fewer steps"):
+    with pytest.raises(ReplayError, match="ended before trained step 2"):
         gradients(sd3)
 
 
@@ -163,7 +163,7 @@ def test_another_call_of_the_denoiser_stops_the_replay(sd3: Recorded) -> None:
 
     after_each_step(sd3, denoise_again)
     rolled_out(sd3)
-    with pytest.raises(ReplayError, match="the replay calls transformer at step 1, which the rollout did not do"):
+    with pytest.raises(ReplayError, match="replay calls transformer at step 1"):
         gradients(sd3, steps=[2])
 
 

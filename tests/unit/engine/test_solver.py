@@ -304,14 +304,14 @@ def test_compressions_that_cannot_be() -> None:
     for compression in (0.0, 1.1):
         with pytest.raises(ValueError, match=f"at most 1, got {compression}"):
             record(r.pipe, r.call, compression=compression)
-    with pytest.raises(ModelError, match="compression leaves step 2 out: stop at a step that is taken"):
+    with pytest.raises(ModelError, match=r"compression .*step 2.* stop at"):
         record(r.pipe, r.call, window=[0], compression=0.5, stop=2)
 
     def interrupt(pipe: Any, i: int, t: Any, values: dict[str, Any]) -> dict[str, Any]:
         pipe._interrupt = i == 2
         return {}
 
-    with pytest.raises(ModelError, match="expected 4 steps of one scheduler, but the pipeline took 3"):
+    with pytest.raises(ModelError, match=r"4 steps .*took 3.*sampling\.compression=1"):
         record(r.pipe, {**r.call, "callback_on_step_end": interrupt}, window=[0], compression=0.5)
 
 

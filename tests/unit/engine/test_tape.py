@@ -1,4 +1,4 @@
-"""What a tape says about the rollout it holds."""
+"""The components that a tape shows to be in the denoising loop."""
 
 import pytest
 

@@ -111,7 +111,7 @@ def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, logger="gerl"):
         policy = load_policy(ModelConfig(path=str(folder), lora_rank=2), 0.0, "cpu", 0)
     assert caplog.messages[0].endswith("/mine': running the code in my_pipeline.py, transformer/my_transformer.py")
-    assert caplog.messages[-1].endswith("reads no LoRA of transformer: use gerl.model.lora.load_lora(pipe, FOLDER)")
+    assert caplog.messages[-1].endswith("reads no LoRA of transformer: use gerl.utils.lora.load_lora(pipe, FOLDER)")
     assert type(policy.pipe).__name__ == "MyPipeline" and list(policy.denoisers) == ["transformer"]
     layers = {name.split(".lora_")[0] for name in policy.lora}
     assert layers == {f"transformer.layers.{i}.{part}" for i in (0, 1) for part in ("inner", "outer")}

@@ -98,19 +98,19 @@ def test_resolve(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("path", ["./missing", "/nowhere/at/all", "../missing", "~/missing-gerl-pipeline", "a/b/c"])
 def test_a_missing_folder(path: str) -> None:
-    with pytest.raises(ModelError, match=r"model\.path='.*' is no pipeline: the folder does not exist"):
+    with pytest.raises(ModelError, match=r"model\.path='.*folder does not exist"):
         load_pipeline(ModelConfig(path=path), "cpu")
 
 
 def test_a_name_that_is_neither_folder_nor_hub_id() -> None:
-    with pytest.raises(ModelError, match=r"model\.path='sings' is no pipeline: give a folder, a hub id .* or 'signs'"):
+    with pytest.raises(ModelError, match=r"model\.path='sings' .*folder.*hub id.*'signs'"):
         load_pipeline(ModelConfig(path="sings"), "cpu")
 
 
 def test_a_folder_or_file_that_is_no_pipeline(folders: Folders, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "file", folders["sd3"] / "transformer"):
-        with pytest.raises(ModelError, match="is no pipeline: the folder does not exist or has no model_index"):
+        with pytest.raises(ModelError, match=r"folder .*model_index"):
             load_pipeline(ModelConfig(path=str(path)), "cpu")
 
 

@@ -12,7 +12,7 @@ from gerl.config import ModelConfig
 from gerl.engine import record, replay
 from gerl.model.loading import load_policy
 from gerl.model.lora import add_lora
-from gerl.model.placement import Guests, bring, decode_in_fp32
+from gerl.model.placement import OffloadedComponents, decode_in_fp32, place
 
 
 class Moves:
@@ -39,16 +39,16 @@ def test_encoders_and_vae_are_on_the_device_only_while_they_run(monkeypatch: pyt
     call = tiny.call_for(case, guided=True) | {"output_type": "np"}
     plain, _ = record(pipe, call, generators=tiny.generators())
     moves = Moves(pipe, monkeypatch)
-    bring(pipe, {"transformer": pipe.transformer}, "cpu:0", offload=True)
-    guests = ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
-    assert moves.log == [("transformer", "cpu:0")] + [(name, "cpu") for name in guests]
+    place(pipe, {"transformer": pipe.transformer}, "cpu:0", offload=True)
+    offloaded = ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
+    assert moves.log == [("transformer", "cpu:0")] + [(name, "cpu") for name in offloaded]
 
     def visit(name: str) -> list[tuple[str, str]]:
         return [(name, "cpu:0"), (name, "cpu")]
 
     moves.log.clear()
     images, tape = record(pipe, call, generators=tiny.generators(), probe=False)
-    encoders = [move for name in guests[1:] for move in visit(name)]
+    encoders = [move for name in offloaded[1:] for move in visit(name)]
     # for the prompts and for the negative ones; the last one leaves for the denoiser, then the VAE comes and stays
     assert moves.log == encoders * 2 + [("vae", "cpu:0")]
     assert np.array_equal(images.images, plain.images)
@@ -61,32 +61,32 @@ def test_encoders_and_vae_are_on_the_device_only_while_they_run(monkeypatch: pyt
 def test_without_offload_everything_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tiny.build(tiny.CASES["sd15"])
     moves = Moves(pipe, monkeypatch)
-    bring(pipe, {"unet": pipe.unet}, "cpu:0", offload=False)
+    place(pipe, {"unet": pipe.unet}, "cpu:0", offload=False)
     assert sorted(moves.log) == [("text_encoder", "cpu:0"), ("unet", "cpu:0"), ("vae", "cpu:0")]
     assert not pipe.vae.decoder._forward_pre_hooks
 
 
-def test_a_guest_that_is_called_past_its_forward_is_fetched_with_its_inputs() -> None:
+def test_a_component_that_is_called_past_its_forward_is_fetched_with_its_inputs() -> None:
     inner = torch.nn.Linear(2, 2)
-    guest, denoiser = torch.nn.Sequential(torch.nn.Sequential(inner)), torch.nn.Identity()
-    guests = Guests([guest], [denoiser], "meta")  # a device that the inputs are not on
-    assert guests.present is None
-    assert inner(torch.ones(2)).is_meta and guests.present is guest and inner.weight.is_meta
-    assert guest(torch.ones(2)).is_meta
-    guests.present = None  # what is on meta cannot come back
+    component, denoiser = torch.nn.Sequential(torch.nn.Sequential(inner)), torch.nn.Identity()
+    offloaded = OffloadedComponents([component], [denoiser], "meta")  # a device that the inputs are not on
+    assert offloaded.present is None
+    assert inner(torch.ones(2)).is_meta and offloaded.present is component and inner.weight.is_meta
+    assert component(torch.ones(2)).is_meta
+    offloaded.present = None  # what is on meta cannot come back
     assert denoiser(torch.ones(2)).sum() == 2
 
 
-def test_a_compiled_denoiser_sends_guests_away() -> None:
-    guest, denoiser = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    guests = Guests([guest], [denoiser], "cpu")
+def test_a_compiled_denoiser_sends_offloaded_components_away() -> None:
+    component, denoiser = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    offloaded = OffloadedComponents([component], [denoiser], "cpu")
     denoiser.compile(backend="eager")
     x = torch.ones(2)
     for _ in range(2):
-        guest(x)
-        assert guests.present is guest
+        component(x)
+        assert offloaded.present is component
         assert torch.equal(denoiser(x), torch.nn.functional.linear(x, denoiser.weight, denoiser.bias))
-        assert guests.present is None
+        assert offloaded.present is None
 
 
 # --- precision

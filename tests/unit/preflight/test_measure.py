@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gerl.preflight import measure
-from gerl.preflight.measure import Line, capacity, measured, tensor_bytes, through
+from gerl.preflight.measure import Line, capacity, measured, through
 
 LINUX = Path("/proc/self/status").exists()
 
@@ -45,11 +45,6 @@ def test_without_proc_the_peak_is_that_of_the_process(tmp_path: Path, monkeypatc
     assert (measure._peak() or 0) > 10_000_000
     monkeypatch.setattr(measure, "resource", None)
     assert measured("cpu", lambda: None)[1].peak is None
-
-
-def test_shared_storage_counts_once() -> None:
-    whole = torch.zeros(10, 10)
-    assert tensor_bytes([whole, whole[:2], {"a": (torch.zeros(5), None, "text")}, torch.zeros(9, device="meta")]) == 420
 
 
 def test_a_line_through_two_sizes() -> None:
