@@ -1,26 +1,5 @@
-"""`python -m reward_models.serve scorer=NAME [key=value ...]`: a scorer over HTTP, for the scorer `remote` of a run.
+"""`python -m reward_models.serve scorer=NAME [key=value ...]`: a scorer over HTTP, for the scorer `remote` of a run."""
 
-scorer=ocr                 a scorer of gerl, or a name for your own
-path=FILE function=NAME    your own: a function (images, prompts, metadata, **kwargs) in a Python file
-kwargs.KEY=VALUE           keyword arguments of the scorer
-host=127.0.0.1 port=8000   where to listen; port=0 takes a free one
-token_env=NAME             the environment variable with the bearer token that clients must send
-token_file=FILE            or the file with it
-allow_anonymous=false      listen to other machines without a token
-replicas=1                 copies of the scorer, each in a process of its own
-gpus=null threads=null     of each replica; null shares out what there is
-max_batch_size=16          images scored at a time, from however many requests
-batch_wait_s=0.01          how long an image waits for others
-max_body_mb=64             largest request
-max_megapixels=256         most pixels of the images of a request, in millions
-max_in_flight=64           most requests at a time; more are answered 429
-rate_per_minute=0          most requests a minute; more are answered 429; 0: any number
-warm_prompt=TEXT           prompt and metadata of an image scored before the first request
-warm_metadata.KEY=VALUE
-warm_up=true               false: start without
-"""
-
-import difflib
 import ipaddress
 import logging
 import os
@@ -29,14 +8,16 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import Field as Range
 
+from gerl.commandline.arguments import Key, Parser
 from gerl.config import ScorerConfig
 from gerl.errors import ConfigError, DataError, GerlError, RewardError
 from gerl.protocol import Prompt
@@ -45,36 +26,35 @@ from reward_models.scoring import WARM_PROMPT
 
 logger = logging.getLogger("reward_models")
 
-Count = Annotated[int, Field(ge=1)]
-NESTED = ("kwargs", "warm_metadata")
+Count = Annotated[int, Range(ge=1)]
 WATCH_SECONDS = 1.0
 CLOSING_SECONDS = 10.0  # for the requests under way when the service is stopped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line; see the help of the module."""
+    """The keys of the command line; `HELP` explains them."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    scorer: Annotated[str, Field(pattern=r"^\w+$")]
+    scorer: Annotated[str, Range(pattern=r"^\w+$")]
     path: str | None = None
     function: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    port: Annotated[int, Range(ge=0, le=65535)] = 8000
     token_env: str | None = None
     token_file: str | None = None
     allow_anonymous: bool = False
     replicas: Count = 1
-    gpus: Annotated[float, Field(ge=0)] | None = None
+    gpus: Annotated[float, Range(ge=0)] | None = None
     threads: Count | None = None
     max_batch_size: Count = 16
-    batch_wait_s: Annotated[float, Field(ge=0, le=10)] = 0.01
+    batch_wait_s: Annotated[float, Range(ge=0, le=10)] = 0.01
     max_body_mb: Count = 64
     max_megapixels: Count = 256
     max_in_flight: Count = 64
-    rate_per_minute: Annotated[int, Field(ge=0)] = 0
+    rate_per_minute: Annotated[int, Range(ge=0)] = 0
     warm_prompt: str | None = None
     warm_metadata: dict[str, Any] = field(default_factory=dict)
     warm_up: bool = True
@@ -104,34 +84,65 @@ class Options:
         return token
 
 
+HELP = {
+    "scorer": "a scorer of gerl such as ocr, or a name for your own",
+    "path": "your own: a Python file with a function (images, prompts, metadata, **kwargs)",
+    "function": "the name of that function",
+    "kwargs": "keyword arguments of the scorer, as kwargs.KEY=VALUE",
+    "host": "where to listen",
+    "port": "where to listen; 0 takes a free one",
+    "token_env": "the environment variable with the bearer token that clients must send",
+    "token_file": "or the file with it",
+    "allow_anonymous": "true: listen to other machines without a token",
+    "replicas": "copies of the scorer, each in a process of its own",
+    "gpus": "GPUs of each replica; without it they share what there is",
+    "threads": "threads of each replica; without it they share what there is",
+    "max_batch_size": "images scored at a time, from however many requests",
+    "batch_wait_s": "how long an image waits for others",
+    "max_body_mb": "largest request",
+    "max_megapixels": "most pixels of the images of a request, in millions",
+    "max_in_flight": "most requests at a time; more are answered 429",
+    "rate_per_minute": "most requests a minute; more are answered 429; 0: any number",
+    "warm_prompt": "prompt of an image scored before the first request",
+    "warm_metadata": "metadata of that image, as warm_metadata.KEY=VALUE",
+    "warm_up": "false: start without that image",
+}
+
+
+def _yaml(text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _key(option: Field[Any]) -> Key:
+    named = option.default_factory is not MISSING
+    default = None if option.default is MISSING else option.default
+    required = option.default is MISSING and not named
+    return Key(option.name, HELP[option.name], _yaml, default, required, named)
+
+
+PARSER = Parser(
+    "the service",
+    "python -m reward_models.serve scorer=NAME [key=value ...]",
+    "Serve a scorer over HTTP, for the scorer remote of a run.",
+    [_key(option) for option in fields(Options)],
+)
+
+
 def parse(arguments: Sequence[str]) -> Options:
     """Options from `key=value` arguments; values are YAML, keys after a dot are those of `kwargs` or `warm_metadata`.
 
     Raises:
         ConfigError: an argument is not of this form, a key is unknown or given twice, or a value is wrong.
     """
-    known = [option.name for option in fields(Options)]
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        block, dot, inner = key.partition(".")
-        if not equals or (dot and (block not in NESTED or not inner)):
-            raise ConfigError(f"{argument!r} is not key=value: give arguments such as scorer=ocr kwargs.detect=true")
-        if block not in known:
-            near = difflib.get_close_matches(block, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise ConfigError(f"{key} is not a key of this command: {hint}")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        place = values.setdefault(block, {}) if dot else values
-        name = inner if dot else block
-        if not isinstance(place, dict) or name in place:
-            raise ConfigError(f"{key} is given twice: keep one")
-        place[name] = value
-    if "scorer" not in values:
-        raise ConfigError("no scorer is given: add scorer=NAME, such as scorer=ocr (--help lists the keys)")
+    values, _ = PARSER.parse(arguments)
+    for name in [key.name for key in PARSER.keys if key.named]:
+        whole = [value for inner, value in values[name] if inner is None]
+        if whole and len(values[name]) > 1:
+            raise ConfigError(f"{name} is given twice: keep one")
+        values[name] = whole[0] if whole else dict(values[name])
     try:
         return TypeAdapter(Options).validate_python(values, strict=False)
     except ValidationError as error:
@@ -148,9 +159,9 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
+        why = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
         raise ConfigError(
-            f"host={host} port={port} cannot be listened at ({reason}): take another port, or stop what uses it"
+            f"host={host} port={port} cannot be listened at ({why}): take another port, or stop what uses it"
         ) from None
 
 
@@ -248,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 after Ctrl-C or SIGTERM, 1 for an error, 2 for wrong arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(a in ("-h", "--help") for a in arguments):
-        sys.stdout.write(__doc__ or "")
+        sys.stdout.write(PARSER.help())
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logger.setLevel(logging.INFO)

@@ -1,8 +1,9 @@
-"""What every command line of gerl does around its work: help, log, exit codes."""
+"""The frame of every command line of gerl: help, log, exit codes, output folder."""
 
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from gerl.errors import ConfigError, GerlError, Interrupted
 
@@ -32,3 +33,11 @@ def run_command(argv: Sequence[str] | None, help_text: Callable[[], str], work: 
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def make_folder(out: Path) -> None:
+    """Create the output folder; raises `ConfigError` if that is not possible."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={out}: the folder cannot be made ({error.strerror}); choose another") from None

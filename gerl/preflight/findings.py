@@ -1,4 +1,4 @@
-"""What a preflight found: its numbers, what is wrong with them in sentences, and the text on the terminal."""
+"""The findings of a preflight: its numbers, sentences on what is wrong with them, and the text on the terminal."""
 
 import math
 import textwrap

@@ -1,4 +1,4 @@
-"""What a pipeline consists of, and where its LoRA is."""
+"""The components of a pipeline, and where its LoRA is."""
 
 from collections import Counter
 from collections.abc import Mapping
