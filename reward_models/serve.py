@@ -8,14 +8,13 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic import Field as Range
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gerl.commandline.arguments import Key, Parser
 from gerl.config import ScorerConfig
@@ -26,7 +25,8 @@ from reward_models.scoring import WARM_PROMPT
 
 logger = logging.getLogger("reward_models")
 
-Count = Annotated[int, Range(ge=1)]
+Count = Annotated[int, Field(ge=1)]
+NAMED = ("kwargs", "warm_metadata")
 WATCH_SECONDS = 1.0
 CLOSING_SECONDS = 10.0  # for the requests under way when the service is stopped
 
@@ -37,24 +37,24 @@ class Options:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    scorer: Annotated[str, Range(pattern=r"^\w+$")]
+    scorer: Annotated[str, Field(pattern=r"^\w+$")]
     path: str | None = None
     function: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
-    port: Annotated[int, Range(ge=0, le=65535)] = 8000
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
     token_env: str | None = None
     token_file: str | None = None
     allow_anonymous: bool = False
     replicas: Count = 1
-    gpus: Annotated[float, Range(ge=0)] | None = None
+    gpus: Annotated[float, Field(ge=0)] | None = None
     threads: Count | None = None
     max_batch_size: Count = 16
-    batch_wait_s: Annotated[float, Range(ge=0, le=10)] = 0.01
+    batch_wait_s: Annotated[float, Field(ge=0, le=10)] = 0.01
     max_body_mb: Count = 64
     max_megapixels: Count = 256
     max_in_flight: Count = 64
-    rate_per_minute: Annotated[int, Range(ge=0)] = 0
+    rate_per_minute: Annotated[int, Field(ge=0)] = 0
     warm_prompt: str | None = None
     warm_metadata: dict[str, Any] = field(default_factory=dict)
     warm_up: bool = True
@@ -116,18 +116,21 @@ def _yaml(text: str) -> object:
         return text
 
 
-def _key(option: Field[Any]) -> Key:
-    named = option.default_factory is not MISSING
-    default = None if option.default is MISSING else option.default
-    required = option.default is MISSING and not named
-    return Key(option.name, HELP[option.name], _yaml, default, required, named)
-
-
 PARSER = Parser(
     "the service",
     "python -m reward_models.serve scorer=NAME [key=value ...]",
     "Serve a scorer over HTTP, for the scorer remote of a run.",
-    [_key(option) for option in fields(Options)],
+    [
+        Key(
+            f.name,
+            HELP[f.name],
+            _yaml,
+            None if f.default is MISSING else f.default,
+            f.name == "scorer",
+            f.name in NAMED,
+        )
+        for f in fields(Options)
+    ],
 )
 
 
@@ -138,7 +141,7 @@ def parse(arguments: Sequence[str]) -> Options:
         ConfigError: an argument is not of this form, a key is unknown or given twice, or a value is wrong.
     """
     values, _ = PARSER.parse(arguments)
-    for name in [key.name for key in PARSER.keys if key.named]:
+    for name in NAMED:
         whole = [value for inner, value in values[name] if inner is None]
         if whole and len(values[name]) > 1:
             raise ConfigError(f"{name} is given twice: keep one")

@@ -11,7 +11,6 @@ from gerl.config import keys
 from gerl.errors import ConfigError
 
 WIDTH = 110  # characters of a line of the help
-Named = list[tuple[str | None, object]]  # values of a key that may be given as KEY=VALUE and as KEY.NAME=VALUE
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ class Key:
     default: object = None
     required: bool = False
     named: bool = False
+    choices: Sequence[str] = ()
 
     @property
     def advice(self) -> str:
@@ -48,22 +48,6 @@ def number(what: str, low: int = 0) -> Callable[[str], int]:
         return int(text)
 
     return read
-
-
-def choice(*choices: str) -> Callable[[str], str]:
-    """A reader of one of `choices`."""
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"choose {' or '.join(choices)}")
-        return text
-
-    return read
-
-
-def flag(text: str) -> bool:
-    """true or false."""
-    return choice("false", "true")(text) == "true"
 
 
 @dataclass(frozen=True)
@@ -91,7 +75,7 @@ class Parser:
         """
         own = {key.name: key for key in self.keys}
         values: dict[str, object] = {}
-        named: dict[str, Named] = {key.name: [] for key in self.keys if key.named}
+        named: dict[str, list[tuple[str | None, object]]] = {key.name: [] for key in self.keys if key.named}
         overrides: list[str] = []
         for argument in arguments:
             name, equals, text = argument.partition("=")
@@ -141,6 +125,8 @@ class Parser:
 def _value(key: Key, name: str, text: str) -> object:
     if not text.strip():
         raise ConfigError(f"{name} is empty: give {key.advice}{'' if key.required else ', or leave it out'}")
+    if key.choices and text not in key.choices:
+        raise ConfigError(f"{name}={text}: choose {' or '.join(key.choices)}")
     try:
         return key.read(text)
     except ValueError as error:

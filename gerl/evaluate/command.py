@@ -1,13 +1,9 @@
 """The base model against LoRAs on the same noise: `python -m gerl.evaluate lora=FOLDER out=FOLDER [key=value ...]`."""
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gerl.cluster import Cluster
 from gerl.commandline.arguments import Key, Parser, number, to_path
@@ -24,6 +20,7 @@ from gerl.rewards.checks import read_prompts
 from gerl.rewards.rows import check_any_scored, check_columns, stop_at_failure
 from gerl.run.checkpoint import MANIFEST, find_checkpoint
 from gerl.run.signals import Signals
+from gerl.run.tracking import image_progress
 
 logger = logging.getLogger("gerl")
 
@@ -128,11 +125,9 @@ def run(request: Request) -> Evaluation:
     for name, file in request.loras.items():
         logger.info("%s: %s", name, file)
     rows: list[Drawn] = []
-    shown = config.logger.progress
-    progress = tqdm(total=total, unit="image", disable=not shown)
     try:
         # Ray sets a SIGTERM handler of its own when it starts: ours come after it
-        with machines as cluster, Signals(), logging_redirect_tqdm() if shown else contextlib.nullcontext(), progress:
+        with machines as cluster, Signals(), image_progress(total, config.logger.progress) as progress:
             for part in draw(config, request.loras, request.images, prompts, cluster):
                 rows += part
                 progress.update(len(part))

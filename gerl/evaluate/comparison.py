@@ -124,13 +124,8 @@ def drawn(variant: str, samples: Sequence[Sample], scores: Scores, images: Image
     rows = []
     for i, sample in enumerate(samples):
         place = (sample.prompt.id, sample.prompt.text, sample.index, sample.seed, variant)
-        rows.append(Drawn(*place, *row_of(scores, i), picture(images.pixels[i]), pictures_of(sample.prompt)))
+        rows.append(Drawn(*place, *row_of(scores, i), thumbnail(images.pixels[i], WIDTH), pictures_of(sample.prompt)))
     return rows
-
-
-def picture(pixels: np.ndarray) -> str:
-    """An image [H, W, 3] or video [F, H, W, 3], uint8, as a data URI of at most 384 pixels width."""
-    return thumbnail(pixels, WIDTH)
 
 
 def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> tuple[float, float]:

@@ -3,20 +3,20 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from gerl.evaluate.comparison import BASE, CONFIDENCE, RESAMPLES, Drawn, Estimate, Result, Results, columns, picture
+from gerl.evaluate.comparison import BASE, CONFIDENCE, RESAMPLES, WIDTH, Drawn, Estimate, Result, Results, columns
+from gerl.pages.images import thumbnail
 from gerl.pages.page import Card, Line, Picture, card_page, show
 from gerl.rewards.rows import TOTAL
 from gerl.utils.condition_images import read_picture
-from gerl.utils.files import csv_text, write_file
+from gerl.utils.files import csv_text, finite, write_file
 
 COLUMNS = ("prompt_id", "image", "seed", "variant", "prompt", TOTAL, "failure")  # of scores.csv, beside the scorers'
 HEAD = ("variant", "column", "prompts", "mean", "95 % interval", "to base", "95 % interval", "wins", "95 % interval")
-Numbers = dict[str, float | None] | None  # an estimate in summary.json
 
 
 def table(results: Results) -> str:
@@ -59,7 +59,8 @@ def write_files(
         | {"prompt": row.prompt, **row.values, "failure": row.failure}
         for row in rows
     ]
-    summary = {**facts, "confidence": CONFIDENCE, "resamples": RESAMPLES, "results": _plain(results)}
+    plain = {column: {v: asdict(result) for v, result in variants.items()} for column, variants in results.items()}
+    summary = {**facts, "confidence": CONFIDENCE, "resamples": RESAMPLES, "results": finite(plain)}
     contents = {
         "scores.csv": csv_text([*COLUMNS[:-1], *columns(rows)[1:], COLUMNS[-1]], cells),
         "summary.json": json.dumps(summary, indent=1, ensure_ascii=False) + "\n",
@@ -68,22 +69,6 @@ def write_files(
     for name, content in contents.items():
         write_file(folder / name, content)
     return [folder / name for name in contents]
-
-
-def _plain(results: Results) -> dict[str, dict[str, dict[str, Numbers]]]:
-    """The results as JSON has them: null where a number is missing."""
-
-    def numbers(found: Estimate | None) -> Numbers:
-        given = {} if found is None else asdict(found)
-        return {k: None if math.isnan(v) else v for k, v in given.items()} or None
-
-    return {
-        column: {
-            variant: {f.name: numbers(getattr(result, f.name)) for f in fields(result)}
-            for variant, result in variants.items()
-        }
-        for column, variants in results.items()
-    }
 
 
 def page(title: str, rows: Sequence[Drawn], results: Results) -> str:
@@ -117,7 +102,8 @@ def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]]) -> Card
     """The row of a prompt and image, the pictures that were given with the prompt first."""
     base = drawn[BASE]
     pictures = [
-        Picture(picture(np.asarray(read_picture(path))), "given with the prompt", note="given") for path in base.given
+        Picture(thumbnail(np.asarray(read_picture(path)), WIDTH), "given with the prompt", note="given")
+        for path in base.given
     ]
     for variant, row in drawn.items():
         gain = None if variant == BASE else _value(drawn, TOTAL, variant)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from gerl.commandline.arguments import Key, Parser, choice, flag, number, to_path
+from gerl.commandline.arguments import Key, Parser, number, to_path
 from gerl.commandline.command import run_command
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.files import lora_files, merged_pipeline, write_files
@@ -31,14 +31,14 @@ PARSER = Parser(
         Key(
             "format",
             "diffusers, peft, kohya (also for ComfyUI), or merged: the whole pipeline with the LoRA in its weights",
-            choice("diffusers", "peft", "kohya", "merged"),
             default="diffusers",
+            choices=("diffusers", "peft", "kohya", "merged"),
         ),
         Key(
             "weights",
             "ema: the averaged weights, with which the run validates; or raw: those of the last optimizer step",
-            choice("ema", "raw"),
             default="ema",
+            choices=("ema", "raw"),
         ),
         Key(
             "step",
@@ -49,8 +49,9 @@ PARSER = Parser(
         Key(
             "overwrite",
             "true: write into a folder that has files; those of the same name are replaced, others stay",
-            flag,
+            lambda text: text == "true",
             default=False,
+            choices=("false", "true"),
         ),
     ),
 )

@@ -35,25 +35,14 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Histogram:
-    """A cell of the table: how many values of the column `name` lie in each of equal parts."""
-
-    name: str
-    counts: Sequence[int]
-
-    @property
-    def bars(self) -> list[tuple[int, float, int]]:
-        """Place, height (at most 30) and count of the parts that are not empty."""
-        tallest = max(self.counts)
-        return [(i, round(30 * count / tallest, 2), count) for i, count in enumerate(self.counts) if count]
-
-
-@dataclass(frozen=True)
 class Line:
-    """A line of the table, whose name is a button that sorts the cards; `first` of those that belong together."""
+    """A line of the table, whose name is a button that sorts the cards; `first` of those that belong together.
+
+    A cell of numbers is shown as a histogram: so many values of the column lie in each of equal parts.
+    """
 
     name: str
-    cells: Sequence[str | Histogram]
+    cells: Sequence[str | Sequence[int]]
     first: bool = False
 
 

@@ -11,11 +11,10 @@ TOTAL = "total"  # the column that scorers are summed up in
 
 
 class Row(Protocol):
-    """An image with its value in each column, None where there is none, which `failure` explains."""
+    """An image, `label` in messages, with its value in each column, None where there is none: `failure` says why."""
 
     @property
-    def label(self) -> str:
-        """How a message calls the image."""
+    def label(self) -> str: ...
 
     @property
     def values(self) -> Mapping[str, float | None]: ...

@@ -3,7 +3,6 @@
 A checkpoint is the folder `step_N` with the caller's files, `state.json` and `manifest.json` (sha256 and size of each).
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -12,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -164,12 +163,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
                 f"step={step}: {folder} has no checkpoint of this step, but of {', '.join(map(str, paths))}"
             )
         return folder, load_checkpoint(paths[step]), f"step {step}, as asked for"
-    intact = []
-    for path in paths.values():
-        try:
-            intact.append(load_checkpoint(path))
-        except CheckpointError as error:
-            log.warning("%s; it is passed over", error)
+    intact = _intact(paths.values(), logging.WARNING)
     if not intact:
         raise CheckpointError(f"run={folder}: all its checkpoints are damaged, of step {', '.join(map(str, paths))}")
     if best := _best(intact):
@@ -185,10 +179,7 @@ def prune(root: Path, keep: int) -> None:
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: keep at least one checkpoint")
-    intact = []
-    for path in checkpoint_paths(root):
-        with contextlib.suppress(CheckpointError):
-            intact.append(load_checkpoint(path))
+    intact = _intact(checkpoint_paths(root), logging.DEBUG)
     best = _best(intact)
     kept = {c.path for c in intact[-keep:]} | ({best.path} if best else set())
     doomed = [c.path for c in intact if c.path not in kept]
@@ -273,6 +264,17 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is not a JSON object")
     return value
+
+
+def _intact(paths: Iterable[Path], level: int) -> list[Checkpoint]:
+    """The checkpoints that verify, in order; the others are logged at `level`."""
+    intact = []
+    for path in paths:
+        try:
+            intact.append(load_checkpoint(path))
+        except CheckpointError as error:
+            log.log(level, "%s; it is passed over", error)
+    return intact
 
 
 def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:

@@ -25,7 +25,7 @@ from gerl.pages.page import Card, Picture, descending, render
 from gerl.run.charts import TIMING_TOTALS, Rows, reward_charts, series, small_charts, timing_parts
 from gerl.run.checkpoint import checkpoint_paths
 from gerl.run.tracking import read_metrics
-from gerl.utils.files import write_file, writing
+from gerl.utils.files import finite, write_file, writing
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ def save_validation(
         raise ValueError(f"expected {len(prompts)} rewards of each scorer, one per prompt")
     values = {
         "step": step,
-        "rewards": _finite(totals),
-        "by_scorer": {name: _finite(scores) for name, scores in by_scorer.items()},
+        "rewards": finite(totals),
+        "by_scorer": finite(by_scorer),
         "prompts": list(prompts),
     }
     buffer = io.BytesIO()
@@ -129,10 +129,6 @@ def write_report(run_dir: Path) -> Path:
 
 def _validation_path(run_dir: Path, step: int) -> Path:
     return run_dir / "validation" / f"step_{step:06d}.json"
-
-
-def _finite(values: Sequence[float | None]) -> list[float | None]:
-    return [float(v) if v is not None and math.isfinite(v) else None for v in values]
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:

@@ -1,28 +1,31 @@
 """Look at a reward before training on it: `python -m gerl.score images=FOLDER out=FOLDER [key=value ...]`."""
 
-import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
+import numpy as np
 
+from gerl.cluster import Cluster, Pending
 from gerl.commandline.arguments import Key, Parser, number, to_path
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
-from gerl.config import Config
+from gerl.config import ClusterConfig, Config, RewardConfig
 from gerl.errors import ConfigError, DataError
+from gerl.pages.images import thumbnail
+from gerl.protocol import Images, Sample, Scores
 from gerl.rewards.checks import check_reward
-from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, stop_at_failure
+from gerl.rewards.manager import RewardManager
+from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, row_of, stop_at_failure
 from gerl.rewards.scorers import SCORERS
 from gerl.run.signals import Signals
+from gerl.run.tracking import image_progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
-from gerl.score.inputs import read_items, read_pixels
-from gerl.score.scoring import score
+from gerl.score.inputs import Item, read_items, read_pixels
 
 logger = logging.getLogger("gerl")
+WIDTH = 256  # pixels, to which wider images are reduced in the gallery
 
 PARSER = Parser(
     "scoring",
@@ -89,10 +92,8 @@ def run(request: Request) -> list[ScoredImage]:
     make_folder(request.out)
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}
-    shown = request.config.logger.progress
-    progress = tqdm(total=len(items), unit="image", disable=not shown)
     try:
-        with Signals(), logging_redirect_tqdm() if shown else contextlib.nullcontext(), progress:
+        with Signals(), image_progress(len(items), request.config.logger.progress) as progress:
             for batch, scored in score(reward, items, request.batch):
                 images |= zip(batch, scored, strict=True)
                 progress.update(len(batch))
@@ -119,6 +120,51 @@ def parse(arguments: Sequence[str]) -> Request:
     config = compose_run(overrides).config
     check_columns(config.reward, COLUMNS)
     return Request(**values | {"batch": values["batch"] or config.rollout.micro_batch_size}, config=config)
+
+
+def score(
+    reward: RewardConfig, items: Sequence[Item], batch_size: int
+) -> Iterator[tuple[list[int], list[ScoredImage]]]:
+    """Score batches of images; yields the indices of a batch and the images with their scores.
+
+    The images of a prompt are a group: where a scorer compares them, they are in one batch, which may then be larger.
+    """
+    with Cluster(ClusterConfig(launcher="local")) as here:
+        manager = RewardManager(reward, here)
+        groups: dict[str, list[int]] = {}
+        for i, item in enumerate(items):
+            groups.setdefault(item.prompt.text, []).append(i)
+        ids = {text: number for number, text in enumerate(groups)}
+        together = list(groups.values()) if manager.groupwise else [[i] for i in range(len(items))]
+        for batch in _batches(together, batch_size):
+            chosen = [items[i] for i in batch]
+            prompts = [replace(item.prompt, id=ids[item.prompt.text]) for item in chosen]
+            images = Images(0, [read_pixels(item) for item in chosen], 0.0)
+            samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
+            scores = _scores(manager, samples, images)
+            yield batch, [_scored(item, images.pixels[i], scores, i) for i, item in enumerate(chosen)]
+
+
+def _scores(manager: RewardManager, samples: list[Sample], images: Images) -> Scores:
+    read = [Pending("image reader", value=images)]
+    (scores,) = manager.open([samples], read.__getitem__).finish()
+    return scores
+
+
+def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:
+    """Batches of at least one of `together` and, beyond that, at most `size` indices."""
+    batch: list[int] = []
+    for members in together:
+        if batch and len(batch) + len(members) > size:
+            yield batch
+            batch = []
+        batch = batch + members
+    if batch:
+        yield batch
+
+
+def _scored(item: Item, pixels: np.ndarray, scores: Scores, i: int) -> ScoredImage:
+    return ScoredImage(item.path, item.name, item.prompt.text, thumbnail(pixels, WIDTH), *row_of(scores, i))
 
 
 def write(request: Request, images: Sequence[ScoredImage]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gerl.pages.page import Card, Histogram, Line, Picture, card_page, show
+from gerl.pages.page import Card, Line, Picture, card_page, show
 from gerl.rewards.rows import TOTAL
 from gerl.utils.files import csv_text, write_file
 
@@ -96,8 +96,8 @@ def write_gallery(path: Path, title: str, images: Sequence[ScoredImage], weights
 def _line(summary: Summary, weights: Mapping[str, float]) -> Line:
     weight = f"{weights[summary.name]:g}" if summary.name in weights else ""
     numbers = (summary.mean, summary.std, summary.low, summary.median, summary.high)
-    shape = Histogram(summary.name, summary.bins) if summary.bins else "all the same" if summary.count else ""
-    return Line(summary.name, [weight, str(summary.count), *map(show, numbers), shape])
+    flat = "all the same" if summary.count else ""
+    return Line(summary.name, [weight, str(summary.count), *map(show, numbers), summary.bins or flat])
 
 
 def _card(image: ScoredImage) -> Card:

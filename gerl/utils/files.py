@@ -1,12 +1,14 @@
-"""Files and folders that are written completely or not at all."""
+"""Files and folders that are written completely or not at all, and the tables and numbers in them."""
 
 import contextlib
 import csv
 import io
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -42,6 +44,15 @@ def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> st
     writer.writeheader()
     writer.writerows(rows)
     return table.getvalue()
+
+
+def finite(value: Any) -> Any:
+    """A nested value as JSON has it: null for NaN and infinities, lists for tuples."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(out: Path, fill: Callable[[Path], None]) -> list[Path]:

@@ -1,5 +1,4 @@
 import csv
-import html.parser
 import json
 import math
 import re
@@ -9,43 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from html_page import Page
 
 from gerl.errors import GerlError
 from gerl.score.gallery import BINS, ScoredImage, summarise, write_gallery, write_tables
 
 PIXEL = "data:image/png;base64,AA=="
-
-
-class Page(html.parser.HTMLParser):
-    """Checks that elements are closed and collects what a browser would load, and the text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loaded: list[str] = []
-        self.values: list[list[float | None]] = []
-        self.bars: list[int] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.loaded += [given[name] for name in ("src", "href", "srcset", "data") if name in given]
-        if "data-values" in given:
-            self.values.append(json.loads(given["data-values"]))
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-2:] == ["rect", "title"]:
-            self.bars.append(int(data))
-        elif data.strip() and self.open[-1] not in ("style", "script"):
-            self.words.append(data.strip())
 
 
 def card(name: str, total: float | None, failure: str = "", **values: float | None) -> ScoredImage:
