@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from gerl.commandline.arguments import Key, Parser
+from gerl.commandline.arguments import Parser, key
 from gerl.config import ScorerConfig
 from gerl.errors import ConfigError, DataError, GerlError, RewardError
 from gerl.protocol import Prompt
@@ -26,38 +26,41 @@ from reward_models.scoring import WARM_PROMPT
 logger = logging.getLogger("reward_models")
 
 Count = Annotated[int, Field(ge=1)]
-NAMED = ("kwargs", "warm_metadata")
 WATCH_SECONDS = 1.0
 CLOSING_SECONDS = 10.0  # for the requests under way when the service is stopped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keys of the command line; `HELP` explains them."""
+    """The keys of the command line."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    scorer: Annotated[str, Field(pattern=r"^\w+$")]
-    path: str | None = None
-    function: str = "compute_score"
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    token_env: str | None = None
-    token_file: str | None = None
-    allow_anonymous: bool = False
-    replicas: Count = 1
-    gpus: Annotated[float, Field(ge=0)] | None = None
-    threads: Count | None = None
-    max_batch_size: Count = 16
-    batch_wait_s: Annotated[float, Field(ge=0, le=10)] = 0.01
-    max_body_mb: Count = 64
-    max_megapixels: Count = 256
-    max_in_flight: Count = 64
-    rate_per_minute: Annotated[int, Field(ge=0)] = 0
-    warm_prompt: str | None = None
-    warm_metadata: dict[str, Any] = field(default_factory=dict)
-    warm_up: bool = True
+    scorer: Annotated[str, Field(pattern=r"^\w+$")] = key(
+        "a scorer of gerl such as ocr, or a name for your own", required=True
+    )
+    path: str | None = key("your own: a Python file with a function (images, prompts, metadata, **kwargs)")
+    function: str = key("the name of that function", "compute_score")
+    kwargs: dict[str, Any] = key("keyword arguments of the scorer, as kwargs.KEY=VALUE", {})
+    host: str = key("where to listen", "127.0.0.1")
+    port: Annotated[int, Field(ge=0, le=65535)] = key("where to listen; 0 takes a free one", 8000)
+    token_env: str | None = key("the environment variable with the bearer token that clients must send")
+    token_file: str | None = key("or the file with it")
+    allow_anonymous: bool = key("true: listen to other machines without a token", False)
+    replicas: Count = key("copies of the scorer, each in a process of its own", 1)
+    gpus: Annotated[float, Field(ge=0)] | None = key("GPUs of each replica; without it they share what there is")
+    threads: Count | None = key("threads of each replica; without it they share what there is")
+    max_batch_size: Count = key("images scored at a time, from however many requests", 16)
+    batch_wait_s: Annotated[float, Field(ge=0, le=10)] = key("how long an image waits for others", 0.01)
+    max_body_mb: Count = key("largest request", 64)
+    max_megapixels: Count = key("most pixels of the images of a request, in millions", 256)
+    max_in_flight: Count = key("most requests at a time; more are answered 429", 64)
+    rate_per_minute: Annotated[int, Field(ge=0)] = key(
+        "most requests a minute; more are answered 429; 0: any number", 0
+    )
+    warm_prompt: str | None = key("prompt of an image scored before the first request")
+    warm_metadata: dict[str, Any] = key("metadata of that image, as warm_metadata.KEY=VALUE", {})
+    warm_up: bool = key("false: start without that image", True)
 
     def config(self) -> ScorerConfig:
         """The scorer as a run would be given it; its file absolute, as replicas may start elsewhere."""
@@ -84,32 +87,7 @@ class Options:
         return token
 
 
-HELP = {
-    "scorer": "a scorer of gerl such as ocr, or a name for your own",
-    "path": "your own: a Python file with a function (images, prompts, metadata, **kwargs)",
-    "function": "the name of that function",
-    "kwargs": "keyword arguments of the scorer, as kwargs.KEY=VALUE",
-    "host": "where to listen",
-    "port": "where to listen; 0 takes a free one",
-    "token_env": "the environment variable with the bearer token that clients must send",
-    "token_file": "or the file with it",
-    "allow_anonymous": "true: listen to other machines without a token",
-    "replicas": "copies of the scorer, each in a process of its own",
-    "gpus": "GPUs of each replica; without it they share what there is",
-    "threads": "threads of each replica; without it they share what there is",
-    "max_batch_size": "images scored at a time, from however many requests",
-    "batch_wait_s": "how long an image waits for others",
-    "max_body_mb": "largest request",
-    "max_megapixels": "most pixels of the images of a request, in millions",
-    "max_in_flight": "most requests at a time; more are answered 429",
-    "rate_per_minute": "most requests a minute; more are answered 429; 0: any number",
-    "warm_prompt": "prompt of an image scored before the first request",
-    "warm_metadata": "metadata of that image, as warm_metadata.KEY=VALUE",
-    "warm_up": "false: start without that image",
-}
-
-
-def _yaml(text: str) -> object:
+def _yaml(option: object, hint: object, text: str) -> object:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -120,17 +98,8 @@ PARSER = Parser(
     "the service",
     "python -m reward_models.serve scorer=NAME [key=value ...]",
     "Serve a scorer over HTTP, for the scorer remote of a run.",
-    [
-        Key(
-            f.name,
-            HELP[f.name],
-            _yaml,
-            None if f.default is MISSING else f.default,
-            f.name == "scorer",
-            f.name in NAMED,
-        )
-        for f in fields(Options)
-    ],
+    Options,
+    read=_yaml,
 )
 
 
@@ -140,8 +109,8 @@ def parse(arguments: Sequence[str]) -> Options:
     Raises:
         ConfigError: an argument is not of this form, a key is unknown or given twice, or a value is wrong.
     """
-    values, _ = PARSER.parse(arguments)
-    for name in NAMED:
+    values, _ = PARSER.values(arguments)
+    for name in values.keys() & {"kwargs", "warm_metadata"}:
         whole = [value for inner, value in values[name] if inner is None]
         if whole and len(values[name]) > 1:
             raise ConfigError(f"{name} is given twice: keep one")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gerl.cluster import Cluster
-from gerl.commandline.arguments import Key, Parser, number, to_path
+from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
 from gerl.config import Config
@@ -24,28 +24,36 @@ from gerl.run.tracking import image_progress
 
 logger = logging.getLogger("gerl")
 
-LORA = Key(
-    "lora",
-    "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, of which the best checkpoint counts; "
-    "several: lora=A,B, or lora.NAME=A lora.OTHER=B, where the names are what they are called in the results",
-    named=True,
-)
+LORA = "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, of which the best checkpoint counts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The keys of the command line."""
+
+    model: str | None = key("the pipeline: hub id, folder, or signs; default: that of the configuration")
+    lora: list[tuple[str | None, str]] = key(
+        f"{LORA}; several: lora=A,B, or lora.NAME=A lora.OTHER=B, where the names are what they are called in the "
+        "results",
+        [],
+    )
+    prompts: str | None = key(
+        ".txt, .jsonl or .parquet file, or the name of a list of gerl's; default: validation.data"
+    )
+    out: Path | None = key("folder for scores.csv, summary.json and gallery.html", required=True)
+    images: int = key(
+        "images of each prompt: the first from the noise of the trainer's validation, the others from other noise",
+        1,
+        unit="a number of images, at least 1",
+        low=1,
+    )
+
+
 PARSER = Parser(
     "evaluation",
     "python -m gerl.evaluate [model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
     "Draw prompts from the same noise with the base model and with LoRAs, score and compare the images.",
-    (
-        Key("model", "the pipeline: hub id, folder, or signs; default: that of the configuration"),
-        LORA,
-        Key("prompts", ".txt, .jsonl or .parquet file, or the name of a list of gerl's; default: validation.data"),
-        Key("out", "folder for scores.csv, summary.json and gallery.html", to_path, required=True),
-        Key(
-            "images",
-            "images of each prompt: the first from the noise of the trainer's validation, the others from other noise",
-            number("a number of images, at least 1", 1),
-            default=1,
-        ),
-    ),
+    Options,
     passed=("experiment", "data.prompt_key", "logger.progress"),
     blocks=("sampling", "validation", "reward", "model", "cluster"),
     notes="Without experiment=NAME|FILE.yaml the configuration is the config.yaml of the run that a LoRA lies in; else "
@@ -105,7 +113,8 @@ def evaluate(
     else:
         given = [(None, str(path)) for path in ([lora] if isinstance(lora, str | Path) else lora)]
     chosen = [*([f"experiment={experiment}"] if experiment else []), *overrides]
-    return run(prepare(model, given, prompts, None if out is None else to_path(str(out)), images, chosen))
+    place = None if out is None else Path(out).expanduser()
+    return run(prepare(Options(model=model, lora=given, prompts=prompts, out=place, images=images), chosen))
 
 
 def run(request: Request) -> Evaluation:
@@ -144,27 +153,21 @@ def run(request: Request) -> Evaluation:
 
 def parse(arguments: Sequence[str]) -> Request:
     """The command line as a request; raises `GerlError` for what is missing, unknown or contradicts itself."""
-    values, overrides = PARSER.parse(arguments)
-    loras = [(name, path) for name, text in values["lora"] for path in ([text] if name else text.split(","))]
-    return prepare(values["model"], loras, values["prompts"], values["out"], values["images"], overrides)
+    options, overrides = PARSER.parse(arguments)
+    loras = [(name, path) for name, text in options.lora for path in ([text] if name else text.split(","))]
+    return prepare(replace(options, lora=loras), overrides)
 
 
-def prepare(
-    model: str | None,
-    loras: Sequence[tuple[str | None, str]],
-    prompts: str | None,
-    out: Path | None,
-    images: int,
-    overrides: Sequence[str],
-) -> Request:
+def prepare(options: Options, overrides: Sequence[str]) -> Request:
     """The request of what was given, LoRAs as (name or None, path); raises `GerlError` where it does not go together.
 
     Without an `experiment` among the overrides, the configuration is that of the run which a LoRA lies in; else that of
     the signs demo for its model, and the defaults for another.
     """
-    if images < 1:
-        raise ConfigError(f"images={images}: it must be a number of images, at least 1")
-    files = name_loras([(name, path, find_lora(path)) for name, path in loras])
+    model = options.model
+    if options.images < 1:
+        raise ConfigError(f"images={options.images}: it must be a number of images, at least 1")
+    files = name_loras([(name, path, find_lora(path)) for name, path in options.lora])
     chosen = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
     if not chosen:
         default = "signs" if model in (None, *SHIPPED) else "plain"
@@ -173,12 +176,12 @@ def prepare(
     config = compose_run(overrides).config
     if model is not None:
         config = replace(config, model=replace(config.model, path=model))
-    if prompts is not None:
-        config = replace(config, validation=replace(config.validation, data=prompts))
+    if options.prompts is not None:
+        config = replace(config, validation=replace(config.validation, data=options.prompts))
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen[-1]} has no validation.data: give prompts=FILE")
     check_columns(config.reward, COLUMNS)
-    return Request(config, chosen[-1], files, out, images)
+    return Request(config, chosen[-1], files, options.out, options.images)
 
 
 def find_lora(source: str) -> Path:
@@ -192,7 +195,7 @@ def find_lora(source: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise ConfigError(f"lora={source}: there is no such file or folder; give {LORA.text.split(';')[0]}")
+        raise ConfigError(f"lora={source}: there is no such file or folder; give {LORA}")
     if (path / "checkpoints").is_dir():
         _, checkpoint, why = find_checkpoint(path)
         logger.info("lora=%s: the checkpoint of %s", source, why)

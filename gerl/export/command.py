@@ -5,10 +5,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
-from gerl.commandline.arguments import Key, Parser, number, to_path
+from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.files import lora_files, merged_pipeline, write_files
@@ -21,60 +22,44 @@ from gerl.utils.tensors import unpack_tensors
 
 logger = logging.getLogger("gerl")
 
-PARSER = Parser(
-    "the export",
-    "python -m gerl.export run=FOLDER out=FOLDER [format=NAME] [key=value ...]",
-    "Write the LoRA of a run in the files of another program.",
-    (
-        Key("run", "a run folder, or one of its checkpoints/step_N", to_path, required=True),
-        Key("out", "folder for the files", to_path, required=True),
-        Key(
-            "format",
-            "diffusers, peft, kohya (also for ComfyUI), or merged: the whole pipeline with the LoRA in its weights",
-            default="diffusers",
-            choices=("diffusers", "peft", "kohya", "merged"),
-        ),
-        Key(
-            "weights",
-            "ema: the averaged weights, with which the run validates; or raw: those of the last optimizer step",
-            default="ema",
-            choices=("ema", "raw"),
-        ),
-        Key(
-            "step",
-            "the checkpoint of this trainer step; default: the one with the best held-out reward, else the newest",
-            number("the number of a trainer step"),
-        ),
-        Key("model", "the pipeline the LoRA belongs to, hub id or folder; default: model.path of the run"),
-        Key(
-            "overwrite",
-            "true: write into a folder that has files; those of the same name are replaced, others stay",
-            lambda text: text == "true",
-            default=False,
-            choices=("false", "true"),
-        ),
-    ),
-)
 KINDS = {"ema": "ema/", "raw": "lora/"}  # where a checkpoint keeps them
 STATE = "state.safetensors"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """The values of the command line."""
+    """The keys of the command line."""
 
-    run: Path
-    out: Path
-    format: str
-    weights: str
-    step: int | None
-    model: str | None
-    overwrite: bool
+    run: Path = key("a run folder, or one of its checkpoints/step_N", required=True)
+    out: Path = key("folder for the files", required=True)
+    format: Literal["diffusers", "peft", "kohya", "merged"] = key(
+        "diffusers, peft, kohya (also for ComfyUI), or merged: the whole pipeline with the LoRA in its weights",
+        "diffusers",
+    )
+    weights: Literal["ema", "raw"] = key(
+        "ema: the averaged weights, with which the run validates; or raw: those of the last optimizer step", "ema"
+    )
+    step: int | None = key(
+        "the checkpoint of this trainer step; default: the one with the best held-out reward, else the newest",
+        unit="the number of a trainer step",
+    )
+    model: str | None = key("the pipeline the LoRA belongs to, hub id or folder; default: model.path of the run")
+    overwrite: bool = key(
+        "true: write into a folder that has files; those of the same name are replaced, others stay", False
+    )
+
+
+PARSER = Parser(
+    "the export",
+    "python -m gerl.export run=FOLDER out=FOLDER [format=NAME] [key=value ...]",
+    "Write the LoRA of a run in the files of another program.",
+    Request,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, see `run_command`."""
-    return run_command(argv, PARSER.help, lambda arguments: run(parse(arguments)))
+    return run_command(argv, PARSER.help, lambda arguments: run(PARSER.parse(arguments)[0]))
 
 
 def run(request: Request) -> list[Path]:
@@ -102,11 +87,6 @@ def run(request: Request) -> list[Path]:
         written = write_atomically(request.out, lambda folder: write_files(files, folder))
     logger.info("%s", closing_screen(request, loras, written))
     return written
-
-
-def parse(arguments: Sequence[str]) -> Request:
-    """The command line as a request; raises `ConfigError` for what is missing, unknown or has an impossible value."""
-    return Request(**PARSER.parse(arguments)[0])
 
 
 def read_config(run_dir: Path) -> tuple[str, float]:

@@ -7,6 +7,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import diffusers
@@ -16,7 +17,7 @@ from gerl.algorithms import Algorithm, PolicyGradient, Rewards, build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.algorithms.signal_checks import ratio_limit
 from gerl.cluster import Cluster
-from gerl.commandline.arguments import Key, Parser
+from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.commandline.composition import compose_run
 from gerl.config import Config
@@ -37,19 +38,18 @@ from gerl.workers.hybrid import HybridWorker
 logger = logging.getLogger("gerl")
 
 
-def json_file(text: str) -> Path:
-    """The path of a file that can be written; raises `ValueError` otherwise."""
-    path = Path(text).expanduser()
-    if path.suffix != ".json" or path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError("give the path of a .json file in a folder that is there")
-    return path
+@dataclass(frozen=True)
+class Options:
+    """The keys of the command line, beside those of a run."""
+
+    out: Path | None = key("the report for machines, a .json file, besides that on the terminal")
 
 
 PARSER = Parser(
     "the preflight",
     "python -m gerl.preflight [experiment=NAME|FILE.yaml] [key=value ...] [out=FILE.json]",
     "Load the model of a run, draw and train on one prompt, and say whether, and how fast, it can train.",
-    (Key("out", "the report for machines, a .json file, besides that on the terminal", json_file),),
+    Options,
     rest=True,
     notes="The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help lists them. Neither "
     "rewards nor a prompt file are needed.",
@@ -63,8 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str]) -> tuple[Config, Path | None]:
     """The configuration and the file for the report; raises `ConfigError` for what cannot be."""
-    values, overrides = PARSER.parse(arguments)
-    return compose_run(overrides).config, values["out"]
+    options, overrides = PARSER.parse(arguments)
+    config, out = compose_run(overrides).config, options.out
+    if out is not None and (out.suffix != ".json" or out.is_dir() or not out.absolute().parent.is_dir()):
+        raise ConfigError(f"out={out}: give the path of a .json file in a folder that is there")
+    return config, out
 
 
 def run(config: Config, out: Path | None = None) -> Report:

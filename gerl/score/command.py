@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from gerl.cluster import Cluster, Pending
-from gerl.commandline.arguments import Key, Parser, number, to_path
+from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
 from gerl.config import ClusterConfig, Config, RewardConfig
@@ -27,26 +27,35 @@ from gerl.score.inputs import Item, read_items, read_pixels
 logger = logging.getLogger("gerl")
 WIDTH = 256  # pixels, to which wider images are reduced in the gallery
 
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The keys of the command line."""
+
+    images: str = key(
+        "a folder of images (png, jpg, webp), one such file, or a .jsonl or .csv file with the columns image and "
+        "prompt; its other columns are metadata, its paths are relative to the file",
+        required=True,
+    )
+    prompts: str | None = key(
+        "for a folder: .txt, .jsonl or .parquet, row i for the i-th image by name (img2 comes before img10)"
+    )
+    prompt: str | None = key(
+        "one prompt for all images of a folder; without prompts and prompt: NAME.txt beside each image"
+    )
+    out: Path = key("folder for scores.csv, scores.jsonl and gallery.html", required=True)
+    batch: int | None = key(
+        "images a call of a scorer; default: rollout.micro_batch_size, as in training",
+        unit="a number of images, at least 1",
+        low=1,
+    )
+
+
 PARSER = Parser(
     "scoring",
     "python -m gerl.score images=FOLDER|FILE [prompts=FILE|prompt=TEXT] out=FOLDER [key=value ...]",
     "Score images with a reward, before training on it.",
-    (
-        Key(
-            "images",
-            "a folder of images (png, jpg, webp), one such file, or a .jsonl or .csv file with the columns image and "
-            "prompt; its other columns are metadata, its paths are relative to the file",
-            required=True,
-        ),
-        Key("prompts", "for a folder: .txt, .jsonl or .parquet, row i for the i-th image by name (img2 before img10)"),
-        Key("prompt", "one prompt for all images of a folder; without prompts and prompt: NAME.txt beside each image"),
-        Key("out", "folder for scores.csv, scores.jsonl and gallery.html", to_path, required=True),
-        Key(
-            "batch",
-            "images a call of a scorer; default: rollout.micro_batch_size, as in training",
-            number("a number of images, at least 1", 1),
-        ),
-    ),
+    Request,
     passed=("experiment", "data.prompt_key", "logger.progress"),
     blocks=("reward",),
     notes="The reward is configured as in training. Without experiment=NAME|FILE.yaml (also the config.yaml of a run), "
@@ -54,35 +63,23 @@ PARSER = Parser(
 )
 
 
-@dataclass(frozen=True)
-class Request:
-    """The values of the command line."""
-
-    images: str
-    out: Path
-    prompts: str | None
-    prompt: str | None
-    batch: int
-    config: Config
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, see `run_command`.
 
     Images without a score are no error as long as there is one with a score.
     """
-    return run_command(argv, PARSER.help, lambda arguments: run(parse(arguments)))
+    return run_command(argv, PARSER.help, lambda arguments: run(*parse(arguments)))
 
 
-def run(request: Request) -> list[ScoredImage]:
+def run(request: Request, config: Config) -> list[ScoredImage]:
     """Check everything that can be checked, score, write; returns the images in their order.
 
     Raises:
         GerlError: something is wrong with images, prompts or scorers, or no image has a total; what was scored is
             written.
     """
-    reward = request.config.reward
-    items = read_items(request.images, request.prompts, request.prompt, request.config.data.prompt_key)
+    reward = config.reward
+    items = read_items(request.images, request.prompts, request.prompt, config.data.prompt_key)
     try:
         check_reward(reward, [item.prompt for item in items])
     except DataError as error:
@@ -93,33 +90,33 @@ def run(request: Request) -> list[ScoredImage]:
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}
     try:
-        with Signals(), image_progress(len(items), request.config.logger.progress) as progress:
-            for batch, scored in score(reward, items, request.batch):
+        with Signals(), image_progress(len(items), config.logger.progress) as progress:
+            for batch, scored in score(reward, items, request.batch or config.rollout.micro_batch_size):
                 images |= zip(batch, scored, strict=True)
                 progress.update(len(batch))
                 if reward.on_error == "stop":
                     stop_at_failure(scored)
     finally:
         if images:
-            write(request, [images[i] for i in sorted(images)])
+            write(request, reward, [images[i] for i in sorted(images)])
     found = [images[i] for i in range(len(items))]
     check_any_scored(found)
     return found
 
 
-def parse(arguments: Sequence[str]) -> Request:
-    """The command line as a request; raises `ConfigError` for what is missing, unknown or contradicts itself.
+def parse(arguments: Sequence[str]) -> tuple[Request, Config]:
+    """The command line as a request and the configuration; raises `ConfigError` for what cannot be.
 
     Without `experiment` only the scorers that are named take part, or `ocr` if there are none.
     """
-    values, overrides = PARSER.parse(arguments)
-    if values["prompts"] and values["prompt"]:
+    request, overrides = PARSER.parse(arguments)
+    if request.prompts and request.prompt:
         raise ConfigError("prompts and prompt are both given: keep the file or the one prompt for all")
     if not any(override.startswith("experiment=") for override in overrides):
         overrides.insert(0, "experiment=plain")
     config = compose_run(overrides).config
     check_columns(config.reward, COLUMNS)
-    return Request(**values | {"batch": values["batch"] or config.rollout.micro_batch_size}, config=config)
+    return request, config
 
 
 def score(
@@ -167,9 +164,9 @@ def _scored(item: Item, pixels: np.ndarray, scores: Scores, i: int) -> ScoredIma
     return ScoredImage(item.path, item.name, item.prompt.text, thumbnail(pixels, WIDTH), *row_of(scores, i))
 
 
-def write(request: Request, images: Sequence[ScoredImage]) -> None:
+def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage]) -> None:
     """Write `scores.csv`, `scores.jsonl` and `gallery.html` and report the summary; raises `GerlError` if it cannot."""
-    reward, out = request.config.reward, request.out
+    out = request.out
     known = list(dict.fromkeys(name for image in images for name in image.values))
     # A scorer that failed in the first batch shows its further columns late: they belong beside it all the same.
     columns = dict.fromkeys(c for name in reward.scorers for c in known if c == name or c.startswith(f"{name}/"))
