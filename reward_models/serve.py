@@ -17,8 +17,9 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gerl.commandline.arguments import Parser, key
+from gerl.commandline.command import run_command
 from gerl.config import ScorerConfig
-from gerl.errors import ConfigError, DataError, GerlError, RewardError
+from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
 from reward_models.scoring import WARM_PROMPT
@@ -229,21 +230,15 @@ def _is_loopback(host: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 after Ctrl-C or SIGTERM, 1 for an error, 2 for wrong arguments."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(a in ("-h", "--help") for a in arguments):
-        sys.stdout.write(PARSER.help())
-        return 0
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logger.setLevel(logging.INFO)
-    stop = threading.Event()
-    try:
-        run(parse(arguments), stop)
-    except KeyboardInterrupt:
-        logger.info("stopped while starting")
-    except GerlError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+
+    def work(arguments: list[str]) -> None:
+        options = parse(arguments)
+        try:
+            run(options, threading.Event())
+        except KeyboardInterrupt:
+            logger.info("stopped while starting")
+
+    return run_command(argv, PARSER.help, work, logger, "%(levelname)s %(name)s: %(message)s")
 
 
 if __name__ == "__main__":

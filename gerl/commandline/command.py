@@ -10,16 +10,23 @@ from gerl.errors import ConfigError, GerlError, Interrupted
 logger = logging.getLogger("gerl")
 
 
-def run_command(argv: Sequence[str] | None, help_text: Callable[[], str], work: Callable[[list[str]], object]) -> int:
+def run_command(
+    argv: Sequence[str] | None,
+    help_text: Callable[[], str],
+    work: Callable[[list[str]], object],
+    logger: logging.Logger = logger,
+    log_format: str = "%(message)s",
+) -> int:
     """Run `work` on the arguments (None: those of the process) and return the exit code.
 
-    0; 1 for an error, 2 for a wrong configuration, both said in one sentence; 128 + the number of a signal.
+    0; 1 for an error, 2 for a wrong configuration, both said in one sentence; 128 + the number of a signal. logger: the
+    one whose info is shown.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(a in ("-h", "--help") for a in arguments):
         sys.stdout.write(help_text())
         return 0
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format=log_format)
     logger.setLevel(logging.INFO)
     try:
         work(arguments)
