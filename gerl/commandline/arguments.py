@@ -11,6 +11,7 @@ from gerl.config import keys
 from gerl.errors import ConfigError
 
 T = TypeVar("T")
+Option = Field[Any]  # a key of a command
 WIDTH = 110  # characters of a line of the help
 
 
@@ -26,7 +27,7 @@ def key(text: str, default: Any = None, *, required: bool = False, unit: str = "
     return field(default=default, metadata=metadata)
 
 
-def typed(option: Field[Any], hint: Any, text: str) -> object:
+def typed(option: Option, hint: object, text: str) -> object:
     """The value of a key of type `hint` from a text; raises `ValueError` saying what it must be."""
     kind = next((part for part in get_args(hint) if type(None) in get_args(hint)), hint)  # X of X | None
     choices = get_args(kind) if get_origin(kind) is Literal else ("false", "true") if kind is bool else ()
@@ -55,7 +56,7 @@ class Parser(Generic[T]):
     blocks: Sequence[str] = ()
     rest: bool = False
     notes: str = ""
-    read: Callable[[Field[Any], Any, str], object] = typed
+    read: Callable[[Option, object, str], object] = typed
 
     def parse(self, arguments: Sequence[str]) -> tuple[T, list[str]]:
         """The command's own keys, defaults where they are not given, and the arguments that are passed on.
@@ -90,10 +91,10 @@ class Parser(Generic[T]):
         values = {name: entries if _is_named(own[name]) else entries[0][1] for name, entries in given.items()}
         return values, overrides
 
-    def _keys(self) -> tuple[Field[Any], ...]:
+    def _keys(self) -> tuple[Option, ...]:
         return fields(self.options)  # type: ignore[arg-type]
 
-    def _value(self, option: Field[Any], name: str, text: str) -> object:
+    def _value(self, option: Option, name: str, text: str) -> object:
         if not text.strip():
             leave = "" if option.metadata["required"] else ", or leave it out"
             raise ConfigError(f"{name} is empty: give {_advice(option)}{leave}")
@@ -126,9 +127,9 @@ class Parser(Generic[T]):
         return "\n".join(lines) + "\n"
 
 
-def _is_named(option: Field[Any]) -> bool:
+def _is_named(option: Option) -> bool:
     return option.default is MISSING
 
 
-def _advice(option: Field[Any]) -> str:
+def _advice(option: Option) -> str:
     return f"{option.name}={option.metadata['help'].split(';')[0]}"

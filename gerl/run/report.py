@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -131,7 +130,7 @@ def _validation_path(run_dir: Path, step: int) -> Path:
     return run_dir / "validation" / f"step_{step:06d}.json"
 
 
-def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+def _read_config(path: Path) -> tuple[str, dict[str, object]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -144,14 +143,14 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     return text, values if isinstance(values, dict) else {}
 
 
-def _get(config: dict[str, Any], *names: str) -> Any:
-    value: Any = config
+def _get(config: dict[str, object], *names: str) -> object:
+    value: object = config
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def _base_path(config: dict[str, Any]) -> str:
+def _base_path(config: dict[str, object]) -> str:
     path = str(_get(config, "model", "path") or "BASE_MODEL")
     # A pipeline that ships with gerl is known to diffusers by its folder only.
     shipped = Path(__file__).parents[1] / "assets" / path
@@ -223,7 +222,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _facts(rows: Rows, config: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(rows: Rows, config: dict[str, object]) -> list[tuple[str, str]]:
     done = rows[-1]["step"] if rows else 0
     planned = _get(config, "trainer", "steps")
     prompts, n = _get(config, "rollout", "prompts_per_step"), _get(config, "rollout", "n")
