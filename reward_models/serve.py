@@ -1,26 +1,5 @@
-"""`python -m reward_models.serve scorer=NAME [key=value ...]`: a scorer over HTTP, for the scorer `remote` of a run.
+"""`python -m reward_models.serve scorer=NAME [key=value ...]`: a scorer over HTTP, for the scorer `remote` of a run."""
 
-scorer=ocr                 a scorer of gerl, or a name for your own
-path=FILE function=NAME    your own: a function (images, prompts, metadata, **kwargs) in a Python file
-kwargs.KEY=VALUE           keyword arguments of the scorer
-host=127.0.0.1 port=8000   where to listen; port=0 takes a free one
-token_env=NAME             the environment variable with the bearer token that clients must send
-token_file=FILE            or the file with it
-allow_anonymous=false      listen to other machines without a token
-replicas=1                 copies of the scorer, each in a process of its own
-gpus=null threads=null     of each replica; null shares out what there is
-max_batch_size=16          images scored at a time, from however many requests
-batch_wait_s=0.01          how long an image waits for others
-max_body_mb=64             largest request
-max_megapixels=256         most pixels of the images of a request, in millions
-max_in_flight=64           most requests at a time; more are answered 429
-rate_per_minute=0          most requests a minute; more are answered 429; 0: any number
-warm_prompt=TEXT           prompt and metadata of an image scored before the first request
-warm_metadata.KEY=VALUE
-warm_up=true               false: start without
-"""
-
-import difflib
 import logging
 import os
 import signal
@@ -28,7 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -36,8 +15,10 @@ from typing import Annotated, Any
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from gerl.commandline.arguments import Parser, key
+from gerl.commandline.command import run_command
 from gerl.config import ScorerConfig
-from gerl.errors import ConfigError, DataError, GerlError, RewardError
+from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
 from gerl.rewards.scorers.http import is_loopback, read_token
@@ -46,38 +27,41 @@ from reward_models.scoring import WARM_PROMPT
 logger = logging.getLogger("reward_models")
 
 Count = Annotated[int, Field(ge=1)]
-NESTED = ("kwargs", "warm_metadata")
 WATCH_SECONDS = 1.0
 CLOSING_SECONDS = 10.0  # for the requests under way when the service is stopped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line; see the help of the module."""
+    """The keys of the command line."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    scorer: Annotated[str, Field(pattern=r"^\w+$")]
-    path: str | None = None
-    function: str = "compute_score"
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    token_env: str | None = None
-    token_file: str | None = None
-    allow_anonymous: bool = False
-    replicas: Count = 1
-    gpus: Annotated[float, Field(ge=0)] | None = None
-    threads: Count | None = None
-    max_batch_size: Count = 16
-    batch_wait_s: Annotated[float, Field(ge=0, le=10)] = 0.01
-    max_body_mb: Count = 64
-    max_megapixels: Count = 256
-    max_in_flight: Count = 64
-    rate_per_minute: Annotated[int, Field(ge=0)] = 0
-    warm_prompt: str | None = None
-    warm_metadata: dict[str, Any] = field(default_factory=dict)
-    warm_up: bool = True
+    scorer: Annotated[str, Field(pattern=r"^\w+$")] = key(
+        "a scorer of gerl such as ocr, or a name for your own", required=True
+    )
+    path: str | None = key("your own: a Python file with a function (images, prompts, metadata, **kwargs)")
+    function: str = key("the name of that function", "compute_score")
+    kwargs: dict[str, Any] = key("keyword arguments of the scorer, as kwargs.KEY=VALUE", {})
+    host: str = key("where to listen", "127.0.0.1")
+    port: Annotated[int, Field(ge=0, le=65535)] = key("where to listen; 0 takes a free one", 8000)
+    token_env: str | None = key("the environment variable with the bearer token that clients must send")
+    token_file: str | None = key("or the file with it")
+    allow_anonymous: bool = key("true: listen to other machines without a token", False)
+    replicas: Count = key("copies of the scorer, each in a process of its own", 1)
+    gpus: Annotated[float, Field(ge=0)] | None = key("GPUs of each replica; without it they share what there is")
+    threads: Count | None = key("threads of each replica; without it they share what there is")
+    max_batch_size: Count = key("images scored at a time, from however many requests", 16)
+    batch_wait_s: Annotated[float, Field(ge=0, le=10)] = key("how long an image waits for others", 0.01)
+    max_body_mb: Count = key("largest request", 64)
+    max_megapixels: Count = key("most pixels of the images of a request, in millions", 256)
+    max_in_flight: Count = key("most requests at a time; more are answered 429", 64)
+    rate_per_minute: Annotated[int, Field(ge=0)] = key(
+        "most requests a minute; more are answered 429; 0: any number", 0
+    )
+    warm_prompt: str | None = key("prompt of an image scored before the first request")
+    warm_metadata: dict[str, Any] = key("metadata of that image, as warm_metadata.KEY=VALUE", {})
+    warm_up: bool = key("false: start without that image", True)
 
     def config(self) -> ScorerConfig:
         """The scorer as a run would be given it; its file absolute, as replicas may start elsewhere."""
@@ -92,34 +76,34 @@ class Options:
             raise ConfigError(str(error)) from None
 
 
+def _yaml(option: object, hint: object, text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+PARSER = Parser(
+    "the service",
+    "python -m reward_models.serve scorer=NAME [key=value ...]",
+    "Serve a scorer over HTTP, for the scorer remote of a run.",
+    Options,
+    read=_yaml,
+)
+
+
 def parse(arguments: Sequence[str]) -> Options:
     """Options from `key=value` arguments; values are YAML, keys after a dot are those of `kwargs` or `warm_metadata`.
 
     Raises:
         ConfigError: an argument is not of this form, a key is unknown or given twice, or a value is wrong.
     """
-    known = [option.name for option in fields(Options)]
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        block, dot, inner = key.partition(".")
-        if not equals or (dot and (block not in NESTED or not inner)):
-            raise ConfigError(f"{argument!r} is not key=value: give arguments such as scorer=ocr kwargs.detect=true")
-        if block not in known:
-            near = difflib.get_close_matches(block, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise ConfigError(f"{key} is not a key of this command: {hint}")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        place = values.setdefault(block, {}) if dot else values
-        name = inner if dot else block
-        if not isinstance(place, dict) or name in place:
-            raise ConfigError(f"{key} is given twice: keep one")
-        place[name] = value
-    if "scorer" not in values:
-        raise ConfigError("no scorer is given: add scorer=NAME, such as scorer=ocr (--help lists the keys)")
+    values, _ = PARSER.values(arguments)
+    for name in values.keys() & {"kwargs", "warm_metadata"}:
+        whole = [value for inner, value in values[name] if inner is None]
+        if whole and len(values[name]) > 1:
+            raise ConfigError(f"{name} is given twice: keep one")
+        values[name] = whole[0] if whole else dict(values[name])
     try:
         return TypeAdapter(Options).validate_python(values, strict=False)
     except ValidationError as error:
@@ -136,9 +120,9 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
+        why = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
         raise ConfigError(
-            f"host={host} port={port} cannot be listened at ({reason}): take another port, or stop what uses it"
+            f"host={host} port={port} cannot be listened at ({why}): take another port, or stop what uses it"
         ) from None
 
 
@@ -227,21 +211,15 @@ def _on_signals(stop: threading.Event) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 after Ctrl-C or SIGTERM, 1 for an error, 2 for wrong arguments."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(a in ("-h", "--help") for a in arguments):
-        sys.stdout.write(__doc__ or "")
-        return 0
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logger.setLevel(logging.INFO)
-    stop = threading.Event()
-    try:
-        run(parse(arguments), stop)
-    except KeyboardInterrupt:
-        logger.info("stopped while starting")
-    except GerlError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+
+    def work(arguments: list[str]) -> None:
+        options = parse(arguments)
+        try:
+            run(options, threading.Event())
+        except KeyboardInterrupt:
+            logger.info("stopped while starting")
+
+    return run_command(argv, PARSER.help, work, logger, "%(levelname)s %(name)s: %(message)s")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from gerl.evaluate.command import evaluate
 
 
 class _CallableModule(types.ModuleType):
-    """Importing a module of a package binds its name there, so that `gerl.evaluate` can be nothing but this module."""
-
+    # Importing any module of this package binds the package to the name `gerl.evaluate`, over a function of that name.
+    # So the package itself has to be what is called; Python looks for `__call__` only in its class.
     __call__ = staticmethod(evaluate)
     __signature__ = inspect.signature(evaluate)
 

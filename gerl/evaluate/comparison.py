@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from gerl.algorithms.planning import VALIDATION_SEED
-from gerl.errors import ConfigError, RewardError
+from gerl.errors import ConfigError
 from gerl.model.lora import WEIGHTS
-from gerl.pages.images import enlarge, still, to_data_uri
+from gerl.pages.images import thumbnail
 from gerl.protocol import Images, Sample, Scores
-from gerl.score.gallery import TOTAL
+from gerl.rewards.rows import TOTAL, row_of
 from gerl.utils.condition_images import pictures_of
 from gerl.utils.seeding import derive_seed
 
@@ -20,7 +20,7 @@ BASE = "base"  # the variant without a LoRA, with which the others are compared
 IGNORED = ("lora", "checkpoints", WEIGHTS)  # parts of a path that say nothing
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
-SMALL, LARGE = 128, 384  # pixels: the width up to which a picture is kept exactly, and to which it is reduced
+WIDTH = 384  # pixels, to which a wider picture is reduced
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Drawn:
     failure: str = ""
     picture: str = ""
     given: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """How a message calls it."""
+        return f"the image of {self.variant} for {self.prompt!r}"
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Result:
 
 
 Results = dict[str, dict[str, Result]]  # column -> variant -> result
+Task = tuple[str, list[Sample]]  # a variant and the micro-batch that it draws
 
 
 def name_loras(given: Sequence[tuple[str | None, str, Path]]) -> dict[str, Path]:
@@ -95,8 +101,8 @@ def config_of(file: Path) -> str | None:
     return None
 
 
-def plan(batch: Sequence[Sample], variants: Sequence[str], images: int) -> list[tuple[str, list[Sample]]]:
-    """What is drawn of a micro-batch of the trainer's validation: `images` of each prompt with every variant.
+def plan(batch: Sequence[Sample], variants: Sequence[str], images: int) -> list[Task]:
+    """The images to draw for a micro-batch of the trainer's validation: `images` of each prompt with every variant.
 
     The first image of a prompt has the noise, and in its micro-batch the neighbours, of the trainer's: the last bits of
     an image depend on both. Images of different variants are no group.
@@ -117,27 +123,9 @@ def drawn(variant: str, samples: Sequence[Sample], scores: Scores, images: Image
     """The rows of a micro-batch."""
     rows = []
     for i, sample in enumerate(samples):
-        causes = dict.fromkeys(f"{failure.scorer}: {failure.reason}" for failure in scores.failures[i])
-        values = {TOTAL: scores.totals[i]} | {name: column[i] for name, column in scores.by_scorer.items()}
         place = (sample.prompt.id, sample.prompt.text, sample.index, sample.seed, variant)
-        rows.append(Drawn(*place, values, "; ".join(causes), picture(images.pixels[i]), pictures_of(sample.prompt)))
+        rows.append(Drawn(*place, *row_of(scores, i), thumbnail(images.pixels[i], WIDTH), pictures_of(sample.prompt)))
     return rows
-
-
-def stop_at_failure(rows: Sequence[Drawn]) -> None:
-    """Raise `RewardError` for the first row without a total, as `reward.on_error=stop` asks for."""
-    for row in rows:
-        if row.values[TOTAL] is None:
-            raise RewardError(
-                f"the image of {row.variant} for {row.prompt!r} has no score: {row.failure}; repair the scorer, or "
-                "list such images with reward.on_error=drop_group"
-            )
-
-
-def picture(pixels: np.ndarray) -> str:
-    """An image [H, W, 3] or video [F, H, W, 3], uint8, as a data URI of at most 384 pixels width."""
-    image = enlarge(still(pixels), min_width=1, max_width=LARGE)
-    return to_data_uri(image, lossy=image.width > SMALL)
 
 
 def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> tuple[float, float]:

@@ -1,30 +1,22 @@
-"""A comparison for the eye: the table of the log, `scores.csv`, `summary.json` and `gallery.html`."""
+"""Human-readable results of a comparison: the table of the log, `scores.csv`, `summary.json` and `gallery.html`."""
 
-import csv
-import io
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from gerl.evaluate.comparison import BASE, CONFIDENCE, RESAMPLES, Drawn, Estimate, Result, Results, columns, picture
-from gerl.pages.page import render, write_text
-from gerl.score.gallery import TOTAL
+from gerl.evaluate.comparison import BASE, CONFIDENCE, RESAMPLES, WIDTH, Drawn, Estimate, Result, Results, columns
+from gerl.pages.images import thumbnail
+from gerl.pages.page import Card, Line, Picture, card_page, show
+from gerl.rewards.rows import TOTAL
 from gerl.utils.condition_images import read_picture
+from gerl.utils.files import csv_text, finite, write_file
 
 COLUMNS = ("prompt_id", "image", "seed", "variant", "prompt", TOTAL, "failure")  # of scores.csv, beside the scorers'
-
-
-@dataclass(frozen=True)
-class Card:
-    """A prompt's images from the same noise, by variant, and by what the page sorts them."""
-
-    drawn: dict[str, Drawn]
-    values: list[float | None]
+HEAD = ("variant", "column", "prompts", "mean", "95 % interval", "to base", "95 % interval", "wins", "95 % interval")
 
 
 def table(results: Results) -> str:
@@ -45,11 +37,6 @@ def _line(variant: str, result: Result, width: int) -> str:
     return line.rstrip()
 
 
-def show(value: float | None, sign: str = "") -> str:
-    """A number with four significant digits; `sign` "+" shows the sign of positive ones too."""
-    return "-" if value is None or math.isnan(value) else f"{value:{sign}.4g}"
-
-
 def percent(value: float) -> str:
     """A share as a percentage."""
     return "-" if math.isnan(value) else f"{value:.0%}".replace("%", " %")
@@ -60,42 +47,28 @@ def interval(estimate: Estimate, sign: str = "") -> str:
     return "-" if math.isnan(estimate.low) else f"{show(estimate.low, sign)} to {show(estimate.high, sign)}"
 
 
-def write_files(folder: Path, title: str, rows: Sequence[Drawn], results: Results, facts: dict[str, Any]) -> list[Path]:
+def write_files(
+    folder: Path, title: str, rows: Sequence[Drawn], results: Results, facts: Mapping[str, object]
+) -> list[Path]:
     """Write `scores.csv`, `summary.json` (`facts` and `results`) and `gallery.html` to `folder`; returns their paths.
 
     Raises `GerlError` if one cannot be written.
     """
-    scores = io.StringIO(newline="")
-    writer = csv.DictWriter(scores, [*COLUMNS[:-1], *columns(rows)[1:], COLUMNS[-1]], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        place = {"prompt_id": row.prompt_id, "image": row.index, "seed": row.seed, "variant": row.variant}
-        writer.writerow({**place, "prompt": row.prompt, **row.values, "failure": row.failure})
-    summary = {**facts, "confidence": CONFIDENCE, "resamples": RESAMPLES, "results": _plain(results)}
+    cells: list[dict[str, object]] = [
+        {"prompt_id": row.prompt_id, "image": row.index, "seed": row.seed, "variant": row.variant}
+        | {"prompt": row.prompt, **row.values, "failure": row.failure}
+        for row in rows
+    ]
+    plain = {column: {v: asdict(result) for v, result in variants.items()} for column, variants in results.items()}
+    summary = {**facts, "confidence": CONFIDENCE, "resamples": RESAMPLES, "results": finite(plain)}
     contents = {
-        "scores.csv": scores.getvalue(),
+        "scores.csv": csv_text([*COLUMNS[:-1], *columns(rows)[1:], COLUMNS[-1]], cells),
         "summary.json": json.dumps(summary, indent=1, ensure_ascii=False) + "\n",
         "gallery.html": page(title, rows, results),
     }
     for name, content in contents.items():
-        write_text(folder / name, content)
+        write_file(folder / name, content)
     return [folder / name for name in contents]
-
-
-def _plain(results: Results) -> dict[str, Any]:
-    """The results as JSON has them: null where a number is missing."""
-
-    def numbers(found: Estimate | None) -> dict[str, Any] | None:
-        given = {} if found is None else asdict(found)
-        return {k: None if math.isnan(v) else v for k, v in given.items()} or None
-
-    return {
-        column: {
-            variant: {f.name: numbers(getattr(result, f.name)) for f in fields(result)}
-            for variant, result in variants.items()
-        }
-        for column, variants in results.items()
-    }
 
 
 def page(title: str, rows: Sequence[Drawn], results: Results) -> str:
@@ -103,32 +76,45 @@ def page(title: str, rows: Sequence[Drawn], results: Results) -> str:
 
     Every line of the table sorts: that of a LoRA by its difference to the base, that of the base by its scores.
     """
-    lines = [(column, v, result) for column, variants in results.items() for v, result in variants.items()]
-    places: dict[tuple[int, int], dict[str, Drawn]] = {}
+    places = [(column, variant) for column, variants in results.items() for variant in variants]
+    drawn: dict[tuple[int, int], dict[str, Drawn]] = {}
     for row in rows:
-        places.setdefault((row.prompt_id, row.index), {})[row.variant] = row
-    cards = [Card(drawn, [_value(drawn, column, variant) for column, variant, _ in lines]) for drawn in places.values()]
-    chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, or the base's scores
-    cards.sort(key=lambda card: _key(card.values[chosen]))
-    return render(
-        "comparison.html.j2",
-        title=title,
-        lines=lines,
-        cards=[(card, {v: _value(card.drawn, TOTAL, v) for v in card.drawn if v != BASE}) for card in cards],
-        shown=lambda path: picture(np.asarray(read_picture(path))),
-        chosen=chosen,
-        show=show,
-        interval=interval,
-        percent=percent,
+        drawn.setdefault((row.prompt_id, row.index), {})[row.variant] = row
+    note = (
+        f"{len(drawn)} row{'' if len(drawn) == 1 else 's'}: the same prompt and the same noise for all. A click on a "
+        "LoRA sorts by what it gained over the base, on the base by its score; a second click turns the order around."
     )
+    chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, or the base's scores
+    lines = [_table_line(column, variant, results[column][variant]) for column, variant in places]
+    cards = [_card(row, places) for row in drawn.values()]
+    return card_page(title, note, HEAD, lines, cards, chosen, wide="100%", least="16rem")
 
 
-def _key(value: float | None) -> tuple[bool, float]:
-    """Highest first, then what has no value."""
-    return value is None, -(value or 0.0)
+def _table_line(column: str, variant: str, result: Result) -> Line:
+    cells = [column, str(result.mean.count), show(result.mean.mean), interval(result.mean)]
+    if result.difference is None or result.win_rate is None:
+        return Line(variant, [*cells, "", "", "", ""], first=True)
+    cells += [show(result.difference.mean, "+"), interval(result.difference, "+")]
+    return Line(variant, [*cells, percent(result.win_rate.mean), interval(result.win_rate)])
 
 
-def _value(drawn: dict[str, Drawn], column: str, variant: str) -> float | None:
+def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]]) -> Card:
+    """The row of a prompt and image, the pictures that were given with the prompt first."""
+    base = drawn[BASE]
+    pictures = [
+        Picture(thumbnail(np.asarray(read_picture(path)), WIDTH), "given with the prompt", note="given")
+        for path in base.given
+    ]
+    for variant, row in drawn.items():
+        gain = None if variant == BASE else _value(drawn, TOTAL, variant)
+        shown, trend = "" if gain is None else show(gain, "+"), "" if not gain else "up" if gain > 0 else "down"
+        alt = f"{variant}: {row.prompt}"
+        pictures.append(Picture(row.picture, alt, variant, shown, trend, failure=row.failure, scores=row.values))
+    values = [_value(drawn, column, variant) for column, variant in places]
+    return Card(pictures, values, base.prompt, note=f"image {base.index + 1}" if base.index else "")
+
+
+def _value(drawn: Mapping[str, Drawn], column: str, variant: str) -> float | None:
     """The score of the base, or how much that of another variant is above it."""
     own, base = (drawn[name].values.get(column) for name in (variant, BASE))
     return own if variant == BASE else None if own is None or base is None else own - base

@@ -5,22 +5,21 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from gerl.errors import ModelError
+from gerl.model.lora_weights import METADATA, check_components, inject, read_lora
 
 # what in a repeated block is neither attention nor feed-forward: modulation, embeddings, resnets, routers
 NOT_TRAINED = re.compile(r"norm|embed|(?<![a-z])mod(?![a-z])|modulat|time|resnet|router|adaln", re.IGNORECASE)
 ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)  # in the name of a class
 WEIGHTS = "pytorch_lora_weights.safetensors"
-METADATA = "lora_adapter_metadata"  # where diffusers keeps the LoRA's configuration in the header of its file
 ADAPTER = "default"  # peft's name of the trained LoRA
 
 
@@ -72,7 +71,9 @@ def find_targets(denoiser: torch.nn.Module, pattern: str | None) -> list[str]:
     return found
 
 
-def add_lora(denoiser: Any, rank: int, alpha: float, pattern: str | None, seed: int) -> dict[str, torch.nn.Parameter]:
+def add_lora(
+    denoiser: torch.nn.Module, rank: int, alpha: float, pattern: str | None, seed: int
+) -> dict[str, torch.nn.Parameter]:
     """Freeze `denoiser`, add a LoRA and return its parameters (fp32) by name.
 
     A is Gaussian, drawn from `seed`; B is zero, so the output is at first bitwise that of the base model.
@@ -117,7 +118,7 @@ def lora_disabled(denoisers: list[torch.nn.Module]) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def lora_file(denoisers: dict[str, Any]) -> bytes:
+def lora_file(denoisers: dict[str, ModelMixin]) -> bytes:
     """The current LoRA as a safetensors file in diffusers' format, alpha included; names are `denoiser.parameter`.
 
     `pipe.load_lora_weights(folder)` of plain diffusers reads it, for those denoisers that the pipeline can load a LoRA
@@ -125,7 +126,7 @@ def lora_file(denoisers: dict[str, Any]) -> bytes:
     use_safetensors=True)` does; for those without this method, `load_lora`.
     """
     weights: dict[str, torch.Tensor] = {}
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, object] = {}
     for name, denoiser in denoisers.items():
         weights |= {f"{name}.{key}": v.contiguous() for key, v in get_peft_model_state_dict(denoiser).items()}
         config = denoiser.peft_config[ADAPTER].to_dict()
@@ -133,29 +134,15 @@ def lora_file(denoisers: dict[str, Any]) -> bytes:
     return save(weights, metadata={"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)})
 
 
-def load_lora(pipe: Any, path: Path) -> None:
+def load_lora(pipe: DiffusionPipeline, path: Path) -> None:
     """Put the LoRA in `path` (a file of `lora_file`, or the folder with it) on the denoisers of `pipe`, of any class.
 
     Raises `ModelError` for another file, or one that does not fit the pipeline.
     """
     file = path / WEIGHTS if path.is_dir() else path
-    try:
-        with safe_open(file, "pt") as opened:
-            metadata = json.loads(opened.metadata()[METADATA])
-            weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
-        raise ModelError(f"{file} is no LoRA written by gerl: {error}") from None
-    for name in sorted({key.partition(".")[0] for key in weights}):
-        denoiser = pipe.components.get(name)
-        if denoiser is None:
-            raise ModelError(f"{file} has a LoRA of {name}, which {type(pipe).__name__} does not have")
-        config = LoraConfig(**_under(name, metadata))
-        inject_adapter_in_model(config, denoiser, ADAPTER)
-        outcome = set_peft_model_state_dict(denoiser, _under(name, weights), ADAPTER)
-        if outcome.unexpected_keys:
-            raise ModelError(f"{file} does not fit {name} of {type(pipe).__name__}: {outcome.unexpected_keys[0]}")
-
-
-def _under(name: str, named: dict[str, Any]) -> dict[str, Any]:
-    """The values of the entries whose names begin with `name.`, by the rest of their names."""
-    return {key.removeprefix(f"{name}."): value for key, value in named.items() if key.startswith(f"{name}.")}
+    loras = read_lora(file)
+    if loras is None:
+        raise ModelError(f"{file} is no LoRA written by gerl: give one, or use {type(pipe).__name__}.load_lora_weights")
+    check_components(loras, pipe, file)
+    for denoiser, lora in loras.items():
+        inject(pipe.components[denoiser], lora, ADAPTER)

@@ -4,33 +4,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft import LoraConfig
 
-from gerl.errors import CheckpointError, ModelError
-from gerl.run.checkpoint import pack_tensors
-
-KEY = re.compile(r"(?P<denoiser>\w+)\.(?P<layer>.+)\.lora_(?P<half>[AB])\.default\.weight")
-
-
-@dataclass(frozen=True)
-class Lora:
-    """The LoRA of one denoiser: by layer, `A [rank, in]` and `B [out, rank]`; a layer's update is `scale * B @ A`."""
-
-    layers: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    alpha: float
-
-    @property
-    def rank(self) -> int:
-        """The rank, the same in all layers."""
-        return next(iter(self.layers.values()))[0].shape[0]
-
-    @property
-    def scale(self) -> float:
-        """alpha / rank (Hu et al. 2021, section 4.1)."""
-        return self.alpha / self.rank
+from gerl.errors import ModelError
+from gerl.model.lora_weights import METADATA, Lora
+from gerl.utils.tensors import pack_tensors
 
 
 @dataclass(frozen=True)
@@ -123,33 +103,16 @@ LAYOUTS = {
 }
 
 
-def read_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str, Lora]:
-    """The LoRA of each denoiser from its parameters, named as in `Policy.lora`; raises `CheckpointError` otherwise."""
-    halves: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
-    for name, value in sorted(tensors.items()):
-        match = KEY.fullmatch(name)
-        if match is None or value.ndim != 2:
-            raise CheckpointError(f"{name!r} {list(value.shape)} is no LoRA of a linear layer: only a LoRA is exported")
-        halves.setdefault(match["denoiser"], {}).setdefault(match["layer"], {})[match["half"]] = value
-    found: dict[str, Lora] = {}
-    for denoiser, layers in halves.items():
-        for layer, pair in layers.items():
-            if set(pair) != {"A", "B"}:
-                raise CheckpointError(f"the LoRA of {denoiser}.{layer} has only its matrix {', '.join(pair)}")
-        found[denoiser] = Lora({layer: (pair["A"], pair["B"]) for layer, pair in layers.items()}, alpha)
-    return found
-
-
 def diffusers_file(loras: Mapping[str, Lora]) -> bytes:
     """A safetensors file of diffusers: a LoRA under each prefix, rank and alpha in the file's header."""
     tensors: dict[str, torch.Tensor] = {}
-    header: dict[str, Any] = {}
+    header: dict[str, object] = {}
     for prefix, lora in loras.items():
         for layer, (a, b) in lora.layers.items():
             tensors |= {f"{prefix}.{layer}.lora_A.weight": a, f"{prefix}.{layer}.lora_B.weight": b}
         config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.layers)}
         header |= {f"{prefix}.{key}": value for key, value in config.items()}
-    return pack_tensors(tensors, {"format": "pt", "lora_adapter_metadata": json.dumps(header, indent=2)})
+    return pack_tensors(tensors, {"format": "pt", METADATA: json.dumps(header, indent=2)})
 
 
 def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
@@ -157,8 +120,7 @@ def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        # an expression, since peft takes the names of a list for the ends of names
-        target_modules="|".join(map(re.escape, lora.layers)),
+        target_modules=lora.targets,
         base_model_name_or_path=base,
         inference_mode=True,
     )
@@ -213,20 +175,6 @@ def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
             f"format=kohya: it has no name for the layer {layer} of {family}; use diffusers, peft or merged"
         )
     return layer, (layer,)
-
-
-def check_fit(lora: Lora, denoiser: torch.nn.Module, where: str) -> None:
-    """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or has it in another size."""
-    linear = {name: module for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)}
-    for layer, (a, b) in lora.layers.items():
-        if layer not in linear:
-            raise ModelError(f"the LoRA does not fit {where}: it has no linear layer {layer}; give the model it is of")
-        sizes, expected = (a.shape[1], b.shape[0]), (linear[layer].in_features, linear[layer].out_features)
-        if sizes != expected:
-            raise ModelError(
-                f"the LoRA does not fit {where}: {layer} has {expected[0]} inputs and {expected[1]} outputs, the LoRA "
-                f"{sizes[0]} and {sizes[1]}; give the model it is of"
-            )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Pictures of pictures: grids with captions, and images inside HTML."""
+"""Image grids and data URIs."""
 
 import base64
 import io
@@ -72,6 +72,16 @@ def still(pixels: np.ndarray, frames: int = 4) -> np.ndarray:
         return pixels
     chosen = np.linspace(0, len(pixels) - 1, min(frames, len(pixels))).round().astype(int)
     return np.concatenate([pixels[k] for k in chosen], axis=1)
+
+
+def thumbnail(pixels: np.ndarray, width: int, exact: int = 128) -> str:
+    """An image [H, W, 3] or stills of a video [F, H, W, 3], uint8, as a data URI.
+
+    It is at most `width` pixels wide and four times as high; up to `exact` pixels width it is kept as it is.
+    """
+    image = enlarge(still(pixels), min_width=1, max_width=width)
+    image.thumbnail((width, 4 * width))
+    return to_data_uri(image, lossy=image.width > exact)
 
 
 def to_data_uri(image: Image.Image, lossy: bool = False) -> str:

@@ -1,5 +1,3 @@
-import sys
-
 from gerl.preflight.command import main
 
-sys.exit(main())
+raise SystemExit(main())

@@ -1,17 +1,16 @@
-"""What a preflight found: its numbers, what is wrong with them in sentences, and the text on the terminal."""
+"""The findings of a preflight: its numbers, sentences on what is wrong with them, and the text on the terminal."""
 
-import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from gerl.algorithms.signal_checks import probe_warnings, ratio_problem
 from gerl.config import Config
 from gerl.preflight.forecast import Memory, Run, Seconds
 from gerl.preflight.inventory import Component
 from gerl.protocol import RolloutTask, SamplingProbe
+from gerl.utils.files import finite
 
 NOT_KNOWN = "not known"
 WIDTH = 118  # characters of a line of the text
@@ -45,9 +44,9 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """For machines: the fields, and whether it can train."""
-        return {"can_train": not self.problems, **_finite(asdict(self))}
+        return {"can_train": not self.problems, **finite(asdict(self))}
 
     def text(self, config: Config) -> str:
         """For the terminal."""
@@ -234,12 +233,3 @@ def _count(parameters: int) -> str:
     if parameters >= 1e9:
         return f"{parameters / 1e9:.1f} B"
     return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters / 1e3:.0f} k"
-
-
-def _finite(value: Any) -> Any:
-    """`value` without the NaN and infinities that JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What a trainer step will take, from one micro-batch that was measured: seconds, memory, and which sizes fit."""
+"""Forecast of a trainer step from one micro-batch that was measured: seconds, memory, and which sizes fit."""
 
 from collections import Counter
 from collections.abc import Sequence

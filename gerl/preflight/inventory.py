@@ -1,9 +1,8 @@
-"""What a pipeline consists of, and where its LoRA is."""
+"""The components of a pipeline, and where its LoRA is."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ class Component:
     targets: tuple[str, ...] = ()
 
 
-def components(parts: Mapping[str, Any], lora: Mapping[str, torch.nn.Parameter]) -> list[Component]:
+def components(parts: Mapping[str, object], lora: Mapping[str, torch.nn.Parameter]) -> list[Component]:
     """The networks among `parts` of a pipeline, largest first; names in `lora` are `component.parameter`."""
     found = [_component(n, part, _of(n, lora)) for n, part in parts.items() if isinstance(part, torch.nn.Module)]
     return sorted(found, key=lambda component: -component.parameters)

@@ -24,7 +24,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 
 @dataclass(frozen=True)
 class Usage:
-    """What a piece of work took.
+    """Time and memory that a piece of work took.
 
     `peak`: the most bytes at a time of tensors on the GPU, or on a CPU of the process's resident memory, which holds
     Python and its libraries as well; None where the system does not tell.
@@ -35,7 +35,7 @@ class Usage:
 
 
 def measured(device: str, work: Callable[[], T]) -> tuple[T, Usage]:
-    """What `work` returns, and what it took on `device` (`cpu`, `cuda`, `cuda:0`)."""
+    """The result of `work`, and the time and memory it took on `device` (`cpu`, `cuda`, `cuda:0`)."""
     gpu = device.startswith("cuda")
     if gpu:
         torch.cuda.synchronize(device)

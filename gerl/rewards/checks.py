@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from gerl.config import RewardConfig
-from gerl.errors import RewardError
+from gerl.config import Config, RewardConfig
+from gerl.errors import DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
 from gerl.rewards.scorers import build_scorer
 from gerl.rewards.total import applies, check_routes
+from gerl.utils.dataset import load_prompts
 
 
 def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
@@ -19,6 +20,16 @@ def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
     check_routes(config.scorers, prompts)
     for name, scorer in config.scorers.items():
         build_scorer(name, scorer).check_prompts([prompt for prompt in prompts if applies(scorer, prompt)])
+
+
+def read_prompts(config: Config, key: str, source: str, most: int | None = None) -> list[Prompt]:
+    """The prompts of `source`, which is the value of `key`, or the first `most`, all of them fit for the scorers."""
+    try:
+        prompts = load_prompts(source, config.data.prompt_key)[:most]
+        check_reward(config.reward, prompts)
+    except DataError as error:
+        raise DataError(f"{key}={source}: {error}") from None
+    return prompts
 
 
 def usable_groups(

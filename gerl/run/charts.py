@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import markupsafe
@@ -21,6 +22,13 @@ WIDE, NARROW = (9.6, 3.4), (3.7, 2.4)
 MAX_POINTS = 400
 LOG_FLOOR = 1e-9
 
+SIGNALS = (
+    ("KL to the base model", "actor/kl"),
+    ("clipped fraction", "actor/clip_fraction"),
+    ("gradient norm before clipping", "actor/grad_norm"),
+    ("groups with equal rewards (no signal)", "group/zero_std_fraction"),
+    ("learning rate", "actor/lr"),
+)
 TIMING_TOTALS = ("timing/step_s", "timing/total_s")
 
 
@@ -124,25 +132,16 @@ def small_charts(rows: Rows) -> list[Chart]:
     names = {name for row in rows for name in row}
     scorers = sorted({m[1] for name in names if (m := re.fullmatch(r"(?:reward|val)/(.+)/mean", name))} - {"reward"})
     charts: list[tuple[str, list[str], Callable[[Axes], None]]] = []
+
+    def draw_pair(axes: Axes, names: Sequence[str]) -> None:
+        _smooth_line(axes, rows, names[0], 0, "training")
+        _line(axes, rows, names[1], 1, "held-out")
+
     for scorer in scorers:
-
-        def draw_scorer(axes: Axes, scorer: str = scorer) -> None:
-            _smooth_line(axes, rows, f"reward/{scorer}/mean", 0, "training")
-            _line(axes, rows, f"val/{scorer}/mean", 1, "held-out")
-
-        charts.append((f"scorer {scorer}", [f"reward/{scorer}/mean", f"val/{scorer}/mean"], draw_scorer))
-    for title, name, colour in (
-        ("KL to the base model", "actor/kl", 2),
-        ("clipped fraction", "actor/clip_fraction", 3),
-        ("gradient norm before clipping", "actor/grad_norm", 4),
-        ("groups with equal rewards (no signal)", "group/zero_std_fraction", 5),
-        ("learning rate", "actor/lr", 6),
-    ):
-
-        def draw_one(axes: Axes, name: str = name, colour: int = colour) -> None:
-            _line(axes, rows, name, colour)
-
-        charts.append((title, [name], draw_one))
+        pair = [f"reward/{scorer}/mean", f"val/{scorer}/mean"]
+        charts.append((f"scorer {scorer}", pair, partial(draw_pair, names=pair)))
+    for colour, (title, name) in enumerate(SIGNALS, start=2):
+        charts.append((title, [name], partial(_line, rows=rows, name=name, colour=colour)))
 
     def draw_deviation(axes: Axes) -> None:
         floored = [

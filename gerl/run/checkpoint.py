@@ -3,7 +3,6 @@
 A checkpoint is the folder `step_N` with the caller's files, `state.json` and `manifest.json` (sha256 and size of each).
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -12,15 +11,13 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import safetensors
-import safetensors.torch
-import torch
-
-from gerl.errors import CheckpointError
+from gerl.errors import CheckpointError, ConfigError
+from gerl.utils.files import reason
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +139,38 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
     return None
 
 
+def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkpoint, str]:
+    """The run folder of `folder` (a run or one of its checkpoints), the best or asked for checkpoint, and why this one.
+
+    The checkpoint is verified. Without a `step`, it is the one with the best held-out reward, else the newest.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: `folder` is neither a run nor a checkpoint, or `step` is not that of the checkpoint.
+    """
+    if (folder / MANIFEST).is_file() or (folder.is_dir() and re.fullmatch(r"step_\d+", folder.name)):
+        checkpoint = load_checkpoint(folder)
+        if step not in (None, checkpoint.step):
+            raise ConfigError(f"step={step}: run={folder} is the checkpoint of step {checkpoint.step}; leave one out")
+        return folder.resolve().parents[1], checkpoint, f"step {checkpoint.step}, as asked for"
+    paths = {int(re.sub(r"\D", "", path.name)): path for path in checkpoint_paths(folder / "checkpoints")}
+    if not paths:
+        what = "has no checkpoints" if folder.is_dir() else "does not exist"
+        raise ConfigError(f"run={folder} {what}: give a run folder such as outputs/signs/TIME, or a checkpoint in it")
+    if step is not None:
+        if step not in paths:
+            raise CheckpointError(
+                f"step={step}: {folder} has no checkpoint of this step, but of {', '.join(map(str, paths))}"
+            )
+        return folder, load_checkpoint(paths[step]), f"step {step}, as asked for"
+    intact = _intact(paths.values(), logging.WARNING)
+    if not intact:
+        raise CheckpointError(f"run={folder}: all its checkpoints are damaged, of step {', '.join(map(str, paths))}")
+    if best := _best(intact):
+        return folder, best, f"step {best.step}, the best: held-out reward {_held_out_reward(best):.3f}"
+    return folder, intact[-1], f"step {intact[-1].step}, the newest"
+
+
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints and the one with the largest `state["val_reward"]`.
 
@@ -150,12 +179,8 @@ def prune(root: Path, keep: int) -> None:
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: keep at least one checkpoint")
-    intact = []
-    for path in checkpoint_paths(root):
-        with contextlib.suppress(CheckpointError):
-            intact.append(load_checkpoint(path))
-    validated = [c for c in intact if _val_reward(c) is not None]
-    best = max(validated, key=lambda c: (_val_reward(c), c.step), default=None)
+    intact = _intact(checkpoint_paths(root), logging.DEBUG)
+    best = _best(intact)
     kept = {c.path for c in intact[-keep:]} | ({best.path} if best else set())
     doomed = [c.path for c in intact if c.path not in kept]
     doomed += list(root.glob(".tmp-step_*")) + [p for p in root.glob(".old-step_*") if _is_superseded(p)]
@@ -164,21 +189,6 @@ def prune(root: Path, keep: int) -> None:
             shutil.rmtree(path)
         except OSError as error:
             log.warning("%s is no longer needed but cannot be deleted: %s", path, reason(error))
-
-
-def pack_tensors(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """Named tensors of any device and dtype as the content of a safetensors file."""
-    # Clones: safetensors refuses tensors that share memory, such as tied weights.
-    plain = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
-    return safetensors.torch.save(plain, metadata)
-
-
-def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file's content, on the CPU; `CheckpointError` if it is none."""
-    try:
-        return safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{len(data)} bytes are not a safetensors file: {error}") from error
 
 
 def find_run_to_resume(experiment_dir: Path, exclude: Path | None = None) -> Path | None:
@@ -194,11 +204,6 @@ def find_run_to_resume(experiment_dir: Path, exclude: Path | None = None) -> Pat
         # The folder's name (its time) decides between runs whose times were lost in copying.
         runs.append((_written_at(paths[-1]), run.name, run))
     return max(runs)[2] if runs else None
-
-
-def reason(error: OSError) -> str:
-    """What the operating system said, without the number and path that the sentence around it has."""
-    return error.strerror or str(error)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -261,7 +266,24 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _val_reward(checkpoint: Checkpoint) -> float | None:
+def _intact(paths: Iterable[Path], level: int) -> list[Checkpoint]:
+    """The checkpoints that verify, in order; the others are logged at `level`."""
+    intact = []
+    for path in paths:
+        try:
+            intact.append(load_checkpoint(path))
+        except CheckpointError as error:
+            log.log(level, "%s; it is passed over", error)
+    return intact
+
+
+def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The one with the largest held-out reward, of equals the newest; None where none was validated."""
+    validated = [c for c in checkpoints if _held_out_reward(c) is not None]
+    return max(validated, key=lambda c: (_held_out_reward(c), c.step), default=None)
+
+
+def _held_out_reward(checkpoint: Checkpoint) -> float | None:
     value = checkpoint.state.get("val_reward")
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 

@@ -9,23 +9,22 @@ import io
 import json
 import logging
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
 
 from gerl.errors import GerlError
-from gerl.pages.images import enlarge, to_data_uri
-from gerl.pages.page import render, write_text
+from gerl.pages.images import thumbnail
+from gerl.pages.page import Card, Picture, descending, render
 from gerl.run.charts import TIMING_TOTALS, Rows, reward_charts, series, small_charts, timing_parts
 from gerl.run.checkpoint import checkpoint_paths
 from gerl.run.tracking import read_metrics
+from gerl.utils.files import finite, write_file, writing
 
 log = logging.getLogger(__name__)
 
@@ -61,26 +60,22 @@ def save_validation(
         raise ValueError(f"expected {len(prompts)} rewards of each scorer, one per prompt")
     values = {
         "step": step,
-        "rewards": _finite(totals),
-        "by_scorer": {name: _finite(scores) for name, scores in by_scorer.items()},
+        "rewards": finite(totals),
+        "by_scorer": finite(by_scorer),
         "prompts": list(prompts),
     }
     buffer = io.BytesIO()
     np.savez_compressed(buffer, pixels=pixels)
     path = _validation_path(run_dir, step)
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The JSON comes last: where it is, the images are complete.
-        for target, content in ((path.with_suffix(".npz"), buffer.getvalue()), (path, json.dumps(values).encode())):
-            part = target.with_name(target.name + ".part")
-            part.write_bytes(content)
-            os.replace(part, target)
-    except OSError as error:
-        raise GerlError(f"{path} cannot be written: {error.strerror or error}; free space there") from error
+    # The JSON comes last: where it is, the images are complete.
+    write_file(path.with_suffix(".npz"), buffer.getvalue())
+    write_file(path, json.dumps(values))
 
 
 def load_validation(run_dir: Path, step: int) -> Validation:
-    """What `save_validation` kept of `step`; raises `GerlError` if it is missing or damaged."""
+    """The validation of `step` that `save_validation` kept; raises `GerlError` if it is missing or damaged."""
     path = _validation_path(run_dir, step)
     try:
         values = json.loads(path.read_bytes())
@@ -113,13 +108,13 @@ def write_report(run_dir: Path) -> Path:
     config_text, config = _read_config(run_dir / "config.yaml")
     html = render(
         "report.html.j2",
-        experiment=run_dir.resolve().parent.name,
+        title=run_dir.resolve().parent.name,
         run=run_dir.resolve().name,
         facts=_facts(rows, config),
         headline=_headline(rows, first, last),
         main=reward_charts(rows),
         charts=small_charts(rows),
-        gallery=_gallery(first, last),
+        cards=_cards(first, last),
         first_step=first.step if first else None,
         last_step=last.step if last else None,
         lora=_quoted(_lora(run_dir)),
@@ -127,7 +122,7 @@ def write_report(run_dir: Path) -> Path:
         config_text=config_text,
     )
     path = run_dir / "report.html"
-    write_text(path, html)
+    write_file(path, html)
     return path
 
 
@@ -135,11 +130,7 @@ def _validation_path(run_dir: Path, step: int) -> Path:
     return run_dir / "validation" / f"step_{step:06d}.json"
 
 
-def _finite(values: Sequence[float | None]) -> list[float | None]:
-    return [float(v) if v is not None and math.isfinite(v) else None for v in values]
-
-
-def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+def _read_config(path: Path) -> tuple[str, dict[str, object]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -152,14 +143,14 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     return text, values if isinstance(values, dict) else {}
 
 
-def _get(config: dict[str, Any], *names: str) -> Any:
-    value: Any = config
+def _get(config: dict[str, object], *names: str) -> object:
+    value: object = config
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def _base_path(config: dict[str, Any]) -> str:
+def _base_path(config: dict[str, object]) -> str:
     path = str(_get(config, "model", "path") or "BASE_MODEL")
     # A pipeline that ships with gerl is known to diffusers by its folder only.
     shipped = Path(__file__).parents[1] / "assets" / path
@@ -231,7 +222,7 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _facts(rows: Rows, config: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(rows: Rows, config: dict[str, object]) -> list[tuple[str, str]]:
     done = rows[-1]["step"] if rows else 0
     planned = _get(config, "trainer", "steps")
     prompts, n = _get(config, "rollout", "prompts_per_step"), _get(config, "rollout", "n")
@@ -250,37 +241,28 @@ def _facts(rows: Rows, config: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in facts if value is not None]
 
 
-def _gallery(first: Validation | None, last: Validation | None) -> list[dict[str, Any]]:
+def _cards(first: Validation | None, last: Validation | None) -> list[Card]:
     """Pictures of both validations side by side, largest gain first; what was not scored comes last."""
+    validations = [v for v in (first, last) if v is not None]
     if first is None:
         return []
-    rows = _pairs(first, last) if last is not None else [(i, r, None) for i, r in enumerate(first.rewards)]
-    shown = min(len(first.pixels), len(last.pixels) if last is not None else len(first.pixels))
-    cards = []
+    rows = _pairs(first, last or first)
+    shown = min(len(validation.pixels) for validation in validations)
+    ranked: list[tuple[float | None, Card]] = []
     for i, before, after in (row for row in rows if row[0] < shown):
-        gain = after - before if before is not None and after is not None else None
-        pictures = [(first.pixels[i], before)] + ([(last.pixels[i], after)] if last is not None else [])
-        cards.append(
-            {
-                "prompt": first.prompts[i],
-                "gain": gain,
-                "trend": "flat" if gain is None or abs(gain) < 5e-4 else "up" if gain > 0 else "down",
-                "pictures": [
-                    {
-                        "uri": _picture(pixels),
-                        "smooth": pixels.shape[1] > SMALL,
-                        "reward": "not scored" if r is None else f"{r:.3f}",
-                    }
-                    for pixels, r in pictures
-                ],
-            }
-        )
-    return sorted(cards, key=lambda card: (card["gain"] is None, -(card["gain"] or 0)))
+        gain = after - before if last is not None and before is not None and after is not None else None
+        trend = "flat" if gain is None or abs(gain) < 5e-4 else "up" if gain > 0 else "down"
+        pictures = [_picture(validation, i) for validation in validations]
+        heading = first.prompts[i]
+        ranked.append((gain, Card(pictures, (), heading, gain="" if gain is None else f"{gain:+.3f}", trend=trend)))
+    return [card for _, card in sorted(ranked, key=lambda entry: descending(entry[0]))]
 
 
-def _picture(pixels: np.ndarray) -> str:
-    image = enlarge(pixels, min_width=1, max_width=384)
-    return to_data_uri(image, lossy=image.width > SMALL)
+def _picture(validation: Validation, i: int) -> Picture:
+    value = validation.rewards[i]
+    reward = "not scored" if value is None else f"{value:.3f}"
+    uri = thumbnail(validation.pixels[i], width=384, exact=SMALL)
+    return Picture(uri, f"{validation.prompts[i]}, reward {reward}", note=reward)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -150,6 +150,14 @@ class Progress:
         self.close()
 
 
+@contextlib.contextmanager
+def image_progress(total: int, shown: bool) -> Iterator[tqdm]:
+    """A progress bar over images, under the same log."""
+    log = logging_redirect_tqdm() if shown else contextlib.nullcontext()
+    with log, tqdm(total=total, unit="image", disable=not shown) as bar:
+        yield bar
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`, empty if there is none.
 

@@ -1,37 +1,37 @@
 """Scored images as files: `scores.csv`, `scores.jsonl`, and `gallery.html`, best first and sortable by any column."""
 
-import csv
-import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from gerl.pages.images import enlarge, to_data_uri
-from gerl.pages.page import render, write_text
+from gerl.pages.page import Card, Line, Picture, card_page, show
+from gerl.rewards.rows import TOTAL
+from gerl.utils.files import csv_text, write_file
 
-SMALL = 128  # pixels; up to this width a thumbnail is exact and shown with sharp pixels
-LARGE = 256  # pixels; wider images are reduced to this
 BINS = 24
-
-TOTAL = "total"  # the column that scorers are summed up in
 COLUMNS = ("image", "prompt", TOTAL, "failure")  # of the tables, beside those of the scorers
+HEAD = ("column", "weight", "images", "mean", "std", "min", "median", "max", "min to max")
 
 
 @dataclass(frozen=True)
-class Card:
-    """A scored image: its file and how it is called, prompt, thumbnail, value in each column, and why some lack."""
+class ScoredImage:
+    """An image: its file and how it is called, prompt, thumbnail, value in each column, and why some lack."""
 
     path: Path
     name: str
     prompt: str
     thumbnail: str  # data URI
-    values: dict[str, float | None]  # column -> score; None: not scored
+    values: Mapping[str, float | None]  # column -> score; None: not scored
     failure: str = ""
+
+    @property
+    def label(self) -> str:
+        """How a message calls it."""
+        return str(self.path)
 
 
 @dataclass(frozen=True)
@@ -63,69 +63,45 @@ def summarise(name: str, values: Sequence[float | None]) -> Summary:
     return Summary(name, len(known), float(known.mean()), float(known.std()), low, float(np.median(known)), high, bins)
 
 
-def thumbnail(pixels: np.ndarray) -> str:
-    """The image [H, W, 3] uint8 as a data URI, at most 256 pixels wide and four times as high."""
-    image = enlarge(pixels, min_width=1, max_width=LARGE)
-    image.thumbnail((LARGE, 4 * LARGE))
-    return to_data_uri(image, lossy=image.width > SMALL)
-
-
-def write_tables(folder: Path, cards: Sequence[Card]) -> None:
-    """Write `scores.csv` and `scores.jsonl` to `folder`: image, prompt, the columns of the cards, failure.
+def write_tables(folder: Path, images: Sequence[ScoredImage]) -> None:
+    """Write `scores.csv` and `scores.jsonl` to `folder`: image, prompt, the columns of the images, failure.
 
     A value that lacks is an empty cell, or null. Raises `GerlError` if a file cannot be written.
     """
-    rows: list[dict[str, Any]] = [
-        {"image": str(card.path.absolute()), "prompt": card.prompt, **card.values, "failure": card.failure or None}
-        for card in cards
+    rows: list[dict[str, object]] = [
+        {"image": str(i.path.absolute()), "prompt": i.prompt, **i.values, "failure": i.failure or None} for i in images
     ]
-    table = io.StringIO(newline="")
-    writer = csv.DictWriter(table, list(rows[0]) if rows else COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(folder / "scores.csv", table.getvalue())
-    write_text(folder / "scores.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_file(folder / "scores.csv", csv_text(list(rows[0]) if rows else COLUMNS, rows))
+    write_file(folder / "scores.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def write_gallery(path: Path, title: str, cards: Sequence[Card], weights: dict[str, float]) -> None:
-    """Write `cards` as a page to `path`, sorted by their first column; cards without a value there come last.
+def write_gallery(path: Path, title: str, images: Sequence[ScoredImage], weights: Mapping[str, float]) -> None:
+    """Write a page of the images to `path`, sorted by their first column; those without a value there come last.
 
-    weights: of the columns that enter the total, to be shown beside their names. All cards have the same columns.
+    weights: of the columns that enter the total, to be shown beside their names. All images have the same columns.
     Raises `GerlError` if the file cannot be written.
     """
-    columns = list(cards[0].values) if cards else []
-    if any(list(card.values) != columns for card in cards):
+    columns = list(images[0].values) if images else []
+    if any(list(image.values) != columns for image in images):
         raise ValueError("expected the same columns on all cards")
-    html = render(
-        "gallery.html.j2",
-        title=title,
-        columns=[_column(summarise(name, [card.values[name] for card in cards]), weights) for name in columns],
-        cards=[_card(card) for card in sorted(cards, key=lambda card: _key(card, columns))],
-        failed=sum(card.values[columns[0]] is None for card in cards) if columns else 0,
-        show=_show,
+    failed = sum(image.values[columns[0]] is None for image in images) if columns else 0
+    note = (
+        f"{len(images)} image{'' if len(images) == 1 else 's'}, {failed} without a {columns[0] if columns else 'score'}"
+        ". Best first; click a name to sort by it, twice to turn the order around."
     )
-    write_text(path, html)
+    lines = [_line(summarise(name, [image.values[name] for image in images]), weights) for name in columns]
+    write_file(path, card_page(title, note, HEAD, lines, [_card(image) for image in images]))
 
 
-def _key(card: Card, columns: Sequence[str]) -> tuple[bool, float]:
-    value = card.values[columns[0]] if columns else None
-    return value is None, -(value or 0.0)
+def _line(summary: Summary, weights: Mapping[str, float]) -> Line:
+    weight = f"{weights[summary.name]:g}" if summary.name in weights else ""
+    numbers = (summary.mean, summary.std, summary.low, summary.median, summary.high)
+    flat = "all the same" if summary.count else ""
+    return Line(summary.name, [weight, str(summary.count), *map(show, numbers), summary.bins or flat])
 
 
-def _column(summary: Summary, weights: dict[str, float]) -> dict[str, Any]:
-    tallest = max(summary.bins, default=1)
-    return {
-        "summary": summary,
-        "weight": weights.get(summary.name),
-        "bars": [(i, round(30 * count / tallest, 2), count) for i, count in enumerate(summary.bins)],
-        "width": BINS,
-    }
-
-
-def _card(card: Card) -> dict[str, Any]:
-    return {"card": card, "values": list(card.values.values())}
-
-
-def _show(value: float | None) -> str:
-    """A score for the eye: four significant digits."""
-    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
+def _card(image: ScoredImage) -> Card:
+    picture = Picture(
+        image.thumbnail, image.prompt, image.prompt, note=image.name, failure=image.failure, scores=image.values
+    )
+    return Card([picture], list(image.values.values()), trend="down" if image.failure else "flat")

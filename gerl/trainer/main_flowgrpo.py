@@ -12,15 +12,15 @@ from gerl.commandline.command import run_command
 from gerl.commandline.composition import Composed, compose_run
 from gerl.commandline.help import help_text
 from gerl.config import Config
-from gerl.errors import CheckpointError, ConfigError, DataError
+from gerl.errors import CheckpointError, ConfigError
 from gerl.model.loading import resolve
 from gerl.protocol import Prompt
-from gerl.rewards.checks import check_reward
+from gerl.rewards.checks import read_prompts
 from gerl.run.checkpoint import Checkpoint, checkpoint_paths, find_run_to_resume, load_checkpoint, newest_checkpoint
 from gerl.run.report import load_validation, validation_steps, write_report
 from gerl.run.signals import Signals
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer, check_identity
-from gerl.utils.dataset import fingerprint, load_prompts
+from gerl.utils.dataset import fingerprint
 
 logger = logging.getLogger("gerl")
 
@@ -58,16 +58,6 @@ def run(composed: Composed) -> Path:
                 write_report(run_dir)
     logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
     return run_dir
-
-
-def read_prompts(config: Config, key: str, source: str) -> list[Prompt]:
-    """The prompts of `source`, which is the value of `key`, all of them fit for the scorers."""
-    try:
-        prompts = load_prompts(source, config.data.prompt_key)
-        check_reward(config.reward, prompts)
-    except DataError as error:
-        raise DataError(f"{key}={source}: {error}") from None
-    return prompts
 
 
 def identity(config: Config) -> dict[str, str]:

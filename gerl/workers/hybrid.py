@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import torch
 import torch.distributed as dist
-import transformers
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.config import Config
 from gerl.engine import Trajectory, replay
 from gerl.engine.kernels import FlowRule
+from gerl.model.libraries import quiet_libraries
 from gerl.model.loading import Policy, load_policy, weights_fingerprint
 from gerl.model.lora import WEIGHTS
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepResult, UpdateStats
-from gerl.run.checkpoint import pack_tensors, unpack_tensors
 from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
+from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
 from gerl.workers.collective import free_address, join
 from gerl.workers.rollout import Rollout
@@ -55,9 +54,7 @@ class HybridWorker:
     def setup(self) -> ModelFacts:
         """Load the pipeline and everything that works on it."""
         torch.set_num_threads(self.threads)
-        for library in (diffusers.logging, transformers.logging):
-            library.set_verbosity_error()
-            library.disable_progress_bar()
+        quiet_libraries()
         seed_everything("worker", self.config.trainer.seed)
         model, seed = self.config.model, self.config.trainer.seed
         with capture_logs("gerl.model", logging.INFO) as notes:

@@ -19,7 +19,8 @@ from gerl.commandline.composition import Composed
 from gerl.config import Config, ModelConfig, SamplingConfig
 from gerl.export.command import main
 from gerl.model.lora import WEIGHTS
-from gerl.run.checkpoint import pack_tensors, save_checkpoint
+from gerl.run.checkpoint import save_checkpoint
+from gerl.utils.tensors import pack_tensors
 from gerl.workers.hybrid import HybridWorker
 
 RANK, ALPHA = 3, 7.5  # not 1 by one another, so that a reader that forgets alpha is found out

@@ -17,7 +17,7 @@ from gerl.errors import ConfigError
 from gerl.evaluate.comparison import BASE, Drawn, bootstrap, compare, config_of, estimate, name_loras, plan
 from gerl.evaluate.files import page, table, write_files
 from gerl.protocol import Prompt
-from gerl.score.gallery import TOTAL
+from gerl.rewards.rows import TOTAL
 
 PIXEL = "data:image/png;base64,AA=="
 

@@ -13,7 +13,8 @@ from safetensors.torch import load
 
 from gerl.errors import CheckpointError, ModelError
 from gerl.model.lora import default_targets
-from gerl.model.lora_layouts import Lora, check_fit, diffusers_file, kohya_file, merge, read_loras
+from gerl.model.lora_layouts import diffusers_file, kohya_file, merge
+from gerl.model.lora_weights import Lora, check_fit, collect_loras
 
 
 def random_lora(denoiser: torch.nn.Module, layers: Iterable[str], rank: int = 2, alpha: float = 5.0) -> Lora:
@@ -151,11 +152,11 @@ def test_a_lora_of_another_model() -> None:
 def test_what_a_checkpoint_holds() -> None:
     a, b = torch.ones(2, 3), torch.ones(4, 2)
     names = [f"{denoiser}.blocks.0.to_q.lora_{half}.default.weight" for denoiser in ("unet", "vit") for half in "AB"]
-    loras = read_loras(dict(zip(names, [a, b, 2 * a, 2 * b], strict=True)), 8.0)
+    loras = collect_loras(dict(zip(names, [a, b, 2 * a, 2 * b], strict=True)), 8.0)
     assert list(loras) == ["unet", "vit"] and loras["vit"].rank == 2 and loras["vit"].scale == 4.0
     assert torch.equal(loras["vit"].layers["blocks.0.to_q"][1], 2 * b)
     assert load(diffusers_file(loras)).keys() == {name.replace(".default", "") for name in names}
     with pytest.raises(CheckpointError, match=r"the LoRA of unet.x has only its matrix A"):
-        read_loras({"unet.x.lora_A.default.weight": a}, 1.0)
+        collect_loras({"unet.x.lora_A.default.weight": a}, 1.0)
     with pytest.raises(CheckpointError, match=re.escape("'unet.x.weight' [2, 3] is no LoRA of a linear layer")):
-        read_loras({"unet.x.weight": a}, 1.0)
+        collect_loras({"unet.x.weight": a}, 1.0)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from gerl.errors import ModelError
 from gerl.model.lora import WEIGHTS, add_lora, lora_file
-from gerl.model.lora_variants import attach, read_lora, switch
+from gerl.model.lora_variants import attach, switch
+from gerl.model.lora_weights import read_lora
 
 CASE = tiny.CASES["sd3"]
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gerl.pages.images import GAP, enlarge, grid, to_data_uri
+from gerl.pages.images import GAP, enlarge, grid, thumbnail, to_data_uri
 
 
 def image(height: int, width: int, value: int = 0) -> np.ndarray:
@@ -63,3 +63,11 @@ def test_data_uri(lossy: bool, kind: str) -> None:
     assert back.format == kind and back.size == (8, 8)
     if not lossy:
         assert back.tobytes() == picture.tobytes()
+
+
+def test_small_images_stay_exact_and_large_ones_are_reduced() -> None:
+    small = np.random.default_rng(0).integers(0, 256, (8, 128, 3), dtype=np.uint8)
+    assert thumbnail(small, 256).startswith("data:image/png;base64,")
+    large = thumbnail(np.zeros((600, 1000, 3), np.uint8), 256)
+    assert large.startswith("data:image/jpeg;base64,") and len(large) < 10_000
+    assert len(thumbnail(np.zeros((20_000, 256, 3), np.uint8), 256)) < 20_000  # not a page-long strip

@@ -7,11 +7,12 @@ import tiny
 import torch
 from training import config
 
-from gerl import preflight
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, ModelConfig
-from gerl.preflight.command import Bench, TooLarge, further_runs, trained_share
+from gerl.preflight import bench as module
+from gerl.preflight.bench import Bench, TooLarge, further_runs
+from gerl.preflight.command import trained_share
 from gerl.preflight.findings import Report
 from gerl.protocol import Prompt
 from gerl.workers.hybrid import HybridWorker
@@ -70,9 +71,9 @@ def test_memory_of_two_sizes_is_measured_where_the_configured_one_is_the_smalles
 ) -> None:
     bench = Bench(worker, Prompt(0, "a red fox"))
     first = bench.run(8, 8)
-    monkeypatch.setattr(preflight, "capacity", lambda _: 1)
+    monkeypatch.setattr(module, "capacity", lambda _: 1)
     assert len(further_runs(bench, first, Report("tiny", "awm"))) == 1, "the larger one could end the process"
-    monkeypatch.setattr(preflight, "capacity", lambda _: 10**15)
+    monkeypatch.setattr(module, "capacity", lambda _: 10**15)
     runs = further_runs(bench, first, Report("tiny", "awm"))
     assert [(run.drawn, run.trained, run.images) for run in runs] == [(8, 8, 8), (16, 16, 16)]
     assert runs[1].trajectories == pytest.approx(2 * runs[0].trajectories, rel=0.1)

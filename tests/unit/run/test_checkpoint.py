@@ -5,19 +5,17 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from gerl.errors import CheckpointError
 from gerl.run import checkpoint as module
 from gerl.run.checkpoint import (
     checkpoint_paths,
+    find_checkpoint,
     find_run_to_resume,
     load_checkpoint,
     newest_checkpoint,
-    pack_tensors,
     prune,
     save_checkpoint,
-    unpack_tensors,
 )
 
 FILES = {"lora/pytorch_lora_weights.safetensors": b"weights", "optimizer.safetensors": b"moments" * 100}
@@ -158,31 +156,20 @@ def test_prune_keeps_newest_and_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_1", "step_5"]
 
 
+def test_of_checkpoints_with_the_same_reward_the_newer_is_the_best(tmp_path: Path) -> None:
+    for step, reward in ((2, 0.9), (3, 0.5), (10, 0.9), (11, None)):
+        save_checkpoint(tmp_path / "checkpoints", step, FILES, {"val_reward": reward})
+    assert find_checkpoint(tmp_path)[1].step == 10
+    prune(tmp_path / "checkpoints", 1)
+    assert names(tmp_path / "checkpoints") == ["step_10", "step_11"]
+
+
 def test_prune_does_not_count_damaged(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, step, FILES, {})
     (tmp_path / "step_3" / "manifest.json").unlink()
     prune(tmp_path, 1)
     assert names(tmp_path) == ["step_2", "step_3"]
-
-
-def test_tensors_round_trip_bitwise() -> None:
-    base = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    tensors = {
-        "f32": base,
-        "shared": base,
-        "transposed": base.t(),
-        "bf16": base.bfloat16(),
-        "step": torch.tensor(3, dtype=torch.int64),
-        "rng": torch.arange(5, dtype=torch.uint8),
-        "grad": torch.ones(2, requires_grad=True),
-    }
-    back = unpack_tensors(pack_tensors(tensors, {"kind": "test"}))
-    assert back.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor)
-    with pytest.raises(CheckpointError, match="safetensors"):
-        unpack_tensors(b"not tensors")
 
 
 def test_find_run_to_resume(tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import html.parser
 import json
 import logging
 import re
@@ -6,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from html_page import Page
 
 from gerl.errors import GerlError
 from gerl.run import charts
@@ -13,37 +13,6 @@ from gerl.run.report import load_validation, main, save_validation, validation_s
 
 CONFIG = "model:\n  path: signs\n  lora_rank: 8\ntrainer:\n  steps: 20\nrollout:\n  prompts_per_step: 4\n  n: 6\n"
 PROMPTS = ['a sign that reads "<b>&482"', "a sign that reads 12", "a sign that reads 7", "not drawn"]
-
-
-class Page(html.parser.HTMLParser):
-    """Checks that elements are closed and collects what a browser would load."""
-
-    VOID = ("meta", "img", "br", "link", "input")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.loaded: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.loaded += [
-            v or "" for name, v in attrs if name in ("src", "href", "xlink:href", "srcset", "data", "action")
-        ]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 def read(run_dir: Path) -> tuple[str, Page]:

@@ -1,5 +1,4 @@
 import csv
-import html.parser
 import json
 import math
 import re
@@ -9,50 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from html_page import Page
 
 from gerl.errors import GerlError
-from gerl.score.gallery import BINS, LARGE, SMALL, Card, summarise, thumbnail, write_gallery, write_tables
+from gerl.score.gallery import BINS, ScoredImage, summarise, write_gallery, write_tables
 
 PIXEL = "data:image/png;base64,AA=="
 
 
-class Page(html.parser.HTMLParser):
-    """Checks that elements are closed and collects what a browser would load, and the text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loaded: list[str] = []
-        self.values: list[list[float | None]] = []
-        self.bars: list[int] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.loaded += [given[name] for name in ("src", "href", "srcset", "data") if name in given]
-        if "data-values" in given:
-            self.values.append(json.loads(given["data-values"]))
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-2:] == ["rect", "title"]:
-            self.bars.append(int(data))
-        elif data.strip() and self.open[-1] not in ("style", "script"):
-            self.words.append(data.strip())
+def card(name: str, total: float | None, failure: str = "", **values: float | None) -> ScoredImage:
+    return ScoredImage(Path(name), name, f"prompt of {name}", PIXEL, {"total": total, **values}, failure)
 
 
-def card(name: str, total: float | None, failure: str = "", **values: float | None) -> Card:
-    return Card(Path(name), name, f"prompt of {name}", PIXEL, {"total": total, **values}, failure)
-
-
-def page(tmp_path: Path, cards: list[Card], weights: dict[str, float] | None = None) -> tuple[str, Page]:
+def page(tmp_path: Path, cards: list[ScoredImage], weights: dict[str, float] | None = None) -> tuple[str, Page]:
     write_gallery(tmp_path / "gallery.html", "pictures", cards, weights or {})
     text = (tmp_path / "gallery.html").read_text(encoding="utf-8")
     return text, Page(text)
@@ -81,14 +49,6 @@ def test_a_column_without_values_has_no_statistics() -> None:
     assert summary.count == 0 and summary.bins == [] and math.isnan(summary.mean) and math.isnan(summary.high)
 
 
-def test_small_images_stay_exact_and_large_ones_are_reduced() -> None:
-    small = np.random.default_rng(0).integers(0, 256, (8, SMALL, 3), dtype=np.uint8)
-    assert thumbnail(small).startswith("data:image/png;base64,")
-    large = thumbnail(np.zeros((600, 1000, 3), np.uint8))
-    assert large.startswith("data:image/jpeg;base64,") and len(large) < 10_000
-    assert len(thumbnail(np.zeros((20_000, LARGE, 3), np.uint8))) < 20_000  # not a page-long strip
-
-
 def test_the_best_come_first_and_what_has_no_total_last(tmp_path: Path) -> None:
     cards = [card("b", 0.0), card("none", None, "x: broke"), card("c", -1.0), card("a", 2.0)]
     _, seen = page(tmp_path, cards)
@@ -107,7 +67,7 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 def test_prompts_names_and_reasons_are_shown_as_text(tmp_path: Path) -> None:
     evil = '"><script>alert(1)</script>&<b>'
-    cards = [Card(Path(evil), evil, evil, PIXEL, {"total": None, evil: 1.0}, evil)]
+    cards = [ScoredImage(Path(evil), evil, evil, PIXEL, {"total": None, evil: 1.0}, evil)]
     text, seen = page(tmp_path, cards)
     assert text.count("<script>") == 1 and "<b>" not in text
     assert seen.words.count(evil) == 5  # table, prompt, name, reason, column

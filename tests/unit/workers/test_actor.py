@@ -19,7 +19,7 @@ from gerl.model.ema import EMA
 from gerl.model.loading import Policy
 from gerl.model.lora import add_lora, lora_disabled
 from gerl.protocol import Prompt, Sample, StepResult, UpdateStats
-from gerl.run.checkpoint import pack_tensors, unpack_tensors
+from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
 
 ADVANTAGES = [1.0, -0.5, 2.0, -1.5]

@@ -1,0 +1,135 @@
+"""The `key=value` arguments of a command: keys of its own, and those of the configuration that it passes on."""
+
+import difflib
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from gerl.config import keys
+from gerl.errors import ConfigError
+
+T = TypeVar("T")
+Option = Field[Any]  # a key of a command
+WIDTH = 110  # characters of a line of the help
+
+
+def key(text: str, default: Any = None, *, required: bool = False, unit: str = "", low: int = 0) -> Any:
+    """A field that is a key of a command, whose type is read from a text: str, Path, bool, int or a Literal.
+
+    text: what it is for; up to the first semicolon, what it may be. unit, low: of an int, what it is, and from where
+    on. A key whose default is a list or dict is named: KEY.NAME=VALUE too, any number of them.
+    """
+    metadata = {"help": text, "required": required, "unit": unit, "low": low}
+    if isinstance(default, list | dict):
+        return field(default_factory=type(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def typed(option: Option, hint: object, text: str) -> object:
+    """The value of a key of type `hint` from a text; raises `ValueError` saying what it must be."""
+    kind = next((part for part in get_args(hint) if type(None) in get_args(hint)), hint)  # X of X | None
+    choices = get_args(kind) if get_origin(kind) is Literal else ("false", "true") if kind is bool else ()
+    if choices and text not in choices:
+        raise ValueError(f"choose {' or '.join(choices)}")
+    if kind is int and (not text.isdecimal() or int(text) < option.metadata["low"]):
+        raise ValueError(f"it must be {option.metadata['unit']}")
+    if kind is bool:
+        return text == "true"
+    return Path(text).expanduser() if kind is Path else int(text) if kind is int else text
+
+
+@dataclass(frozen=True)
+class Parser(Generic[T]):
+    """A command as messages call it (`name`) and the help explains it; `options` is the dataclass of its keys.
+
+    passed, blocks: the configuration's keys, and blocks of keys, that are passed on to Hydra. rest: whether everything
+    else is. read: a value from field, type and text.
+    """
+
+    name: str
+    usage: str
+    summary: str
+    options: Callable[..., T]
+    passed: Sequence[str] = ()
+    blocks: Sequence[str] = ()
+    rest: bool = False
+    notes: str = ""
+    read: Callable[[Option, object, str], object] = typed
+
+    def parse(self, arguments: Sequence[str]) -> tuple[T, list[str]]:
+        """The command's own keys, defaults where they are not given, and the arguments that are passed on.
+
+        Raises `ConfigError` for what is missing, unknown, given twice or has an impossible value.
+        """
+        values, overrides = self.values(arguments)
+        return self.options(**values), overrides
+
+    def values(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """As `parse`, but the keys that are given, by name; a named one as a list of (NAME or None, value)."""
+        own = {option.name: option for option in self._keys()}
+        given: dict[str, list[tuple[str | None, object]]] = {}
+        overrides: list[str] = []
+        for argument in arguments:
+            name, equals, text = argument.partition("=")
+            base, _, inner = name.partition(".")
+            if equals and base in own and (name == base or (inner and _is_named(own[base]))):
+                entries = given.setdefault(base, [])
+                if inner in dict(entries) or (entries and not _is_named(own[base])):
+                    raise ConfigError(f"{name} is given twice: keep one")
+                entries.append((inner or None, self._value(own[base], name, text)))
+            elif self.rest or self._is_passed(name.lstrip("+~")):
+                overrides.append(argument)
+            elif not equals:
+                raise ConfigError(f"{argument}: expected key=value; --help lists the keys")
+            else:
+                raise self._unknown(name.lstrip("+~"))
+        for option in own.values():
+            if option.metadata["required"] and option.name not in given:
+                raise ConfigError(f"{option.name} is missing: give {_advice(option)}; --help shows all")
+        values = {name: entries if _is_named(own[name]) else entries[0][1] for name, entries in given.items()}
+        return values, overrides
+
+    def _keys(self) -> tuple[Option, ...]:
+        return fields(self.options)  # type: ignore[arg-type]
+
+    def _value(self, option: Option, name: str, text: str) -> object:
+        if not text.strip():
+            leave = "" if option.metadata["required"] else ", or leave it out"
+            raise ConfigError(f"{name} is empty: give {_advice(option)}{leave}")
+        try:
+            return self.read(option, get_type_hints(self.options)[option.name], text)
+        except ValueError as error:
+            raise ConfigError(f"{name}={text}: {error}") from None
+
+    def _is_passed(self, name: str) -> bool:
+        return name in self.passed or ("." in name and name.split(".")[0] in self.blocks)
+
+    def _unknown(self, name: str) -> ConfigError:
+        known = [*(option.name for option in self._keys()), *self.passed]
+        near = difflib.get_close_matches(name, known, n=1)
+        blocks = f" and {', '.join(f'{block}.*' for block in self.blocks)}" if self.blocks else ""
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}{blocks}"
+        return ConfigError(f"{name}: {self.name} has no such key; {hint}")
+
+    def help(self) -> str:
+        """Every key with its explanation and default, and those of the configuration that are passed on."""
+        width = max(len(option.name) for option in self._keys()) + 2
+        lines = [f"usage: {self.usage}", "", self.summary]
+        for option in self._keys():
+            default = str(option.default).lower() if isinstance(option.default, bool) else option.default
+            shown = "" if default in (None, MISSING) else f" (default: {default})"
+            text = f"  {option.name:<{width}}{option.metadata['help']}{shown}"
+            lines.append(textwrap.fill(text, WIDTH, subsequent_indent=" " * (width + 2)))
+        lines += ["", textwrap.fill(self.notes, WIDTH)] if self.notes else []
+        lines += [f"  {name}\n      {f.metadata['help']}" for name, f in keys() if self._is_passed(name)]
+        return "\n".join(lines) + "\n"
+
+
+def _is_named(option: Option) -> bool:
+    return option.default is MISSING
+
+
+def _advice(option: Option) -> str:
+    return f"{option.name}={option.metadata['help'].split(';')[0]}"

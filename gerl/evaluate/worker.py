@@ -1,0 +1,99 @@
+"""Drawing with the base model and with LoRAs, on the workers of a cluster."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gerl.algorithms.planning import plan_validation
+from gerl.cluster import Cluster, Pending, WorkerGroup
+from gerl.config import Config
+from gerl.evaluate.comparison import BASE, Drawn, Task, drawn, plan
+from gerl.model.ema import EMA
+from gerl.model.libraries import quiet_libraries
+from gerl.model.loading import Policy, find_denoisers, load_pipeline
+from gerl.model.lora_variants import attach, switch
+from gerl.protocol import Images, Prompt, Sample
+from gerl.rewards.manager import RewardManager
+from gerl.trainer.rollouts import Rollouts
+from gerl.utils.logs import capture_logs
+from gerl.workers.rollout import Rollout
+
+logger = logging.getLogger("gerl")
+
+
+class EvaluationWorker:
+    """A worker that draws with the base model or one of the LoRAs as the trainer's validation does."""
+
+    def __init__(self, config: Config, loras: Mapping[str, Path], device: str, threads: int) -> None:
+        self.config, self.loras, self.device, self.threads = config, dict(loras), device, threads
+        self.rollout: Rollout
+
+    def setup(self) -> list[str]:
+        """Load the pipeline and the LoRAs; returns the sentences that were logged meanwhile."""
+        torch.set_num_threads(self.threads)
+        quiet_libraries()
+        config, model = self.config, self.config.model
+        with capture_logs("gerl.model", logging.INFO) as notes:
+            pipe = load_pipeline(model, self.device)
+        denoisers = find_denoisers(pipe)
+        attach(pipe, self.loras)
+        for denoiser in denoisers.values() if model.compile else ():
+            denoiser.compile(backend=model.compile)
+        # no step is stochastic here: whether the kernel of the configuration fits the scheduler does not matter
+        sampling = replace(config.sampling, kernel="ode", solver="euler", compression=1.0)
+        # the averaged weights of a run are those in its file: there is nothing to swap in
+        self.rollout = Rollout(Policy(pipe, denoisers, {}, EMA({}, 0.0)), sampling, config.validation)
+        return notes
+
+    def draw(self, task_id: int, variant: str, samples: Sequence[Sample]) -> Images:
+        """Draw a micro-batch with `variant`."""
+        start = time.perf_counter()
+        switch(self.rollout.policy.pipe, None if variant == BASE else variant)
+        return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
+
+
+def draw(
+    config: Config, loras: Mapping[str, Path], images: int, prompts: Sequence[Prompt], cluster: Cluster
+) -> Iterator[list[Drawn]]:
+    """Draw and score; yields the rows of a few prompts at a time, with all their images and variants.
+
+    loras: files by name; the base model is drawn with too. images: of each prompt.
+    """
+    variants = [BASE, *loras]
+    manager = RewardManager(config.reward, cluster)
+    batches = plan_validation(config, prompts, 0)
+    count = min(cluster.num_workers, len(batches) * images * len(variants))
+    workers = cluster.workers(
+        "worker",
+        EvaluationWorker,
+        count,
+        lambda rank: (config, loras, cluster.worker_device(rank), cluster.threads),
+        gpus=cluster.gpus,
+        threads=cluster.threads,
+    )
+    for sentence in workers.run(EvaluationWorker.setup)[0]:
+        logger.info("%s", sentence)
+    for start in range(0, len(batches), count):
+        tasks = [task for batch in batches[start : start + count] for task in plan(batch, variants, images)]
+        yield _draw_tasks(tasks, workers, manager, count)
+
+
+def _draw_tasks(
+    tasks: Sequence[Task], workers: WorkerGroup[EvaluationWorker], manager: RewardManager, count: int
+) -> list[Drawn]:
+    """The rows of tasks, each a variant and a micro-batch, drawn by `count` workers in turn and scored."""
+
+    def submit(i: int) -> Pending[Images]:
+        return workers.submit(i % count, EvaluationWorker.draw, i, *tasks[i])
+
+    rollouts = Rollouts(manager, [samples for _, samples in tasks], submit, count)
+    scored = rollouts.finish()
+    return [
+        row
+        for (variant, samples), scores, images in zip(tasks, scored, rollouts.images, strict=True)
+        for row in drawn(variant, samples, scores, images.result())
+    ]

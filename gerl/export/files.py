@@ -1,0 +1,97 @@
+"""The files of each format: a LoRA under the names of its library, or the pipeline with the LoRA in its weights."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import accelerate
+import diffusers
+import torch
+from safetensors import safe_open
+
+from gerl.errors import ModelError
+from gerl.model.loading import resolve
+from gerl.model.lora import WEIGHTS
+from gerl.model.lora_layouts import diffusers_file, kohya_file, merge, peft_files
+from gerl.model.lora_weights import Lora, check_fit
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files, relative name -> content."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def lora_files(format: str, loras: Mapping[str, Lora], base: str) -> dict[str, bytes]:
+    """The files of a format, by name relative to `out`; raises `ModelError` if the base model has no such layout."""
+    files: dict[str, bytes] = {}
+    match format:
+        case "diffusers":
+            files[WEIGHTS] = diffusers_file(loras)
+        case "peft":
+            for name, lora in loras.items():
+                files |= {f"{name}/{file}": content for file, content in peft_files(lora, base).items()}
+        case "kohya":
+            for name, lora in loras.items():
+                denoiser = skeleton(base, name)
+                check_fit(lora, denoiser, f"{name} of {base}")
+                files[f"lora_{name}.safetensors"] = kohya_file(lora, denoiser)
+    return files
+
+
+def skeleton(base: str, name: str) -> diffusers.ModelMixin:
+    """The denoiser `name` of a pipeline without its weights: layers on the meta device, from its configuration."""
+    with loading(base):
+        folder = resolve(base)
+        index = diffusers.DiffusionPipeline.load_config(folder)
+        if name not in index:
+            raise ModelError(f"model={base} has no {name}, to which the LoRA belongs")
+        model = getattr(diffusers, index[name][1])
+        with accelerate.init_empty_weights():
+            return model.from_config(model.load_config(folder, subfolder=name))
+
+
+def merged_pipeline(loras: Mapping[str, Lora], base: str) -> diffusers.DiffusionPipeline:
+    """The whole pipeline with the LoRAs in its weights; every component keeps the precision of its files."""
+    with loading(base):
+        folder = Path(resolve(base))
+        if not folder.is_dir():
+            folder = Path(diffusers.DiffusionPipeline.download(str(folder)))
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=stored_dtypes(folder))
+    for name, lora in loras.items():
+        denoiser = pipe.components.get(name)
+        if denoiser is None:
+            raise ModelError(f"model={base} has no {name}, to which the LoRA belongs; give the model it is of")
+        check_fit(lora, denoiser, f"{name} of {base}")
+        merge(lora, denoiser)
+    return pipe
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The precision that most stored weights of each component have; `default`, for those without weights, is fp32."""
+    found = {"default": torch.float32}
+    for component in (f for f in folder.iterdir() if f.is_dir()):
+        stored: Counter[str] = Counter()
+        # a name with two dots is a variant such as model.fp16.safetensors, which is not what is loaded
+        for file in (f for f in component.glob("*.safetensors") if f.name.count(".") == 1):
+            with safe_open(file, "pt") as tensors:
+                stored.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118
+        if floats := [name for name, _ in stored.most_common() if name in FLOATS]:
+            found[component.name] = FLOATS[floats[0]]
+    return found
+
+
+@contextlib.contextmanager
+def loading(base: str) -> Iterator[None]:
+    """Say in a `ModelError` which pipeline cannot be loaded, and why."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{error}; model=FOLDER says where the base model is") from None
+    except (OSError, ValueError, RuntimeError, AttributeError, ImportError, KeyError, TypeError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model={base} cannot be loaded as a diffusers pipeline: {why}") from error

@@ -1,0 +1,229 @@
+"""Micro-batches of several sizes on one worker: as many as are configured, or as many as fit into its memory."""
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from PIL import Image
+
+from gerl.algorithms import Algorithm, build_algorithm, count_pairs
+from gerl.algorithms.planning import plan_samples
+from gerl.config import Config
+from gerl.errors import GerlError, ModelError
+from gerl.preflight.findings import Report
+from gerl.preflight.forecast import Run, rows_of, sized
+from gerl.preflight.inventory import count_gradients
+from gerl.preflight.measure import Usage, capacity, measured, release
+from gerl.protocol import Images, Prompt, RolloutTask, SamplingProbe, UpdateStats
+from gerl.utils.condition_images import COLUMNS, pictures_of
+from gerl.workers.hybrid import HybridWorker
+
+logger = logging.getLogger("gerl")
+T = TypeVar("T")
+
+TEXT = 'a photo of an old wooden door in a white wall, with a small blue sign beside it that reads "OPEN TODAY"'
+TABLES = (".jsonl", ".parquet")  # prompt files whose columns may name pictures
+SIDE = 512  # pixels of a made-up picture, where the configuration names no size
+# what pipelines raise for arguments that they do not take, or do not take together
+REFUSALS = (ValueError, TypeError, AttributeError, RuntimeError, LookupError, AssertionError)
+
+
+class CallRefused(ModelError):
+    """The pipeline raised an error of its own while it drew."""
+
+
+class TooLarge(GerlError):
+    """The GPU's memory does not hold what was asked for."""
+
+    def __init__(self, phase: str, size: int) -> None:
+        what = f"the {phase} of a micro-batch of {size}" if size else "the pipeline"
+        super().__init__(
+            f"the GPU's memory does not hold {what}: use model.offload=true, model.gradient_checkpointing=true, "
+            "model.dtype=bfloat16, or lower sampling.height and width"
+        )
+        self.phase = phase
+
+
+def attempt(phase: str, size: int, device: str, work: Callable[[], T]) -> tuple[T, Usage]:
+    """`measured`, but `TooLarge` where the GPU's memory does not hold it."""
+    try:
+        return measured(device, work)
+    except torch.OutOfMemoryError:
+        pass  # what is raised below must not hold on to it: its traceback keeps the tensors
+    release(device)
+    raise TooLarge(phase, size)
+
+
+class Bench:
+    """Micro-batches of several sizes on one worker, all of one prompt."""
+
+    def __init__(self, worker: HybridWorker, prompt: Prompt) -> None:
+        self.worker, self.prompt = worker, prompt
+        self.trained_steps: tuple[int, ...] = ()  # of the latest run
+
+    @property
+    def config(self) -> Config:
+        """The run's."""
+        return self.worker.config
+
+    @property
+    def smallest(self) -> int:
+        """Size of the smallest micro-batch that the algorithm can do with."""
+        return self.config.rollout.n if self.config.algorithm.whole_groups else 1
+
+    def task(self, algorithm: Algorithm) -> RolloutTask:
+        """The largest micro-batch that `algorithm` plans of the prompt's copies."""
+        size, n = algorithm.config.rollout.micro_batch_size, algorithm.config.rollout.n
+        # pictures of several prompts are never in one micro-batch
+        copies = 1 if pictures_of(self.prompt) else -(-size // n)
+        prompts = [replace(self.prompt, id=i) for i in range(copies)]
+        return max(
+            algorithm.plan(plan_samples(algorithm.config, prompts, 1, 0)), key=lambda task: rows_of(task.segments)
+        )
+
+    def run(self, rollout: int, actor: int) -> Run:
+        """Draw a micro-batch of `rollout` and train on it in parts of at most `actor` images."""
+        worker = self.worker
+        algorithm = worker.algorithm = worker.actor.algorithm = build_algorithm(sized(self.config, rollout, actor))
+        task = self.task(algorithm)
+        credit = torch.ones(len(task.samples), self.config.sampling.num_inference_steps)
+        credit[1::2] = -1.0
+        trained = [segment for segment in task.segments if segment.trained]
+        self.trained_steps = tuple(sorted({k for segment in trained for k in segment.trained}))
+        drawn, parts = rows_of(task.segments), min(actor, rows_of(trained))
+        logger.info("%d images: rollout in micro-batches of %d, update of %d", len(task.samples), drawn, parts)
+        try:
+            images, rolled = attempt("rollout", drawn, worker.device, lambda: drawing(worker, task))
+            held = worker.drawn[task.id].nbytes
+            pairs = count_pairs([(task, credit)])
+            stats, updated = attempt("update", parts, worker.device, lambda: update(worker, task, credit, pairs))
+            gradients = {name: count_gradients(worker.policy.lora, name) for name in worker.policy.denoisers}
+            result, stepped = attempt("optimizer step", parts, worker.device, worker.step)
+        finally:
+            worker.forget()
+        return Run(
+            len(task.samples),
+            drawn,
+            parts,
+            rolled,
+            updated,
+            stepped.seconds,
+            held,
+            stats.ratio_deviation,
+            result.applied,
+            gradients,
+            "video" if images.pixels.ndim == 5 else "image",
+        )
+
+    def probe(self, rollout: int) -> SamplingProbe:
+        """The probe of the trainer before it starts, on a micro-batch of `rollout`."""
+        algorithm = build_algorithm(sized(self.config, rollout, rollout))
+        prompts = [replace(self.prompt, id=i) for i in range(-(-rollout // self.config.rollout.n))]
+        task = Algorithm.plan(algorithm, plan_samples(algorithm.config, prompts, 1, 0))[0]
+        logger.info("%d images: numerical noise of the ratio", len(task.samples))
+        return attempt("rollout", rollout, self.worker.device, lambda: self.worker.probe(task))[0]
+
+
+def drawing(worker: HybridWorker, task: RolloutTask) -> Images:
+    """The images of `task`; raises `CallRefused` for errors of the pipeline."""
+    try:
+        return worker.generate(task)
+    except torch.OutOfMemoryError:
+        raise
+    except REFUSALS as error:
+        said = " ".join(str(error).split())
+        raise CallRefused(
+            f"{type(worker.policy.pipe).__name__} does not draw with these arguments ({type(error).__name__}: {said}): "
+            "correct sampling.height, width, guidance_scale or sampling.call"
+        ) from error
+
+
+def update(worker: HybridWorker, task: RolloutTask, credit: torch.Tensor, pairs: int) -> UpdateStats:
+    """The gradient of a task that was drawn, as a worker accumulates it before the optimizer step."""
+    algorithm = worker.config.algorithm
+    if algorithm.subtracts_kl and algorithm.kl_coef > 0:
+        worker.kl_to_base(task.id)
+    return worker.accumulate({task.id: credit}, pairs)
+
+
+def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Run:
+    """The smallest micro-batch, with made-up pictures in `folder` where the pipeline does not draw without.
+
+    An argument of a pipeline may be needed although it has a default, so it is tried. Where a file of prompts with
+    pictures is still to come, they are made up at once.
+    """
+    config, prompt, pipe = bench.config, bench.prompt, bench.worker.policy.pipe
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    lacking = [name for name in COLUMNS if name in accepted and not prompt.metadata.get(name)]
+    needed = [name for name in lacking if accepted[name].default is inspect.Parameter.empty]
+    if not from_file and Path(config.data.train).suffix in TABLES:
+        needed = lacking
+    refused: CallRefused | None = None
+    for names in [needed] if needed == lacking else [needed, lacking]:
+        bench.prompt = with_pictures(prompt, names, folder, config)
+        try:
+            first = bench.run(bench.smallest, min(bench.smallest, config.actor.micro_batch_size or bench.smallest))
+        except CallRefused as error:
+            refused = refused or error
+            continue
+        if names and from_file:
+            report.problems.append(
+                f"data.train={config.data.train}: {report.pipeline} needs {' and '.join(names)}, but its rows have no "
+                "such column: add it, with the paths of pictures (here they are made up)"
+            )
+        elif names:
+            report.notes.append(f"the pictures for {' and '.join(names)} are made up")
+        return first
+    assert refused is not None
+    raise refused
+
+
+def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Config) -> Prompt:
+    """`prompt` with a grey picture for each of `names`, a white one for a mask, as large as the images to draw."""
+    metadata = dict(prompt.metadata)
+    for name in names:
+        colour = (255, 255, 255) if "mask" in name else (127, 127, 127)
+        path = folder / f"{name}.png"
+        Image.new("RGB", (config.sampling.width or SIDE, config.sampling.height or SIDE), colour).save(path)
+        metadata[name] = str(path)
+    return replace(prompt, metadata=metadata)
+
+
+def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
+    """The configured micro-batch, or the largest half of it that fits, and another where it is no larger than `first`.
+
+    Memory as a function of the size needs two sizes.
+    """
+    config, worker = bench.config, bench.worker
+    configured = config.rollout.micro_batch_size, config.actor.micro_batch_size or config.rollout.micro_batch_size
+    rollout, actor = configured
+    while True:
+        try:
+            run = bench.run(rollout, actor)
+            break
+        except TooLarge as error:
+            if (rollout if error.phase == "rollout" else actor) <= bench.smallest:
+                raise
+            rollout = max(bench.smallest, rollout // 2) if error.phase == "rollout" else rollout
+            actor = min(rollout, actor if error.phase == "rollout" else max(bench.smallest, actor // 2))
+    if (rollout, actor) != configured:
+        report.problems.append(
+            f"the GPU's memory does not hold rollout.micro_batch_size={configured[0]} with actor.micro_batch_size="
+            f"{configured[1]}: {rollout} and {actor} do, with which the numbers above were measured"
+        )
+    if config.model.compile or worker.device.startswith("cuda"):
+        run = bench.run(rollout, actor)  # the first time kernels are chosen or compiled
+    larger = 2 * actor if run.trained == first.trained else actor
+    drawn = max(larger, 2 * rollout if run.drawn == first.drawn else rollout)
+    room, peak = capacity(worker.device), max(run.rollout.peak or 0, run.update.peak or 0)
+    # a GPU says when its memory is full, a CPU's process is killed
+    if (drawn, larger) == (rollout, actor) or (worker.device == "cpu" and (room is None or room < 2 * peak)):
+        return [run]
+    try:
+        return [run, bench.run(drawn, larger)]
+    except TooLarge:
+        return [run]

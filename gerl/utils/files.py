@@ -1,0 +1,74 @@
+"""Files and folders that are written completely or not at all, and the tables and numbers in them."""
+
+import contextlib
+import csv
+import io
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from gerl.errors import ConfigError, GerlError
+
+
+def reason(error: OSError) -> str:
+    """What the operating system said, without the number and path that the sentence around it has."""
+    return error.strerror or str(error)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `GerlError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise GerlError(f"{path} cannot be written: {reason(error)}; free space there") from error
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write `path` complete or not at all, text as UTF-8; raises `GerlError` if it cannot be written."""
+    part = path.with_name(path.name + ".part")
+    with writing(path):
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(part, path)
+
+
+def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:
+    """A table with a header; a value that is None is an empty cell."""
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return table.getvalue()
+
+
+def finite(value: Any) -> Any:
+    """A nested value as JSON has it: null for NaN and infinities, lists for tuples."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_atomically(out: Path, fill: Callable[[Path], None]) -> list[Path]:
+    """Let `fill` write into a folder inside `out`, then move what it wrote up, so that no half-written file is left.
+
+    Returns the files; raises `ConfigError` if they cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as name:
+            fill(Path(name))
+            files = sorted(path.relative_to(name) for path in Path(name).rglob("*") if path.is_file())
+            for file in files:
+                (out / file).parent.mkdir(parents=True, exist_ok=True)
+                (Path(name) / file).replace(out / file)
+    except (OSError, SafetensorError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"out={out}: the files cannot be written ({why}); choose another folder") from None
+    return [out / file for file in files]

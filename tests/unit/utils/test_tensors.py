@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+from gerl.errors import CheckpointError
+from gerl.utils.tensors import pack_tensors, unpack_tensors
+
+
+def test_tensors_round_trip_bitwise() -> None:
+    base = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    tensors = {
+        "f32": base,
+        "shared": base,
+        "transposed": base.t(),
+        "bf16": base.bfloat16(),
+        "step": torch.tensor(3, dtype=torch.int64),
+        "rng": torch.arange(5, dtype=torch.uint8),
+        "grad": torch.ones(2, requires_grad=True),
+    }
+    back = unpack_tensors(pack_tensors(tensors, {"kind": "test"}))
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor)
+    with pytest.raises(CheckpointError, match="safetensors"):
+        unpack_tensors(b"not tensors")
