@@ -61,7 +61,7 @@ def run(composed: Composed) -> Path:
 
 
 def identity(config: Config) -> dict[str, str]:
-    """What a resumed run must have in common with the one that wrote the checkpoint, by configuration key."""
+    """The values that a resumed run must share with the one that wrote the checkpoint, by configuration key."""
     lora = (config.model.lora_rank, config.model.lora_alpha, config.model.lora_targets)
     files = {"data.train": config.data.train, "validation.data": config.validation.data}
     return {

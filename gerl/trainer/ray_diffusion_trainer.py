@@ -228,7 +228,7 @@ class RayDiffusionTrainer:
         return metrics
 
     def postfix(self) -> dict[str, str]:
-        """What the progress bar shows besides the reward of the step."""
+        """The entries of the progress bar besides the reward of the step."""
         return {} if self.val_reward is None else {"held-out": f"{self.val_reward:.3f}"}
 
     def save(self) -> None:
