@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from PIL import Image
@@ -58,3 +59,22 @@ def pictures(count: int, seed: int = 0) -> list[Image.Image]:
         pixels = rng.integers(0, 256, (5, 5 + 3 * (i % 2), 3), dtype=np.uint8)
         images.append(Image.fromarray(pixels).resize((40 + 24 * (i % 2), 40)))
     return images
+
+
+@torch.no_grad()
+def whole_model(folder: str, images: list[Image.Image], texts: list[str]) -> Any:
+    """The output of transformers' whole CLIP model for images and texts."""
+    processor = transformers.CLIPProcessor.from_pretrained(folder, backend="pil")
+    inputs = processor(
+        text=texts, images=images, padding=True, truncation=True, max_length=20, return_tensors="pt"
+    )
+    return transformers.CLIPModel.from_pretrained(folder)(**inputs)
+
+
+def assert_scored_alone(score: Any, images: list[Image.Image], prompts: list[str], tolerance: float = 1e-6) -> None:
+    """Assert that a score depends on its image and its prompt, and neither on their place nor on the others."""
+    scores, rows = score(images, prompts, [{}] * len(images)), [{}] * len(images)
+    assert score(images[::-1], prompts[::-1], rows) == pytest.approx(scores[::-1], abs=tolerance)
+    alone = [score([image], [prompt], [{}])[0] for image, prompt in zip(images, prompts, strict=True)]
+    assert alone == pytest.approx(scores, abs=tolerance)
+    assert max(scores) - min(scores) > 1e-3
