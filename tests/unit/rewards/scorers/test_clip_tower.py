@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 import transformers
 from PIL import Image
-from tiny_clip import pictures, tokenizer, whole_model
+from tiny_clip import LOGIT_SCALE, pictures, tokenizer, whole_model
 
 from gerl.errors import RewardError
 from gerl.rewards.scorers.clip_tower import ClipScorer, ClipTower, clip_tower, resolve_device, resolve_dtype
@@ -29,7 +29,7 @@ def test_features_are_those_of_the_whole_model(clip: str, tower: ClipTower) -> N
     image, text = tower.image_features(pictures(4), 3), tower.text_features(TEXTS, 2)
     torch.testing.assert_close(image, expected.image_embeds, atol=1e-5, rtol=0)
     torch.testing.assert_close(text, expected.text_embeds, atol=1e-5, rtol=0)
-    assert tower.logit_scale == pytest.approx(math.exp(3.1), rel=1e-6)
+    assert tower.logit_scale == pytest.approx(math.exp(LOGIT_SCALE), rel=1e-6)
     assert tower.dim == 16 and not image.requires_grad and not text.requires_grad
     assert (image @ image.T - torch.eye(4)).max() < 0.999  # different images have different features
 

@@ -4,10 +4,8 @@ import pytest
 from http_service import Answer, serving
 from PIL import Image
 
-from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.deqa import DeqaScorer
 
 BATCH: tuple[list[Image.Image], list[str], list[dict[str, Any]]] = (
@@ -43,10 +41,3 @@ def test_a_number_that_is_no_quality_is_an_error(value: float) -> None:
 def test_rounding_in_half_precision_is_no_error() -> None:
     with serving(quality(0.998, 5.004)) as service:
         assert DeqaScorer(url=service.url)(*BATCH) == pytest.approx([0.2, 1.0], abs=1e-3)
-
-
-def test_it_is_built_from_kwargs() -> None:
-    kwargs = {"url": "http://127.0.0.1:18086"}
-    assert build_scorer("deqa", ScorerConfig(kwargs=kwargs)) == DeqaScorer(**kwargs)
-    with pytest.raises(RewardError, match="scorer='x' is wrong"):
-        build_scorer("deqa", ScorerConfig(kwargs={**kwargs, "scorer": "x"}))

@@ -13,11 +13,8 @@ import pytest
 from http_service import Answer, Asked, HttpService, serving
 from PIL import Image
 
-from gerl.config import ScorerConfig
 from gerl.errors import RewardError
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
-from gerl.rewards.scorers.vlm_judge import VlmJudge
 
 SECRET = "sk-very-secret-482"
 GOOD = Answer({"ok": 1})
@@ -302,22 +299,6 @@ def test_an_address_that_cannot_work_is_refused_without_showing_a_secret(url: st
         check_url("base_url", url)
     assert SECRET not in str(error.value)
     check_url("base_url", "https://host.example:8000/v1")
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"timeout": 0}, "timeout=0 is wrong"),
-        ({"concurrency": 0}, "concurrency=0 is wrong"),
-        ({"retries": -1}, "retries=-1 is wrong"),
-        ({"token": "x"}, "token='x' is wrong"),
-    ],
-)
-def test_kwargs_are_checked_by_name(kwargs: dict[str, Any], message: str) -> None:
-    address = {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}
-    with pytest.raises(RewardError, match=message):
-        build_scorer("vlm_judge", ScorerConfig(kwargs={**address, **kwargs}))
-    assert build_scorer("vlm_judge", ScorerConfig(kwargs=address)) == VlmJudge(**address)
 
 
 def test_images_travel_without_loss_and_shrink_in_proportion() -> None:

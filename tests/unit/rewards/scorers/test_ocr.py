@@ -1,5 +1,4 @@
 import logging
-import re
 import socket
 import sys
 import types
@@ -10,10 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.ocr import OcrScorer, paddle_text, text_reward, video_reward
 
 
@@ -77,26 +74,6 @@ def test_prompt_without_target_is_refused(prompt: Prompt) -> None:
         OcrScorer().check_prompts([Prompt(0, 'a "B"'), prompt])
     with pytest.raises(DataError, match="has no text"):
         OcrScorer()([sign("B")], [prompt.text], [prompt.metadata])
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"), [({"thread": 1}, "thread=1 is wrong"), ({"threads": 0}, "threads=0 is wrong")]
-)
-def test_bad_kwargs_are_named(kwargs: dict[str, int], message: str) -> None:
-    with pytest.raises(RewardError, match=re.escape(f"reward.scorers.ocr.kwargs: {message}")) as error:
-        build_scorer("ocr", ScorerConfig(kwargs=kwargs))
-    assert "ocr takes threads, metadata_key, detect, min_width" in str(error.value)
-
-
-def test_unknown_scorer_lists_names() -> None:
-    with pytest.raises(RewardError, match=r"only ocr, pickscore, .*reward\.scorers\.orc\.path"):
-        build_scorer("orc", ScorerConfig())
-
-
-def test_scorer_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.raises(RewardError, match=r"rapidocr.*pip install 'gerl\[ocr\]'"):
-        build_scorer("ocr", ScorerConfig())
 
 
 class Reader(OcrScorer):
@@ -190,11 +167,3 @@ def test_paddleocr_gets_the_image_as_bgr(monkeypatch: pytest.MonkeyPatch, detect
         ((4, 6, 3), [3, 2, 1], True)
     ] * 2
     assert len(built) == 1 and built[0]["device"] == "cpu" and built[0]["cpu_threads"] == 3
-
-
-def test_paddleocr_that_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "paddle", None)
-    with pytest.raises(RewardError, match=r"paddle,.*pip install 'gerl\[paddleocr\]'"):
-        build_scorer("ocr", ScorerConfig(kwargs={"backend": "paddleocr"}))
-    with pytest.raises(RewardError, match=r"kwargs: backend='tesseract' is wrong"):
-        build_scorer("ocr", ScorerConfig(kwargs={"backend": "tesseract"}))

@@ -8,10 +8,8 @@ import pytest
 from http_service import Answer, Asked, serving
 from PIL import Image
 
-from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.remote import RemoteScorer
 
 IMAGES = [Image.new("RGB", (4, 2), (10 * i, 0, 0)) for i in range(5)]
@@ -145,14 +143,3 @@ def test_a_row_that_cannot_be_sent_is_named_without_asking_the_service(value: An
 def test_no_images_are_an_error() -> None:
     with pytest.raises(RewardError, match="got no images"):
         remote("http://127.0.0.1:1")([], [], [])
-
-
-def test_it_is_built_from_kwargs() -> None:
-    kwargs: dict[str, Any] = {"url": "http://127.0.0.1:8100", "scorer": "red", "batch_size": 4}
-    assert build_scorer("remote", ScorerConfig(kwargs=kwargs)) == RemoteScorer(**kwargs)
-    for wrong, message in (
-        ({"batch_size": 0}, "batch_size=0 is wrong"),
-        ({"url": "host"}, "url='host' is not an addr"),
-    ):
-        with pytest.raises(RewardError, match=message):
-            build_scorer("remote", ScorerConfig(kwargs={**kwargs, **wrong}))

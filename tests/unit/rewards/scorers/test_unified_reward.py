@@ -6,10 +6,8 @@ import pytest
 from http_service import Answer, Asked, serving
 from PIL import Image
 
-from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.unified_reward import UnifiedRewardScorer
 
 
@@ -67,10 +65,3 @@ def test_the_words_of_a_checkpoint_may_be_given_and_are_checked() -> None:
         with pytest.raises(DataError, match="prompt 3: 'a cat' has no 'style'"):
             own.check_prompts([Prompt(3, "a cat")])
         scorer(service.url).check_prompts([Prompt(3, "a cat")])
-
-
-def test_it_is_built_from_kwargs() -> None:
-    with pytest.raises(RewardError, match="base_url"):
-        build_scorer("unified_reward", ScorerConfig())
-    kwargs = {"base_url": "http://127.0.0.1:17140/v1"}
-    assert build_scorer("unified_reward", ScorerConfig(kwargs=kwargs)) == UnifiedRewardScorer(**kwargs)

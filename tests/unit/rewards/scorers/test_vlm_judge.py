@@ -1,6 +1,5 @@
 import base64
 import io
-import json
 import math
 import threading
 from typing import Any
@@ -9,10 +8,8 @@ import pytest
 from http_service import Answer, Asked, serving
 from PIL import Image
 
-from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.vlm_judge import VlmJudge, fill, last_object
 
 CAT = ([Image.new("RGB", (8, 4), "red")], ["a cat"], [{}])
@@ -274,37 +271,3 @@ def test_large_images_are_reduced_in_proportion() -> None:
         judge(service.url, image_size=6)([Image.new("RGB", (12, 8))], ["a"], [{}])
         judge(service.url, image_size=None)([Image.new("RGB", (2000, 2))], ["a"], [{}])
     assert [picture(asked).size for asked in service.asked] == [(6, 4), (2000, 2)]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"mode": "rubric"}, "mode=rubric came with 0 aspects"),
-        ({"aspects": ASPECTS}, "mode=regex came with 2 aspects"),
-        ({"mode": "rubric", "aspects": {"mean": "?"}}, "aspects.mean: name it"),
-        ({"mode": "rubric", "aspects": {"a/b": "?"}}, "aspects.a/b: name it"),
-        ({"mode": "rubric", "aspects": ASPECTS, "template": "{prompt}"}, r"template has no \{aspects\}"),
-        (
-            {"mode": "rubric", "aspects": ASPECTS, "template": "{aspects}", "one_request": False},
-            r"template has no \{question\}",
-        ),
-        ({"pattern": "(", "mode": "regex"}, "is no regular expression"),
-        ({"pattern": r"\d+"}, "has no group"),
-        ({"limits": [5, 5]}, r"limits=\[5.0, 5.0\]"),
-        ({"mode": "yes_no", "yes": ["ok"], "no": ["OK."]}, "none for both"),
-        ({"mode": "yes_no", "yes": []}, "words of letters for each"),
-        ({"mode": "yes_no", "yes": ["!"]}, "words of letters for each"),
-        ({"mode": "vote"}, "mode='vote' is wrong"),
-        ({"scale": 0}, "scale=0 is wrong"),
-        ({"base_url": "localhost:8000"}, "base_url='localhost:8000' is not an address"),
-    ],
-)
-def test_wrong_kwargs_are_refused_before_anything_is_asked(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        build_scorer("vlm_judge", ScorerConfig(kwargs={"base_url": "http://127.0.0.1:1/v1", "model": "m", **kwargs}))
-
-
-def test_kwargs_as_a_configuration_gives_them_are_taken() -> None:
-    kwargs = {"base_url": "http://h/v1", "model": "m", "limits": [1, 5], "scale": 5, "aspects": ASPECTS}
-    scorer = build_scorer("vlm_judge", ScorerConfig(kwargs={**json.loads(json.dumps(kwargs)), "mode": "rubric"}))
-    assert scorer == VlmJudge(**{**kwargs, "limits": (1.0, 5.0), "mode": "rubric"})
