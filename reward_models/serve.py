@@ -164,9 +164,8 @@ def run(options: Options, stop: threading.Event) -> None:
     limits = Limits(token, options.max_body_mb, options.rate_per_minute, options.max_in_flight)
     with listen(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
-        logger.info(
-            "starting the scorer %s at http://%s:%d", options.scorer, f"[{host}]" if ":" in host else host, port
-        )
+        place = f"[{host}]" if ":" in host else host
+        logger.info("starting the scorer %s at http://%s:%d", options.scorer, place, port)
         with deployed(options.scorer, options.config(), placement, warm) as scoring:
             _on_signals(stop)  # Ray sets a handler of its own when it starts: ours come after it
             app = build_app(options.scorer, scoring, limits)
@@ -176,15 +175,10 @@ def run(options: Options, stop: threading.Event) -> None:
 def _serve(app: Any, listener: socket.socket, scoring: Any, stop: threading.Event) -> None:
     import uvicorn
 
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=int(CLOSING_SECONDS),
-        )
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(CLOSING_SECONDS)
     )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="http")  # leaves signals to the main thread
     thread.start()
     ready = False

@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDepre
 
 
 def test_arguments_become_options() -> None:
-    options = parse(
-        [
-            *("scorer=ocr", "kwargs.detect=true", "kwargs.threads=2", "port=0", "host=::1", "replicas=2"),
-            *("gpus=0.5", "batch_wait_s=0", "token_env=NAME", "warm_prompt=a", "warm_metadata.text=b"),
-        ]
-    )
-    assert options == Options(
-        scorer="ocr",
-        kwargs={"detect": True, "threads": 2},
-        port=0,
-        host="::1",
-        replicas=2,
-        gpus=0.5,
-        batch_wait_s=0.0,
-        token_env="NAME",
-        warm_prompt="a",
-        warm_metadata={"text": "b"},
-    )
-    assert options.config() == ScorerConfig(kwargs={"detect": True, "threads": 2})
+    place = "port=0 host=::1 replicas=2 gpus=0.5 batch_wait_s=0 token_env=NAME".split()
+    options = parse(["scorer=ocr", "kwargs.detect=true", "kwargs.a=2", "warm_prompt=a", "warm_metadata.text=b", *place])
+    kwargs = {"detect": True, "a": 2}
+    expected = Options(scorer="ocr", kwargs=kwargs, warm_prompt="a", warm_metadata={"text": "b"}, token_env="NAME")
+    assert options == replace(expected, port=0, host="::1", replicas=2, gpus=0.5, batch_wait_s=0.0)
+    assert options.config() == ScorerConfig(kwargs=kwargs)
     assert parse(["scorer=a", "kwargs={b: [1, 2]}"]).kwargs == {"b": [1, 2]}
     assert parse(["scorer=a", "kwargs.text=a=b"]).kwargs == {"text": "a=b"}
 
@@ -125,15 +113,12 @@ def test_tokens_come_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pyte
     assert parse(["scorer=a"]).token() is None
     assert parse(["scorer=a", f"token_file={file}"]).token() == "from-file"
     assert parse(["scorer=a", "token_env=GERL_TEST_TOKEN"]).token() == "from-env"
-    for wrong in ("", "two words", "umläut"):
-        file.write_text(wrong)
-        with pytest.raises(ConfigError, match="holds no token") as caught:
-            parse(["scorer=a", f"token_file={file}"]).token()
-        assert not wrong or wrong not in str(caught.value)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        parse(["scorer=a", f"token_file={tmp_path / 'none'}"]).token()
     with pytest.raises(ConfigError, match="keep one of them"):
         parse(["scorer=a", f"token_file={file}", "token_env=GERL_TEST_TOKEN"]).token()
+    file.write_text("umläut")
+    with pytest.raises(ConfigError, match="holds no token") as caught:
+        parse(["scorer=a", f"token_file={file}"]).token()
+    assert "umläut" not in str(caught.value)
 
 
 def test_the_warm_up_uses_a_row_the_scorer_can_score(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,9 +157,7 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path) -> None:
     assert "pip install 'gerl[serve]'" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "recipe", sorted((ROOT / "reward_models" / "recipes").glob("*.md")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "reward_models/recipes").glob("*.md")), ids=lambda path: path.stem)
 def test_the_code_of_a_recipe_fits_into_the_service(recipe: Path) -> None:
     text = recipe.read_text().replace("\\\n", " ")
     assert recipe.name in (ROOT / "reward_models" / "README.md").read_text()
