@@ -13,16 +13,12 @@ from tokenizers import pre_tokenizers
 SIZE, LOGIT_SCALE = 32, 3.1
 
 
-def tokenizer() -> Any:
-    """CLIP's tokenizer without merges: one token a byte; the highest id ends a text, as in the published one."""
-    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*bytes_, *(b + "</w>" for b in bytes_), "<|startoftext|>", "<|endoftext|>"]
-    return transformers.CLIPTokenizer({token: i for i, token in enumerate(tokens)}, [], model_max_length=77)
-
-
 def clip_folder(folder: Path) -> str:
     """Save a CLIP model with its processor; weights are large enough that different inputs get different features."""
-    tokens = tokenizer()
+    # Without merges: one token a byte; the highest id ends a text, as in the published one.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokens = transformers.CLIPTokenizer({name: i for i, name in enumerate(names)}, [], model_max_length=77)
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     config = transformers.CLIPConfig(
         text_config=dict(

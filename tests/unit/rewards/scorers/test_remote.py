@@ -95,12 +95,6 @@ def test_columns_that_change_between_requests_are_an_error() -> None:
         remote(service.url, batch_size=3)(*BATCH)
 
 
-def test_a_service_in_trouble_is_asked_again() -> None:
-    with serving(Answer({}, 503), Answer(drop=True), scores(red=[1.0] * 5)) as service:
-        assert remote(service.url)(*BATCH) == {"red": [1.0] * 5}
-    assert len(service.asked) == 3
-
-
 def test_images_may_be_reduced() -> None:
     with serving(red) as service:
         remote(service.url, image_size=2)(*BATCH)

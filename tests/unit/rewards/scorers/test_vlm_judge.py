@@ -118,15 +118,6 @@ def test_an_answer_that_is_no_completion_names_the_address(body: Any) -> None:
     assert len(service.asked) == 1
 
 
-def test_a_judge_that_is_busy_is_asked_again_and_one_that_refuses_is_not() -> None:
-    with serving(Answer({}, 429), *judge_says("Score: 5")) as service:
-        assert judge(service.url)(*CAT) == [0.5]
-    refusal = Answer({"error": "max 1 image"}, 413)
-    with serving(refusal) as service, pytest.raises(RewardError, match="lower image_size"):
-        judge(service.url)(*CAT)
-    assert len(service.asked) == 1
-
-
 @pytest.mark.parametrize(
     ("tokens", "p"),
     [
