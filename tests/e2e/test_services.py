@@ -55,9 +55,9 @@ class Service:
 
     def __init__(self, *arguments: str, log: Path, **environment: str) -> None:
         self.arguments, self.environment, self.log = arguments, environment, log
-        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
 
-    def start(self) -> "Service":
+    def start(self) -> None:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *self.arguments],
@@ -67,7 +67,6 @@ class Service:
                 stderr=log,
                 start_new_session=True,
             )
-        return self
 
     def url(self) -> str:
         self.wait(lambda: re.search(r"http://\S+:\d+", self.log.read_text()) is not None)
@@ -86,7 +85,6 @@ class Service:
         return url
 
     def end(self, number: int) -> int:
-        assert self.process is not None
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
         return self.process.wait(30)
@@ -94,14 +92,13 @@ class Service:
     def wait(self, condition: Callable[[], bool], seconds: float = 90) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            assert self.process is not None
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
             time.sleep(0.1)
 
 
 @contextmanager
 def running(*arguments: str, log: Path, **environment: str) -> Iterator[Service]:
-    service = Service(*arguments, log=log, **environment).start()
+    service = Service(*arguments, log=log, **environment)
     try:
         yield service
     finally:

@@ -140,9 +140,7 @@ def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
 
 def _vision_name(name: str) -> str:
     for pattern, replacement in VISION_NAMES:
-        name, count = re.subn(pattern, replacement, name)
-        if count:
-            break
+        name = re.sub(pattern, replacement, name)
     return name
 
 
