@@ -82,8 +82,10 @@ class ImageReward(Scorer):
             weights, config = (cached_file(expanded(self.model), f) for f in ("ImageReward.pt", "med_config.json"))
             with open(config) as file:
                 text = json.load(file)
-        network = ImageRewardNetwork(read_tensors("model", weights), text, self.model)
-        return network.eval().place(device, resolve_dtype(self.dtype, device))
+        network = ImageRewardNetwork(read_tensors("model", weights), text, self.model).eval().to(device)
+        for encoder in (network.vision, network.text):  # the head stays in fp32
+            encoder.to(dtype=resolve_dtype(self.dtype, device))
+        return network
 
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -125,13 +127,6 @@ class ImageRewardNetwork(torch.nn.Module):
         read = self.text(ids.to(device), attention_mask=mask.to(device), encoder_hidden_states=seen)
         ratings: torch.Tensor = self.head(read.last_hidden_state[:, 0].float()).squeeze(-1)
         return ((ratings - MEAN) / STD).cpu()
-
-    def place(self, device: torch.device, dtype: torch.dtype) -> "ImageRewardNetwork":
-        """Move to `device`, the encoders in `dtype`, the head in fp32; returns the network itself."""
-        self.vision.to(device, dtype)
-        self.text.to(device, dtype)
-        self.head.to(device)
-        return self
 
 
 def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -107,18 +107,9 @@ def test_a_video_without_frames_is_refused() -> None:
 
 
 def test_text_of_paddleocr_results() -> None:
-    # The keys of a result of PaddleOCR 3's pipeline, and of its recogniser.
-    page = {
-        "input_path": None,
-        "page_index": None,
-        "model_settings": {"use_doc_preprocessor": False, "use_textline_orientation": False},
-        "dt_polys": [np.zeros((4, 2), np.int16)] * 2,
-        "text_type": "general",
-        "rec_texts": ["HELLO", "WORLD"],
-        "rec_scores": [0.99, 0.98],
-        "rec_polys": [np.zeros((4, 2), np.int16)] * 2,
-        "rec_boxes": np.zeros((2, 4), np.int16),
-    }
+    # Of the keys of a result of PaddleOCR 3's pipeline, and of its recogniser.
+    page = {"input_path": None, "dt_polys": [np.zeros((4, 2), np.int16)] * 2, "rec_texts": ["HELLO", "WORLD"]}
+    page |= {"rec_scores": [0.99, 0.98], "rec_boxes": np.zeros((2, 4), np.int16), "text_type": "general"}
     line = {"input_path": None, "page_index": None, "rec_text": "482", "rec_score": 0.99, "vis_font": None}
     results = ([page], [line], [page | {"rec_texts": []}], [])
     assert list(map(paddle_text, results)) == ["HELLOWORLD", "482", "", ""]
