@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,6 +23,11 @@ from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
 from gerl.rewards.scorers.http import is_loopback, read_token
 from reward_models.scoring import WARM_PROMPT
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from reward_models.replicas import RayScoring
 
 logger = logging.getLogger("reward_models")
 
@@ -172,7 +177,7 @@ def run(options: Options, stop: threading.Event) -> None:
             _serve(app, listener, scoring, stop)
 
 
-def _serve(app: Any, listener: socket.socket, scoring: Any, stop: threading.Event) -> None:
+def _serve(app: "FastAPI", listener: socket.socket, scoring: "RayScoring", stop: threading.Event) -> None:
     import uvicorn
 
     config = uvicorn.Config(

@@ -18,6 +18,7 @@ from gerl.config import ScorerConfig
 from gerl.errors import Interrupted
 from gerl.protocol import Images, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
+from gerl.rewards.scorers.base import Metadata
 from gerl.utils.logs import capture_logs
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class RewardWorker:
         name: str,
         places: Sequence[tuple[int, int]],
         prompts: list[str],
-        metadata: list[dict[str, Any]],
+        metadata: list[Metadata],
         *images: Images,
     ) -> Answer:
         """Scores of the images `images[i].pixels[row]` for `places` [(i, row)], with prompts [B] and metadata [B].
@@ -73,9 +74,7 @@ class RewardWorker:
                 rows = [_filled(row, new) for row, new in zip(rows, again, strict=True)]
         return Answer(rows, time.perf_counter() - start, retried, warnings)
 
-    def _attempt(
-        self, name: str, pixels: list[np.ndarray], prompts: list[str], metadata: list[dict[str, Any]]
-    ) -> list[Row]:
+    def _attempt(self, name: str, pixels: list[np.ndarray], prompts: list[str], metadata: list[Metadata]) -> list[Row]:
         """Call a scorer once; whatever goes wrong is a `ScorerFailure` of the images concerned.
 
         The first of several columns is the score and has the scorer's name, the others are `name/column`.
