@@ -16,7 +16,7 @@ from typing import Protocol
 from PIL import Image
 
 from gerl.errors import DataError, GerlError, Interrupted, RewardError
-from gerl.rewards.scorers import Scorer, columns_of
+from gerl.rewards.scorers import Scorer, columns_of, number_of
 from gerl.rewards.scorers.base import JSON, Columns, Metadata
 
 log = logging.getLogger(__name__)
@@ -157,8 +157,8 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
     rows: list[dict[str, float]] = [{} for _ in items]
     for column, values in lists.items():
         for item, row, value in zip(items, rows, values, strict=True):
-            number = _number(value)
-            if number is None:
+            number = number_of(value)
+            if number is None or not math.isfinite(number):
                 return Refusal(
                     500,
                     f"the scorer {name} gave {value!r:.80} for image {item.index} in column {column}, expected a "
@@ -166,14 +166,3 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
                 )
             row[column] = number
     return rows
-
-
-def _number(value: object) -> float | None:
-    """A finite float, or None for everything else."""
-    if isinstance(value, str | bytes):  # float() would parse it
-        return None
-    try:
-        number = float(value)  # type: ignore[arg-type]  # a scorer may return anything: it is tried
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,6 +23,11 @@ from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
 from gerl.rewards.scorers.http import is_loopback, read_token
 from reward_models.scoring import WARM_PROMPT
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from reward_models.replicas import RayScoring
 
 logger = logging.getLogger("reward_models")
 
@@ -164,27 +169,21 @@ def run(options: Options, stop: threading.Event) -> None:
     limits = Limits(token, options.max_body_mb, options.rate_per_minute, options.max_in_flight)
     with listen(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
-        logger.info(
-            "starting the scorer %s at http://%s:%d", options.scorer, f"[{host}]" if ":" in host else host, port
-        )
+        place = f"[{host}]" if ":" in host else host
+        logger.info("starting the scorer %s at http://%s:%d", options.scorer, place, port)
         with deployed(options.scorer, options.config(), placement, warm) as scoring:
             _on_signals(stop)  # Ray sets a handler of its own when it starts: ours come after it
             app = build_app(options.scorer, scoring, limits)
             _serve(app, listener, scoring, stop)
 
 
-def _serve(app: Any, listener: socket.socket, scoring: Any, stop: threading.Event) -> None:
+def _serve(app: "FastAPI", listener: socket.socket, scoring: "RayScoring", stop: threading.Event) -> None:
     import uvicorn
 
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=int(CLOSING_SECONDS),
-        )
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(CLOSING_SECONDS)
     )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="http")  # leaves signals to the main thread
     thread.start()
     ready = False

@@ -1,13 +1,18 @@
 """A real HTTP service on this machine whose answers a test chooses, and which counts what it is asked."""
 
+import base64
+import io
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from PIL import Image
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,8 @@ class HttpService:
     def __init__(self, answer: Callable[[Asked], Answer]) -> None:
         self.answer = answer
         self.asked: list[Asked] = []
-        self.most_in_flight = 0
-        self._in_flight = 0
+        self.most_in_flight = self._in_flight = self._port = 0
         self._lock = threading.Lock()
-        self._server: ThreadingHTTPServer | None = None
-        self._port = 0
         self.start()
 
     @property
@@ -54,33 +56,17 @@ class HttpService:
 
     def start(self) -> None:
         """Listen; after a stop, on the port of before."""
-        service = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                service._handle(self)
-
-            def do_POST(self) -> None:
-                service._handle(self)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), partial(_Handler, self))
         self._server.daemon_threads = True
         self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
         """Listen no more: connections are refused."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.socket.close()
-            self._server = None
+        self._server.shutdown()
+        self._server.socket.close()
 
-    def _handle(self, handler: BaseHTTPRequestHandler) -> None:
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
         raw = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         asked = Asked(handler.command, handler.path, dict(handler.headers.items()), json.loads(raw) if raw else None)
         with self._lock:
@@ -96,6 +82,22 @@ class HttpService:
         with suppress(BrokenPipeError, ConnectionResetError):  # the client had waited long enough
             _send(handler, answer)
         handler.close_connection = handler.close_connection or answer.drop
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, service: HttpService, *connection: Any) -> None:
+        self.service = service
+        super().__init__(*connection)
+
+    def do_POST(self) -> None:
+        self.service.handle(self)
+
+    do_GET = do_POST
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
@@ -119,27 +121,41 @@ def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
     handler.wfile.write(b"0\r\n\r\n")
 
 
-def in_turn(*answers: Answer) -> Callable[[Asked], Answer]:
-    """The answers one after the other, then the last one for ever."""
-    left = iter(answers[:-1])
-    lock = threading.Lock()
-
-    def answer(asked: Asked) -> Answer:
-        with lock:
-            return next(left, answers[-1])
-
-    return answer
-
-
 @contextmanager
 def serving(*answers: Answer | Callable[[Asked], Answer]) -> Iterator[HttpService]:
-    """A running service with one function that answers, or with answers given in turn."""
-    match answers:
-        case (function,) if not isinstance(function, Answer):
-            service = HttpService(function)
-        case _:
-            service = HttpService(in_turn(*(answer for answer in answers if isinstance(answer, Answer))))
+    """A running service that gives the answers, or asks the functions, one after the other, the last one for ever."""
+    left = iter(answers[:-1])
+
+    def answer(asked: Asked) -> Answer:
+        given = next(left, answers[-1])
+        return given if isinstance(given, Answer) else given(asked)
+
+    service = HttpService(answer)
     try:
         yield service
     finally:
         service.stop()
+
+
+def picture(text: str) -> Image.Image:
+    """The image file in a request: base64, or a data URL of a PNG."""
+    return Image.open(io.BytesIO(base64.b64decode(text.removeprefix("data:image/png;base64,"), validate=True)))
+
+
+def scores(**columns: Any) -> Answer:
+    """An answer of a reward service."""
+    return Answer({"scores": columns, "version": "1"})
+
+
+def judge_says(*texts: Any, finish: str = "stop", logprobs: Any = None) -> list[Answer]:
+    """Answers of the chat completions API, one a text, with what a client may ignore."""
+    choice = {"index": 0, "finish_reason": finish, "logprobs": logprobs}
+    choices = [choice | {"message": {"role": "assistant", "content": text}} for text in texts]
+    return [Answer({"id": "1", "object": "chat.completion", "choices": [one], "usage": {}}) for one in choices]
+
+
+def judge_was_asked(asked: Asked) -> tuple[Image.Image, str]:
+    """The image and the text of a request to the chat completions API."""
+    image, text = asked.json["messages"][0]["content"]
+    assert (image["type"], text["type"]) == ("image_url", "text")
+    return picture(image["image_url"]["url"]), text["text"]

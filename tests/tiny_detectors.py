@@ -9,7 +9,7 @@ import transformers
 LABELS = {0: "dog", 1: "cat", 2: "sofa"}
 
 
-def detr_folder(folder: Path, seed: int = 0) -> str:
+def detr_folder(folder: Path) -> str:
     """Save a DETR (boxes only), which pads the images of a batch to the largest."""
     backbone = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
@@ -27,13 +27,13 @@ def detr_folder(folder: Path, seed: int = 0) -> str:
         num_queries=12,
         id2label=LABELS,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = transformers.DetrForObjectDetection(config)
     processor = transformers.DetrImageProcessorPil(size={"shortest_edge": 32, "longest_edge": 64})
     return _saved(folder, model, processor, 0.4)
 
 
-def mask2former_folder(folder: Path, seed: int = 0) -> str:
+def mask2former_folder(folder: Path) -> str:
     """Save a Mask2Former; building one takes scipy."""
     backbone = transformers.SwinConfig(
         image_size=32,
@@ -58,7 +58,7 @@ def mask2former_folder(folder: Path, seed: int = 0) -> str:
         feature_strides=[2, 4, 8, 16],
         id2label=LABELS,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = transformers.Mask2FormerForUniversalSegmentation(config)
     processor = transformers.Mask2FormerImageProcessorPil(size={"height": 64, "width": 64})
     return _saved(folder, model, processor, 0.25)

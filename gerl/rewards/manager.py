@@ -72,7 +72,7 @@ class Call:
 
 @dataclass
 class Load:
-    """What a scorer had to do since it was last asked."""
+    """The work of a scorer since it was last asked."""
 
     calls: int = 0
     images: int = 0

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import Interrupted
 from gerl.protocol import Images, ScorerFailure
-from gerl.rewards.scorers import Scorer, build_scorer, columns_of
+from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
+from gerl.rewards.scorers.base import Metadata
 from gerl.utils.logs import capture_logs
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class RewardWorker:
         name: str,
         places: Sequence[tuple[int, int]],
         prompts: list[str],
-        metadata: list[dict[str, Any]],
+        metadata: list[Metadata],
         *images: Images,
     ) -> Answer:
         """Scores of the images `images[i].pixels[row]` for `places` [(i, row)], with prompts [B] and metadata [B].
@@ -72,9 +74,7 @@ class RewardWorker:
                 rows = [_filled(row, new) for row, new in zip(rows, again, strict=True)]
         return Answer(rows, time.perf_counter() - start, retried, warnings)
 
-    def _attempt(
-        self, name: str, pixels: list[np.ndarray], prompts: list[str], metadata: list[dict[str, Any]]
-    ) -> list[Row]:
+    def _attempt(self, name: str, pixels: list[np.ndarray], prompts: list[str], metadata: list[Metadata]) -> list[Row]:
         """Call a scorer once; whatever goes wrong is a `ScorerFailure` of the images concerned.
 
         The first of several columns is the score and has the scorer's name, the others are `name/column`.
@@ -117,28 +117,25 @@ def _shown(video: np.ndarray) -> int:
     return min(len(video), FRAMES)
 
 
-def _by_image(name: str, scores: list[Any], owners: list[int], count: int) -> list[float | ScorerFailure]:
+def _by_image(name: str, scores: list[object], owners: list[int], count: int) -> list[float | ScorerFailure]:
     """One value per image: the score, the mean over the frames that were shown, or why there is none."""
     if len(scores) != len(owners):
         return [ScorerFailure(name, f"returned {len(scores)} scores for {len(owners)} images")] * count
     values: list[list[float | ScorerFailure]] = [[] for _ in range(count)]
     for owner, score in zip(owners, scores, strict=True):
         values[owner].append(_checked(name, score))
-    return [next((v for v in parts if isinstance(v, ScorerFailure)), _mean(parts)) for parts in values]
+    return [_mean(parts) for parts in values]
 
 
-def _mean(parts: list[float | ScorerFailure]) -> float:
-    numbers = [part for part in parts if isinstance(part, float)]
-    return numbers[0] if len(numbers) == 1 else math.fsum(numbers) / max(len(numbers), 1)
+def _mean(parts: list[float | ScorerFailure]) -> float | ScorerFailure:
+    failures = [part for part in parts if isinstance(part, ScorerFailure)]
+    return failures[0] if failures else fmean(part for part in parts if isinstance(part, float))
 
 
-def _checked(name: str, value: Any) -> float | ScorerFailure:
-    try:
-        if isinstance(value, str | bytes):  # float() would parse it
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return ScorerFailure(name, f"returned {value!r}, which is not a number")
+def _checked(name: str, score: object) -> float | ScorerFailure:
+    number = number_of(score)
+    if number is None:
+        return ScorerFailure(name, f"returned {score!r}, which is not a number")
     return number if math.isfinite(number) else ScorerFailure(name, f"returned {number}, which is not finite")
 
 

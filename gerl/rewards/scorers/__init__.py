@@ -7,7 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.rewards.scorers.aesthetic import AestheticScore
-from gerl.rewards.scorers.base import Scorer, columns_of, require
+from gerl.rewards.scorers.base import Scorer, columns_of, number_of, require
 from gerl.rewards.scorers.clipscore import ClipScore
 from gerl.rewards.scorers.colourfulness import Colourfulness
 from gerl.rewards.scorers.custom import CustomScorer
@@ -25,7 +25,7 @@ from gerl.rewards.scorers.sharpness import Sharpness
 from gerl.rewards.scorers.unified_reward import UnifiedRewardScorer
 from gerl.rewards.scorers.vlm_judge import VlmJudge
 
-__all__ = ["SCORERS", "Scorer", "build_scorer", "columns_of", "require"]
+__all__ = ["SCORERS", "Scorer", "build_scorer", "columns_of", "number_of", "require"]
 
 # Each is a dataclass whose fields are the scorer's kwargs.
 SCORERS: dict[str, type[Scorer]] = {

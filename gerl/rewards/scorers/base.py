@@ -68,6 +68,14 @@ def columns_of(returned: object, name: str) -> dict[str, list[object]]:
     return {str(column): list(values) for column, values in columns.items()}
 
 
+def number_of(score: object) -> float | None:
+    """A score as a float; None for text, which float() would parse, and whatever else is not one number."""
+    try:
+        return None if isinstance(score, str | bytes) else float(score)  # type: ignore[arg-type]  # it is tried
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import the package of a scorer; raises `RewardError` naming the pip extra that installs it."""
     try:

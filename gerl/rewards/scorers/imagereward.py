@@ -82,8 +82,10 @@ class ImageReward(Scorer):
             weights, config = (cached_file(expanded(self.model), f) for f in ("ImageReward.pt", "med_config.json"))
             with open(config) as file:
                 text = json.load(file)
-        network = ImageRewardNetwork(read_tensors("model", weights), text, self.model)
-        return network.eval().place(device, resolve_dtype(self.dtype, device))
+        network = ImageRewardNetwork(read_tensors("model", weights), text, self.model).eval().to(device)
+        for encoder in (network.vision, network.text):  # the head stays in fp32
+            encoder.to(dtype=resolve_dtype(self.dtype, device))
+        return network
 
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -126,13 +128,6 @@ class ImageRewardNetwork(torch.nn.Module):
         ratings: torch.Tensor = self.head(read.last_hidden_state[:, 0].float()).squeeze(-1)
         return ((ratings - MEAN) / STD).cpu()
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> "ImageRewardNetwork":
-        """Move to `device`, the encoders in `dtype`, the head in fp32; returns the network itself."""
-        self.vision.to(device, dtype)
-        self.text.to(device, dtype)
-        self.head.to(device)
-        return self
-
 
 def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -140,9 +135,7 @@ def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
 
 def _vision_name(name: str) -> str:
     for pattern, replacement in VISION_NAMES:
-        name, count = re.subn(pattern, replacement, name)
-        if count:
-            break
+        name = re.sub(pattern, replacement, name)
     return name
 
 

@@ -98,10 +98,7 @@ class OcrScorer(Scorer):
             require(module, EXTRAS[self.backend])
 
     def __call__(
-        self,
-        images: Sequence[Image.Image | Sequence[Image.Image]],
-        prompts: list[str],
-        metadata: list[Metadata],
+        self, images: Sequence[Image.Image | Sequence[Image.Image]], prompts: list[str], metadata: list[Metadata]
     ) -> list[float]:
         """Scores [B]; an image may be a list of the frames of a video."""
         targets = [self.target(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]

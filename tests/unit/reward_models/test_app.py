@@ -33,25 +33,22 @@ TOKEN = "secret-42"
 
 
 class LocalScoring:
-    """Scores in a thread of this process, one request at a time."""
+    """Scores in a thread of this process, one request at a time, images of at most a million pixels together."""
 
-    def __init__(self, name: str, scorer: Scorer, max_megapixels: int = 256) -> None:
-        self.name, self.scorer, self.max_megapixels = name, scorer, max_megapixels
-        self._lock = threading.Lock()  # a scorer need not be thread-safe
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+        self._lock = asyncio.Lock()  # a scorer need not be thread-safe
 
     async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
-        return await asyncio.to_thread(self._score, images, prompts, metadata)
-
-    async def state(self) -> dict[str, Any] | Refusal:
-        return {"replicas": 1}
-
-    def _score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
-        pictures = decode(images, self.max_megapixels)
+        pictures = decode(images, max_megapixels=1)
         if isinstance(pictures, Refusal):
             return pictures
         items = [Item(0, i, *row) for i, row in enumerate(zip(pictures, prompts, metadata, strict=True))]
-        with self._lock:
-            return join(self.name, score_items(self.name, self.scorer, items))
+        async with self._lock:
+            return join("red", await asyncio.to_thread(score_items, "red", self.scorer, items))
+
+    async def state(self) -> dict[str, Any] | Refusal:
+        return {"replicas": 1}
 
 
 class Red(Scorer):
@@ -61,9 +58,7 @@ class Red(Scorer):
         self.batches: list[int] = []
         self.entered, self.leave = threading.Event(), threading.Event()
 
-    def __call__(
-        self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]
-    ) -> dict[str, list[float]]:
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns:
         self.batches.append(len(images))
         for row in metadata:
             if "wait" in row:
@@ -83,7 +78,7 @@ class Red(Scorer):
 @contextmanager
 def serving(scorer: Any = None, limits: Limits | None = None) -> Iterator[str]:
     """The URL of the application under uvicorn in a thread."""
-    app = build_app("red", LocalScoring("red", scorer or Red(), max_megapixels=1), limits)
+    app = build_app("red", LocalScoring(scorer or Red()), limits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, lifespan="off"))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -101,6 +96,9 @@ def remote(url: str, **kwargs: Any) -> RemoteScorer:
 
 def body(**changes: Any) -> dict[str, Any]:
     return {"scorer": "red", "images": [png_base64(IMAGES[1])], "prompts": ["a"], "metadata": [{}], **changes}
+
+
+IMAGE, TWO = png_base64(Image.effect_noise((64, 64), 50)), {"prompts": ["a", "b"], "metadata": [{}, {}]}
 
 
 def post(url: str, content: Any, token: str | None = None) -> requests.Response:
@@ -145,7 +143,7 @@ def test_jpeg_files_and_images_with_alpha_are_taken_as_rgb() -> None:
         image.save(file, kind)
         texts.append(base64.b64encode(file.getvalue()).decode())
     with serving() as url:
-        scores = post(url, body(images=texts, prompts=["a", "b"], metadata=[{}, {}])).json()["scores"]["red"]
+        scores = post(url, body(images=texts, **TWO)).json()["scores"]["red"]
     assert scores[0] == pytest.approx(40, abs=3) and scores[1] == 70
 
 
@@ -162,6 +160,8 @@ def test_jpeg_files_and_images_with_alpha_are_taken_as_rgb() -> None:
         (body(scorer="blue"), 404, "there is no scorer 'blue' here, only red"),
         (body(images=["no base64!"]), 422, "image 0 of 1 is not base64"),
         (body(images=[base64.b64encode(b"GIF89a").decode()]), 422, "image 0 of 1 is neither a PNG nor a JPEG"),
+        (body(images=[IMAGE, IMAGE[:-500]], **TWO), 422, "image 1 of 2 is a broken file"),
+        (body(images=[png_base64(Image.new("RGB", (1001, 1000)))]), 413, "more than 1 million pixels"),
         (body(metadata=[{"data": 1}]), 422, "the row cannot be scored: write another"),
         (body(metadata=[{"raise": 1}]), 500, "the scorer red failed: KeyError: 'lost'"),
         (body(metadata=[{"score": "7"}]), 500, "gave '7' for image 0 in column red, expected a finite number"),
@@ -176,16 +176,6 @@ def test_what_is_wrong_is_said_in_one_sentence(content: Any, status: int, senten
     assert len(answer.content) < 400  # the images are not sent back
 
 
-def test_the_image_that_is_wrong_is_named() -> None:
-    broken = base64.b64encode(base64.b64decode(png_base64(Image.effect_noise((64, 64), 50)))[:-500]).decode()
-    with serving() as url:
-        answer = post(url, body(images=[png_base64(IMAGES[0]), broken], prompts=["a", "b"], metadata=[{}, {}]))
-        assert answer.status_code == 422 and "image 1 of 2 is a broken file" in answer.json()["error"]
-        large = png_base64(Image.new("RGB", (1001, 1000)))
-        answer = post(url, body(images=[large]))
-        assert answer.status_code == 413 and "more than 1 million pixels" in answer.json()["error"]
-
-
 def test_only_the_right_token_is_let_in_and_none_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     with serving(limits=Limits(token=TOKEN)) as url, caplog.at_level(logging.DEBUG):
         assert post(url, body(), TOKEN).status_code == 200
@@ -193,9 +183,8 @@ def test_only_the_right_token_is_let_in_and_none_is_shown(caplog: pytest.LogCapt
             answer = post(url, body(), wrong)
             assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
             assert TOKEN not in answer.text
-        assert (
-            requests.post(f"{url}/v1/score", headers={"Authorization": f"Basic {TOKEN}"}, timeout=10).status_code == 401
-        )
+        basic = requests.post(f"{url}/v1/score", headers={"Authorization": f"Basic {TOKEN}"}, timeout=10)
+        assert basic.status_code == 401
         assert metric(url, 'gerl_reward_errors_total{reason="token"}') == 5
         assert requests.get(f"{url}/v1/health", timeout=10).status_code == 200
     assert TOKEN not in caplog.text
@@ -311,12 +300,8 @@ def test_the_openapi_page_describes_requests_answers_and_the_token() -> None:
     operation = schema["paths"]["/v1/score"]["post"]
     assert operation["security"] == [{"HTTPBearer": []}]
     assert {"200", "401", "413", "422", "429", "500"} <= set(operation["responses"])
-    assert set(schema["components"]["schemas"]["ScoreRequest"]["required"]) == {
-        "scorer",
-        "images",
-        "prompts",
-        "metadata",
-    }
+    required = schema["components"]["schemas"]["ScoreRequest"]["required"]
+    assert set(required) == {"scorer", "images", "prompts", "metadata"}
 
 
 def test_a_scorer_that_is_not_there_yet_is_not_ready() -> None:
@@ -327,7 +312,7 @@ def test_a_scorer_that_is_not_there_yet_is_not_ready() -> None:
         async def score(self, *_: Any) -> Refusal:
             return await self.state()
 
-    app = build_app("red", Starting("red", Red()))
+    app = build_app("red", Starting(Red()))
     client = TestClient(app)
     for answer in (client.get("/v1/ready"), client.post("/v1/score", json=body())):
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")

@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDepre
 
 
 def test_arguments_become_options() -> None:
-    options = parse(
-        [
-            *("scorer=ocr", "kwargs.detect=true", "kwargs.threads=2", "port=0", "host=::1", "replicas=2"),
-            *("gpus=0.5", "batch_wait_s=0", "token_env=NAME", "warm_prompt=a", "warm_metadata.text=b"),
-        ]
-    )
-    assert options == Options(
-        scorer="ocr",
-        kwargs={"detect": True, "threads": 2},
-        port=0,
-        host="::1",
-        replicas=2,
-        gpus=0.5,
-        batch_wait_s=0.0,
-        token_env="NAME",
-        warm_prompt="a",
-        warm_metadata={"text": "b"},
-    )
-    assert options.config() == ScorerConfig(kwargs={"detect": True, "threads": 2})
+    place = "port=0 host=::1 replicas=2 gpus=0.5 batch_wait_s=0 token_env=NAME".split()
+    options = parse(["scorer=ocr", "kwargs.detect=true", "kwargs.a=2", "warm_prompt=a", "warm_metadata.text=b", *place])
+    kwargs = {"detect": True, "a": 2}
+    expected = Options(scorer="ocr", kwargs=kwargs, warm_prompt="a", warm_metadata={"text": "b"}, token_env="NAME")
+    assert options == replace(expected, port=0, host="::1", replicas=2, gpus=0.5, batch_wait_s=0.0)
+    assert options.config() == ScorerConfig(kwargs=kwargs)
     assert parse(["scorer=a", "kwargs={b: [1, 2]}"]).kwargs == {"b": [1, 2]}
     assert parse(["scorer=a", "kwargs.text=a=b"]).kwargs == {"text": "a=b"}
 
@@ -59,52 +47,40 @@ def test_the_file_of_a_scorer_is_found_from_any_folder(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        ([], "scorer is missing: give scorer="),
-        (["ocr"], "ocr: expected key=value"),
-        (["scorer=ocr", "--port=1"], "--port: the service has no such key; did you mean 'port'"),
-        (["scorer=ocr", "replica=2"], "replica: the service has no such key; did you mean 'replicas'"),
-        (["scorer=ocr", "qqqq=2"], "it has scorer, path, function"),
-        (["scorer=ocr", "port.x=2"], "port.x: the service has no such key; did you mean 'port'"),
-        (["scorer=ocr", "kwargs.=2"], "kwargs.: the service has no such key; did you mean 'kwargs'"),
-        (["scorer=ocr", "port=1", "port=2"], "port is given twice"),
-        (["scorer=ocr", "kwargs.a=1", "kwargs.a=2"], "kwargs.a is given twice"),
-        (["scorer=ocr", "kwargs=3", "kwargs.a=2"], "kwargs is given twice"),
-        (["scorer=ocr", "port=70000"], "port=70000 is wrong"),
-        (["scorer=ocr", "replicas=0"], "replicas=0 is wrong"),
-        (["scorer=ocr", "rate_per_minute=many"], "rate_per_minute='many' is wrong"),
-        (["scorer=a/b"], "scorer='a/b' is wrong"),
-        (["scorer=ocr", "warm_metadata=3"], "warm_metadata=3 is wrong"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        parse(arguments)
-    assert main(arguments) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and message in told
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["scorer=orc"], "gerl has no such scorer"),
-        (["scorer=ocr", "kwargs.detekt=1"], "detekt=1 is wrong"),
-        (["scorer=mine", "path=nowhere.py"], "there is no Python file"),
-        (["scorer=sharpness", "host=0.0.0.0"], "there is no token: name one in token_env"),
-        (["scorer=sharpness", "token_env=GERL_TEST_NO_TOKEN"], "token_env=GERL_TEST_NO_TOKEN holds no token"),
-        (["scorer=ocr", "warm_prompt=nothing quoted"], "warm_prompt and warm_metadata: prompt 0"),
+        ([], 2, "scorer is missing: give scorer="),
+        (["ocr"], 2, "ocr: expected key=value"),
+        (["scorer=ocr", "--port=1"], 2, "--port: the service has no such key; did you mean 'port'"),
+        (["scorer=ocr", "replica=2"], 2, "replica: the service has no such key; did you mean 'replicas'"),
+        (["scorer=ocr", "qqqq=2"], 2, "it has scorer, path, function"),
+        (["scorer=ocr", "port.x=2"], 2, "port.x: the service has no such key; did you mean 'port'"),
+        (["scorer=ocr", "kwargs.=2"], 2, "kwargs.: the service has no such key; did you mean 'kwargs'"),
+        (["scorer=ocr", "port=1", "port=2"], 2, "port is given twice"),
+        (["scorer=ocr", "kwargs.a=1", "kwargs.a=2"], 2, "kwargs.a is given twice"),
+        (["scorer=ocr", "kwargs=3", "kwargs.a=2"], 2, "kwargs is given twice"),
+        (["scorer=ocr", "port=70000"], 2, "port=70000 is wrong"),
+        (["scorer=ocr", "replicas=0"], 2, "replicas=0 is wrong"),
+        (["scorer=ocr", "rate_per_minute=many"], 2, "rate_per_minute='many' is wrong"),
+        (["scorer=a/b"], 2, "scorer='a/b' is wrong"),
+        (["scorer=ocr", "warm_metadata=3"], 2, "warm_metadata=3 is wrong"),
+        (["scorer=orc"], 1, "gerl has no such scorer"),
+        (["scorer=ocr", "kwargs.detekt=1"], 1, "detekt=1 is wrong"),
+        (["scorer=mine", "path=nowhere.py"], 1, "there is no Python file"),
+        (["scorer=sharpness", "host=0.0.0.0"], 2, "there is no token: name one in token_env"),
+        (["scorer=sharpness", "token_env=GERL_TEST_NO_TOKEN"], 2, "token_env=GERL_TEST_NO_TOKEN holds no token"),
+        (["scorer=ocr", "warm_prompt=nothing quoted"], 2, "warm_prompt and warm_metadata: prompt 0"),
     ],
 )
 def test_what_is_wrong_is_said_before_ray_starts(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from reward_models import replicas
 
     monkeypatch.setattr(replicas, "deployed", None)
-    assert main(arguments) in (1, 2)
-    assert message in capsys.readouterr().err
+    assert main(arguments) == code
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and message in told
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -125,15 +101,12 @@ def test_tokens_come_from_a_file_or_a_variable(tmp_path: Path, monkeypatch: pyte
     assert parse(["scorer=a"]).token() is None
     assert parse(["scorer=a", f"token_file={file}"]).token() == "from-file"
     assert parse(["scorer=a", "token_env=GERL_TEST_TOKEN"]).token() == "from-env"
-    for wrong in ("", "two words", "umläut"):
-        file.write_text(wrong)
-        with pytest.raises(ConfigError, match="holds no token") as caught:
-            parse(["scorer=a", f"token_file={file}"]).token()
-        assert not wrong or wrong not in str(caught.value)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        parse(["scorer=a", f"token_file={tmp_path / 'none'}"]).token()
     with pytest.raises(ConfigError, match="keep one of them"):
         parse(["scorer=a", f"token_file={file}", "token_env=GERL_TEST_TOKEN"]).token()
+    file.write_text("umläut")
+    with pytest.raises(ConfigError, match="holds no token") as caught:
+        parse(["scorer=a", f"token_file={file}"]).token()
+    assert "umläut" not in str(caught.value)
 
 
 def test_the_warm_up_uses_a_row_the_scorer_can_score(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,9 +145,7 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path) -> None:
     assert "pip install 'gerl[serve]'" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "recipe", sorted((ROOT / "reward_models" / "recipes").glob("*.md")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "reward_models/recipes").glob("*.md")), ids=lambda path: path.stem)
 def test_the_code_of_a_recipe_fits_into_the_service(recipe: Path) -> None:
     text = recipe.read_text().replace("\\\n", " ")
     assert recipe.name in (ROOT / "reward_models" / "README.md").read_text()

@@ -1,6 +1,4 @@
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,14 +54,9 @@ def test_check_reward_names_the_prompt_and_loads_no_model(monkeypatch: pytest.Mo
         check_reward(config, PROMPTS)
 
 
-def test_check_reward_refuses_what_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reward_refuses_what_cannot_be_built() -> None:
     with pytest.raises(RewardError, match="no such scorer"):
         check_reward(RewardConfig({"beauty": ScorerConfig()}), PROMPTS)
-    with pytest.raises(RewardError, match="there is no Python file"):
-        check_reward(RewardConfig({"mine": ScorerConfig(path=str(tmp_path / "no.py"))}), PROMPTS)
-    monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.raises(RewardError, match=r"gerl\[ocr\]"):
-        check_reward(RewardConfig({"ocr": ScorerConfig()}), PROMPTS)
 
 
 def test_too_many_failures_stop_the_run_with_numbers() -> None:

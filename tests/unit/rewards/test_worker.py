@@ -101,10 +101,7 @@ def test_a_retry_fills_in_what_failed_and_keeps_the_rest() -> None:
     flaky = Fake(OSError("timeout"), {"mean": [1.0, float("nan")], "hands": [3.0, 4.0]}, {"mean": [9.0, 2.0]})
     found = score(flaky, retries=2)
     assert found.rows == [{"a": 1.0, "a/hands": 3.0}, {"a": 2.0, "a/hands": 4.0}]
-    assert found.retried == [
-        "2 of 2 images: OSError: timeout",
-        "1 of 2 images: returned nan, which is not finite",
-    ]
+    assert found.retried == ["2 of 2 images: OSError: timeout", "1 of 2 images: returned nan, which is not finite"]
     always = Fake(OSError("timeout"))
     assert reasons(score(always, retries=1)) == ["OSError: timeout"] * 2 and always.calls == 2
 
@@ -133,12 +130,10 @@ def test_an_interrupt_is_no_failure_of_the_scorer() -> None:
 
 
 def test_images_come_from_several_micro_batches() -> None:
-    def widths(images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-        return [image.width for image in images]
-
     narrow = Images(0, np.zeros((2, 4, 4, 3), np.uint8), 0.0)
     others = Images(1, [np.zeros((4, w, 3), np.uint8) for w in (5, 6)], 0.0)
-    found = worker(Fake(widths)).score("a", [(1, 1), (0, 0), (1, 0)], ["p"] * 3, [{}] * 3, narrow, others)
+    widths = Fake(lambda images, *_: [image.width for image in images])
+    found = worker(widths).score("a", [(1, 1), (0, 0), (1, 0)], ["p"] * 3, [{}] * 3, narrow, others)
     assert [row["a"] for row in found.rows] == [6.0, 4.0, 5.0]
 
 

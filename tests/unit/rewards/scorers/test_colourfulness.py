@@ -3,9 +3,7 @@ import math
 import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
-from pydantic import TypeAdapter, ValidationError
 
-from gerl.protocol import Prompt
 from gerl.rewards.scorers.colourfulness import Colourfulness, colourfulness
 
 
@@ -38,9 +36,3 @@ def test_saturation_raises_the_score_of_each_image_on_its_own() -> None:
     scores = Colourfulness()([image, pale], ["a", "b"], [{}, {}])
     assert scores == [colourfulness(image), colourfulness(pale)]
     assert scores[0] > 2 * scores[1] > 0
-
-
-def test_any_prompt_will_do_and_no_kwarg_is_taken() -> None:
-    TypeAdapter(Colourfulness).validate_python({}).check_prompts([Prompt(0, "a cat")])
-    with pytest.raises(ValidationError, match="size"):
-        TypeAdapter(Colourfulness).validate_python({"size": 3})

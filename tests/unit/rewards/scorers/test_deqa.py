@@ -1,34 +1,24 @@
 from typing import Any
 
 import pytest
-from http_service import Answer, serving
+from http_service import scores, serving
 from PIL import Image
 
-from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.deqa import DeqaScorer
 
-BATCH: tuple[list[Image.Image], list[str], list[dict[str, Any]]] = (
-    [Image.new("RGB", (4, 4))] * 2,
-    ["a", "b"],
-    [{}] * 2,
-)
-
-
-def quality(*values: float) -> Answer:
-    return Answer({"scores": {"deqa": list(values)}, "version": "1"})
+BATCH: Any = ([Image.new("RGB", (4, 4))] * 2, ["a", "b"], [{}] * 2)
 
 
 def test_the_quality_is_divided_by_five() -> None:
-    with serving(quality(4.5, 1.0)) as service:
+    with serving(scores(deqa=[4.5, 1.0])) as service:
         assert DeqaScorer(url=service.url)(*BATCH) == [0.9, 0.2]
     assert service.asked[0].json["scorer"] == "deqa"
 
 
 def test_prompts_and_rows_do_not_matter() -> None:
-    with serving(quality(3.0)) as service:
+    with serving(scores(deqa=[3.0])) as service:
         scorer = DeqaScorer(url=service.url)
         scorer.check_prompts([Prompt(0, "a", {"ref": b"not JSON"})])
         assert scorer([Image.new("RGB", (4, 4))], ["a"], [{"ref": b"not JSON"}]) == [0.6]
@@ -36,17 +26,11 @@ def test_prompts_and_rows_do_not_matter() -> None:
 
 @pytest.mark.parametrize("value", [0.9, 0.0, 5.2, 90.0])
 def test_a_number_that_is_no_quality_is_an_error(value: float) -> None:
-    with serving(quality(4.5, value)) as service, pytest.raises(RewardError, match="gave image 1 of 2 a quality of"):
+    answer, message = scores(deqa=[4.5, value]), "gave image 1 of 2 a quality of"
+    with serving(answer) as service, pytest.raises(RewardError, match=message):
         DeqaScorer(url=service.url)(*BATCH)
 
 
 def test_rounding_in_half_precision_is_no_error() -> None:
-    with serving(quality(0.998, 5.004)) as service:
+    with serving(scores(deqa=[0.998, 5.004])) as service:
         assert DeqaScorer(url=service.url)(*BATCH) == pytest.approx([0.2, 1.0], abs=1e-3)
-
-
-def test_it_is_built_from_kwargs() -> None:
-    kwargs = {"url": "http://127.0.0.1:18086"}
-    assert build_scorer("deqa", ScorerConfig(kwargs=kwargs)) == DeqaScorer(**kwargs)
-    with pytest.raises(RewardError, match="scorer='x' is wrong"):
-        build_scorer("deqa", ScorerConfig(kwargs={**kwargs, "scorer": "x"}))

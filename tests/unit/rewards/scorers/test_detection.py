@@ -1,4 +1,5 @@
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,13 @@ import safetensors.torch
 import torch
 import transformers
 from PIL import Image
-from tiny_clip import clip_folder, pictures
-from tiny_detectors import LABELS, detr_folder, mask2former_folder
+from tiny_clip import pictures
+from tiny_detectors import LABELS
 
 from gerl.errors import DataError, RewardError
 from gerl.rewards.scorers.detection import Detection, detector, detector_labels, find_label, mask_box
 
 THRESHOLD = 0.15
-
-
-@pytest.fixture(scope="module")
-def detr(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return detr_folder(tmp_path_factory.mktemp("detr"))
-
-
-@pytest.fixture(scope="module")
-def mask2former(tmp_path_factory: pytest.TempPathFactory) -> str:
-    pytest.importorskip("scipy")
-    return mask2former_folder(tmp_path_factory.mktemp("mask2former"))
 
 
 def summary(detections: list[Detection]) -> list[tuple[str, float, Any]]:
@@ -139,23 +129,21 @@ def test_grey_images_are_taken_as_rgb(detr: str) -> None:
 def test_a_detector_is_loaded_once_and_its_labels_need_no_weights(detr: str, tmp_path: Path) -> None:
     assert detector(detr, "cpu") is detector(detr, "cpu", "float32")
     for name in ("config.json", "preprocessor_config.json"):
-        (tmp_path / name).write_bytes((Path(detr) / name).read_bytes())
+        shutil.copy(Path(detr) / name, tmp_path)
     assert detector_labels(str(tmp_path)) == ["dog", "cat", "sofa"]
     with pytest.raises(RewardError, match="cannot be loaded"):
         detector(str(tmp_path), "cpu")
 
 
-def test_what_is_no_detector_is_refused(tmp_path: Path) -> None:
-    folder = clip_folder(tmp_path / "clip")
-    with pytest.raises(RewardError, match=re.escape(f"model={folder} is a clip model and detects no objects")):
-        detector(folder, "cpu")
+def test_what_is_no_detector_is_refused(clip: str, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=re.escape(f"model={clip} is a clip model and detects no objects")):
+        detector(clip, "cpu")
     with pytest.raises(RewardError, match=r"model=.*nowhere cannot be loaded .*: give the Hub id of a Mask2Former"):
         detector_labels(str(tmp_path / "nowhere"))
 
 
 def test_a_checkpoint_without_a_head_is_refused(detr: str, tmp_path: Path) -> None:
-    for file in Path(detr).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(detr, tmp_path, dirs_exist_ok=True)
     weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
     del weights["class_labels_classifier.weight"]
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -1,22 +1,15 @@
-from pathlib import Path
-
 import pytest
-import torch
-import transformers
-from tiny_clip import clip_folder, pictures
+from tiny_clip import pictures, whole_model
 
 from gerl.rewards.scorers.diversity import Diversity
 
 
-def test_the_score_is_the_mean_distance_to_the_other_images(tmp_path: Path) -> None:
-    folder, images = clip_folder(tmp_path / "clip"), pictures(4)
+def test_the_score_is_the_mean_distance_to_the_other_images(clip: str) -> None:
+    images = pictures(4)
     images[3] = images[0].copy()
-    model = transformers.CLIPModel.from_pretrained(folder)
-    inputs = transformers.CLIPProcessor.from_pretrained(folder, backend="pil")(images=images, return_tensors="pt")
-    with torch.no_grad():
-        features = torch.nn.functional.normalize(model.get_image_features(**inputs).pooler_output)
+    features = whole_model(clip, images, ["a"]).image_embeds
     expected = [sum(1 - float(features[i] @ features[j]) for j in range(4) if j != i) / 3 for i in range(4)]
-    scorer = Diversity(model=folder, device="cpu")
+    scorer = Diversity(model=clip, device="cpu")
     found = scorer(images, ["a"] * 4, [{}] * 4)
     assert found == pytest.approx(expected, abs=1e-5) and found[0] == pytest.approx(found[3], abs=1e-6)
     assert scorer([images[0], images[3]], ["a"] * 2, [{}] * 2) == pytest.approx([0.0, 0.0], abs=1e-6)

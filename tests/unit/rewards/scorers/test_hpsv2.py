@@ -5,19 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
 import transformers
 from PIL import Image
-from tiny_clip import SIZE, pictures
+from tiny_clip import SIZE, assert_scored_alone, pictures
 from torchvision_ops import importable_open_clip
 
-from gerl.config import ScorerConfig
 from gerl.errors import RewardError
-from gerl.protocol import Prompt
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.hpsv2 import HpsV2, preprocess
 
 PROMPTS = ["a cat", "Two dogs on  a mat", "a cat", "fish &amp; chips " * 9]
@@ -57,13 +53,8 @@ def scorer(folder: str, **kwargs: Any) -> HpsV2:
 
 def transformers_clip(folder: str) -> transformers.CLIPModel:
     """The same weights in the CLIP of transformers."""
-    sizes = dict(
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        hidden_act="gelu",
-    )
+    sizes = dict(hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS, hidden_act="gelu")
+    sizes["num_attention_heads"] = HEADS
     text = dict(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, eos_token_id=VOCABULARY - 1, **sizes)
     vision = dict(image_size=SIZE, patch_size=8, **sizes)
     model = transformers.CLIPModel(
@@ -122,12 +113,7 @@ def test_a_prompt_is_read_as_clip_does(folder: str) -> None:
 
 
 def test_a_score_depends_on_image_and_prompt_and_on_nothing_else(folder: str) -> None:
-    score, images = scorer(folder), pictures(4)
-    scores = score(images, PROMPTS, [{}] * 4)
-    assert score(images[::-1], PROMPTS[::-1], [{}] * 4) == pytest.approx(scores[::-1], abs=1e-6)
-    alone = [score([image], [prompt], [{}])[0] for image, prompt in zip(images, PROMPTS, strict=True)]
-    assert alone == pytest.approx(scores, abs=1e-6)
-    assert abs(score([images[0]], [PROMPTS[1]], [{}])[0] - scores[0]) > 1e-3
+    assert_scored_alone(scorer(folder), pictures(4), PROMPTS)
 
 
 def test_scorers_of_the_same_weights_share_them_and_half_precision_comes_close(folder: str) -> None:
@@ -169,8 +155,8 @@ def test_a_checkpoint_with_something_missing_is_refused(folder: str, tmp_path: P
         scorer(str(tmp_path), checkpoint="mine.pt")(pictures(1), ["a"], [{}])
 
 
-def test_what_cannot_be_found_is_named_with_a_remedy(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("hub")
+def test_what_cannot_be_found_is_named_with_a_remedy(folder: str) -> None:
     for kwargs in ({"model": "nobody/has-this-model"}, {"checkpoint": "mine.pt"}):
         with pytest.raises(RewardError, match=r"^model=.* cannot be loaded .* a repository with (HPS_v2.1|mine)"):
             HpsV2(**{"model": folder, "architecture": "tiny", **kwargs})(pictures(1), ["a"], [{}])
@@ -178,28 +164,9 @@ def test_what_cannot_be_found_is_named_with_a_remedy(folder: str, monkeypatch: p
         HpsV2(model=folder, architecture="huge")(pictures(1), ["a"], [{}])
 
 
-@pytest.mark.usefixtures("folder")
-def test_without_kwargs_the_published_weights_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    built = build_scorer("hpsv2", ScorerConfig())
-    built.check_prompts([Prompt(0, "anything")])
-    with pytest.raises(RewardError, match=f"^model=xswu/HPSv2 cannot be loaded .* a repository with {CHECKPOINT}"):
-        built(pictures(1), ["anything"], [{}])
-
-
-PACKAGES = {
-    "import nothing_of_this_name": "needs the package open_clip, which cannot be imported .* 'gerl.clip.'",
-    "raise RuntimeError('operator torchvision::nms does not exist')": "torchvision does not fit torch .* 'gerl.clip.'",
-}
-
-
-@pytest.mark.parametrize("source", PACKAGES)
-def test_without_a_working_package_building_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    (tmp_path / "open_clip.py").write_text(source)
+def test_a_torchvision_for_another_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open_clip.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
-    with pytest.raises(RewardError, match=PACKAGES[source]):
-        build_scorer("hpsv2", ScorerConfig())
+    with pytest.raises(RewardError, match=r"torchvision does not fit torch .* 'gerl.clip.'"):
+        HpsV2()

@@ -1,6 +1,4 @@
-import base64
 import email.utils
-import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from http_service import Answer, Asked, HttpService, serving
+from http_service import Answer, Asked, HttpService, picture, serving
 from PIL import Image
 
-from gerl.config import ScorerConfig
 from gerl.errors import RewardError
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
-from gerl.rewards.scorers.vlm_judge import VlmJudge
 
 SECRET = "sk-very-secret-482"
 GOOD = Answer({"ok": 1})
@@ -42,38 +37,53 @@ def asking(*answers: Answer | Callable[[Asked], Answer], **kwargs: Any) -> Itera
 
 
 def test_a_right_answer_takes_one_request_with_json_both_ways() -> None:
-    with serving(GOOD) as service, quick().client(service.url + "/") as client:
+    with serving(GOOD) as service, quick().client(service.url + "/v1/") as client:
         assert client.post("/score", {"a": ["ä", 1.5]}) == {"ok": 1}
     (asked,) = service.asked
-    assert (asked.method, asked.path, asked.json) == ("POST", "/score", {"a": ["ä", 1.5]})
-    assert "Authorization" not in service.asked[0].headers
-    assert service.asked[0].headers["Content-Type"] == "application/json"
+    assert (asked.method, asked.path, asked.json) == ("POST", "/v1/score", {"a": ["ä", 1.5]})
+    assert "Authorization" not in asked.headers and asked.headers["Content-Type"] == "application/json"
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_a_passing_trouble_is_asked_again(status: int) -> None:
-    with asking(Answer({}, status), GOOD) as (service, client):
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        *(Answer({}, status) for status in (408, 429, 500, 502, 503, 504)),
+        Answer({}, 503, {"Retry-After": "soon"}),
+        Answer(drop=True),
+        Answer(b'{"ok"', headers={"Content-Length": "100", "Connection": "close"}),
+        Answer(delay=1.0),
+    ],
+)
+def test_a_passing_trouble_is_asked_again(trouble: Answer) -> None:
+    with asking(trouble, GOOD, timeout=0.5) as (service, client):
         assert client.post("/", {}) == {"ok": 1}
     assert len(service.asked) == 2
 
 
 @pytest.mark.parametrize(
-    ("status", "remedy"),
+    ("answer", "remedy"),
     [
-        (400, "correct the kwargs"),
-        (401, "token_file or its environment variable in token_env"),
-        (403, "token_file or its environment variable in token_env"),
-        (404, "correct the address"),
-        (413, "lower image_size"),
-        (422, "correct the kwargs"),
+        (Answer({}, 307, {"Location": "http://127.0.0.1:1/elsewhere"}), r"it points to, 'http://127\.0\.0\.1:1/else"),
+        (Answer({}, 400), "correct the kwargs"),
+        (Answer({}, 401), "token_file or its environment variable in token_env"),
+        (Answer({}, 403), "token_file or its environment variable in token_env"),
+        (Answer({}, 404), "correct the address"),
+        (Answer({}, 413), "lower image_size"),
+        (Answer({}, 422), "correct the kwargs"),
+        (Answer({}, 429, {"Retry-After": "3600"}), "asks to wait 3600 s"),
+        *((Answer(body), "without JSON") for body in (b'{"a": ', b"<html>busy</html>", b"", b"\xff\xfe\xfa")),
     ],
 )
-def test_a_refusal_is_not_repeated_and_says_what_to_do(status: int, remedy: str) -> None:
-    body = {"detail": "x" * 300}
-    with asking(Answer(body, status)) as (service, client), pytest.raises(RewardError, match=remedy) as error:
+def test_a_refusal_is_not_repeated_and_says_what_to_do(answer: Answer, remedy: str) -> None:
+    with asking(answer, GOOD) as (service, client), pytest.raises(RewardError, match=remedy) as error:
         client.post("/v1/score", {})
     assert len(service.asked) == 1
-    assert f"POST {service.url}/v1/score answered {status} " in str(error.value)
+    assert f"POST {service.url}/v1/score answered {answer.status} " in str(error.value)
+
+
+def test_of_a_long_answer_the_beginning_is_shown() -> None:
+    with asking(Answer({"detail": "x" * 300}, 400)) as (_, client), pytest.raises(RewardError) as error:
+        client.post("/", {})
     assert "x" * 180 in str(error.value) and "x" * 200 not in str(error.value)
 
 
@@ -104,23 +114,7 @@ def test_retry_after_is_honoured(date: bool) -> None:
     assert len(service.asked) == 2
 
 
-def test_a_service_that_asks_for_an_hour_is_an_error_at_once() -> None:
-    with (
-        asking(Answer({}, 429, {"Retry-After": "3600"}), GOOD) as (service, client),
-        pytest.raises(RewardError, match="asks to wait 3600 s"),
-    ):
-        client.post("/", {})
-    assert len(service.asked) == 1
-
-
-def test_nonsense_in_retry_after_does_not_matter() -> None:
-    with asking(Answer({}, 503, {"Retry-After": "soon"}), GOOD) as (_, client):
-        assert client.post("/", {}) == {"ok": 1}
-
-
-def test_a_slow_answer_times_out_and_is_asked_again() -> None:
-    with asking(Answer(delay=1.0), GOOD, timeout=0.2) as (_, client):
-        assert client.post("/", {}) == {"ok": 1}
+def test_a_slow_answer_times_out() -> None:
     with (
         asking(Answer(delay=1.0), timeout=0.1, retries=1) as (_, client),
         pytest.raises(RewardError, match=r"raise timeout.*\(2 attempts\)"),
@@ -142,20 +136,6 @@ def test_an_answer_in_pieces_is_put_together() -> None:
         assert client.post("/", {}) == {"a": 1}
 
 
-@pytest.mark.parametrize("body", [b'{"a": ', b"<html>busy</html>", b"", b"\xff\xfe\xfa"])
-def test_an_answer_that_is_no_json_is_an_error(body: bytes) -> None:
-    with asking(Answer(body)) as (service, client), pytest.raises(RewardError, match="answered 200 without JSON"):
-        client.post("/", {})
-    assert len(service.asked) == 1
-
-
-def test_a_dropped_connection_and_half_an_answer_are_asked_again() -> None:
-    half = Answer(b'{"ok"', headers={"Content-Length": "100", "Connection": "close"})
-    with asking(Answer(drop=True), half, GOOD) as (service, client):
-        assert client.post("/", {}) == {"ok": 1}
-    assert len(service.asked) == 3
-
-
 def test_a_service_that_comes_back_on_its_port_is_found_again() -> None:
     with asking(GOOD, backoff=0.1, retries=6) as (service, client):
         service.stop()
@@ -168,19 +148,9 @@ def test_a_service_that_comes_back_on_its_port_is_found_again() -> None:
 def test_a_service_that_is_not_there_is_named_with_the_cause() -> None:
     with serving(GOOD) as service:
         service.stop()
-        with (
-            quick(retries=1).client(service.url) as client,
-            pytest.raises(
-                RewardError, match=r"POST http://127.*ConnectionRefusedError.*start the service.*\(2 attempts"
-            ),
-        ):
+        message = r"POST http://127.*ConnectionRefusedError.*start the service.*\(2 attempts"
+        with quick(retries=1).client(service.url) as client, pytest.raises(RewardError, match=message):
             client.post("/health", {})
-
-
-def test_a_redirect_is_not_followed() -> None:
-    moved = Answer({}, 307, {"Location": "http://127.0.0.1:1/elsewhere"})
-    with asking(moved) as (_, client), pytest.raises(RewardError, match=r"it points to, 'http://127\.0\.0\.1:1/else"):
-        client.post("/", {})
 
 
 def test_requests_run_in_parallel_up_to_the_limit_and_results_keep_their_order() -> None:
@@ -304,33 +274,11 @@ def test_an_address_that_cannot_work_is_refused_without_showing_a_secret(url: st
     check_url("base_url", "https://host.example:8000/v1")
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"timeout": 0}, "timeout=0 is wrong"),
-        ({"concurrency": 0}, "concurrency=0 is wrong"),
-        ({"retries": -1}, "retries=-1 is wrong"),
-        ({"token": "x"}, "token='x' is wrong"),
-    ],
-)
-def test_kwargs_are_checked_by_name(kwargs: dict[str, Any], message: str) -> None:
-    address = {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}
-    with pytest.raises(RewardError, match=message):
-        build_scorer("vlm_judge", ScorerConfig(kwargs={**address, **kwargs}))
-    assert build_scorer("vlm_judge", ScorerConfig(kwargs=address)) == VlmJudge(**address)
-
-
 def test_images_travel_without_loss_and_shrink_in_proportion() -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 60, 3), dtype=np.uint8))
-    back = Image.open(io.BytesIO(base64.b64decode(png_base64(noise))))
+    back = picture(png_base64(noise))
     assert back.format == "PNG" and np.array_equal(np.asarray(back), np.asarray(noise))
     assert at_most(noise, None) is noise and at_most(noise, 60) is noise
     assert at_most(noise, 20).size == (20, 10)
     assert at_most(noise.convert("P"), 1).size == (1, 1)
     assert at_most(Image.new("RGB", (8, 8), (9, 8, 7)), 2).getpixel((1, 1)) == (9, 8, 7)
-
-
-def test_a_client_without_a_scorer_url_path_keeps_the_path_of_its_address() -> None:
-    with serving(GOOD) as service, Client(service.url + "/v1/", quick()) as client:
-        client.post("/models", {})
-    assert service.asked[0].path == "/v1/models"

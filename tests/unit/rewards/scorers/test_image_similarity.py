@@ -3,9 +3,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from PIL import Image, UnidentifiedImageError
-from tiny_clip import clip_folder, pictures
+from tiny_clip import pictures, whole_model
 
 from gerl.errors import DataError
 from gerl.protocol import Prompt
@@ -13,38 +12,27 @@ from gerl.rewards.scorers import image_similarity
 from gerl.rewards.scorers.image_similarity import ImageSimilarity
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return clip_folder(tmp_path_factory.mktemp("clip"))
-
-
-def test_the_score_is_the_cosine_of_the_two_image_features(folder: str, tmp_path: Path) -> None:
+def test_the_score_is_the_cosine_of_the_two_image_features(clip: str, tmp_path: Path) -> None:
     images, references = pictures(3), pictures(3, seed=1)
-    model = transformers.CLIPModel.from_pretrained(folder)
-    processor = transformers.CLIPProcessor.from_pretrained(folder, backend="pil")
-    with torch.no_grad():
-        drawn, wanted = (
-            model.get_image_features(**processor(images=batch, return_tensors="pt")).pooler_output
-            for batch in (images, references)
-        )
+    drawn, wanted = (whole_model(clip, batch, ["a"]).image_embeds for batch in (images, references))
     expected = torch.nn.functional.cosine_similarity(drawn, wanted).tolist()
     references[0].save(tmp_path / "0.png")
     references[1].save(tmp_path / "1.png")
     rows = [{"image": str(tmp_path / "0.png")}, {"image": tmp_path / "1.png"}, {"image": references[2]}]
-    scorer = ImageSimilarity(model=folder, batch_size=2, device="cpu")
+    scorer = ImageSimilarity(model=clip, batch_size=2, device="cpu")
     assert scorer(images, ["a"] * 3, rows) == pytest.approx(expected, abs=1e-5)
     assert scorer(images[::-1], ["a"] * 3, rows[::-1]) == pytest.approx(expected[::-1], abs=1e-5)
     assert max(expected) < 0.999
 
 
-def test_the_reference_itself_scores_1_and_another_image_less(folder: str) -> None:
+def test_the_reference_itself_scores_1_and_another_image_less(clip: str) -> None:
     same, other = pictures(2)
-    scores = ImageSimilarity(model=folder, device="cpu")([same, other], ["a", "a"], [{"image": same}] * 2)
+    scores = ImageSimilarity(model=clip, device="cpu")([same, other], ["a", "a"], [{"image": same}] * 2)
     assert scores[0] == pytest.approx(1, abs=1e-6) and scores[1] < 0.999
 
 
 def test_a_relative_path_is_from_the_current_directory_and_read_once_a_group(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for i, image in enumerate(pictures(2)):
@@ -53,7 +41,7 @@ def test_a_relative_path_is_from_the_current_directory_and_read_once_a_group(
     original = image_similarity._read
     monkeypatch.setattr(image_similarity, "_read", lambda r: reads.append(str(r)) or original(r))
     rows = [{"source": name} for name in ("1.png", "0.png", "1.png", "0.png")]
-    scorer = ImageSimilarity(model=folder, metadata_key="source", device="cpu")
+    scorer = ImageSimilarity(model=clip, metadata_key="source", device="cpu")
     one, two = pictures(2)
     scores = scorer([two, one, one, two], ["a"] * 4, rows)
     assert reads == ["1.png", "0.png"]
@@ -61,20 +49,20 @@ def test_a_relative_path_is_from_the_current_directory_and_read_once_a_group(
     assert scores[2] == pytest.approx(scores[3], abs=1e-6) and scores[2] < 0.999
 
 
-def test_a_photo_is_turned_as_its_camera_says(folder: str, tmp_path: Path) -> None:
+def test_a_photo_is_turned_as_its_camera_says(clip: str, tmp_path: Path) -> None:
     image = pictures(1)[0]
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees clockwise to view
     image.rotate(90).save(tmp_path / "photo.png", exif=exif)
-    scorer = ImageSimilarity(model=folder, device="cpu")
+    scorer = ImageSimilarity(model=clip, device="cpu")
     assert scorer([image], ["a"], [{"image": str(tmp_path / "photo.png")}]) == pytest.approx([1], abs=1e-6)
 
 
-def test_a_row_without_a_reference_is_found_before_any_work(folder: str, tmp_path: Path) -> None:
+def test_a_row_without_a_reference_is_found_before_any_work(clip: str, tmp_path: Path) -> None:
     image = pictures(1)[0]
     image.save(tmp_path / "there.png")
     good = [Prompt(0, "a", {"image": str(tmp_path / "there.png")}), Prompt(1, "b", {"image": image})]
-    scorer = ImageSimilarity(model=folder, device="cpu")
+    scorer = ImageSimilarity(model=clip, device="cpu")
     scorer.check_prompts(good)
     for metadata in ({}, {"image": None}, {"image": ""}, {"image": 3}, {"picture": "x.png"}):
         with pytest.raises(DataError, match=r"prompt 2: 'c' has no reference .* row's 'image'"):

@@ -2,17 +2,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
-from tiny_clip import pictures
+from tiny_clip import assert_scored_alone, pictures
 
 from gerl.errors import RewardError
-from gerl.protocol import Prompt
 from gerl.rewards.scorers.imagereward import ImageReward, preprocess
 
 Tensors = dict[str, torch.Tensor]
@@ -20,58 +18,38 @@ WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] a cat dog on the red mat two blue sky si
 SIZE, PATCH, VISION, TEXT, HEADS, LAYERS = 32, 8, 128, 48, 4, 2
 PROMPTS = ["a cat on the mat", "two", "the red dog sits on the blue mat", "two"]
 MED_CONFIG = {
-    "architectures": ["BertModel"],
-    "add_cross_attention": True,
     "encoder_width": 768,  # not that of the image encoder, in the published file neither
     "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "hidden_size": TEXT,
-    "intermediate_size": 2 * TEXT,
     "layer_norm_eps": 1e-12,
-    "max_position_embeddings": 40,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
     "pad_token_id": 0,
-    "vocab_size": len(WORDS) + 2,
+    **dict(vocab_size=len(WORDS) + 2, max_position_embeddings=40, hidden_size=TEXT, intermediate_size=2 * TEXT),
+    **dict(num_attention_heads=HEADS, num_hidden_layers=LAYERS),
 }
 
 
 def checkpoint() -> Tensors:
     """Random weights under the names of the published ImageReward.pt."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    eye, bert = "blip.visual_encoder", "blip.text_encoder"
+    # BERT's names are those of transformers.
+    config = transformers.BlipTextConfig(**MED_CONFIG, encoder_hidden_size=VISION, is_decoder=True)
+    text = transformers.BlipTextModel(config, add_pooling_layer=False).state_dict()
+    shapes: dict[str, tuple[int, ...]] = {f"{bert}.{name}": tuple(value.shape) for name, value in text.items()}
 
     def linear(name: str, inputs: int, outputs: int) -> None:
         shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs), (outputs,)
 
-    def norm(name: str, width: int) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
-
-    eye, bert = "blip.visual_encoder", "blip.text_encoder"
     shapes[f"{eye}.cls_token"] = (1, 1, VISION)
     shapes[f"{eye}.pos_embed"] = (1, (SIZE // PATCH) ** 2 + 1, VISION)
     shapes[f"{eye}.patch_embed.proj.weight"] = (VISION, 3, PATCH, PATCH)
     shapes[f"{eye}.patch_embed.proj.bias"] = (VISION,)
-    norm(f"{eye}.norm", VISION)
-    shapes[f"{bert}.embeddings.word_embeddings.weight"] = (len(WORDS) + 2, TEXT)
-    shapes[f"{bert}.embeddings.position_embeddings.weight"] = (40, TEXT)
-    norm(f"{bert}.embeddings.LayerNorm", TEXT)
-    for i in range(LAYERS):
-        block, layer = f"{eye}.blocks.{i}", f"{bert}.encoder.layer.{i}"
-        norm(f"{block}.norm1", VISION)
-        norm(f"{block}.norm2", VISION)
+    blocks = [f"{eye}.blocks.{i}" for i in range(LAYERS)]
+    for norm in (f"{eye}.norm", *(f"{block}.norm{k}" for block in blocks for k in (1, 2))):
+        shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (VISION,)
+    for block in blocks:
         linear(f"{block}.attn.qkv", VISION, 3 * VISION)
         linear(f"{block}.attn.proj", VISION, VISION)
         linear(f"{block}.mlp.fc1", VISION, 4 * VISION)
         linear(f"{block}.mlp.fc2", 4 * VISION, VISION)
-        for attention, width in (("attention", TEXT), ("crossattention", VISION)):
-            linear(f"{layer}.{attention}.self.query", TEXT, TEXT)
-            linear(f"{layer}.{attention}.self.key", width, TEXT)
-            linear(f"{layer}.{attention}.self.value", width, TEXT)
-            linear(f"{layer}.{attention}.output.dense", TEXT, TEXT)
-            norm(f"{layer}.{attention}.output.LayerNorm", TEXT)
-        linear(f"{layer}.intermediate.dense", TEXT, 2 * TEXT)
-        linear(f"{layer}.output.dense", 2 * TEXT, TEXT)
-        norm(f"{layer}.output.LayerNorm", TEXT)
     for i, inputs, outputs in ((0, TEXT, 1024), (2, 1024, 128), (4, 128, 64), (6, 64, 16), (7, 16, 1)):
         linear(f"mlp.layers.{i}", inputs, outputs)
     linear("blip.vision_proj", VISION, 256)  # of the pre-training, unused by the reward
@@ -112,20 +90,14 @@ def rating(t: Tensors, pixels: torch.Tensor, ids: list[int]) -> float:
     """The network written out for one image [3, H, W] and one prompt without padding, from the paper's code."""
 
     def linear(name: str, x: torch.Tensor) -> torch.Tensor:
-        return x @ t[f"{name}.weight"].T + t[f"{name}.bias"]
+        return F.linear(x, t[f"{name}.weight"], t[f"{name}.bias"])
 
     def norm(name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-        return scaled * t[f"{name}.weight"] + t[f"{name}.bias"]
+        return F.layer_norm(x, x.shape[-1:], t[f"{name}.weight"], t[f"{name}.bias"], eps)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
-        size = q.shape[-1] // heads
-        parts = []
-        for h in range(heads):
-            s = slice(h * size, (h + 1) * size)
-            parts.append((q[:, s] @ k[:, s].T / size**0.5).softmax(-1) @ v[:, s])
-        return torch.cat(parts, -1)
+        split = [x.unflatten(-1, (heads, -1)).transpose(0, 1) for x in (q, k, v)]
+        return F.scaled_dot_product_attention(*split).transpose(0, 1).flatten(1)
 
     eye = "blip.visual_encoder"
     patches = F.conv2d(
@@ -170,13 +142,7 @@ def test_the_score_is_that_of_the_network_written_out(folder: str) -> None:
 
 
 def test_a_score_depends_on_image_and_prompt_and_on_nothing_else(folder: str) -> None:
-    score, images = scorer(folder), pictures(4)
-    scores = score(images, PROMPTS, [{}] * 4)
-    assert score(images[::-1], PROMPTS[::-1], [{}] * 4) == pytest.approx(scores[::-1], abs=1e-5)
-    alone = [score([image], [prompt], [{}])[0] for image, prompt in zip(images, PROMPTS, strict=True)]
-    assert alone == pytest.approx(scores, abs=1e-5)
-    assert abs(score([images[0]], [PROMPTS[2]], [{}])[0] - scores[0]) > 1e-3
-    assert abs(score([images[2]], [PROMPTS[0]], [{}])[0] - scores[0]) > 1e-3
+    assert_scored_alone(scorer(folder), pictures(4), PROMPTS, 1e-5)
 
 
 def test_a_prompt_is_cut_off_after_35_tokens(folder: str) -> None:
@@ -206,36 +172,27 @@ def test_the_middle_of_an_image_is_seen_with_the_pixels_of_clip() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["blip.visual_encoder.norm.bias", "blip.visual_encoder.pos_embed", "blip.text_encoder.embeddings.LayerNorm.weight"],
+    ("missing", "message"),
+    [
+        ("blip.visual_encoder.norm.bias", r"model=.* cannot be loaded .*the Hub id of ImageReward"),
+        ("blip.visual_encoder.pos_embed", r"model=.* cannot be loaded .*the Hub id of ImageReward"),
+        (
+            "blip.text_encoder.embeddings.LayerNorm.weight",
+            r"model=.* cannot be loaded .*the Hub id of ImageReward",
+        ),
+        ("mlp.", r"layers 0, 2, 4, 6, 7 .* got nothing"),
+    ],
 )
-def test_a_checkpoint_with_a_tensor_missing_is_refused(tmp_path: Path, name: str) -> None:
-    tensors = checkpoint()
-    del tensors[name]
-    with pytest.raises(RewardError, match=r"model=.* cannot be loaded .*give the Hub id of ImageReward"):
+def test_a_checkpoint_with_tensors_missing_is_refused(tmp_path: Path, missing: str, message: str) -> None:
+    tensors = {name: value for name, value in checkpoint().items() if not name.startswith(missing)}
+    with pytest.raises(RewardError, match=message):
         scorer(save(tmp_path, tensors))(pictures(1), ["a cat"], [{}])
 
 
-def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
-    tensors = {name: value for name, value in checkpoint().items() if not name.startswith("mlp.")}
-    with pytest.raises(RewardError, match=r"layers 0, 2, 4, 6, 7 .* got nothing"):
-        scorer(save(tmp_path, tensors))(pictures(1), ["a cat"], [{}])
-
-
-def test_what_cannot_be_found_is_named_with_a_remedy(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("hub")
+def test_what_cannot_be_found_is_named_with_a_remedy(folder: str, tmp_path: Path) -> None:
     for name in ("nobody/has-this-model", str(tmp_path)):
         with pytest.raises(RewardError, match=f"^model={name} cannot be loaded .* a repository with ImageReward.pt"):
             ImageReward(model=name, tokenizer=folder, device="cpu")(pictures(1), ["a"], [{}])
         with pytest.raises(RewardError, match=f"^tokenizer={name} cannot be loaded .* a BERT tokenizer"):
             ImageReward(model=folder, tokenizer=name, device="cpu")(pictures(1), ["a"], [{}])
-
-
-def test_without_kwargs_the_published_weights_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    ImageReward().check_prompts([Prompt(0, "anything")])
-    with pytest.raises(RewardError, match="model=THUDM/ImageReward cannot be loaded"):
-        ImageReward()(pictures(1), ["anything"], [{}])

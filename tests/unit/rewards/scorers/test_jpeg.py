@@ -6,8 +6,6 @@ import pytest
 from PIL import Image
 
 from gerl.config import ScorerConfig
-from gerl.errors import RewardError
-from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.jpeg import jpeg_kilobytes
 
@@ -26,17 +24,10 @@ def test_noise_is_larger_than_a_flat_image_and_units_are_those_of_the_reference(
     assert small == pytest.approx([-kb / 500 for kb in large])
 
 
-def test_quality_is_a_kwarg_and_checked() -> None:
+def test_quality_is_a_kwarg() -> None:
     image = Image.effect_noise((64, 64), 50)
     low, high = (
         build_scorer("jpeg_incompressibility", ScorerConfig(kwargs={"quality": q}))([image], ["a"], [{}])[0]
         for q in (10, 95)
     )
     assert low < high
-    with pytest.raises(RewardError, match=r"quality=101 is wrong.*takes quality"):
-        build_scorer("jpeg_compressibility", ScorerConfig(kwargs={"quality": 101}))
-
-
-def test_any_prompt_will_do() -> None:
-    for name in ("jpeg_compressibility", "jpeg_incompressibility"):
-        build_scorer(name, ScorerConfig()).check_prompts([Prompt(0, "a cat")])

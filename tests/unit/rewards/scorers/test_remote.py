@@ -1,17 +1,13 @@
-import base64
-import io
 import math
 import threading
 from typing import Any
 
 import pytest
-from http_service import Answer, Asked, serving
+from http_service import Answer, Asked, picture, scores, serving
 from PIL import Image
 
-from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.remote import RemoteScorer
 
 IMAGES = [Image.new("RGB", (4, 2), (10 * i, 0, 0)) for i in range(5)]
@@ -22,15 +18,10 @@ def remote(url: str, **kwargs: Any) -> RemoteScorer:
     return RemoteScorer(url=url, scorer="red", **{"timeout": 5.0, "backoff": 0.01, "retries": 2, **kwargs})
 
 
-def scores(**columns: Any) -> Answer:
-    return Answer({"scores": columns, "version": "1"})
-
-
 def red(asked: Asked) -> Answer:
     """A reward service with one scorer: the red channel, and how long the prompt is."""
-    pictures = [Image.open(io.BytesIO(base64.b64decode(text))) for text in asked.json["images"]]
     return scores(
-        red=[picture.getpixel((0, 0))[0] for picture in pictures],  # type: ignore[index]
+        red=[picture(text).getpixel((0, 0))[0] for text in asked.json["images"]],  # type: ignore[index]
         length=[len(prompt) / 2 for prompt in asked.json["prompts"]],
     )
 
@@ -50,10 +41,9 @@ def test_the_request_is_the_protocol() -> None:
         remote(service.url + "/")([IMAGES[1]], ["ä"], [{"n": 1, "x": [None, "y"]}])
     (asked,) = service.asked
     assert (asked.method, asked.path) == ("POST", "/v1/score")
-    image = asked.json.pop("images")
+    (image,) = map(picture, asked.json.pop("images"))
     assert asked.json == {"scorer": "red", "prompts": ["ä"], "metadata": [{"n": 1, "x": [None, "y"]}]}
-    picture = Image.open(io.BytesIO(base64.b64decode(image[0])))
-    assert (picture.format, picture.size) == ("PNG", (4, 2))
+    assert (image.format, image.size) == ("PNG", (4, 2))
 
 
 def test_requests_of_a_batch_run_in_parallel() -> None:
@@ -86,10 +76,7 @@ def test_requests_of_a_batch_run_in_parallel() -> None:
         (Answer({"scores": {"red": [1.0] * 5}, "version": "2"}), "version '1'"),
         (Answer([1.0] * 5), "version '1'.*reward service of gerl"),
         (Answer(b'{"scores": {"red": [1.0'), "answered 200 without JSON"),
-        (
-            Answer({"error": "no scorer red, only ocr"}, 404),
-            "no scorer red, only ocr.*correct the address and the name",
-        ),
+        (Answer({"error": "no scorer red, only ocr"}, 404), "only ocr.*correct the address and the name"),
         (Answer({}, 413), "lower image_size"),
     ],
 )
@@ -108,28 +95,10 @@ def test_columns_that_change_between_requests_are_an_error() -> None:
         remote(service.url, batch_size=3)(*BATCH)
 
 
-def test_a_service_in_trouble_is_asked_again() -> None:
-    with serving(Answer({}, 503), Answer(drop=True), scores(red=[1.0] * 5)) as service:
-        assert remote(service.url)(*BATCH) == {"red": [1.0] * 5}
-    assert len(service.asked) == 3
-
-
-def test_a_service_that_is_restarted_during_a_call_is_found_again() -> None:
-    with serving(red) as service:
-        scorer = remote(service.url, backoff=0.1, retries=6)
-        before = scorer(*BATCH)
-        service.stop()
-        back = threading.Timer(0.3, service.start)
-        back.start()
-        assert scorer(*BATCH) == before
-        back.join()
-
-
 def test_images_may_be_reduced() -> None:
     with serving(red) as service:
         remote(service.url, image_size=2)(*BATCH)
-    sizes = {Image.open(io.BytesIO(base64.b64decode(text))).size for text in service.asked[0].json["images"]}
-    assert sizes == {(2, 1)}
+    assert {picture(text).size for text in service.asked[0].json["images"]} == {(2, 1)}
 
 
 @pytest.mark.parametrize("value", [math.nan, b"bytes", IMAGES[0], {"a": [math.inf]}])
@@ -145,14 +114,3 @@ def test_a_row_that_cannot_be_sent_is_named_without_asking_the_service(value: An
 def test_no_images_are_an_error() -> None:
     with pytest.raises(RewardError, match="got no images"):
         remote("http://127.0.0.1:1")([], [], [])
-
-
-def test_it_is_built_from_kwargs() -> None:
-    kwargs: dict[str, Any] = {"url": "http://127.0.0.1:8100", "scorer": "red", "batch_size": 4}
-    assert build_scorer("remote", ScorerConfig(kwargs=kwargs)) == RemoteScorer(**kwargs)
-    for wrong, message in (
-        ({"batch_size": 0}, "batch_size=0 is wrong"),
-        ({"url": "host"}, "url='host' is not an addr"),
-    ):
-        with pytest.raises(RewardError, match=message):
-            build_scorer("remote", ScorerConfig(kwargs={**kwargs, **wrong}))

@@ -3,10 +3,8 @@ import re
 import numpy as np
 import pytest
 from PIL import Image, ImageFilter
-from pydantic import TypeAdapter, ValidationError
 
 from gerl.errors import RewardError
-from gerl.protocol import Prompt
 from gerl.rewards.scorers.sharpness import Sharpness, sharpness
 
 
@@ -54,9 +52,3 @@ def test_blurring_lowers_the_score_of_each_image_on_its_own() -> None:
 def test_an_image_without_inner_pixels_is_refused() -> None:
     with pytest.raises(RewardError, match=re.escape("3x3 pixels or more, not 2x9")):
         Sharpness()([Image.new("RGB", (2, 9))], ["a"], [{}])
-
-
-def test_any_prompt_will_do_and_no_kwarg_is_taken() -> None:
-    TypeAdapter(Sharpness).validate_python({}).check_prompts([Prompt(0, "a cat")])
-    with pytest.raises(ValidationError, match="size"):
-        TypeAdapter(Sharpness).validate_python({"size": 3})

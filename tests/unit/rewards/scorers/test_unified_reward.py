@@ -1,20 +1,12 @@
-import base64
-import io
 from typing import Any
 
 import pytest
-from http_service import Answer, Asked, serving
+from http_service import Answer, Asked, judge_says, judge_was_asked, serving
 from PIL import Image
 
-from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.unified_reward import UnifiedRewardScorer
-
-
-def says(text: str) -> Answer:
-    return Answer({"choices": [{"message": {"content": text}}]})
 
 
 def scorer(url: str, **kwargs: Any) -> UnifiedRewardScorer:
@@ -31,7 +23,7 @@ def scorer(url: str, **kwargs: Any) -> UnifiedRewardScorer:
     ],
 )
 def test_the_final_score_is_divided_by_five(text: str, score: float) -> None:
-    with serving(says(text)) as service:
+    with serving(*judge_says(text)) as service:
         assert scorer(service.url)([Image.new("RGB", (9, 9))], ["a cat"], [{}]) == pytest.approx([score])
 
 
@@ -39,19 +31,18 @@ def test_the_final_score_is_divided_by_five(text: str, score: float) -> None:
     "text", ["Score: 4", "Final Score: 0", "Final Score: 45", "Final Score: 5.5", "Final Score: 10"]
 )
 def test_no_score_of_one_to_five_is_an_error(text: str) -> None:
-    with serving(says(text)) as service, pytest.raises(RewardError, match="Final Score"):
+    with serving(*judge_says(text)) as service, pytest.raises(RewardError, match="Final Score"):
         scorer(service.url)([Image.new("RGB", (9, 9))], ["a cat"], [{}])
 
 
 def test_images_are_sent_as_squares_and_scores_keep_their_order() -> None:
     def answer(asked: Asked) -> Answer:
-        image, text = asked.json["messages"][0]["content"]
-        picture = Image.open(io.BytesIO(base64.b64decode(image["image_url"]["url"].split(",")[1])))
-        assert picture.size == (512, 512) and picture.format == "PNG"
+        image, text = judge_was_asked(asked)
+        assert image.size == (512, 512) and image.format == "PNG"
         assert asked.json["model"] == "CodeGoat24/UnifiedReward-7b-v1.5" and asked.json["temperature"] == 0
-        grade = picture.getpixel((256, 256))[1] // 50  # type: ignore[index]
-        assert f"Text caption: [grade {grade}]" in text["text"]
-        return says(f"Final Score: {grade}")
+        grade = image.getpixel((256, 256))[1] // 50  # type: ignore[index]
+        assert f"Text caption: [grade {grade}]" in text
+        return judge_says(f"Final Score: {grade}")[0]
 
     images = [Image.new("RGB", (30, 20), (0, 50 * grade, 0)) for grade in (5, 1, 3)]
     with serving(answer) as service:
@@ -60,17 +51,10 @@ def test_images_are_sent_as_squares_and_scores_keep_their_order() -> None:
 
 
 def test_the_words_of_a_checkpoint_may_be_given_and_are_checked() -> None:
-    with serving(says("Final Score: 4")) as service:
+    with serving(*judge_says("Final Score: 4")) as service:
         own = scorer(service.url, template="{style}: {prompt}", image_size=16)
         own([Image.new("RGB", (9, 9))], ["a cat"], [{"style": "oil"}])
-        assert service.asked[0].json["messages"][0]["content"][1]["text"] == "oil: a cat"
+        assert judge_was_asked(service.asked[0])[1] == "oil: a cat"
         with pytest.raises(DataError, match="prompt 3: 'a cat' has no 'style'"):
             own.check_prompts([Prompt(3, "a cat")])
         scorer(service.url).check_prompts([Prompt(3, "a cat")])
-
-
-def test_it_is_built_from_kwargs() -> None:
-    with pytest.raises(RewardError, match="base_url"):
-        build_scorer("unified_reward", ScorerConfig())
-    kwargs = {"base_url": "http://127.0.0.1:17140/v1"}
-    assert build_scorer("unified_reward", ScorerConfig(kwargs=kwargs)) == UnifiedRewardScorer(**kwargs)

@@ -1,0 +1,131 @@
+"""Building any scorer of gerl: kwargs, packages, weights; what it scores is tested beside it."""
+
+import json
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from tiny_clip import pictures
+from torchvision_ops import importable_open_clip
+
+from gerl.config import ScorerConfig
+from gerl.errors import RewardError
+from gerl.protocol import Prompt
+from gerl.rewards.scorers import SCORERS, build_scorer
+
+CHAT = {"base_url": "http://127.0.0.1:1/v1", "model": "m"}
+SERVICE = {"url": "http://127.0.0.1:8100"}
+ASPECTS = {"shape": "Are the shapes right?", "colour": "Are the colours right?"}
+
+
+def build(name: str, **kwargs: Any) -> Any:
+    return build_scorer(name, ScorerConfig(kwargs=kwargs))
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("vlm_judge", CHAT),
+        ("vlm_judge", {**CHAT, "mode": "rubric", "limits": [1, 5], "scale": 5, "aspects": ASPECTS}),
+        ("unified_reward", {"base_url": CHAT["base_url"]}),
+        ("remote", {**SERVICE, "scorer": "red", "batch_size": 4}),
+        ("deqa", SERVICE),
+        ("geneval", {"threshold": 0.5}),
+    ],
+)
+def test_kwargs_as_a_configuration_gives_them_are_taken(name: str, kwargs: dict[str, Any]) -> None:
+    given = kwargs | ({"limits": (1.0, 5.0)} if "limits" in kwargs else {})
+    assert build(name, **json.loads(json.dumps(kwargs))) == SCORERS[name](**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("ocr", {"thread": 1}, "thread=1 is wrong .*; ocr takes threads, metadata_key, detect, min_width"),
+        ("ocr", {"threads": 0}, "threads=0 is wrong"),
+        ("ocr", {"backend": "tesseract"}, "backend='tesseract' is wrong"),
+        ("jpeg_compressibility", {"quality": 101}, "quality=101 is wrong.*takes quality"),
+        ("sharpness", {"size": 3}, "size=3 is wrong"),
+        ("colourfulness", {"size": 3}, "size=3 is wrong"),
+        ("clipscore", {"device": "tpu"}, "device='tpu' is wrong"),
+        ("clipscore", {"dtype": "int8"}, "dtype='int8' is wrong"),
+        ("clipscore", {"batch_size": 0}, "batch_size=0 is wrong"),
+        ("clipscore", {"modle": "x"}, "modle='x' is wrong"),
+        ("clipscore", {"model": None}, "model=None is wrong"),
+        ("geneval", {"threshold": 1.5}, "threshold=1.5 is wrong"),
+        ("geneval", {"device": "tpu"}, "device='tpu' is wrong"),
+        ("geneval", {"dtype": "int8"}, "dtype='int8' is wrong"),
+        ("geneval", {"nms": 1.0}, "nms=1.0 is wrong"),
+        ("geneval", {"max_objects": 0}, "max_objects=0 is wrong"),
+        ("remote", {**SERVICE, "scorer": "red", "batch_size": 0}, "batch_size=0 is wrong"),
+        ("remote", {"url": "host", "scorer": "red"}, "url='host' is not an addr"),
+        ("deqa", {**SERVICE, "scorer": "x"}, "scorer='x' is wrong"),
+        ("unified_reward", {}, "base_url"),
+        ("vlm_judge", {**CHAT, "timeout": 0}, "timeout=0 is wrong"),
+        ("vlm_judge", {**CHAT, "concurrency": 0}, "concurrency=0 is wrong"),
+        ("vlm_judge", {**CHAT, "retries": -1}, "retries=-1 is wrong"),
+        ("vlm_judge", {**CHAT, "token": "x"}, "token='x' is wrong"),
+        ("vlm_judge", {**CHAT, "mode": "rubric"}, "mode=rubric came with 0 aspects"),
+        ("vlm_judge", {**CHAT, "aspects": ASPECTS}, "mode=regex came with 2 aspects"),
+        ("vlm_judge", {**CHAT, "mode": "rubric", "aspects": {"mean": "?"}}, "aspects.mean: name it"),
+        ("vlm_judge", {**CHAT, "mode": "rubric", "aspects": {"a/b": "?"}}, "aspects.a/b: name it"),
+        ("vlm_judge", {**CHAT, "mode": "rubric", "aspects": ASPECTS, "template": "?"}, r"template has no \{aspects\}"),
+        (
+            "vlm_judge",
+            {**CHAT, "mode": "rubric", "aspects": ASPECTS, "template": "{aspects}", "one_request": False},
+            r"template has no \{question\}",
+        ),
+        ("vlm_judge", {**CHAT, "pattern": "(", "mode": "regex"}, "is no regular expression"),
+        ("vlm_judge", {**CHAT, "pattern": r"\d+"}, "has no group"),
+        ("vlm_judge", {**CHAT, "limits": [5, 5]}, r"limits=\[5.0, 5.0\]"),
+        ("vlm_judge", {**CHAT, "mode": "yes_no", "yes": ["ok"], "no": ["OK."]}, "none for both"),
+        ("vlm_judge", {**CHAT, "mode": "yes_no", "yes": []}, "words of letters for each"),
+        ("vlm_judge", {**CHAT, "mode": "yes_no", "yes": ["!"]}, "words of letters for each"),
+        ("vlm_judge", {**CHAT, "mode": "vote"}, "mode='vote' is wrong"),
+        ("vlm_judge", {**CHAT, "scale": 0}, "scale=0 is wrong"),
+        ("vlm_judge", {**CHAT, "base_url": "localhost:8000"}, "base_url='localhost:8000' is not an address"),
+        ("orc", {}, r"only ocr, pickscore, .*reward\.scorers\.orc\.path"),
+    ],
+)
+def test_wrong_kwargs_are_named_when_the_scorer_is_built(name: str, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=rf"reward\.scorers\.{name}.*{message}"):
+        build(name, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "module", "extra"),
+    [
+        ("ocr", {}, "rapidocr", "ocr"),
+        ("ocr", {"backend": "paddleocr"}, "paddle", "paddleocr"),
+        ("hpsv2", {}, "open_clip", "clip"),
+    ],
+)
+def test_a_package_that_is_not_installed_names_its_extra(
+    name: str, kwargs: dict[str, Any], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RewardError, match=rf"needs the package {module}, .*pip install 'gerl\[{extra}\]'"):
+        build(name, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["sharpness", "colourfulness", "jpeg_compressibility", "jpeg_incompressibility"])
+def test_scorers_of_the_look_alone_take_any_prompt(name: str) -> None:
+    build(name).check_prompts([Prompt(0, "a cat")])
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "what"),
+    [
+        ("clipscore", "openai/clip-vit-large-patch14", "a transformers CLIP model"),
+        ("imagereward", "THUDM/ImageReward", "a repository with ImageReward.pt"),
+        ("hpsv2", "xswu/HPSv2", "a repository with HPS_v2.1_compressed.pt"),
+    ],
+)
+@pytest.mark.usefixtures("hub")
+def test_without_kwargs_the_published_weights_are_looked_for(name: str, model: str, what: str) -> None:
+    with importable_open_clip() if name == "hpsv2" else nullcontext():
+        scorer = build(name)
+        scorer.check_prompts([Prompt(0, "anything")])
+        with pytest.raises(RewardError, match=f"^model={model} cannot be loaded .* {what}"):
+            scorer(pictures(1), ["anything"], [{}])
