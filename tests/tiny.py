@@ -104,13 +104,19 @@ def ddim() -> diffusers.DDIMScheduler:
 
 
 def pipeline(
-    cls: Callable[..., Any], denoiser: Any, scheduler: Any, vae: Any, *encoders: Any, words: Any = None, **more: Any
+    cls: Callable[..., Any],
+    denoiser: Any,
+    scheduler: Any,
+    vae: Any,
+    *encoders: Any,
+    words: Callable[[], Any] = tokenizer,
+    **more: Any,
 ) -> Any:
-    """`cls` of these parts and `more`. Each of the text encoders gets a tokenizer: `words`, or one of 16 tokens."""
+    """`cls` of these parts and `more`; `words` makes the tokenizer of each of the text encoders."""
     parts = {"unet" if isinstance(denoiser, diffusers.UNet2DConditionModel) else "transformer": denoiser}
     for number, encoder in enumerate(encoders, 1):
         suffix = f"_{number}" if number > 1 else ""
-        parts |= {f"text_encoder{suffix}": encoder, f"tokenizer{suffix}": words or tokenizer()}
+        parts |= {f"text_encoder{suffix}": encoder, f"tokenizer{suffix}": words()}
     pipe = cls(scheduler=scheduler, vae=vae, **parts | more)
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
@@ -151,7 +157,7 @@ def qwen_image() -> Any:
     encoder = transformers.Qwen2_5_VLForConditionalGeneration(
         transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
     )
-    return pipeline(diffusers.QwenImagePipeline, transformer, *parts, encoder, words=tokenizer(512))
+    return pipeline(diffusers.QwenImagePipeline, transformer, *parts, encoder, words=lambda: tokenizer(512))
 
 
 def z_image() -> Any:
@@ -162,7 +168,7 @@ def z_image() -> Any:
         torch.nn.init.normal_(parameter)  # left uninitialised by diffusers
     language = LANGUAGE | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
     parts = euler(shift=3.0), image_vae(), transformers.Qwen3Model(transformers.Qwen3Config(**language))
-    return pipeline(diffusers.ZImagePipeline, transformer, *parts, words=tokenizer(512))
+    return pipeline(diffusers.ZImagePipeline, transformer, *parts, words=lambda: tokenizer(512))
 
 
 def wan() -> Any:

@@ -21,33 +21,32 @@ def tokenizer(max_length: int = 77) -> Any:
     )
 
 
+def save(folder: Path, model: Any, processor: Any, std: float) -> str:
+    """Weights are drawn large enough that different inputs get different features and scores."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=std)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
 def clip_folder(folder: Path, seed: int = 0, projection: int = 16, logit_scale: float = 3.1) -> str:
-    """Save a CLIP model with its processor; weights are large enough that different inputs get different features."""
+    """Save a CLIP model with its processor."""
     tokens = tokenizer()
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    special = {name: getattr(tokens, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = transformers.CLIPConfig(
-        text_config=dict(
-            vocab_size=len(tokens),
-            max_position_embeddings=20,
-            bos_token_id=tokens.bos_token_id,
-            eos_token_id=tokens.eos_token_id,
-            pad_token_id=tokens.pad_token_id,
-            **sizes,
-        ),
+        text_config=dict(vocab_size=len(tokens), max_position_embeddings=20, **special, **sizes),
         vision_config=dict(image_size=SIZE, patch_size=8, **sizes),
         projection_dim=projection,
     )
     torch.manual_seed(seed)
     model = transformers.CLIPModel(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.4)
-        model.logit_scale.fill_(logit_scale)
-    model.save_pretrained(folder)
+    model.logit_scale.data.fill_(logit_scale)
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
-    transformers.CLIPProcessor(images, tokens).save_pretrained(folder)
-    return str(folder)
+    return save(folder, model, transformers.CLIPProcessor(images, tokens), 0.4)
 
 
 def pictures(count: int, seed: int = 0) -> list[Image.Image]:

@@ -1,5 +1,7 @@
 """Pipelines that are given pictures: inpainting, image to image, ControlNet and editing."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -8,7 +10,7 @@ import tiny
 import torch
 import transformers
 from PIL import Image
-from zoo.base import Entry
+from zoo.base import SHORT, TWO_LAYERS, Entry, scale, true_cfg
 from zoo.text_to_image import flux2, flux2_klein
 
 
@@ -53,6 +55,11 @@ def as_class(pipe: Any, cls: type, **more: Any) -> Any:
     return cls(**pipe.components | more)
 
 
+def converted(source: Callable[[], Any], cls: type, task: str, **more: Any) -> Entry:
+    """The entry of class `cls` with the components of the pipeline that `source` builds."""
+    return Entry(cls.__name__, task, lambda: as_class(source(), cls), **more)
+
+
 def sd3_inpaint() -> Any:
     pipe = tiny.sd3(layers=1)  # of 16 channels, the only number that this class takes
     transformer = diffusers.SD3Transformer2DModel.from_config(pipe.transformer.config, in_channels=16, out_channels=16)
@@ -83,9 +90,7 @@ def with_effect(controlnet: Any) -> Any:
 
 def with_small_latents(pipe: Any) -> Any:
     """Eight pixels a latent instead of two."""
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    vae = diffusers.AutoencoderKLFlux2.from_config(pipe.vae.config, block_out_channels=(8,) * 4, **blocks)
-    return as_class(pipe, type(pipe), vae=vae)
+    return as_class(pipe, type(pipe), vae=tiny.vae(diffusers.AutoencoderKLFlux2, blocks=4, width=8))
 
 
 class PictureProcessor(transformers.Qwen2VLProcessor):
@@ -103,15 +108,8 @@ def qwen_edit(cls: type) -> Any:
     config = pipe.text_encoder.config
     config.text_config.vocab_size = len(tokenizer)
     config.image_token_id, config.video_token_id, config.vision_start_token_id = range(tiny.VOCAB, tiny.VOCAB + 3)
-    vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=2,
-        z_dim=4,
-        dim_mult=[1] * 7,  # 64 pixels a latent, so that a megapixel is few of them
-        num_res_blocks=0,
-        temperal_downsample=[False] * 6,
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).eval()
+    # 64 pixels a latent, so that a megapixel is few of them
+    vae = tiny.video_vae(base_dim=2, dim_mult=[1] * 7, num_res_blocks=0, temperal_downsample=[False] * 6).eval()
     pixels = {"min_pixels": 28 * 28, "max_pixels": 6 * 28 * 28}
     processor = PictureProcessor(transformers.Qwen2VLImageProcessorPil(**pixels), tokenizer)
     text_encoder = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
@@ -121,83 +119,46 @@ def qwen_edit(cls: type) -> Any:
     return edit
 
 
-LENGTH = {"max_sequence_length": 8}
 THREE_OF_FOUR = {"num_inference_steps": 4, "strength": 0.75}
-GUIDANCE = {"guidance_scale": 1.0}, {"guidance_scale": 4.5}
-TRUE_CFG = {}, {"true_cfg_scale": 3.0, "negative_prompt": "..."}
+GUIDANCE = scale(1.0, 4.5, negative=False)
+TRUE_CFG = true_cfg(3.0)
+PAINTED: dict[str, Any] = {"call": SHORT | THREE_OF_FOUR, "inputs": image_and_mask}
+CONTROLLED: dict[str, Any] = {"call": SHORT, "inputs": control_image}
+REFERENCES: dict[str, Any] = {"call": TWO_LAYERS, "inputs": two_references, "size": 32}
 
 ENTRIES = [
-    Entry(
-        "FluxInpaintPipeline",
-        "inpainting",
-        lambda: as_class(tiny.flux(), diffusers.FluxInpaintPipeline),
-        *TRUE_CFG,
-        LENGTH | THREE_OF_FOUR,
-        image_and_mask,
-    ),
-    Entry(
-        "StableDiffusion3InpaintPipeline", "inpainting", sd3_inpaint, *GUIDANCE, LENGTH | THREE_OF_FOUR, image_and_mask
-    ),
-    Entry("FluxControlNetPipeline", "ControlNet", flux_controlnet, *TRUE_CFG, LENGTH, control_image),
-    Entry("StableDiffusion3ControlNetPipeline", "ControlNet", sd3_controlnet, *GUIDANCE, LENGTH, control_image),
-    Entry(
-        "StableDiffusion3Img2ImgPipeline",
+    converted(tiny.flux, diffusers.FluxInpaintPipeline, "inpainting", **TRUE_CFG, **PAINTED),
+    Entry("StableDiffusion3InpaintPipeline", "inpainting", sd3_inpaint, **GUIDANCE, **PAINTED),
+    Entry("FluxControlNetPipeline", "ControlNet", flux_controlnet, **TRUE_CFG, **CONTROLLED),
+    Entry("StableDiffusion3ControlNetPipeline", "ControlNet", sd3_controlnet, **GUIDANCE, **CONTROLLED),
+    converted(
+        lambda: tiny.sd3(layers=1),
+        diffusers.StableDiffusion3Img2ImgPipeline,
         "image to image",
-        lambda: as_class(tiny.sd3(layers=1), diffusers.StableDiffusion3Img2ImgPipeline),
-        *GUIDANCE,
-        LENGTH | THREE_OF_FOUR,
-        image,
+        **GUIDANCE,
+        call=SHORT | THREE_OF_FOUR,
+        inputs=image,
     ),
-    Entry(
-        "ZImageImg2ImgPipeline",
+    converted(
+        tiny.z_image,
+        diffusers.ZImageImg2ImgPipeline,
         "image to image",
-        lambda: as_class(tiny.z_image(), diffusers.ZImageImg2ImgPipeline),
-        {"guidance_scale": 0.0},
-        {"guidance_scale": 3.0},
-        THREE_OF_FOUR,
-        image,
+        **scale(0.0, 3.0, negative=False),
+        call=THREE_OF_FOUR,
+        inputs=image,
     ),
-    Entry(
-        "FluxKontextPipeline",
+    converted(
+        tiny.flux,
+        diffusers.FluxKontextPipeline,
         "editing",
-        lambda: as_class(tiny.flux(), diffusers.FluxKontextPipeline),
-        *TRUE_CFG,
-        LENGTH | {"max_area": 16 * 16, "_auto_resize": False},
-        image,
+        **TRUE_CFG,
+        call=SHORT | {"max_area": 16 * 16, "_auto_resize": False},
+        inputs=image,
     ),
-    Entry(
-        "Flux2Pipeline",
-        "editing",
-        lambda: with_small_latents(flux2()),
-        call={"max_sequence_length": 64, "text_encoder_out_layers": (0, 1)},
-        inputs=two_references,
-        size=32,
-    ),
-    Entry(
-        "Flux2KleinPipeline",
-        "editing",
-        lambda: with_small_latents(flux2_klein()),
-        *GUIDANCE,
-        {"max_sequence_length": 64, "text_encoder_out_layers": (0, 1)},
-        two_references,
-        size=32,
-    ),
-    Entry(
-        "QwenImageEditPipeline",
-        "editing",
-        lambda: qwen_edit(diffusers.QwenImageEditPipeline),
-        *TRUE_CFG,
-        inputs=megapixels,
-        batch=2,
-        size=256,
-    ),
-    Entry(
-        "QwenImageEditPlusPipeline",
-        "editing",
-        lambda: qwen_edit(diffusers.QwenImageEditPlusPipeline),
-        *TRUE_CFG,
-        inputs=megapixels,
-        batch=1,
-        size=256,
+    Entry("Flux2Pipeline", "editing", lambda: with_small_latents(flux2()), **REFERENCES),
+    Entry("Flux2KleinPipeline", "editing", lambda: with_small_latents(flux2_klein()), **GUIDANCE, **REFERENCES),
+    *(
+        Entry(cls.__name__, "editing", partial(qwen_edit, cls), **TRUE_CFG, inputs=megapixels, batch=batch, size=256)
+        for cls, batch in ((diffusers.QwenImageEditPipeline, 2), (diffusers.QwenImageEditPlusPipeline, 1))
     ),
 ]
