@@ -197,13 +197,14 @@ CASES: dict[str, Case] = {
     "sd15": Case(sd15, {"guidance_scale": 5.0}, {"guidance_scale": 1.0}, kernel="ddim"),
 }  # fmt: skip
 PROMPTS = ["a red fox", "blue", "a sign 482", "x y"]
+NEGATIVE = ["bad", "", "ugly", "low"]
 
 
 def call_for(case: Case, guided: bool, steps: int = 4, size: int = 16) -> dict[str, Any]:
     """Keyword arguments of a call with four prompts of different lengths."""
     extra = dict(case.cfg if guided else case.no_cfg)
     if "negative_prompt" in extra:
-        extra["negative_prompt"] = ["bad", "", "ugly", "low"]
+        extra["negative_prompt"] = list(NEGATIVE)
     arguments: dict[str, Any] = {"prompt": list(PROMPTS), "height": size, "width": size, "num_inference_steps": steps}
     return {**arguments, "output_type": "latent", **case.call, **extra}
 

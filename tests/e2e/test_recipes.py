@@ -14,7 +14,7 @@ import torch
 import transformers
 from PIL import Image
 from zoo.base import LONG, MEDIUM, SHORT
-from zoo.conditioned import PictureProcessor, as_class, qwen_edit
+from zoo.conditioned import KONTEXT, PictureProcessor, as_class, qwen_edit
 from zoo.text_to_image import UNBINNED, flux2, flux2_klein, lumina2, sana, sdxl
 from zoo.text_to_image_2 import hidream
 
@@ -57,9 +57,7 @@ TINY = {
     "sd35_medium_ocr": Tiny(tiny.sd3, call=SHORT),
     "sd35_large_pickscore": Tiny(tiny.sd3, call=SHORT),
     "flux1_dev_pickscore": Tiny(tiny.flux, call=SHORT),
-    "flux1_kontext_geneval": Tiny(
-        lambda: as_class(tiny.flux(), diffusers.FluxKontextPipeline), call={**SHORT, "max_area": 16 * 16}
-    ),
+    "flux1_kontext_geneval": Tiny(lambda: as_class(tiny.flux(), diffusers.FluxKontextPipeline), call=KONTEXT),
     "flux2_klein_4b_pickscore": Tiny(flux2_klein, call={**LONG, "text_encoder_out_layers": [0, 1]}),
     "flux2_dev_pickscore": Tiny(flux2, call={**LONG, "text_encoder_out_layers": [0, 1]}),
     "qwen_image_ocr": Tiny(tiny.qwen_image),

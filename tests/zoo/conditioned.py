@@ -13,6 +13,8 @@ from PIL import Image
 from zoo.base import SHORT, TWO_LAYERS, Entry, scale, true_cfg
 from zoo.text_to_image import flux2, flux2_klein
 
+I2I = "image to image"
+
 
 def pictures(n: int, size: int = 16) -> list[Image.Image]:
     """Different ones, of noise."""
@@ -56,8 +58,8 @@ def as_class(pipe: Any, cls: type, **more: Any) -> Any:
 
 
 def converted(source: Callable[[], Any], cls: type, task: str, **more: Any) -> Entry:
-    """The entry of class `cls` with the components of the pipeline that `source` builds."""
-    return Entry(cls.__name__, task, lambda: as_class(source(), cls), **more)
+    """The entry of class `cls`, which takes a picture, with the components of the pipeline that `source` builds."""
+    return Entry(cls.__name__, task, lambda: as_class(source(), cls), **{"inputs": image} | more)
 
 
 def sd3_inpaint() -> Any:
@@ -119,6 +121,7 @@ def qwen_edit(cls: type) -> Any:
     return edit
 
 
+KONTEXT = SHORT | {"max_area": 16 * 16, "_auto_resize": False}
 THREE_OF_FOUR = {"num_inference_steps": 4, "strength": 0.75}
 GUIDANCE = scale(1.0, 4.5, negative=False)
 TRUE_CFG = true_cfg(3.0)
@@ -132,29 +135,16 @@ ENTRIES = [
     Entry("FluxControlNetPipeline", "ControlNet", flux_controlnet, **TRUE_CFG, **CONTROLLED),
     Entry("StableDiffusion3ControlNetPipeline", "ControlNet", sd3_controlnet, **GUIDANCE, **CONTROLLED),
     converted(
-        lambda: tiny.sd3(layers=1),
+        partial(tiny.sd3, layers=1),
         diffusers.StableDiffusion3Img2ImgPipeline,
-        "image to image",
+        I2I,
         **GUIDANCE,
         call=SHORT | THREE_OF_FOUR,
-        inputs=image,
     ),
     converted(
-        tiny.z_image,
-        diffusers.ZImageImg2ImgPipeline,
-        "image to image",
-        **scale(0.0, 3.0, negative=False),
-        call=THREE_OF_FOUR,
-        inputs=image,
+        tiny.z_image, diffusers.ZImageImg2ImgPipeline, I2I, **scale(0.0, 3.0, negative=False), call=THREE_OF_FOUR
     ),
-    converted(
-        tiny.flux,
-        diffusers.FluxKontextPipeline,
-        "editing",
-        **TRUE_CFG,
-        call=SHORT | {"max_area": 16 * 16, "_auto_resize": False},
-        inputs=image,
-    ),
+    converted(tiny.flux, diffusers.FluxKontextPipeline, "editing", **TRUE_CFG, call=KONTEXT),
     Entry("Flux2Pipeline", "editing", lambda: with_small_latents(flux2()), **REFERENCES),
     Entry("Flux2KleinPipeline", "editing", lambda: with_small_latents(flux2_klein()), **GUIDANCE, **REFERENCES),
     *(

@@ -114,19 +114,12 @@ def chroma() -> Any:
     return pipeline(diffusers.ChromaPipeline, transformer, dynamic(), image_vae(), tiny.t5())
 
 
-UNBINNED = MEDIUM | {"use_resolution_binning": False}
+UNBINNED = MEDIUM | {"use_resolution_binning": False, "clean_caption": False}
 
 ENTRIES: list[Entry] = [
     Entry("StableDiffusionPipeline", T2I, tiny.sd15, **scale(1.0, 5.0, negative=False), kernel="ddim"),
     Entry("StableDiffusionXLPipeline", T2I, sdxl, **scale(1.0, 5.0), kernel="ddim"),
-    Entry(
-        "PixArtSigmaPipeline",
-        T2I,
-        pixart_sigma,
-        **scale(1.0, 4.5),
-        call=UNBINNED | {"clean_caption": False},
-        kernel="ddim",
-    ),
+    Entry("PixArtSigmaPipeline", T2I, pixart_sigma, **scale(1.0, 4.5), call=UNBINNED, kernel="ddim"),
     Entry("StableDiffusion3Pipeline", T2I, tiny.sd3, **scale(1.0, 4.5, negative=False), call=SHORT),
     Entry("FluxPipeline", T2I, tiny.flux, **true_cfg(3.0), call=SHORT),
     Entry("Flux2Pipeline", T2I, flux2, call=TWO_LAYERS),

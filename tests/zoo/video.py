@@ -8,7 +8,7 @@ import torch
 import transformers
 from tiny import LATENTS, NARROW, dynamic, euler, pipeline
 from zoo.base import MEDIUM, Entry, scale, true_cfg
-from zoo.conditioned import converted, image
+from zoo.conditioned import converted
 
 
 def wan_2_2() -> Any:
@@ -63,7 +63,7 @@ ENTRIES = [
         FRAMES,
     ),
     Entry("LTXPipeline", "text to video", ltx, **GUIDANCE, call=NINE, size=32),
-    converted(ltx, diffusers.LTXImageToVideoPipeline, "image to video", **GUIDANCE, call=NINE, inputs=image, size=32),
+    converted(ltx, diffusers.LTXImageToVideoPipeline, "image to video", **GUIDANCE, call=NINE, size=32),
     Entry("HunyuanVideoPipeline", "text to video", hunyuan_video, **true_cfg(3.0), call=FRAMES | TEMPLATE),
     Entry("MochiPipeline", "text to video", mochi, **GUIDANCE, call=MEDIUM | {"num_frames": 7}),
 ]
