@@ -40,6 +40,7 @@ def tokenizer(max_length: int = 16) -> PreTrainedTokenizerFast:
 
 
 VOCAB = len(CHARACTERS) + 4
+SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 # sizes that recur: of a language model, of a transformer, of one with two kinds of blocks, with and without a stream of
 # their own for the text, and of the latents that it takes and gives
 LANGUAGE = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
@@ -53,20 +54,14 @@ UNET: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def clip(hidden: int = 16, projection: int | None = None, positions: int = 16) -> Any:
-    config = transformers.CLIPTextConfig(
-        **LANGUAGE | {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2},
-        max_position_embeddings=positions,
-        projection_dim=projection or hidden,
-        eos_token_id=2,
-        bos_token_id=1,
-        pad_token_id=0,
-    )
-    return (transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel)(config)
+def clip(projected: bool = False, positions: int = 16) -> Any:
+    sizes = LANGUAGE | {"num_hidden_layers": 2, "max_position_embeddings": positions, "projection_dim": 16}
+    config = transformers.CLIPTextConfig(**sizes, **SPECIAL)
+    return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config)
 
 
-def t5(dim: int = 32, multilingual: bool = False) -> Any:
-    sizes = dict(vocab_size=VOCAB, d_model=dim, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0)
+def t5(multilingual: bool = False) -> Any:
+    sizes = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0)
     if multilingual:
         return transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes))
     return transformers.T5EncoderModel(transformers.T5Config(**sizes))
@@ -126,15 +121,10 @@ def pipeline(
 
 def sd3(layers: int = 2) -> Any:
     torch.manual_seed(0)
-    transformer = diffusers.SD3Transformer2DModel(
-        **NARROW | LATENTS | {"num_layers": layers, "sample_size": 16, "patch_size": 2, "pos_embed_max_size": 16},
-        joint_attention_dim=32,
-        caption_projection_dim=16,
-        pooled_projection_dim=32,
-        qk_norm="rms_norm",
-        dual_attention_layers=(0,),
-    )
-    parts = euler(shift=3.0), image_vae(), clip(16, 16), clip(16, 16), t5()
+    sizes = NARROW | LATENTS | {"num_layers": layers, "sample_size": 16, "pos_embed_max_size": 16}
+    text = dict(joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32)
+    transformer = diffusers.SD3Transformer2DModel(**sizes, **text, qk_norm="rms_norm", dual_attention_layers=(0,))
+    parts = euler(shift=3.0), image_vae(), clip(projected=True), clip(projected=True), t5()
     return pipeline(diffusers.StableDiffusion3Pipeline, transformer, *parts)
 
 
@@ -143,13 +133,13 @@ def flux() -> Any:
     transformer = diffusers.FluxTransformer2DModel(
         **JOINT, in_channels=16, joint_attention_dim=32, pooled_projection_dim=16, guidance_embeds=True
     )
-    return pipeline(diffusers.FluxPipeline, transformer, dynamic(), image_vae(), clip(16), t5())
+    return pipeline(diffusers.FluxPipeline, transformer, dynamic(), image_vae(), clip(), t5())
 
 
 def qwen_image() -> Any:
     torch.manual_seed(0)
     sizes = ONE_LAYER | {"num_layers": 2, "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 4, 8)}
-    transformer = diffusers.QwenImageTransformer2DModel(**sizes, patch_size=2, joint_attention_dim=16)
+    transformer = diffusers.QwenImageTransformer2DModel(**sizes, joint_attention_dim=16)
     parts = dynamic(), video_vae()
     rope = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]}
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16)
@@ -185,7 +175,7 @@ def sd15() -> Any:
     torch.manual_seed(0)
     unet = diffusers.UNet2DConditionModel(**UNET, cross_attention_dim=16, attention_head_dim=2)
     unchecked = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    return pipeline(diffusers.StableDiffusionPipeline, unet, ddim(), image_vae(quant=True), clip(16), **unchecked)
+    return pipeline(diffusers.StableDiffusionPipeline, unet, ddim(), image_vae(quant=True), clip(), **unchecked)
 
 
 CASES: dict[str, Case] = {

@@ -8,23 +8,17 @@ import transformers
 from tiny import JOINT, LATENTS, NARROW, dynamic, euler, image_vae, pipeline
 from zoo.base import LONG, MEDIUM, SHORT, T2I, TWO_LAYERS, Entry, scale, true_cfg
 
-LANGUAGE: dict[str, Any] = tiny.LANGUAGE | dict(
-    intermediate_size=16, num_key_value_heads=1, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2
-)
+LANGUAGE: dict[str, Any] = tiny.LANGUAGE | {"intermediate_size": 16, "num_key_value_heads": 1, "head_dim": 8}
+LANGUAGE |= tiny.SPECIAL
 
 
 def sdxl() -> Any:
+    blocks = tiny.UNET | {"transformer_layers_per_block": (1, 2), "attention_head_dim": (2, 4)}
+    added = {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + 16}
     unet = diffusers.UNet2DConditionModel(
-        **tiny.UNET,
-        transformer_layers_per_block=(1, 2),
-        cross_attention_dim=32,
-        attention_head_dim=(2, 4),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=6 * 8 + 16,
+        **blocks, **added, cross_attention_dim=32, use_linear_projection=True, addition_embed_type="text_time"
     )
-    parts = tiny.ddim(), image_vae(quant=True), tiny.clip(16), tiny.clip(16, 16)
+    parts = tiny.ddim(), image_vae(quant=True), tiny.clip(), tiny.clip(projected=True)
     return pipeline(diffusers.StableDiffusionXLPipeline, unet, *parts)
 
 
@@ -69,16 +63,9 @@ def sana(guidance_embeds: bool = False) -> Any:
     )
     blocks = {"block_types": "ResBlock", "layers_per_block": (1, 1, 1), "qkv_multiscales": ((), (), ())}
     blocks |= {"block_out_channels": (8, 8, 8)}
-    vae = diffusers.AutoencoderDC(
-        **{f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in blocks.items()},
-        in_channels=3,
-        latent_channels=4,
-        attention_head_dim=2,
-        upsample_block_type="interpolate",
-        downsample_block_type="stride_conv",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
-    )
+    halves = {f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in blocks.items()}
+    scaling = {"upsample_block_type": "interpolate", "downsample_block_type": "stride_conv"}
+    vae = diffusers.AutoencoderDC(**halves, **scaling, latent_channels=4, attention_head_dim=2)
     return pipeline(diffusers.SanaPipeline, transformer, euler(shift=3.0), vae, gemma())
 
 

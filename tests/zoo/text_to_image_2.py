@@ -59,7 +59,7 @@ def hidream() -> Any:
         **ONE_LAYER, **sizes, caption_channels=[32, 16], text_emb_dim=32, llama_layers=[0, 1]
     )
     config = transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 2}, attn_implementation="eager")
-    encoders = tiny.clip(16, 16), tiny.clip(16, 16), tiny.t5(), transformers.LlamaForCausalLM(config)
+    encoders = tiny.clip(projected=True), tiny.clip(projected=True), tiny.t5(), transformers.LlamaForCausalLM(config)
     pipe = pipeline(diffusers.HiDreamImagePipeline, transformer, euler(shift=3.0), vae(), *encoders, words=tokenizer)
     pipe.default_sample_size = 8  # all images have the area of this one
     return pipe
