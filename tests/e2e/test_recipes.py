@@ -135,7 +135,7 @@ def picture_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_steps_of_a_recipe(
-    name: str, workplace: Path, pictures: Path, tmp_path: Path, run_of: Callable[[Path], Any]
+    name: str, arguments: Callable[..., list[str]], pictures: Path, tmp_path: Path, run_of: Callable[[Path], Any]
 ) -> None:
     given, recipe = TINY[name], compose_run([f"experiment={name}"]).config
     torch.manual_seed(0)
@@ -146,29 +146,25 @@ def test_two_steps_of_a_recipe(
     index.write_text(re.sub(r'"[^"]+"(,\s*"PictureProcessor")', r'"transformers"\1', index.read_text()))
     end = (recipe.sampling.window_range or [0, 0])[1]
     keys: dict[str, Any] = {
-        "hydra.run.dir": tmp_path / "run",
+        "experiment": name,
         "model.path": tmp_path / "model",
         "model.lora_rank": 2,
         "sampling.height": given.size,
         "sampling.width": given.size,
         "sampling.num_inference_steps": max(end, recipe.sampling.window_size or 0, 2) + 1,
-        "rollout.prompts_per_step": 2,
         "rollout.n": 2,
         "rollout.micro_batch_size": 2,
-        "data.train": pictures if name in PICTURES else workplace / "train.txt",
-        "validation.data": "null",
         "checkpoint.every": 0,
-        "trainer.steps": 2,
-        "cluster.launcher": "local",
-        "cluster.device": "cpu",
-        "cluster.threads_per_worker": 1,
-        "logger.progress": "false",
-        "logger.tensorboard": "false",
+        # as in the recipe, not as in the other tests' runs
+        "model.lora_alpha": recipe.model.lora_alpha,
+        "sampling.guidance_scale": "null" if recipe.sampling.guidance_scale is None else recipe.sampling.guidance_scale,
+        "sampling.call": "{}",
     }
+    keys |= {"data.train": pictures} if name in PICTURES else {}
     keys |= {f"sampling.call.{key}": "null" if value is None else value for key, value in given.call.items()}
     (tmp_path / "brightness.py").write_text(BRIGHTNESS)
     keys |= {f"reward.scorers.{scorer}.path": tmp_path / "brightness.py" for scorer in recipe.reward.scorers}
-    assert main([f"experiment={name}", *(f"{key}={value}" for key, value in keys.items())]) == 0
+    assert main(arguments(tmp_path / "run", scorer="", **keys)) == 0
     run = run_of(tmp_path / "run")
     assert len(run.column("reward/mean")) == 2 and max(run.column("actor/grad_norm")) > 0
     assert max(run.column("actor/ratio_deviation")) < 1e-5

@@ -30,16 +30,9 @@ def masks(n: int) -> list[Image.Image]:
     return [Image.fromarray(half) for half in halves]
 
 
-def image(n: int) -> dict[str, Any]:
-    return {"image": pictures(n)}
-
-
-def image_and_mask(n: int) -> dict[str, Any]:
-    return {"image": pictures(n), "mask_image": masks(n)}
-
-
-def control_image(n: int) -> dict[str, Any]:
-    return {"control_image": pictures(n)}
+def given(**makers: Callable[[int], list[Image.Image]]) -> Callable[[int], dict[str, Any]]:
+    """The inputs of an entry: for each argument what its maker makes."""
+    return lambda n: {name: make(n) for name, make in makers.items()}
 
 
 def two_references(_: int) -> dict[str, Any]:
@@ -59,7 +52,7 @@ def as_class(pipe: Any, cls: type, **more: Any) -> Any:
 
 def converted(source: Callable[[], Any], cls: type, task: str, **more: Any) -> Entry:
     """The entry of class `cls`, which takes a picture, with the components of the pipeline that `source` builds."""
-    return Entry(cls.__name__, task, lambda: as_class(source(), cls), **{"inputs": image} | more)
+    return Entry(cls.__name__, task, lambda: as_class(source(), cls), **{"inputs": given(image=pictures)} | more)
 
 
 def sd3_inpaint() -> Any:
@@ -70,24 +63,23 @@ def sd3_inpaint() -> Any:
     )
 
 
-def sd3_controlnet() -> Any:
-    pipe = tiny.sd3(layers=2)  # the last one takes nothing from a ControlNet
-    controlnet = diffusers.SD3ControlNetModel.from_config(pipe.transformer.config, extra_conditioning_channels=0)
-    return as_class(pipe, diffusers.StableDiffusion3ControlNetPipeline, controlnet=with_effect(controlnet))
-
-
-def flux_controlnet() -> Any:
-    pipe = tiny.flux()
-    controlnet = diffusers.FluxControlNetModel.from_config(pipe.transformer.config)
-    return as_class(pipe, diffusers.FluxControlNetPipeline, controlnet=with_effect(controlnet))
-
-
-def with_effect(controlnet: Any) -> Any:
-    """The layers that a fresh ControlNet has at zero drawn anew."""
+def controlled(pipe: Any, cls: type, model: Any, **changes: Any) -> Any:
+    """With a ControlNet of class `model`; the layers that a fresh one has at zero are drawn anew."""
+    controlnet = model.from_config(pipe.transformer.config, **changes)
     for p in controlnet.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.1)
-    return controlnet.eval()
+    return as_class(pipe, cls, controlnet=controlnet.eval())
+
+
+def sd3_controlnet() -> Any:
+    pipe = tiny.sd3(layers=2)  # the last one takes nothing from a ControlNet
+    cls = diffusers.StableDiffusion3ControlNetPipeline
+    return controlled(pipe, cls, diffusers.SD3ControlNetModel, extra_conditioning_channels=0)
+
+
+def flux_controlnet() -> Any:
+    return controlled(tiny.flux(), diffusers.FluxControlNetPipeline, diffusers.FluxControlNetModel)
 
 
 def with_small_latents(pipe: Any) -> Any:
@@ -125,8 +117,8 @@ KONTEXT = SHORT | {"max_area": 16 * 16, "_auto_resize": False}
 THREE_OF_FOUR = {"num_inference_steps": 4, "strength": 0.75}
 GUIDANCE = scale(1.0, 4.5, negative=False)
 TRUE_CFG = true_cfg(3.0)
-PAINTED: dict[str, Any] = {"call": SHORT | THREE_OF_FOUR, "inputs": image_and_mask}
-CONTROLLED: dict[str, Any] = {"call": SHORT, "inputs": control_image}
+PAINTED: dict[str, Any] = {"call": SHORT | THREE_OF_FOUR, "inputs": given(image=pictures, mask_image=masks)}
+CONTROLLED: dict[str, Any] = {"call": SHORT, "inputs": given(control_image=pictures)}
 REFERENCES: dict[str, Any] = {"call": TWO_LAYERS, "inputs": two_references, "size": 32}
 
 ENTRIES = [

@@ -187,13 +187,9 @@ def nucleus() -> Any:
     sizes = dict(in_channels=16, out_channels=4, joint_attention_dim=16, axes_dims_rope=(4, 4, 8))
     experts = dict(num_experts=4, moe_intermediate_dim=16, capacity_factors=2.0, dense_moe_strategy="all_moe")
     transformer = diffusers.NucleusMoEImageTransformer2DModel(**ONE_LAYER, **sizes, **experts)
-    pipe = diffusers.NucleusMoEImagePipeline(
-        transformer=drawn(transformer, "experts"),
-        scheduler=dynamic(),
-        vae=video_vae(base_dim=4),
-        text_encoder=qwen_3_vl(),
-        processor=tokenizer("{{ messages[1]['content'][0]['text'] }}"),
-    )
+    parts = {"transformer": drawn(transformer, "experts"), "scheduler": dynamic(), "vae": video_vae(base_dim=4)}
+    words = tokenizer("{{ messages[1]['content'][0]['text'] }}")
+    pipe = diffusers.NucleusMoEImagePipeline(**parts, text_encoder=qwen_3_vl(), processor=words)
     pipe.default_return_index = -1
     return pipe
 
