@@ -40,227 +40,142 @@ def tokenizer(max_length: int = 16) -> PreTrainedTokenizerFast:
 
 
 VOCAB = len(CHARACTERS) + 4
+SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+# sizes that recur: of a language model, of a transformer, of one with two kinds of blocks, with and without a stream of
+# their own for the text, and of the latents that it takes and gives
+LANGUAGE = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+ONE_LAYER: dict[str, Any] = dict(num_layers=1, num_attention_heads=2, attention_head_dim=16)
+NARROW: dict[str, Any] = ONE_LAYER | {"attention_head_dim": 8}
+JOINT: dict[str, Any] = ONE_LAYER | {"num_single_layers": 1, "axes_dims_rope": [4, 4, 8]}
+LATENTS = dict(in_channels=4, out_channels=4)
+UNET: dict[str, Any] = dict(
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    sample_size=16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+)  # fmt: skip
 
 
-def clip(hidden: int = 16, projection: int | None = None) -> Any:
-    config = transformers.CLIPTextConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        projection_dim=projection or hidden,
-        eos_token_id=2,
-        bos_token_id=1,
-        pad_token_id=0,
-    )
-    cls = transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel
-    return cls(config).eval()
+def clip(projected: bool = False, positions: int = 16) -> Any:
+    sizes = LANGUAGE | {"num_hidden_layers": 2, "max_position_embeddings": positions, "projection_dim": 16}
+    config = transformers.CLIPTextConfig(**sizes, **SPECIAL)
+    return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config)
 
 
-def t5(dim: int = 32, multilingual: bool = False) -> Any:
-    sizes = dict(vocab_size=VOCAB, d_model=dim, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0)
+def t5(multilingual: bool = False) -> Any:
+    sizes = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0)
     if multilingual:
-        return transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes)).eval()
-    return transformers.T5EncoderModel(transformers.T5Config(**sizes)).eval()
+        return transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes))
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes))
+
+
+def vae(cls: type = diffusers.AutoencoderKL, blocks: int = 2, width: int = 4, **more: Any) -> Any:
+    """Its images are `2 ** (blocks - 1)` times as wide as its latents."""
+    types = {"down_block_types": ("DownEncoderBlock2D",) * blocks, "up_block_types": ("UpDecoderBlock2D",) * blocks}
+    sizes = {"block_out_channels": (width,) * blocks, "layers_per_block": 1, "norm_num_groups": width // 2}
+    return cls(**{"latent_channels": 4} | types | sizes | more)
 
 
 def image_vae(channels: int = 4, quant: bool = False) -> Any:
-    return diffusers.AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1,
-        latent_channels=channels,
-        norm_num_groups=4,
-        use_quant_conv=quant,
-        use_post_quant_conv=quant,
-        shift_factor=0.0609,
-        scaling_factor=1.5035,
-        sample_size=32,
-    ).eval()
+    convolutions = {"use_quant_conv": quant, "use_post_quant_conv": quant}
+    return vae(width=8, latent_channels=channels, **convolutions, shift_factor=0.0609, scaling_factor=1.5035).eval()
+
+
+def video_vae(cls: type = diffusers.AutoencoderKLQwenImage, **more: Any) -> Any:
+    """Of Wan, or of Qwen-Image, which has it from Wan; `more` replaces sizes."""
+    sizes = dict(base_dim=8, z_dim=4, dim_mult=[1] * 4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    return cls(**sizes | more)
 
 
 def euler(**config: Any) -> diffusers.FlowMatchEulerDiscreteScheduler:
     return diffusers.FlowMatchEulerDiscreteScheduler(**config)
 
 
+def dynamic() -> diffusers.FlowMatchEulerDiscreteScheduler:
+    """Shifted by the size of the image."""
+    return euler(use_dynamic_shifting=True)
+
+
+def ddim() -> diffusers.DDIMScheduler:
+    return diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1)
+
+
+def pipeline(
+    cls: Callable[..., Any],
+    denoiser: Any,
+    scheduler: Any,
+    vae: Any,
+    *encoders: Any,
+    words: Callable[[], Any] = tokenizer,
+    **more: Any,
+) -> Any:
+    """`cls` of these parts and `more`; `words` makes the tokenizer of each of the text encoders."""
+    parts = {"unet" if isinstance(denoiser, diffusers.UNet2DConditionModel) else "transformer": denoiser}
+    for number, encoder in enumerate(encoders, 1):
+        suffix = f"_{number}" if number > 1 else ""
+        parts |= {f"text_encoder{suffix}": encoder, f"tokenizer{suffix}": words()}
+    pipe = cls(scheduler=scheduler, vae=vae, **parts | more)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    return pipe
+
+
 def sd3(layers: int = 2) -> Any:
     torch.manual_seed(0)
-    transformer = diffusers.SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=layers,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        caption_projection_dim=16,
-        pooled_projection_dim=32,
-        pos_embed_max_size=16,
-        qk_norm="rms_norm",
-        dual_attention_layers=(0,),
-    ).eval()
-    return diffusers.StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=euler(shift=3.0),
-        vae=image_vae(),
-        text_encoder=clip(16, 16),
-        tokenizer=tokenizer(),
-        text_encoder_2=clip(16, 16),
-        tokenizer_2=tokenizer(),
-        text_encoder_3=t5(),
-        tokenizer_3=tokenizer(),
-    )
+    sizes = NARROW | LATENTS | {"num_layers": layers, "sample_size": 16, "pos_embed_max_size": 16}
+    text = dict(joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=32)
+    transformer = diffusers.SD3Transformer2DModel(**sizes, **text, qk_norm="rms_norm", dual_attention_layers=(0,))
+    parts = euler(shift=3.0), image_vae(), clip(projected=True), clip(projected=True), t5()
+    return pipeline(diffusers.StableDiffusion3Pipeline, transformer, *parts)
 
 
 def flux() -> Any:
     torch.manual_seed(0)
     transformer = diffusers.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=16,
-        guidance_embeds=True,
-        axes_dims_rope=(4, 4, 8),
-    ).eval()
-    return diffusers.FluxPipeline(
-        transformer=transformer,
-        scheduler=euler(use_dynamic_shifting=True),
-        vae=image_vae(),
-        text_encoder=clip(16),
-        tokenizer=tokenizer(),
-        text_encoder_2=t5(),
-        tokenizer_2=tokenizer(),
+        **JOINT, in_channels=16, joint_attention_dim=32, pooled_projection_dim=16, guidance_embeds=True
     )
+    return pipeline(diffusers.FluxPipeline, transformer, dynamic(), image_vae(), clip(), t5())
 
 
 def qwen_image() -> Any:
     torch.manual_seed(0)
-    transformer = diffusers.QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        axes_dims_rope=(4, 4, 8),
-    ).eval()
-    vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).eval()
-    text = dict(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, rope_scaling={"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]},
-    )  # fmt: skip
+    sizes = ONE_LAYER | {"num_layers": 2, "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 4, 8)}
+    transformer = diffusers.QwenImageTransformer2DModel(**sizes, joint_attention_dim=16)
+    parts = dynamic(), video_vae()
+    rope = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]}
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16)
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    return diffusers.QwenImagePipeline(
-        transformer=transformer,
-        scheduler=euler(use_dynamic_shifting=True),
-        vae=vae,
-        text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(config).eval(),
-        tokenizer=tokenizer(512),
+    text = LANGUAGE | {"num_key_value_heads": 2, "rope_scaling": rope}
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
     )
+    return pipeline(diffusers.QwenImagePipeline, transformer, *parts, encoder, words=lambda: tokenizer(512))
 
 
 def z_image() -> Any:
     torch.manual_seed(0)
-    transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=4,
-        dim=32,
-        n_layers=1,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=16,
-        axes_dims=[4, 4, 8],
-        axes_lens=[256, 32, 32],
-    ).eval()
+    sizes = dict(in_channels=4, dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16)
+    transformer = diffusers.ZImageTransformer2DModel(**sizes, axes_dims=[4, 4, 8], axes_lens=[256, 32, 32])
     for parameter in (p for name, p in transformer.named_parameters() if "pad_token" in name):
         torch.nn.init.normal_(parameter)  # left uninitialised by diffusers
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
-    return diffusers.ZImagePipeline(
-        transformer=transformer,
-        scheduler=euler(shift=3.0),
-        vae=image_vae(),
-        text_encoder=transformers.Qwen3Model(config).eval(),
-        tokenizer=tokenizer(512),
-    )
+    language = LANGUAGE | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+    parts = euler(shift=3.0), image_vae(), transformers.Qwen3Model(transformers.Qwen3Config(**language))
+    return pipeline(diffusers.ZImagePipeline, transformer, *parts, words=lambda: tokenizer(512))
 
 
 def wan() -> Any:
     torch.manual_seed(0)
+    sizes = LATENTS | {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32}
     transformer = diffusers.WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=32,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        rope_max_seq_len=32,
-    ).eval()
-    vae = diffusers.AutoencoderKLWan(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).eval()
-    return diffusers.WanPipeline(
-        transformer=transformer,
-        scheduler=euler(shift=3.0),
-        vae=vae,
-        text_encoder=t5(multilingual=True),
-        tokenizer=tokenizer(),
+        **sizes, text_dim=32, freq_dim=16, cross_attn_norm=True, rope_max_seq_len=32
     )
+    parts = euler(shift=3.0), video_vae(diffusers.AutoencoderKLWan), t5(multilingual=True)
+    return pipeline(diffusers.WanPipeline, transformer, *parts)
 
 
 def sd15() -> Any:
     torch.manual_seed(0)
-    unet = diffusers.UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        in_channels=4,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=2,
-        norm_num_groups=4,
-    ).eval()
-    return diffusers.StableDiffusionPipeline(
-        unet=unet,
-        scheduler=diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1),
-        vae=image_vae(quant=True),
-        text_encoder=clip(16),
-        tokenizer=tokenizer(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+    unet = diffusers.UNet2DConditionModel(**UNET, cross_attention_dim=16, attention_head_dim=2)
+    unchecked = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return pipeline(diffusers.StableDiffusionPipeline, unet, ddim(), image_vae(quant=True), clip(), **unchecked)
 
 
 CASES: dict[str, Case] = {
@@ -268,19 +183,18 @@ CASES: dict[str, Case] = {
     "flux": Case(flux, {"true_cfg_scale": 3.0, "negative_prompt": "NEGATIVE"}, {}, {"max_sequence_length": 8}),
     "qwen_image": Case(qwen_image, {"true_cfg_scale": 4.0, "negative_prompt": "NEGATIVE"}, {}),
     "z_image": Case(z_image, {"guidance_scale": 3.0}, {"guidance_scale": 0.0}),
-    "wan": Case(
-        wan, {"guidance_scale": 4.5}, {"guidance_scale": 1.0}, {"num_frames": 5, "max_sequence_length": 16}
-    ),
+    "wan": Case(wan, {"guidance_scale": 4.5}, {"guidance_scale": 1.0}, {"num_frames": 5, "max_sequence_length": 16}),
     "sd15": Case(sd15, {"guidance_scale": 5.0}, {"guidance_scale": 1.0}, kernel="ddim"),
 }  # fmt: skip
 PROMPTS = ["a red fox", "blue", "a sign 482", "x y"]
+NEGATIVE = ["bad", "", "ugly", "low"]
 
 
 def call_for(case: Case, guided: bool, steps: int = 4, size: int = 16) -> dict[str, Any]:
     """Keyword arguments of a call with four prompts of different lengths."""
     extra = dict(case.cfg if guided else case.no_cfg)
     if "negative_prompt" in extra:
-        extra["negative_prompt"] = ["bad", "", "ugly", "low"]
+        extra["negative_prompt"] = list(NEGATIVE)
     arguments: dict[str, Any] = {"prompt": list(PROMPTS), "height": size, "width": size, "num_inference_steps": steps}
     return {**arguments, "output_type": "latent", **case.call, **extra}
 

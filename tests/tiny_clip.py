@@ -13,36 +13,35 @@ from tokenizers import pre_tokenizers
 SIZE, LOGIT_SCALE = 32, 3.1
 
 
+def save(folder: Path, model: Any, processor: Any, std: float) -> str:
+    """Weights are drawn large enough that different inputs get different features and scores."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=std)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
 def clip_folder(folder: Path) -> str:
-    """Save a CLIP model with its processor; weights are large enough that different inputs get different features."""
+    """Save a CLIP model with its processor."""
     # Without merges: one token a byte; the highest id ends a text, as in the published one.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     tokens = transformers.CLIPTokenizer({name: i for i, name in enumerate(names)}, [], model_max_length=77)
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    special = {name: getattr(tokens, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = transformers.CLIPConfig(
-        text_config=dict(
-            vocab_size=len(tokens),
-            max_position_embeddings=20,
-            bos_token_id=tokens.bos_token_id,
-            eos_token_id=tokens.eos_token_id,
-            pad_token_id=tokens.pad_token_id,
-            **sizes,
-        ),
+        text_config=dict(vocab_size=len(tokens), max_position_embeddings=20, **special, **sizes),
         vision_config=dict(image_size=SIZE, patch_size=8, **sizes),
         projection_dim=16,
     )
     torch.manual_seed(0)
     model = transformers.CLIPModel(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.4)
-        model.logit_scale.fill_(LOGIT_SCALE)
-    model.save_pretrained(folder)
+    model.logit_scale.data.fill_(LOGIT_SCALE)
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
-    transformers.CLIPProcessor(images, tokens).save_pretrained(folder)
-    return str(folder)
+    return save(folder, model, transformers.CLIPProcessor(images, tokens), 0.4)
 
 
 def pictures(count: int, seed: int = 0) -> list[Image.Image]:

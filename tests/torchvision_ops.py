@@ -21,10 +21,7 @@ import torch
 import transformers
 
 FOLDER = Path(sys.prefix) / "open_clip"
-OPERATORS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
+SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 @contextmanager
@@ -59,6 +56,6 @@ def _modules() -> dict[str, ModuleType]:
 def _declare_operators() -> torch.library.Library:
     """The library, which the cache keeps: the declarations would go with it."""
     library = torch.library.Library("torchvision", "DEF")
-    for operator in OPERATORS:
-        library.define(operator)
+    for operator in ("nms", "qnms"):
+        library.define(operator + SIGNATURE)
     return library

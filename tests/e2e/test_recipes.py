@@ -12,10 +12,11 @@ import pytest
 import tiny
 import torch
 import transformers
-import zoo.conditioned
-import zoo.text_to_image
-import zoo.text_to_image_2
 from PIL import Image
+from zoo.base import LONG, MEDIUM, SHORT
+from zoo.conditioned import KONTEXT, PictureProcessor, as_class, qwen_edit
+from zoo.text_to_image import UNBINNED, flux2, flux2_klein, lumina2, sana, sdxl
+from zoo.text_to_image_2 import hidream
 
 from gerl.commandline.composition import compose_run, config_folder, experiments
 from gerl.config import ScorerConfig
@@ -37,71 +38,39 @@ class Tiny:
     """The pipeline of a recipe, small and with random weights, and what must be said to it because it is small."""
 
     build: Callable[[], Any]
-    scheduler: Callable[[], Any] | None = None  # as in the hub repository, where it is not the flow-matching Euler
+    scheduler: Any = None  # as in the hub repository, where it is not the flow-matching Euler
     size: int = 16
     call: dict[str, Any] = field(default_factory=dict)
 
 
-def zoo_builder(module: Any, name: str) -> Callable[[], Any]:
-    """The builder of the first entry for the pipeline class `name`."""
-    return next(entry.build for entry in module.ENTRIES if entry.name == name)
-
-
-def hidream() -> Any:
-    """With large patches and a VAE that compresses nothing: the pipeline always draws 128 x 128 latents."""
-    pipe = zoo_builder(zoo.text_to_image_2, "HiDreamImagePipeline")()
+def hidream_of_large_patches() -> Any:
+    """With a VAE that compresses nothing: the pipeline always draws 128 x 128 latents."""
+    pipe = hidream()
     transformer = type(pipe.transformer).from_config(pipe.transformer.config, patch_size=16, max_resolution=(128, 128))
-    blocks = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
-    changes = {"block_out_channels": (4,), "mid_block_add_attention": False, "shift_factor": 0.06}
-    vae = type(pipe.vae).from_config(pipe.vae.config, **blocks, **changes)
-    return type(pipe)(**pipe.components | {"transformer": transformer, "vae": vae})
+    vae = tiny.vae(blocks=1, shift_factor=0.06, mid_block_add_attention=False)
+    return as_class(pipe, type(pipe), transformer=transformer, vae=vae)
 
 
-def unipc() -> Any:
-    return diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
-    )
-
-
-def dpm() -> Any:
-    return diffusers.DPMSolverMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
-    )
-
-
-def euler() -> Any:
-    return diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear", steps_offset=1, timestep_spacing="leading")
-
-
-def pndm() -> Any:
-    return diffusers.PNDMScheduler(beta_schedule="scaled_linear", steps_offset=1, skip_prk_steps=True)
-
-
-T2I, SHORT = zoo.text_to_image, {"max_sequence_length": 8}
-FLUX2 = {"max_sequence_length": 64, "text_encoder_out_layers": [0, 1]}
+FLOW: dict[str, Any] = dict(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+NOISE: dict[str, Any] = dict(beta_schedule="scaled_linear", steps_offset=1)
 TINY = {
     "sd35_medium_ocr": Tiny(tiny.sd3, call=SHORT),
     "sd35_large_pickscore": Tiny(tiny.sd3, call=SHORT),
     "flux1_dev_pickscore": Tiny(tiny.flux, call=SHORT),
-    "flux1_kontext_geneval": Tiny(
-        zoo_builder(zoo.conditioned, "FluxKontextPipeline"), call={**SHORT, "max_area": 16 * 16}
-    ),
-    "flux2_klein_4b_pickscore": Tiny(zoo_builder(T2I, "Flux2KleinPipeline"), call=FLUX2),
-    "flux2_dev_pickscore": Tiny(zoo_builder(T2I, "Flux2Pipeline"), call=FLUX2),
+    "flux1_kontext_geneval": Tiny(lambda: as_class(tiny.flux(), diffusers.FluxKontextPipeline), call=KONTEXT),
+    "flux2_klein_4b_pickscore": Tiny(flux2_klein, call={**LONG, "text_encoder_out_layers": [0, 1]}),
+    "flux2_dev_pickscore": Tiny(flux2, call={**LONG, "text_encoder_out_layers": [0, 1]}),
     "qwen_image_ocr": Tiny(tiny.qwen_image),
-    "qwen_image_edit_geneval": Tiny(zoo_builder(zoo.conditioned, "QwenImageEditPipeline"), size=256),
+    "qwen_image_edit_geneval": Tiny(lambda: qwen_edit(diffusers.QwenImageEditPipeline), size=256),
     "z_image_pickscore": Tiny(tiny.z_image),
     "sana_pickscore": Tiny(
-        zoo_builder(T2I, "SanaPipeline"),
-        dpm,
-        32,
-        {"max_sequence_length": 16, "use_resolution_binning": False, "complex_human_instruction": None},
+        sana, diffusers.DPMSolverMultistepScheduler(**FLOW), 32, {**UNBINNED, "complex_human_instruction": None}
     ),
-    "lumina2_pickscore": Tiny(zoo_builder(T2I, "Lumina2Pipeline"), size=32, call={"max_sequence_length": 64}),
-    "hidream_pickscore": Tiny(hidream, unipc, call=SHORT),
-    "wan21_1b3_ocr": Tiny(tiny.wan, unipc, call={"num_frames": 5, "max_sequence_length": 16}),
-    "sdxl_pickscore": Tiny(zoo_builder(T2I, "StableDiffusionXLPipeline"), euler),
-    "sd15_aesthetic": Tiny(tiny.sd15, pndm),
+    "lumina2_pickscore": Tiny(lumina2, size=32, call=LONG),
+    "hidream_pickscore": Tiny(hidream_of_large_patches, diffusers.UniPCMultistepScheduler(**FLOW), call=SHORT),
+    "wan21_1b3_ocr": Tiny(tiny.wan, diffusers.UniPCMultistepScheduler(**FLOW), call={**MEDIUM, "num_frames": 5}),
+    "sdxl_pickscore": Tiny(sdxl, diffusers.EulerDiscreteScheduler(**NOISE, timestep_spacing="leading")),
+    "sd15_aesthetic": Tiny(tiny.sd15, diffusers.PNDMScheduler(**NOISE, skip_prk_steps=True)),
 }
 PICTURES = ("flux1_kontext_geneval", "qwen_image_edit_geneval")  # whose prompts come with a picture
 
@@ -161,45 +130,41 @@ def pictures(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def picture_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen-Image-Edit's processor without its video part, which needs torchvision, where pipelines look for it."""
-    monkeypatch.setattr(transformers, "PictureProcessor", zoo.conditioned.PictureProcessor, raising=False)
+    monkeypatch.setattr(transformers, "PictureProcessor", PictureProcessor, raising=False)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_steps_of_a_recipe(
-    name: str, workplace: Path, pictures: Path, tmp_path: Path, run_of: Callable[[Path], Any]
+    name: str, arguments: Callable[..., list[str]], pictures: Path, tmp_path: Path, run_of: Callable[[Path], Any]
 ) -> None:
     given, recipe = TINY[name], compose_run([f"experiment={name}"]).config
+    torch.manual_seed(0)
     pipe = given.build()
-    if given.scheduler is not None:
-        pipe.scheduler = given.scheduler()
+    pipe.scheduler = given.scheduler or pipe.scheduler
     pipe.save_pretrained(tmp_path / "model")
     index = tmp_path / "model" / "model_index.json"
     index.write_text(re.sub(r'"[^"]+"(,\s*"PictureProcessor")', r'"transformers"\1', index.read_text()))
     end = (recipe.sampling.window_range or [0, 0])[1]
     keys: dict[str, Any] = {
-        "hydra.run.dir": tmp_path / "run",
+        "experiment": name,
         "model.path": tmp_path / "model",
         "model.lora_rank": 2,
         "sampling.height": given.size,
         "sampling.width": given.size,
         "sampling.num_inference_steps": max(end, recipe.sampling.window_size or 0, 2) + 1,
-        "rollout.prompts_per_step": 2,
         "rollout.n": 2,
         "rollout.micro_batch_size": 2,
-        "data.train": pictures if name in PICTURES else workplace / "train.txt",
-        "validation.data": "null",
         "checkpoint.every": 0,
-        "trainer.steps": 2,
-        "cluster.launcher": "local",
-        "cluster.device": "cpu",
-        "cluster.threads_per_worker": 1,
-        "logger.progress": "false",
-        "logger.tensorboard": "false",
+        # as in the recipe, not as in the other tests' runs
+        "model.lora_alpha": recipe.model.lora_alpha,
+        "sampling.guidance_scale": "null" if recipe.sampling.guidance_scale is None else recipe.sampling.guidance_scale,
+        "sampling.call": "{}",
     }
+    keys |= {"data.train": pictures} if name in PICTURES else {}
     keys |= {f"sampling.call.{key}": "null" if value is None else value for key, value in given.call.items()}
     (tmp_path / "brightness.py").write_text(BRIGHTNESS)
     keys |= {f"reward.scorers.{scorer}.path": tmp_path / "brightness.py" for scorer in recipe.reward.scorers}
-    assert main([f"experiment={name}", *(f"{key}={value}" for key, value in keys.items())]) == 0
+    assert main(arguments(tmp_path / "run", scorer="", **keys)) == 0
     run = run_of(tmp_path / "run")
     assert len(run.column("reward/mean")) == 2 and max(run.column("actor/grad_norm")) > 0
     assert max(run.column("actor/ratio_deviation")) < 1e-5

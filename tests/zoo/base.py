@@ -32,3 +32,20 @@ class Entry:
     limit: str = ""
     fails: tuple[CheckName, ...] = ()
     refused: str = ""
+
+
+def scale(off: float, on: float, negative: bool = True) -> dict[str, Any]:
+    """Guidance off and on by `guidance_scale`; `negative`: the pipeline takes negative prompts."""
+    guided: dict[str, Any] = {"guidance_scale": on} | (NEGATIVE if negative else {})
+    return {"no_cfg": {"guidance_scale": off}, "cfg": guided}
+
+
+def true_cfg(on: float) -> dict[str, Any]:
+    """Guidance on by `true_cfg_scale`; off without arguments."""
+    return {"cfg": {"true_cfg_scale": on, **NEGATIVE}}
+
+
+T2I = "text to image"
+NEGATIVE = {"negative_prompt": "..."}  # replaced by one per sample
+SHORT, MEDIUM, LONG = ({"max_sequence_length": length} for length in (8, 16, 64))
+TWO_LAYERS = LONG | {"text_encoder_out_layers": (0, 1)}  # of FLUX.2

@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-import diffusers
 import numpy as np
 import pytest
 import tiny
 import torch
-import transformers
 from torch.utils._pytree import tree_leaves
 from zoo.base import CheckName, Entry
 
@@ -31,7 +29,6 @@ from gerl.model.loading import find_denoisers
 from gerl.model.lora import add_lora
 
 NUM_STEPS, NOISE = 3, 0.7  # the last step is deterministic: steps 0 and 1 are trained
-NEGATIVE = ["bad", "", "ugly", "low"]
 WEIGHTS = torch.tensor([1.0, -2.0, 0.5, 3.0])  # a different one for each sample, so that mixed-up samples show
 MOST = 0.6  # of the LoRA tensors have a gradient: a last block's text stream and experts without a token have none
 
@@ -71,6 +68,10 @@ class Trial:
         """The batch in two parts, out of order."""
         return [[2, 0], [3, 1]] if self.entry.batch == 4 else [[i] for i in reversed(range(self.entry.batch))]
 
+    def record(self, noise_level: float, probe: bool = True) -> tuple[Any, Tape]:
+        options = {"kernel": self.entry.kernel, "generators": tiny.generators(self.entry.batch), "probe": probe}
+        return record(self.pipe, self.arguments(), noise_level=noise_level, **options)
+
     @contextlib.contextmanager
     def weights_kept(self) -> Iterator[None]:
         """The weights are afterwards what they were before."""
@@ -100,11 +101,8 @@ class Trial:
 
 def build(entry: Entry) -> tuple[Any, dict[str, list[torch.nn.Parameter]]]:
     """A fresh pipeline with gerl's LoRA on its denoisers, B not zero, and the LoRA's parameters by denoiser."""
-    diffusers.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    pipe = entry.build()
-    pipe.set_progress_bar_config(disable=True)
+    pipe = tiny.build(tiny.Case(entry.build, {}, {}))
     assert type(pipe).__name__ == entry.name, f"the entry is named {entry.name} but builds a {type(pipe).__name__}"
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
@@ -124,7 +122,7 @@ def call_for(entry: Entry, pipe: Any, guided: bool) -> dict[str, Any]:
     call |= {name: value for name, value in common.items() if name in accepted}
     call |= entry.call | ((entry.cfg or {}) if guided else entry.no_cfg)
     if "negative_prompt" in call:
-        call["negative_prompt"] = NEGATIVE[: entry.batch]
+        call["negative_prompt"] = tiny.NEGATIVE[: entry.batch]
     return call | (entry.inputs(entry.batch) if entry.inputs else {})
 
 
@@ -136,14 +134,7 @@ def check_stock(trial: Trial) -> None:
     torch.manual_seed(0)  # some draw from the global generator what they were given no generator for
     stock = trial.pipe(**trial.arguments(), generator=tiny.generators(trial.entry.batch))
     torch.manual_seed(0)
-    ours, _ = record(
-        trial.pipe,
-        trial.arguments(),
-        kernel=trial.entry.kernel,
-        noise_level=0.0,
-        generators=tiny.generators(trial.entry.batch),
-        probe=False,
-    )
+    ours, _ = trial.record(0.0, probe=False)
     pairs = list(zip(arrays(stock), arrays(ours), strict=True))
     assert pairs, "the pipeline's output has neither tensors nor images"
     for a, b in pairs:
@@ -152,13 +143,7 @@ def check_stock(trial: Trial) -> None:
 
 
 def check_replay(trial: Trial) -> None:
-    _, trial.tape = record(
-        trial.pipe,
-        trial.arguments(),
-        kernel=trial.entry.kernel,
-        noise_level=NOISE,
-        generators=tiny.generators(trial.entry.batch),
-    )
+    _, trial.tape = trial.record(NOISE)
     trial.full, deviation = trial.gradients()
     assert deviation == 0.0, f"the ratio of the full replay is off by {deviation}"
     with trial.weights_kept():
@@ -302,18 +287,13 @@ def check_entry(entry: Entry) -> Report:
     pipe, lora = build(entry)
     report = Report(entry, type(pipe.scheduler).__name__)
     if entry.refused:
+        guided = entry.cfg is not None
         with pytest.raises(GerlError, match=entry.refused):
-            check_refused(entry, pipe, lora)
+            check_replay(Trial(entry, pipe, lora, call_for(entry, pipe, guided), guided))
         return report
     for guided in [False] if entry.cfg is None else [False, True]:
         check_mode(report, pipe, lora, guided)
     return report
-
-
-def check_refused(entry: Entry, pipe: Any, lora: dict[str, list[torch.nn.Parameter]]) -> None:
-    """Roll out and replay an entry that should stop with an error."""
-    guided = entry.cfg is not None
-    check_replay(Trial(entry, pipe, lora, call_for(entry, pipe, guided), guided))
 
 
 def arrays(output: Any) -> list[np.ndarray]:

@@ -1,5 +1,7 @@
 """Pipelines that are given pictures: inpainting, image to image, ControlNet and editing."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -8,8 +10,10 @@ import tiny
 import torch
 import transformers
 from PIL import Image
-from zoo.base import Entry
+from zoo.base import SHORT, TWO_LAYERS, Entry, scale, true_cfg
 from zoo.text_to_image import flux2, flux2_klein
+
+I2I = "image to image"
 
 
 def pictures(n: int, size: int = 16) -> list[Image.Image]:
@@ -26,16 +30,9 @@ def masks(n: int) -> list[Image.Image]:
     return [Image.fromarray(half) for half in halves]
 
 
-def image(n: int) -> dict[str, Any]:
-    return {"image": pictures(n)}
-
-
-def image_and_mask(n: int) -> dict[str, Any]:
-    return {"image": pictures(n), "mask_image": masks(n)}
-
-
-def control_image(n: int) -> dict[str, Any]:
-    return {"control_image": pictures(n)}
+def given(**makers: Callable[[int], list[Image.Image]]) -> Callable[[int], dict[str, Any]]:
+    """The inputs of an entry: for each argument what its maker makes."""
+    return lambda n: {name: make(n) for name, make in makers.items()}
 
 
 def two_references(_: int) -> dict[str, Any]:
@@ -53,6 +50,11 @@ def as_class(pipe: Any, cls: type, **more: Any) -> Any:
     return cls(**pipe.components | more)
 
 
+def converted(source: Callable[[], Any], cls: type, task: str, **more: Any) -> Entry:
+    """The entry of class `cls`, which takes a picture, with the components of the pipeline that `source` builds."""
+    return Entry(cls.__name__, task, lambda: as_class(source(), cls), **{"inputs": given(image=pictures)} | more)
+
+
 def sd3_inpaint() -> Any:
     pipe = tiny.sd3(layers=1)  # of 16 channels, the only number that this class takes
     transformer = diffusers.SD3Transformer2DModel.from_config(pipe.transformer.config, in_channels=16, out_channels=16)
@@ -61,31 +63,28 @@ def sd3_inpaint() -> Any:
     )
 
 
-def sd3_controlnet() -> Any:
-    pipe = tiny.sd3(layers=2)  # the last one takes nothing from a ControlNet
-    controlnet = diffusers.SD3ControlNetModel.from_config(pipe.transformer.config, extra_conditioning_channels=0)
-    return as_class(pipe, diffusers.StableDiffusion3ControlNetPipeline, controlnet=with_effect(controlnet))
-
-
-def flux_controlnet() -> Any:
-    pipe = tiny.flux()
-    controlnet = diffusers.FluxControlNetModel.from_config(pipe.transformer.config)
-    return as_class(pipe, diffusers.FluxControlNetPipeline, controlnet=with_effect(controlnet))
-
-
-def with_effect(controlnet: Any) -> Any:
-    """The layers that a fresh ControlNet has at zero drawn anew."""
+def controlled(pipe: Any, cls: type, model: Any, **changes: Any) -> Any:
+    """With a ControlNet of class `model`; the layers that a fresh one has at zero are drawn anew."""
+    controlnet = model.from_config(pipe.transformer.config, **changes)
     for p in controlnet.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.1)
-    return controlnet.eval()
+    return as_class(pipe, cls, controlnet=controlnet.eval())
+
+
+def sd3_controlnet() -> Any:
+    pipe = tiny.sd3(layers=2)  # the last one takes nothing from a ControlNet
+    cls = diffusers.StableDiffusion3ControlNetPipeline
+    return controlled(pipe, cls, diffusers.SD3ControlNetModel, extra_conditioning_channels=0)
+
+
+def flux_controlnet() -> Any:
+    return controlled(tiny.flux(), diffusers.FluxControlNetPipeline, diffusers.FluxControlNetModel)
 
 
 def with_small_latents(pipe: Any) -> Any:
     """Eight pixels a latent instead of two."""
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    vae = diffusers.AutoencoderKLFlux2.from_config(pipe.vae.config, block_out_channels=(8,) * 4, **blocks)
-    return as_class(pipe, type(pipe), vae=vae)
+    return as_class(pipe, type(pipe), vae=tiny.vae(diffusers.AutoencoderKLFlux2, blocks=4, width=8))
 
 
 class PictureProcessor(transformers.Qwen2VLProcessor):
@@ -103,15 +102,8 @@ def qwen_edit(cls: type) -> Any:
     config = pipe.text_encoder.config
     config.text_config.vocab_size = len(tokenizer)
     config.image_token_id, config.video_token_id, config.vision_start_token_id = range(tiny.VOCAB, tiny.VOCAB + 3)
-    vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=2,
-        z_dim=4,
-        dim_mult=[1] * 7,  # 64 pixels a latent, so that a megapixel is few of them
-        num_res_blocks=0,
-        temperal_downsample=[False] * 6,
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    ).eval()
+    # 64 pixels a latent, so that a megapixel is few of them
+    vae = tiny.video_vae(base_dim=2, dim_mult=[1] * 7, num_res_blocks=0, temperal_downsample=[False] * 6).eval()
     pixels = {"min_pixels": 28 * 28, "max_pixels": 6 * 28 * 28}
     processor = PictureProcessor(transformers.Qwen2VLImageProcessorPil(**pixels), tokenizer)
     text_encoder = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
@@ -121,83 +113,34 @@ def qwen_edit(cls: type) -> Any:
     return edit
 
 
-LENGTH = {"max_sequence_length": 8}
+KONTEXT = SHORT | {"max_area": 16 * 16, "_auto_resize": False}
 THREE_OF_FOUR = {"num_inference_steps": 4, "strength": 0.75}
-GUIDANCE = {"guidance_scale": 1.0}, {"guidance_scale": 4.5}
-TRUE_CFG = {}, {"true_cfg_scale": 3.0, "negative_prompt": "..."}
+GUIDANCE = scale(1.0, 4.5, negative=False)
+TRUE_CFG = true_cfg(3.0)
+PAINTED: dict[str, Any] = {"call": SHORT | THREE_OF_FOUR, "inputs": given(image=pictures, mask_image=masks)}
+CONTROLLED: dict[str, Any] = {"call": SHORT, "inputs": given(control_image=pictures)}
+REFERENCES: dict[str, Any] = {"call": TWO_LAYERS, "inputs": two_references, "size": 32}
 
 ENTRIES = [
-    Entry(
-        "FluxInpaintPipeline",
-        "inpainting",
-        lambda: as_class(tiny.flux(), diffusers.FluxInpaintPipeline),
-        *TRUE_CFG,
-        LENGTH | THREE_OF_FOUR,
-        image_and_mask,
+    converted(tiny.flux, diffusers.FluxInpaintPipeline, "inpainting", **TRUE_CFG, **PAINTED),
+    Entry("StableDiffusion3InpaintPipeline", "inpainting", sd3_inpaint, **GUIDANCE, **PAINTED),
+    Entry("FluxControlNetPipeline", "ControlNet", flux_controlnet, **TRUE_CFG, **CONTROLLED),
+    Entry("StableDiffusion3ControlNetPipeline", "ControlNet", sd3_controlnet, **GUIDANCE, **CONTROLLED),
+    converted(
+        partial(tiny.sd3, layers=1),
+        diffusers.StableDiffusion3Img2ImgPipeline,
+        I2I,
+        **GUIDANCE,
+        call=SHORT | THREE_OF_FOUR,
     ),
-    Entry(
-        "StableDiffusion3InpaintPipeline", "inpainting", sd3_inpaint, *GUIDANCE, LENGTH | THREE_OF_FOUR, image_and_mask
+    converted(
+        tiny.z_image, diffusers.ZImageImg2ImgPipeline, I2I, **scale(0.0, 3.0, negative=False), call=THREE_OF_FOUR
     ),
-    Entry("FluxControlNetPipeline", "ControlNet", flux_controlnet, *TRUE_CFG, LENGTH, control_image),
-    Entry("StableDiffusion3ControlNetPipeline", "ControlNet", sd3_controlnet, *GUIDANCE, LENGTH, control_image),
-    Entry(
-        "StableDiffusion3Img2ImgPipeline",
-        "image to image",
-        lambda: as_class(tiny.sd3(layers=1), diffusers.StableDiffusion3Img2ImgPipeline),
-        *GUIDANCE,
-        LENGTH | THREE_OF_FOUR,
-        image,
-    ),
-    Entry(
-        "ZImageImg2ImgPipeline",
-        "image to image",
-        lambda: as_class(tiny.z_image(), diffusers.ZImageImg2ImgPipeline),
-        {"guidance_scale": 0.0},
-        {"guidance_scale": 3.0},
-        THREE_OF_FOUR,
-        image,
-    ),
-    Entry(
-        "FluxKontextPipeline",
-        "editing",
-        lambda: as_class(tiny.flux(), diffusers.FluxKontextPipeline),
-        *TRUE_CFG,
-        LENGTH | {"max_area": 16 * 16, "_auto_resize": False},
-        image,
-    ),
-    Entry(
-        "Flux2Pipeline",
-        "editing",
-        lambda: with_small_latents(flux2()),
-        call={"max_sequence_length": 64, "text_encoder_out_layers": (0, 1)},
-        inputs=two_references,
-        size=32,
-    ),
-    Entry(
-        "Flux2KleinPipeline",
-        "editing",
-        lambda: with_small_latents(flux2_klein()),
-        *GUIDANCE,
-        {"max_sequence_length": 64, "text_encoder_out_layers": (0, 1)},
-        two_references,
-        size=32,
-    ),
-    Entry(
-        "QwenImageEditPipeline",
-        "editing",
-        lambda: qwen_edit(diffusers.QwenImageEditPipeline),
-        *TRUE_CFG,
-        inputs=megapixels,
-        batch=2,
-        size=256,
-    ),
-    Entry(
-        "QwenImageEditPlusPipeline",
-        "editing",
-        lambda: qwen_edit(diffusers.QwenImageEditPlusPipeline),
-        *TRUE_CFG,
-        inputs=megapixels,
-        batch=1,
-        size=256,
+    converted(tiny.flux, diffusers.FluxKontextPipeline, "editing", **TRUE_CFG, call=KONTEXT),
+    Entry("Flux2Pipeline", "editing", lambda: with_small_latents(flux2()), **REFERENCES),
+    Entry("Flux2KleinPipeline", "editing", lambda: with_small_latents(flux2_klein()), **GUIDANCE, **REFERENCES),
+    *(
+        Entry(cls.__name__, "editing", partial(qwen_edit, cls), **TRUE_CFG, inputs=megapixels, batch=batch, size=256)
+        for cls, batch in ((diffusers.QwenImageEditPipeline, 2), (diffusers.QwenImageEditPlusPipeline, 1))
     ),
 ]

@@ -6,13 +6,9 @@ import diffusers
 import numpy as np
 import tiny
 from PIL import Image
-from zoo.base import Entry
-from zoo.text_to_image import LONG, TWO_LAYERS, flux2_klein, sana
-
-
-def flux2_klein_kv() -> Any:
-    parts = flux2_klein().components
-    return diffusers.Flux2KleinKVPipeline(**parts)
+from zoo.base import T2I, TWO_LAYERS, Entry
+from zoo.conditioned import as_class, converted
+from zoo.text_to_image import flux2_klein, sana
 
 
 def image(n: int) -> dict[str, Any]:
@@ -21,40 +17,14 @@ def image(n: int) -> dict[str, Any]:
 
 
 def sana_sprint() -> Any:
-    parts = sana(guidance_embeds=True).components | {"scheduler": diffusers.SCMScheduler()}
-    return diffusers.SanaSprintPipeline(**parts)
+    return as_class(sana(guidance_embeds=True), diffusers.SanaSprintPipeline, scheduler=diffusers.SCMScheduler())
 
 
 def cosmos2() -> Any:
-    transformer = diffusers.CosmosTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        text_embed_dim=32,
-        adaln_lora_dim=4,
-        max_size=(4, 16, 16),
-        concat_padding_mask=False,
-        extra_pos_embed_type=None,
-    )
-    vae = diffusers.AutoencoderKLWan(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    )
-    return diffusers.Cosmos2TextToImagePipeline(
-        transformer=transformer,
-        scheduler=tiny.euler(use_karras_sigmas=True),
-        vae=vae,
-        text_encoder=tiny.t5(),
-        tokenizer=tiny.tokenizer(),
-        safety_checker=Unchecked(),
-    )
+    sizes = tiny.ONE_LAYER | tiny.LATENTS | {"text_embed_dim": 32, "adaln_lora_dim": 4, "max_size": (4, 16, 16)}
+    transformer = diffusers.CosmosTransformer3DModel(**sizes, concat_padding_mask=False, extra_pos_embed_type=None)
+    parts = tiny.euler(use_karras_sigmas=True), tiny.video_vae(diffusers.AutoencoderKLWan), tiny.t5()
+    return tiny.pipeline(diffusers.Cosmos2TextToImagePipeline, transformer, *parts, safety_checker=Unchecked())
 
 
 class Unchecked:
@@ -68,11 +38,11 @@ class Unchecked:
 
 
 ENTRIES: list[Entry] = [
-    Entry(
-        "Flux2KleinKVPipeline",
+    converted(
+        flux2_klein,
+        diffusers.Flux2KleinKVPipeline,
         "editing",
-        flux2_klein_kv,
-        call=LONG | TWO_LAYERS,
+        call=TWO_LAYERS,
         inputs=image,
         limit="Keys and values of reference images live from the first denoising step on (`Flux2KVCache` in "
         "`__call__`), and no argument switches this off: use `Flux2KleinPipeline` with its weights.",
@@ -80,7 +50,7 @@ ENTRIES: list[Entry] = [
     ),
     Entry(
         "SanaSprintPipeline",
-        "text to image",
+        T2I,
         sana_sprint,
         call={"intermediate_timesteps": None, "use_resolution_binning": False, "complex_human_instruction": None},
         size=32,
@@ -89,7 +59,7 @@ ENTRIES: list[Entry] = [
     ),
     Entry(
         "Cosmos2TextToImagePipeline",
-        "text to image",
+        T2I,
         cosmos2,
         limit="The sigmas are those of EDM and go up to 80 (`sigma_max` in `__init__`): gerl has transition kernels "
         "for flow matching, where they lie in [0, 1], and DDIM.",

@@ -9,17 +9,15 @@ import transformers
 from diffusers.guiders import AdaptiveProjectedMixGuidance
 from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
 from diffusers.pipelines.prx.pipeline_prx import TextPreprocessor
-from zoo.base import Entry
+from tiny import JOINT, LATENTS, ONE_LAYER, dynamic, euler, pipeline, vae, video_vae
+from zoo.base import MEDIUM, NEGATIVE, T2I, Entry, scale
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-TEXT: dict[str, Any] = dict(
-    vocab_size=tiny.VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=8, pad_token_id=0, rope_parameters=ROPE,
-)  # fmt: skip
+TEXT: dict[str, Any] = tiny.LANGUAGE | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+TEXT |= {"rope_parameters": ROPE}
 VISION: dict[str, Any] = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2)
-ONE_LAYER: dict[str, Any] = dict(num_layers=1, attention_head_dim=16, num_attention_heads=2)
-# of transformers that have two kinds of blocks, with and without a stream of their own for the text
-JOINT: dict[str, Any] = ONE_LAYER | {"num_single_layers": 1, "axes_dims_rope": [4, 4, 8]}
+
+CONTENT = "{{ messages[0]['content'][0]['text'] }}"
 
 
 def tokenizer(chat: str = "{{ messages[0]['content'] }}") -> Any:
@@ -43,27 +41,8 @@ def qwen_2_5_vl(layers: int = 1) -> Any:
 def qwen_3_vl(layers: int = 1) -> Any:
     vision = VISION | {"out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     text = text_config([2, 1, 1], num_hidden_layers=layers)
-    return transformers.Qwen3VLForConditionalGeneration(
-        transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
-    )
-
-
-def vae(cls: type = diffusers.AutoencoderKL, blocks: int = 2) -> Any:
-    """Its images are `2 ** (blocks - 1)` times as wide as its latents."""
-    return cls(
-        block_out_channels=(4,) * blocks,
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=2,
-    )
-
-
-def qwen_vae() -> Any:
-    return diffusers.AutoencoderKLQwenImage(
-        base_dim=4, z_dim=4, num_res_blocks=1, dim_mult=[1] * 4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
-    )
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3VLForConditionalGeneration(config)
 
 
 def drawn(module: Any, *names: str) -> Any:
@@ -79,64 +58,38 @@ def hidream() -> Any:
     transformer = diffusers.HiDreamImageTransformer2DModel(
         **ONE_LAYER, **sizes, caption_channels=[32, 16], text_emb_dim=32, llama_layers=[0, 1]
     )
-    llama = transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 2}, attn_implementation="eager")
-    pipe = diffusers.HiDreamImagePipeline(
-        transformer=transformer,
-        scheduler=tiny.euler(shift=3.0),
-        vae=vae(),
-        text_encoder=tiny.clip(16, 16),
-        tokenizer=tokenizer(),
-        text_encoder_2=tiny.clip(16, 16),
-        tokenizer_2=tokenizer(),
-        text_encoder_3=tiny.t5(),
-        tokenizer_3=tokenizer(),
-        text_encoder_4=transformers.LlamaForCausalLM(llama),
-        tokenizer_4=tokenizer(),
-    )
+    config = transformers.LlamaConfig(**TEXT | {"num_hidden_layers": 2}, attn_implementation="eager")
+    encoders = tiny.clip(projected=True), tiny.clip(projected=True), tiny.t5(), transformers.LlamaForCausalLM(config)
+    pipe = pipeline(diffusers.HiDreamImagePipeline, transformer, euler(shift=3.0), vae(), *encoders, words=tokenizer)
     pipe.default_sample_size = 8  # all images have the area of this one
     return pipe
 
 
 def hunyuan_image() -> Any:
     """Guidance is a component: this one is used where prompts have quoted text."""
-    sizes = dict(in_channels=4, out_channels=4, num_single_layers=1, num_refiner_layers=1, rope_axes_dim=(8, 8))
+    sizes = LATENTS | {"num_single_layers": 1, "num_refiner_layers": 1, "rope_axes_dim": (8, 8)}
     transformer = diffusers.HunyuanImageTransformer2DModel(**ONE_LAYER, **sizes, text_embed_dim=16, text_embed_2_dim=32)
     compression = dict(latent_channels=4, block_out_channels=(32, 32), spatial_compression_ratio=2, sample_size=16)
-    pipe = diffusers.HunyuanImagePipeline(
-        transformer=transformer,
-        scheduler=tiny.euler(shift=3.0),
-        vae=diffusers.AutoencoderKLHunyuanImage(in_channels=3, out_channels=3, layers_per_block=1, **compression),
-        text_encoder=qwen_2_5_vl(layers=2),
-        tokenizer=tokenizer(),
-        text_encoder_2=tiny.t5(),
-        tokenizer_2=tokenizer(),
-        ocr_guider=AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=0),
-    )
+    image = diffusers.AutoencoderKLHunyuanImage(in_channels=3, out_channels=3, layers_per_block=1, **compression)
+    guider = AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=0)
+    parts = euler(shift=3.0), image, qwen_2_5_vl(layers=2), tiny.t5()
+    pipe = pipeline(diffusers.HunyuanImagePipeline, transformer, *parts, words=tokenizer, ocr_guider=guider)
     pipe.tokenizer_max_length = pipe.tokenizer_2_max_length = 12
     pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = "{}", 0
     return pipe
 
 
 def bria() -> Any:
-    return diffusers.BriaPipeline(
-        transformer=diffusers.BriaTransformer2DModel(**JOINT, in_channels=16, joint_attention_dim=32),
-        scheduler=tiny.euler(use_dynamic_shifting=True),
-        vae=tiny.image_vae(),
-        text_encoder=tiny.t5(),
-        tokenizer=tokenizer(),
-    )
+    transformer = diffusers.BriaTransformer2DModel(**JOINT, in_channels=16, joint_attention_dim=32)
+    parts = dynamic(), tiny.image_vae(), tiny.t5()
+    return pipeline(diffusers.BriaPipeline, transformer, *parts, words=tokenizer)
 
 
 def ovis() -> Any:
-    pipe = diffusers.OvisImagePipeline(
-        transformer=diffusers.OvisImageTransformer2DModel(
-            **JOINT, in_channels=16, out_channels=16, joint_attention_dim=16
-        ),
-        scheduler=tiny.euler(use_dynamic_shifting=True),
-        vae=vae(),
-        text_encoder=transformers.Qwen3Model(transformers.Qwen3Config(**TEXT)),
-        tokenizer=tokenizer(),
-    )
+    sizes = JOINT | {"in_channels": 16, "out_channels": 16, "joint_attention_dim": 16}
+    transformer = diffusers.OvisImageTransformer2DModel(**sizes)
+    parts = dynamic(), vae(), transformers.Qwen3Model(transformers.Qwen3Config(**TEXT))
+    pipe = pipeline(diffusers.OvisImagePipeline, transformer, *parts, words=tokenizer)
     pipe.system_prompt, pipe.user_prompt_begin_id = "", 0
     return pipe
 
@@ -149,8 +102,8 @@ class SmallPreview(transformers.GlmImageProcessor):
 
 
 def glm_image() -> Any:
-    sizes = dict(in_channels=4, out_channels=4, text_embed_dim=32, time_embed_dim=16, condition_dim=8)
-    transformer = diffusers.GlmImageTransformer2DModel(**ONE_LAYER, **sizes, prior_vq_quantizer_codebook_size=32)
+    sizes = ONE_LAYER | LATENTS | {"text_embed_dim": 32, "time_embed_dim": 16, "condition_dim": 8}
+    transformer = diffusers.GlmImageTransformer2DModel(**sizes, prior_vq_quantizer_codebook_size=32)
     config = transformers.GlmImageConfig(
         text_config=text_config([2, 1, 1], vision_vocab_size=32, eos_token_id=2),
         vision_config=VISION | {"image_size": 32},
@@ -160,17 +113,12 @@ def glm_image() -> Any:
     )
     prior = transformers.GlmImageForConditionalGeneration(config)
     prior.generation_config.eos_token_id = None
-    words = tokenizer("{{ messages[0]['content'][0]['text'] }}")
+    words = tokenizer(CONTENT)
     words.image_token, words.grid_bos_token, words.grid_eos_token, words.padding_side = "@", "[", "]", "left"
-    return diffusers.GlmImagePipeline(
-        tokenizer=tokenizer(),
-        processor=SmallPreview(transformers.GlmImageImageProcessorPil(), words, words.chat_template),
-        text_encoder=tiny.t5(),
-        vision_language_encoder=prior,
-        vae=vae(blocks=4),
-        transformer=transformer,
-        scheduler=tiny.euler(shift=3.0),
-    )
+    processor = SmallPreview(transformers.GlmImageImageProcessorPil(), words, words.chat_template)
+    parts = euler(shift=3.0), vae(blocks=4), tiny.t5()
+    more = {"vision_language_encoder": prior, "processor": processor}
+    return pipeline(diffusers.GlmImagePipeline, transformer, *parts, words=tokenizer, **more)
 
 
 class NoCleaning(TextPreprocessor):
@@ -184,13 +132,8 @@ def prx() -> Any:
     transformer = diffusers.PRXTransformer2DModel(
         in_channels=4, context_in_dim=32, hidden_size=16, mlp_ratio=2.0, num_heads=2, depth=1, axes_dim=[4, 4]
     )
-    pipe = diffusers.PRXPipeline(
-        transformer=drawn(transformer, "modulation"),
-        scheduler=tiny.euler(shift=3.0),
-        text_encoder=tiny.t5(),
-        tokenizer=tokenizer(),
-        vae=vae(),
-    )
+    parts = drawn(transformer, "modulation"), euler(shift=3.0), vae(), tiny.t5()
+    pipe = pipeline(diffusers.PRXPipeline, *parts, words=tokenizer)
     pipe.text_preprocessor = NoCleaning()
     return pipe
 
@@ -200,17 +143,8 @@ def kandinsky_5() -> Any:
     transformer = diffusers.Kandinsky5Transformer3DModel(
         **sizes, ff_dim=32, num_text_blocks=1, num_visual_blocks=1, axes_dims=(4, 2, 2)
     )
-    clip = tiny.clip(16).config
-    clip.max_position_embeddings = 77
-    pipe = diffusers.Kandinsky5T2IPipeline(
-        transformer=drawn(transformer, "modulation"),
-        scheduler=tiny.euler(shift=3.0),
-        vae=vae(blocks=4),
-        text_encoder=qwen_2_5_vl(),
-        tokenizer=tokenizer(),
-        text_encoder_2=transformers.CLIPTextModel(clip),
-        tokenizer_2=tokenizer(),
-    )
+    parts = drawn(transformer, "modulation"), euler(shift=3.0), vae(blocks=4), qwen_2_5_vl(), tiny.clip(positions=77)
+    pipe = pipeline(diffusers.Kandinsky5T2IPipeline, *parts, words=tokenizer)
     pipe.prompt_template, pipe.prompt_template_encode_start_idx = "{}", 0
     pipe.resolutions = [(32, 32)]
     return pipe
@@ -221,14 +155,9 @@ def krea_2() -> Any:
     text = dict(text_hidden_dim=16, num_text_layers=2, text_num_attention_heads=2, text_num_key_value_heads=2)
     blocks = dict(text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1)
     transformer = diffusers.Krea2Transformer2DModel(**image, **text, **blocks, in_channels=16, timestep_embed_dim=16)
-    pipe = diffusers.Krea2Pipeline(
-        scheduler=tiny.euler(use_dynamic_shifting=True),
-        vae=qwen_vae(),
-        text_encoder=qwen_3_vl().model,
-        tokenizer=tokenizer(),
-        transformer=transformer,
-        text_encoder_select_layers=(0, 1),
-    )
+    parts = dynamic(), video_vae(base_dim=4), qwen_3_vl().model
+    more = {"words": tokenizer, "text_encoder_select_layers": (0, 1)}
+    pipe = pipeline(diffusers.Krea2Pipeline, transformer, *parts, **more)
     pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_start_idx = "", 0
     pipe.prompt_template_encode_suffix, pipe.prompt_template_encode_num_suffix_tokens = ">", 3
     return pipe
@@ -251,20 +180,16 @@ def omnigen() -> Any:
     transformer = diffusers.OmniGenTransformer2DModel(
         **sizes, **positions, pad_token_id=0, vocab_size=tiny.VOCAB, rope_scaling=rope
     )
-    return diffusers.OmniGenPipeline(transformer, tiny.euler(), vae(blocks=4), tokenizer())
+    return diffusers.OmniGenPipeline(transformer, euler(), vae(blocks=4), tokenizer())
 
 
 def nucleus() -> Any:
     sizes = dict(in_channels=16, out_channels=4, joint_attention_dim=16, axes_dims_rope=(4, 4, 8))
     experts = dict(num_experts=4, moe_intermediate_dim=16, capacity_factors=2.0, dense_moe_strategy="all_moe")
     transformer = diffusers.NucleusMoEImageTransformer2DModel(**ONE_LAYER, **sizes, **experts)
-    pipe = diffusers.NucleusMoEImagePipeline(
-        transformer=drawn(transformer, "experts"),
-        scheduler=tiny.euler(use_dynamic_shifting=True),
-        vae=qwen_vae(),
-        text_encoder=qwen_3_vl(),
-        processor=tokenizer("{{ messages[1]['content'][0]['text'] }}"),
-    )
+    parts = {"transformer": drawn(transformer, "experts"), "scheduler": dynamic(), "vae": video_vae(base_dim=4)}
+    words = tokenizer("{{ messages[1]['content'][0]['text'] }}")
+    pipe = diffusers.NucleusMoEImagePipeline(**parts, text_encoder=qwen_3_vl(), processor=words)
     pipe.default_return_index = -1
     return pipe
 
@@ -272,27 +197,18 @@ def nucleus() -> Any:
 def ernie_image() -> Any:
     sizes = dict(hidden_size=32, num_attention_heads=2, num_layers=1, ffn_hidden_size=32, rope_axes_dim=(4, 6, 6))
     transformer = diffusers.ErnieImageTransformer2DModel(**sizes, in_channels=16, out_channels=16, text_in_dim=16)
-    language = transformers.Ministral3Config(**TEXT | {"rope_parameters": None})
-    return diffusers.ErnieImagePipeline(
-        transformer=drawn(transformer, "adaLN_modulation", "final_linear"),
-        vae=vae(diffusers.AutoencoderKLFlux2),
-        text_encoder=transformers.Ministral3Model(language),
-        tokenizer=tokenizer(),
-        scheduler=tiny.euler(shift=3.0),
-    )
+    language = transformers.Ministral3Model(transformers.Ministral3Config(**TEXT | {"rope_parameters": None}))
+    parts = euler(shift=3.0), vae(diffusers.AutoencoderKLFlux2), language
+    denoiser = drawn(transformer, "adaLN_modulation", "final_linear")
+    return pipeline(diffusers.ErnieImagePipeline, denoiser, *parts, words=tokenizer)
 
 
 def longcat() -> Any:
-    pipe = diffusers.LongCatImagePipeline(
-        scheduler=tiny.euler(use_dynamic_shifting=True),
-        vae=tiny.image_vae(16),
-        text_encoder=qwen_2_5_vl(),
-        tokenizer=tokenizer(),
-        text_processor=None,  # for the rewriting of prompts, which the call switches off
-        transformer=diffusers.LongCatImageTransformer2DModel(
-            **JOINT, in_channels=64, joint_attention_dim=16, pooled_projection_dim=16
-        ),
-    )
+    sizes = {"in_channels": 64, "joint_attention_dim": 16, "pooled_projection_dim": 16}
+    transformer = diffusers.LongCatImageTransformer2DModel(**JOINT, **sizes)
+    parts = dynamic(), tiny.image_vae(16), qwen_2_5_vl()
+    more = {"text_processor": None}  # for the rewriting of prompts, which the call switches off
+    pipe = pipeline(diffusers.LongCatImagePipeline, transformer, *parts, words=tokenizer, **more)
     pipe.tokenizer_max_length = 12
     pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_suffix = "<", ">"
     return pipe
@@ -301,38 +217,26 @@ def longcat() -> Any:
 def ideogram_4() -> Any:
     sizes = dict(in_channels=16, intermediate_size=32, adaln_dim=16, llm_features_dim=13 * 16, mrope_section=(4, 2, 2))
     transformer, unconditional = (diffusers.Ideogram4Transformer2DModel(**ONE_LAYER, **sizes) for _ in range(2))
-    return diffusers.Ideogram4Pipeline(
-        scheduler=tiny.euler(),
-        vae=vae(diffusers.AutoencoderKLFlux2),
-        text_encoder=qwen_3_vl(layers=36).model,  # the pipeline reads 13 layers, the last is the 36th
-        tokenizer=tokenizer("{{ messages[0]['content'][0]['text'] }}"),
-        transformer=transformer,
-        unconditional_transformer=unconditional,
-    )
+    encoder = qwen_3_vl(layers=36).model  # the pipeline reads 13 layers, the last is the 36th
+    parts = transformer, euler(), vae(diffusers.AutoencoderKLFlux2), encoder
+    more = {"words": lambda: tokenizer(CONTENT), "unconditional_transformer": unconditional}
+    return pipeline(diffusers.Ideogram4Pipeline, *parts, **more)
 
 
-def scale(off: float, on: float, negative: bool = True) -> dict[str, Any]:
-    """Guidance off and on by `guidance_scale`; `negative`: the pipeline takes negative prompts."""
-    guided: dict[str, Any] = {"guidance_scale": on} | ({"negative_prompt": "..."} if negative else {})
-    return {"no_cfg": {"guidance_scale": off}, "cfg": guided}
-
-
-T2I = "text to image"
-SHORT = {"max_sequence_length": 16}
 QUOTED = ['a "fox"', '"b"', 'the sign "482"', '"x" y']
 
 ENTRIES: list[Entry] = [
-    Entry("HiDreamImagePipeline", T2I, hidream, **scale(1.0, 5.0), call=SHORT),
+    Entry("HiDreamImagePipeline", T2I, hidream, **scale(1.0, 5.0), call=MEDIUM),
     Entry(
         "HunyuanImagePipeline",
         T2I,
         hunyuan_image,
-        cfg={"prompt": QUOTED, "negative_prompt": "..."},
+        cfg={"prompt": QUOTED, **NEGATIVE},
         limit="With an `ocr_guider` all prompts of a batch must have quoted text, or none: `__call__` chooses one "
         "guider for the whole batch.",
     ),
-    Entry("BriaPipeline", T2I, bria, **scale(1.0, 5.0), call=SHORT),
-    Entry("OvisImagePipeline", T2I, ovis, **scale(1.0, 5.0), call=SHORT),
+    Entry("BriaPipeline", T2I, bria, **scale(1.0, 5.0), call=MEDIUM),
+    Entry("OvisImagePipeline", T2I, ovis, **scale(1.0, 5.0), call=MEDIUM),
     Entry(
         "GlmImagePipeline",
         T2I,
@@ -354,7 +258,7 @@ ENTRIES: list[Entry] = [
         fails=("guided",),
     ),
     Entry("Kandinsky5T2IPipeline", T2I, kandinsky_5, **scale(1.0, 3.5), size=32),
-    Entry("Krea2Pipeline", T2I, krea_2, **scale(0.0, 4.5), call=SHORT, size=32),
+    Entry("Krea2Pipeline", T2I, krea_2, **scale(0.0, 4.5), call=MEDIUM, size=32),
     Entry(
         "OmniGenPipeline",
         T2I,
@@ -373,6 +277,6 @@ ENTRIES: list[Entry] = [
         T2I,
         ideogram_4,
         **scale(1.0, 4.0, negative=False),
-        call={"guidance_schedule": None, **SHORT},
+        call={"guidance_schedule": None, **MEDIUM},
     ),
 ]
