@@ -20,6 +20,7 @@ from gerl.preflight.inventory import count_gradients
 from gerl.preflight.measure import Usage, capacity, measured, release
 from gerl.protocol import Images, Prompt, RolloutTask, SamplingProbe, UpdateStats
 from gerl.utils.condition_images import COLUMNS, pictures_of
+from gerl.utils.files import reason
 from gerl.workers.hybrid import HybridWorker
 
 logger = logging.getLogger("gerl")
@@ -135,10 +136,9 @@ def drawing(worker: HybridWorker, task: RolloutTask) -> Images:
     except torch.OutOfMemoryError:
         raise
     except REFUSALS as error:
-        said = " ".join(str(error).split())
         raise CallRefused(
-            f"{type(worker.policy.pipe).__name__} does not draw with these arguments ({type(error).__name__}: {said}): "
-            "correct sampling.height, width, guidance_scale or sampling.call"
+            f"{type(worker.policy.pipe).__name__} does not draw with these arguments ({type(error).__name__}: "
+            f"{reason(error)}): correct sampling.height, width, guidance_scale or sampling.call"
         ) from error
 
 

@@ -55,9 +55,9 @@ class Report:
             lines += ["", *self._table(self.run), "", *self._memory(self.run)]
             if self.seconds is not None:
                 lines += self._projection(self.seconds, self.run, config)
-        said = [("problem", p) for p in self.problems] + [("warning", w) for w in self.warnings]
-        said += [("note", n) for n in self.notes]
-        lines += ["", *(f"{kind}: {sentence}" for kind, sentence in said)] if said else []
+        kinds = {"problem": self.problems, "warning": self.warnings, "note": self.notes}
+        said = [f"{kind}: {sentence}" for kind, sentences in kinds.items() for sentence in sentences]
+        lines += ["", *said] if said else []
         return "\n".join([*lines, *([] if self.problems else ["", "it can train"])])
 
     def _model(self) -> Iterator[str]:
@@ -117,15 +117,13 @@ class Report:
 
     def _projection(self, seconds: Seconds, run: Run, config: Config) -> Iterator[str]:
         per_step, steps = config.rollout.prompts_per_step, config.trainer.steps
-        if self.steps_per_epoch is None:
-            epoch = f"100 prompts: {duration(100 / per_step * seconds.step)}"
-        else:
-            epoch = f"an epoch of {self.prompts} prompts: {duration(self.steps_per_epoch * seconds.step)}"
+        epoch = "100 prompts" if self.prompts is None else f"an epoch of {self.prompts} prompts"
+        in_epoch = duration((self.steps_per_epoch or 100 / per_step) * seconds.step)
         yield from _wrapped(
             "time",
             f"a step of {seconds.images} {run.unit}s: {duration(seconds.step)} ({duration(seconds.rollout)} rollout, "
-            f"{duration(seconds.update)} update); {epoch}; trainer.steps={steps}: {duration(steps * seconds.step)}; "
-            "rewards, validation and checkpoints come on top",
+            f"{duration(seconds.update)} update); {epoch}: {in_epoch}; trainer.steps={steps}: "
+            f"{duration(steps * seconds.step)}; rewards, validation and checkpoints come on top",
         )
 
 
@@ -200,9 +198,7 @@ def judge_memory(report: Report, config: Config) -> None:
 
 def size(count: float | None) -> str:
     """Bytes to read."""
-    if count is None:
-        return NOT_KNOWN
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return NOT_KNOWN if count is None else f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def duration(seconds: float) -> str:

@@ -22,7 +22,8 @@ from gerl.rewards.scorers import SCORERS
 from gerl.run.signals import Signals
 from gerl.run.tracking import image_progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
-from gerl.score.inputs import Item, read_items, read_pixels
+from gerl.score.inputs import Item, read_items
+from gerl.utils.condition_images import read_picture
 
 logger = logging.getLogger("gerl")
 WIDTH = 256  # pixels, to which wider images are reduced in the gallery
@@ -85,7 +86,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
     except DataError as error:
         raise DataError(f"images={request.images}: {error}") from None
     for item in items:
-        read_pixels(item)  # so that one that cannot be read is known before the work
+        read_picture(item.path)  # so that one that cannot be read is known before the work
     make_folder(request.out)
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}
@@ -136,7 +137,7 @@ def score(
         for batch in _batches(together, batch_size):
             chosen = [items[i] for i in batch]
             prompts = [replace(item.prompt, id=ids[item.prompt.text]) for item in chosen]
-            images = Images(0, [read_pixels(item) for item in chosen], 0.0)
+            images = Images(0, [np.asarray(read_picture(item.path)) for item in chosen], 0.0)
             samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
             scoring = manager.open([samples])
             scoring.add(0, Pending("image reader", value=images))

@@ -284,7 +284,7 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
     "row without image": (["images={}/imageless.csv", "out={}/out"], 1, ["imageless.csv, row 2 has image=None"]),
     "row without prompt": (["images={}/promptless.csv", "out={}/out"], 1, ["promptless.csv, row 1 has no 'prompt'"]),
     "wide row": (["images={}/wide.csv", "out={}/out"], 1, ["wide.csv, row 1 has more cells"]),
-    "empty csv": (["images={}/empty.csv", "out={}/out"], 1, ["empty.csv has no rows"]),
+    "empty csv": (["images={}/empty.csv", "out={}/out"], 1, ["empty.csv has no prompts"]),
     "list with prompts": (["images={}/missing.jsonl", "out={}/out", "prompt=a"], 2, ["has prompts of its own"]),
     "what ocr needs": ([*FOLDER, "prompt=a", "reward.scorers.ocr.weight=1"], 1, ["{}/pictures: prompt 0", "quotes"]),
     "file in the way": (["images={}/pictures", "prompt=a", "out={}/one.txt"], 2, ["out={}/one.txt", "cannot be made"]),

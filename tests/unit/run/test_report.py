@@ -1,5 +1,4 @@
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -136,9 +135,8 @@ def test_long_run_is_thinned(tmp_path: Path) -> None:
     assert len(x) == charts.MAX_POINTS and y.max() == 1e-3
 
 
-def test_command_line(run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert main([str(run_dir)]) == 0
-        assert (run_dir / "report.html").exists()
-        assert main([str(tmp_path / "nowhere")]) == 1
-    assert "nowhere is no run folder" in caplog.text
+def test_command_line(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run_dir)]) == 0
+    assert (run_dir / "report.html").exists()
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert "nowhere is no run folder" in capsys.readouterr().err
