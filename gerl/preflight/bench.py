@@ -63,13 +63,8 @@ class Bench:
     """Micro-batches of several sizes on one worker, all of one prompt."""
 
     def __init__(self, worker: HybridWorker, prompt: Prompt) -> None:
-        self.worker, self.prompt = worker, prompt
+        self.worker, self.prompt, self.config = worker, prompt, worker.config
         self.trained_steps: tuple[int, ...] = ()  # of the latest run
-
-    @property
-    def config(self) -> Config:
-        """The run's."""
-        return self.worker.config
 
     @property
     def smallest(self) -> int:
@@ -82,9 +77,8 @@ class Bench:
         # pictures of several prompts are never in one micro-batch
         copies = 1 if pictures_of(self.prompt) else -(-size // n)
         prompts = [replace(self.prompt, id=i) for i in range(copies)]
-        return max(
-            algorithm.plan(plan_samples(algorithm.config, prompts, 1, 0)), key=lambda task: rows_of(task.segments)
-        )
+        tasks = algorithm.plan(plan_samples(algorithm.config, prompts, 1, 0))
+        return max(tasks, key=lambda task: rows_of(task.segments))
 
     def run(self, rollout: int, actor: int) -> Run:
         """Draw a micro-batch of `rollout` and train on it in parts of at most `actor` images."""
@@ -106,18 +100,10 @@ class Bench:
             result, stepped = attempt("optimizer step", parts, worker.device, worker.step)
         finally:
             worker.forget()
+        count, unit = len(task.samples), "video" if images.pixels.ndim == 5 else "image"
+        deviation = stats.ratio_deviation
         return Run(
-            len(task.samples),
-            drawn,
-            parts,
-            rolled,
-            updated,
-            stepped.seconds,
-            held,
-            stats.ratio_deviation,
-            result.applied,
-            gradients,
-            "video" if images.pixels.ndim == 5 else "image",
+            count, drawn, parts, rolled, updated, stepped.seconds, held, deviation, result.applied, gradients, unit
         )
 
     def probe(self, rollout: int) -> SamplingProbe:
