@@ -113,8 +113,8 @@ def write_report(run_dir: Path) -> Path:
         cards=_cards(first, last),
         first_step=first.step if first else None,
         last_step=last.step if last else None,
-        lora=_quoted(_lora(run_dir)),
-        base=_quoted(_base_path(config)),
+        lora=_lora(run_dir),
+        base=_base_path(config),
         config_text=config_text,
     )
     path = run_dir / "report.html"
@@ -147,19 +147,16 @@ def _get(config: dict[str, object], *names: str) -> object:
 
 
 def _base_path(config: dict[str, object]) -> str:
+    """The model as Python code."""
     path = str(_get(config, "model", "path") or "BASE_MODEL")
     # A pipeline that ships with gerl is known to diffusers by its folder only.
     shipped = Path(__file__).parents[1] / "assets" / path
-    return str(shipped) if (shipped / "model_index.json").exists() else path
-
-
-def _quoted(path: str | None) -> str | None:
-    return None if path is None else json.dumps(path, ensure_ascii=False)
+    return json.dumps(str(shipped) if (shipped / "model_index.json").exists() else path, ensure_ascii=False)
 
 
 def _lora(run_dir: Path) -> str | None:
     folders = [path / "lora" for path in checkpoint_paths(run_dir / "checkpoints") if (path / "lora").is_dir()]
-    return str(folders[-1].resolve()) if folders else None
+    return json.dumps(str(folders[-1].resolve()), ensure_ascii=False) if folders else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

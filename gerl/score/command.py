@@ -14,7 +14,7 @@ from gerl.commandline.composition import compose_run
 from gerl.config import ClusterConfig, Config, RewardConfig
 from gerl.errors import ConfigError, DataError
 from gerl.pages.images import thumbnail
-from gerl.protocol import Images, Sample, Scores
+from gerl.protocol import Images, Sample
 from gerl.rewards.checks import check_reward
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, row_of, stop_at_failure
@@ -142,7 +142,9 @@ def score(
             scoring = manager.open([samples])
             scoring.add(0, Pending("image reader", value=images))
             (scores,) = scoring.finish()
-            yield batch, [_scored(item, images.pixels[i], scores, i) for i, item in enumerate(chosen)]
+            shown = [thumbnail(pixels, WIDTH) for pixels in images.pixels]
+            places = [(item.path, item.name, item.prompt.text) for item in chosen]
+            yield batch, [ScoredImage(*places[i], shown[i], *row_of(scores, i)) for i in range(len(chosen))]
 
 
 def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:
@@ -155,10 +157,6 @@ def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:
         batch = batch + members
     if batch:
         yield batch
-
-
-def _scored(item: Item, pixels: np.ndarray, scores: Scores, i: int) -> ScoredImage:
-    return ScoredImage(item.path, item.name, item.prompt.text, thumbnail(pixels, WIDTH), *row_of(scores, i))
 
 
 def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage]) -> None:
