@@ -106,8 +106,9 @@ class Report:
             f"{size(memory.capacity)} that a worker has; {size(memory.trajectories)} are the trajectories of "
             f"{images} {unit}s",
         )
+        words = {None: NOT_KNOWN, 0: "none"}
         largest = {"rollout": memory.largest_rollout, "actor": memory.largest_update}
-        fits = " and ".join(f"{key}.micro_batch_size {_largest(n)}" for key, n in largest.items())
+        fits = " and ".join(f"{key}.micro_batch_size {words.get(n, n)}" for key, n in largest.items())
         yield from _wrapped(
             "largest",
             f"{fits}, by a line through two measured sizes; no more than the {unit}s of a step are needed",
@@ -217,10 +218,6 @@ def _layers(targets: Sequence[str]) -> str:
         block, number, rest = target.partition(".*.")
         groups.setdefault(block + number, []).append(rest)
     return "; ".join(f"{block}({', '.join(names)})" if names[0] else block for block, names in groups.items())
-
-
-def _largest(size: int | None) -> str:
-    return NOT_KNOWN if size is None else str(size) if size else "none"
 
 
 def _count(parameters: int) -> str:

@@ -175,8 +175,8 @@ def prune(root: Path, keep: int) -> None:
     intact = _intact(checkpoint_paths(root), logging.DEBUG)
     best = _best(intact)
     kept = {c.path for c in intact[-keep:]} | ({best.path} if best else set())
-    doomed = [c.path for c in intact if c.path not in kept]
-    doomed += list(root.glob(".tmp-step_*")) + [p for p in root.glob(".old-step_*") if _is_superseded(p)]
+    doomed = [c.path for c in intact if c.path not in kept] + list(root.glob(".tmp-step_*"))
+    doomed += [p for p in root.glob(".old-step_*") if p.with_name(p.name.removeprefix(".old-")).exists()]
     for path in doomed:
         try:
             shutil.rmtree(path)
@@ -229,10 +229,6 @@ def _put_in_place(temporary: Path, target: Path) -> None:
             aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _is_superseded(aside: Path) -> bool:
-    return aside.with_name(aside.name.removeprefix(".old-")).exists()
 
 
 def _is_relative(name: str) -> bool:
