@@ -2,10 +2,11 @@
 
 import html.parser
 import json
+import re
 
 
 class Page(html.parser.HTMLParser):
-    """Checks that elements are closed and collects what a browser would load, and the text."""
+    """Checks that elements are closed and nothing is loaded from elsewhere; collects pictures, bars and the text."""
 
     VOID = ("meta", "img", "br", "link", "input")
     LOADING = ("src", "href", "xlink:href", "srcset", "data", "action")
@@ -21,6 +22,10 @@ class Page(html.parser.HTMLParser):
         self.feed(text)
         self.close()
         assert self.open == []
+        assert all(value.startswith(("data:image/", "#")) for value in self.loaded)
+        assert not {"link", "iframe"} & set(self.tags) and "@import" not in text
+        assert "http://" not in text and "https://" not in text
+        assert set(re.findall(r"url\((.*?)\)", text)) <= {f"#{name}" for name in re.findall(r'id="([^"]*)"', text)}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}

@@ -159,11 +159,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def prepare(options: Options, overrides: Sequence[str]) -> Request:
-    """The request of what was given, LoRAs as (name or None, path); raises `GerlError` where it does not go together.
-
-    Without an `experiment` among the overrides, the configuration is that of the run which a LoRA lies in; else that of
-    the signs demo for its model, and the defaults for another.
-    """
+    """The request of what was given; raises `GerlError` where it does not go together."""
     model = options.model
     if options.images < 1:
         raise ConfigError(f"images={options.images}: it must be a number of images, at least 1")
@@ -214,12 +210,8 @@ def find_lora(source: str) -> Path:
 def report(request: Request, found: Evaluation) -> None:
     """Write the files, if there is a folder for them, and log the table; raises `GerlError` if that is not possible."""
     prompts = len({row.prompt_id for row in found.rows})
-    lines = [
-        "",
-        table(found.results),
-        "",
-        f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants",
-    ]
+    drawn = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"
+    lines = ["", table(found.results), "", drawn]
     if failed := [row for row in found.rows if row.failure]:
         first = f"the first, of {failed[0].variant} for {failed[0].prompt!r}: {failed[0].failure}"
         lines.append(f"failures: {len(failed)} of {len(found.rows)} images; {first}")

@@ -30,11 +30,17 @@ def table(results: Results) -> str:
 
 
 def _line(variant: str, result: Result, width: int) -> str:
-    line = f"{variant:<{width}} {show(result.mean.mean):>10}   {interval(result.mean):<22}"
-    if result.difference is not None and result.win_rate is not None:
-        difference = f"{show(result.difference.mean, '+'):>10}   {interval(result.difference, '+'):<22}"
-        line += f" {difference} {percent(result.win_rate.mean)}"
-    return line.rstrip()
+    mean, likely, gain, likely_gain, wins, _ = _cells(result)
+    return f"{variant:<{width}} {mean:>10}   {likely:<22} {gain:>10}   {likely_gain:<22} {wins}".rstrip()
+
+
+def _cells(result: Result) -> list[str]:
+    """Mean, difference to the base and wins, each with its interval; the last two empty for the base itself."""
+    cells = [show(result.mean.mean), interval(result.mean)]
+    if result.difference is None or result.win_rate is None:
+        return [*cells, "", "", "", ""]
+    cells += [show(result.difference.mean, "+"), interval(result.difference, "+")]
+    return [*cells, percent(result.win_rate.mean), interval(result.win_rate)]
 
 
 def percent(value: float) -> str:
@@ -85,17 +91,13 @@ def page(title: str, rows: Sequence[Drawn], results: Results) -> str:
         "LoRA sorts by what it gained over the base, on the base by its score; a second click turns the order around."
     )
     chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, or the base's scores
-    lines = [_table_line(column, variant, results[column][variant]) for column, variant in places]
+    lines = [
+        Line(variant, [column, str(result.mean.count), *_cells(result)], first=result.difference is None)
+        for column, variants in results.items()
+        for variant, result in variants.items()
+    ]
     cards = [_card(row, places) for row in drawn.values()]
     return card_page(title, note, HEAD, lines, cards, chosen, wide="100%", least="16rem")
-
-
-def _table_line(column: str, variant: str, result: Result) -> Line:
-    cells = [column, str(result.mean.count), show(result.mean.mean), interval(result.mean)]
-    if result.difference is None or result.win_rate is None:
-        return Line(variant, [*cells, "", "", "", ""], first=True)
-    cells += [show(result.difference.mean, "+"), interval(result.difference, "+")]
-    return Line(variant, [*cells, percent(result.win_rate.mean), interval(result.win_rate)])
 
 
 def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]]) -> Card:

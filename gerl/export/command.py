@@ -101,8 +101,7 @@ def read_config(run_dir: Path) -> tuple[str, float]:
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path} is not the configuration of a run ({type(error).__name__}: {' '.join(str(error).split())}): "
-            "restore it"
+            f"{path} is not the configuration of a run ({type(error).__name__}: {reason(error)}): restore it"
         ) from None
 
 

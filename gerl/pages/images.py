@@ -1,6 +1,7 @@
 """Image grids and data URIs."""
 
 import base64
+import bisect
 import io
 import math
 
@@ -86,20 +87,13 @@ def thumbnail(pixels: np.ndarray, width: int, exact: int = 128) -> str:
 
 def to_data_uri(image: Image.Image, lossy: bool = False) -> str:
     """The image as a `data:` URI: PNG, or JPEG where `lossy`."""
-    buffer = io.BytesIO()
-    if lossy:
-        image.convert("RGB").save(buffer, "JPEG", quality=88)
-    else:
-        image.save(buffer, "PNG", optimize=True)
-    kind = "jpeg" if lossy else "png"
+    buffer, kind = io.BytesIO(), "jpeg" if lossy else "png"
+    image.convert("RGB").save(buffer, kind, **({"quality": 88} if lossy else {"optimize": True}))
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
     if font.getlength(text) <= width:
         return text
-    low, high = 0, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if font.getlength(text[:middle] + "...") <= width else (low, middle - 1)
-    return text[:low].rstrip() + "..."
+    fitting = bisect.bisect_right(range(1, len(text)), width, key=lambda n: math.ceil(font.getlength(text[:n] + "...")))
+    return text[:fitting].rstrip() + "..."

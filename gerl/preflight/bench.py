@@ -20,6 +20,7 @@ from gerl.preflight.inventory import count_gradients
 from gerl.preflight.measure import Usage, capacity, measured, release
 from gerl.protocol import Images, Prompt, RolloutTask, SamplingProbe, UpdateStats
 from gerl.utils.condition_images import COLUMNS, pictures_of
+from gerl.utils.files import reason
 from gerl.workers.hybrid import HybridWorker
 
 logger = logging.getLogger("gerl")
@@ -62,13 +63,8 @@ class Bench:
     """Micro-batches of several sizes on one worker, all of one prompt."""
 
     def __init__(self, worker: HybridWorker, prompt: Prompt) -> None:
-        self.worker, self.prompt = worker, prompt
+        self.worker, self.prompt, self.config = worker, prompt, worker.config
         self.trained_steps: tuple[int, ...] = ()  # of the latest run
-
-    @property
-    def config(self) -> Config:
-        """The run's."""
-        return self.worker.config
 
     @property
     def smallest(self) -> int:
@@ -81,9 +77,8 @@ class Bench:
         # pictures of several prompts are never in one micro-batch
         copies = 1 if pictures_of(self.prompt) else -(-size // n)
         prompts = [replace(self.prompt, id=i) for i in range(copies)]
-        return max(
-            algorithm.plan(plan_samples(algorithm.config, prompts, 1, 0)), key=lambda task: rows_of(task.segments)
-        )
+        tasks = algorithm.plan(plan_samples(algorithm.config, prompts, 1, 0))
+        return max(tasks, key=lambda task: rows_of(task.segments))
 
     def run(self, rollout: int, actor: int) -> Run:
         """Draw a micro-batch of `rollout` and train on it in parts of at most `actor` images."""
@@ -105,18 +100,10 @@ class Bench:
             result, stepped = attempt("optimizer step", parts, worker.device, worker.step)
         finally:
             worker.forget()
+        count, unit = len(task.samples), "video" if images.pixels.ndim == 5 else "image"
+        deviation = stats.ratio_deviation
         return Run(
-            len(task.samples),
-            drawn,
-            parts,
-            rolled,
-            updated,
-            stepped.seconds,
-            held,
-            stats.ratio_deviation,
-            result.applied,
-            gradients,
-            "video" if images.pixels.ndim == 5 else "image",
+            count, drawn, parts, rolled, updated, stepped.seconds, held, deviation, result.applied, gradients, unit
         )
 
     def probe(self, rollout: int) -> SamplingProbe:
@@ -135,10 +122,9 @@ def drawing(worker: HybridWorker, task: RolloutTask) -> Images:
     except torch.OutOfMemoryError:
         raise
     except REFUSALS as error:
-        said = " ".join(str(error).split())
         raise CallRefused(
-            f"{type(worker.policy.pipe).__name__} does not draw with these arguments ({type(error).__name__}: {said}): "
-            "correct sampling.height, width, guidance_scale or sampling.call"
+            f"{type(worker.policy.pipe).__name__} does not draw with these arguments ({type(error).__name__}: "
+            f"{reason(error)}): correct sampling.height, width, guidance_scale or sampling.call"
         ) from error
 
 

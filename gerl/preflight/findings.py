@@ -52,12 +52,13 @@ class Report:
         """For the terminal."""
         lines = ["", *self._model(), *self._ratio()]
         if self.run is not None:
-            lines += ["", *self._table(self.run), "", *self._memory(self.run)]
-            if self.seconds is not None:
-                lines += self._projection(self.seconds, self.run, config)
-        said = [("problem", p) for p in self.problems] + [("warning", w) for w in self.warnings]
-        said += [("note", n) for n in self.notes]
-        lines += ["", *(f"{kind}: {sentence}" for kind, sentence in said)] if said else []
+            lines += ["", *self._table(self.run), ""]
+            if self.seconds is not None and self.memory is not None:
+                lines += self._memory(self.memory, self.seconds.images_per_worker, self.run.unit)
+                lines += self._projection(self.seconds, self.run.unit, config)
+        kinds = {"problem": self.problems, "warning": self.warnings, "note": self.notes}
+        said = [f"{kind}: {sentence}" for kind, sentences in kinds.items() for sentence in sentences]
+        lines += ["", *said] if said else []
         return "\n".join([*lines, *([] if self.problems else ["", "it can train"])])
 
     def _model(self) -> Iterator[str]:
@@ -98,34 +99,30 @@ class Report:
             each = usage.seconds / run.images
             yield f"{name:<10}{batch:>12}{each:>12.3g}{usage.seconds:>12.2f}{size(usage.peak):>14}"
 
-    def _memory(self, run: Run) -> Iterator[str]:
-        memory = self.memory
-        if memory is None or self.seconds is None:
-            return
+    def _memory(self, memory: Memory, images: int, unit: str) -> Iterator[str]:
         yield from _wrapped(
             "memory",
             f"in a step {size(memory.rollout)} in the rollout, {size(memory.update)} in the update, of "
             f"{size(memory.capacity)} that a worker has; {size(memory.trajectories)} are the trajectories of "
-            f"{self.seconds.images_per_worker} {run.unit}s",
+            f"{images} {unit}s",
         )
+        words = {None: NOT_KNOWN, 0: "none"}
         largest = {"rollout": memory.largest_rollout, "actor": memory.largest_update}
-        fits = " and ".join(f"{key}.micro_batch_size {_largest(n)}" for key, n in largest.items())
+        fits = " and ".join(f"{key}.micro_batch_size {words.get(n, n)}" for key, n in largest.items())
         yield from _wrapped(
             "largest",
-            f"{fits}, by a line through two measured sizes; no more than the {run.unit}s of a step are needed",
+            f"{fits}, by a line through two measured sizes; no more than the {unit}s of a step are needed",
         )
 
-    def _projection(self, seconds: Seconds, run: Run, config: Config) -> Iterator[str]:
+    def _projection(self, seconds: Seconds, unit: str, config: Config) -> Iterator[str]:
         per_step, steps = config.rollout.prompts_per_step, config.trainer.steps
-        if self.steps_per_epoch is None:
-            epoch = f"100 prompts: {duration(100 / per_step * seconds.step)}"
-        else:
-            epoch = f"an epoch of {self.prompts} prompts: {duration(self.steps_per_epoch * seconds.step)}"
+        epoch = "100 prompts" if self.prompts is None else f"an epoch of {self.prompts} prompts"
+        in_epoch = duration((self.steps_per_epoch or 100 / per_step) * seconds.step)
         yield from _wrapped(
             "time",
-            f"a step of {seconds.images} {run.unit}s: {duration(seconds.step)} ({duration(seconds.rollout)} rollout, "
-            f"{duration(seconds.update)} update); {epoch}; trainer.steps={steps}: {duration(steps * seconds.step)}; "
-            "rewards, validation and checkpoints come on top",
+            f"a step of {seconds.images} {unit}s: {duration(seconds.step)} ({duration(seconds.rollout)} rollout, "
+            f"{duration(seconds.update)} update); {epoch}: {in_epoch}; trainer.steps={steps}: "
+            f"{duration(steps * seconds.step)}; rewards, validation and checkpoints come on top",
         )
 
 
@@ -200,9 +197,7 @@ def judge_memory(report: Report, config: Config) -> None:
 
 def size(count: float | None) -> str:
     """Bytes to read."""
-    if count is None:
-        return NOT_KNOWN
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return NOT_KNOWN if count is None else f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def duration(seconds: float) -> str:
@@ -223,10 +218,6 @@ def _layers(targets: Sequence[str]) -> str:
         block, number, rest = target.partition(".*.")
         groups.setdefault(block + number, []).append(rest)
     return "; ".join(f"{block}({', '.join(names)})" if names[0] else block for block, names in groups.items())
-
-
-def _largest(size: int | None) -> str:
-    return NOT_KNOWN if size is None else str(size) if size else "none"
 
 
 def _count(parameters: int) -> str:

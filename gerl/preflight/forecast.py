@@ -114,13 +114,8 @@ def forecast_memory(
     def needed(peaks: dict[int, int], size: int) -> float | None:
         return peaks[size] + held * images if size in peaks else None
 
-    validated = config.validation.micro_batch_size
-    return Memory(
-        capacity,
-        held * images,
-        needed(drawing, configured.drawn),
-        needed(training, configured.trained),
-        largest(lines[0]),
-        largest(lines[1]),
-        lines[0].at(validated) if lines[0] is not None and config.validation.data is not None else None,
-    )
+    validation = None
+    if lines[0] is not None and config.validation.data is not None:
+        validation = lines[0].at(config.validation.micro_batch_size)
+    rollout, update = needed(drawing, configured.drawn), needed(training, configured.trained)
+    return Memory(capacity, held * images, rollout, update, largest(lines[0]), largest(lines[1]), validation)

@@ -1,7 +1,9 @@
 """Seconds and memory of a piece of work on a GPU or a CPU, and how the memory grows with its size."""
 
+import contextlib
 import gc
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,10 +75,8 @@ def capacity(device: str) -> int | None:
 
 def _kilobytes(path: Path, key: str) -> int | None:
     """The bytes of a line `key:  123 kB`."""
-    for line in _read(path).splitlines():
-        if line.startswith(f"{key}:"):
-            return 1024 * int(line.split()[1])
-    return None
+    found = re.search(rf"^{key}:\s*(\d+)", _read(path), re.MULTILINE)
+    return 1024 * int(found[1]) if found else None
 
 
 def _read(path: Path) -> str:
@@ -88,10 +88,8 @@ def _read(path: Path) -> str:
 
 def _reset_peak() -> None:
     """Let the peak begin anew; where that is not possible it stays that of the whole process."""
-    try:
+    with contextlib.suppress(OSError):
         (PROC / "self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return
 
 
 def _peak() -> int | None:

@@ -58,10 +58,8 @@ def _chart(title: str, draw: Callable[[Axes], None], size: tuple[float, float] =
     with rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.add_subplot()
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        for side in ("left", "bottom"):
-            axes.spines[side].set_color(LINE)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(LINE)
         axes.tick_params(colors=INK, labelsize=9, color=LINE)
         axes.grid(axis="y", color=LINE, linewidth=0.6)
         axes.set_axisbelow(True)
@@ -76,9 +74,8 @@ def _chart(title: str, draw: Callable[[Axes], None], size: tuple[float, float] =
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
-    svg = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
-    )
+    for size_of in ("width", "height"):
+        svg = re.sub(rf'(<svg[^>]*?) {size_of}="[^"]*"', r"\1", svg, count=1)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{markupsafe.escape(title)}"', 1)
     for colour, variable in COLOURS.items():
         svg = svg.replace(colour, f"var({variable})")
@@ -144,15 +141,13 @@ def small_charts(rows: Rows) -> list[Chart]:
         charts.append((title, [name], partial(_line, rows=rows, name=name, colour=colour)))
 
     def draw_deviation(axes: Axes) -> None:
-        floored = [
-            row | {"actor/ratio_deviation": max(row["actor/ratio_deviation"], LOG_FLOOR)}
-            for row in rows
-            if isinstance(row.get("actor/ratio_deviation"), int | float)
-        ]
+        measured = [row for row in rows if isinstance(row.get(deviation), int | float)]
+        floored = [row | {deviation: max(row[deviation], LOG_FLOOR)} for row in measured]
         axes.set_yscale("log")
-        _line(axes, floored, "actor/ratio_deviation", 7, reduce=np.max, linestyle="none", markersize=3)
+        _line(axes, floored, deviation, 7, reduce=np.max, linestyle="none", markersize=3)
 
-    charts.append(("max |ratio - 1| on policy (0 drawn at 1e-9)", ["actor/ratio_deviation"], draw_deviation))
+    deviation = "actor/ratio_deviation"
+    charts.append(("max |ratio - 1| on policy (0 drawn at 1e-9)", [deviation], draw_deviation))
     charts.append(("seconds a step", timing_parts(rows), lambda axes: _stack_timing(axes, rows)))
     drawable = (c for c in charts if any(np.isfinite(series(rows, name)[1]).any() for name in c[1]))
     return [_chart(title, draw) for title, _, draw in drawable]
@@ -163,10 +158,8 @@ def _stack_timing(axes: Axes, rows: Rows) -> None:
     names = timing_parts(rows)
     timed = [row for row in rows if any(name in row for name in names)]
     x = np.array([row["step"] for row in timed], dtype=float)
-    layers = []
-    for name in names:
-        values = np.array([row.get(name) or 0.0 for row in timed], dtype=float)
-        layers.append(_binned(x, values, np.mean)[1])
+    values = [np.array([row.get(name) or 0.0 for row in timed], dtype=float) for name in names]
+    layers = [_binned(x, y, np.mean)[1] for y in values]
     x = _binned(x, x, np.mean)[0]
     labels = [name.removeprefix("timing/").removesuffix("_s") for name in names]
     colours = [SERIES[i % len(SERIES)] for i in range(len(names))]

@@ -3,6 +3,7 @@
 A checkpoint is the folder `step_N` with the caller's files, `state.json` and `manifest.json` (sha256 and size of each).
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,10 +39,8 @@ class Checkpoint:
         """The bytes of the file `name`; `CheckpointError` if the checkpoint has none or it cannot be read."""
         if name not in self.files:
             raise CheckpointError(f"{self.path}: there is no file {name!r}; it holds {', '.join(self.files) or 'none'}")
-        try:
+        with _reading(self.path, name):
             return (self.path / name).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: the file {name!r} cannot be read: {reason(error)}") from error
 
 
 def save_checkpoint(root: Path, step: int, files: dict[str, bytes], state: dict[str, Any]) -> Path:
@@ -90,19 +89,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
         step = int(manifest["step"])
         expected = {str(name): (str(e["sha256"]), int(e["size"])) for name, e in manifest["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {MANIFEST} is not a list of files") from error
+        raise _damaged(path, f"{MANIFEST} is not a list of files") from error
     if STATE not in expected:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {MANIFEST} does not list {STATE}")
+        raise _damaged(path, f"{MANIFEST} does not list {STATE}")
     for name, (digest, size) in expected.items():
         if not _is_relative(name):
-            raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} lies outside it")
-        try:
+            raise _damaged(path, f"{name!r} lies outside it")
+        with _reading(path, name):
             if (path / name).stat().st_size != size or _digest(path / name) != digest:
-                raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is not the file that was written")
-        except FileNotFoundError:
-            raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is missing") from None
-        except OSError as error:
-            raise CheckpointError(f"the checkpoint {path}: {name!r} cannot be read: {reason(error)}") from error
+                raise _damaged(path, f"{name!r} is not the file that was written")
     return Checkpoint(path, step, _read_json(path, STATE), tuple(name for name in expected if name != STATE))
 
 
@@ -126,12 +121,10 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
     reasons = []
     for path in reversed(checkpoint_paths(root)):
         try:
-            checkpoint = load_checkpoint(path)
+            return load_checkpoint(path)
         except CheckpointError as error:
             log.warning("%s; the checkpoint before it is tried", error)
             reasons.append(str(error))
-            continue
-        return checkpoint
     if reasons:
         raise CheckpointError(
             f"no checkpoint under {root} can be used ({'; '.join(reasons)}); start anew with checkpoint.resume=never"
@@ -182,8 +175,8 @@ def prune(root: Path, keep: int) -> None:
     intact = _intact(checkpoint_paths(root), logging.DEBUG)
     best = _best(intact)
     kept = {c.path for c in intact[-keep:]} | ({best.path} if best else set())
-    doomed = [c.path for c in intact if c.path not in kept]
-    doomed += list(root.glob(".tmp-step_*")) + [p for p in root.glob(".old-step_*") if _is_superseded(p)]
+    doomed = [c.path for c in intact if c.path not in kept] + list(root.glob(".tmp-step_*"))
+    doomed += [p for p in root.glob(".old-step_*") if p.with_name(p.name.removeprefix(".old-")).exists()]
     for path in doomed:
         try:
             shutil.rmtree(path)
@@ -238,10 +231,6 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _is_superseded(aside: Path) -> bool:
-    return aside.with_name(aside.name.removeprefix(".old-")).exists()
-
-
 def _is_relative(name: str) -> bool:
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
@@ -252,17 +241,30 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_json(path: Path, name: str) -> dict[str, Any]:
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint {path} is damaged: {why}")
+
+
+@contextlib.contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Turn an `OSError` for the file `name` of a checkpoint into a `CheckpointError`."""
     try:
-        value = json.loads((path / name).read_bytes())
+        yield
     except FileNotFoundError:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is missing") from None
+        raise _damaged(path, f"{name!r} is missing") from None
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path}: {name!r} cannot be read: {reason(error)}") from error
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    with _reading(path, name):
+        content = (path / name).read_bytes()
+    try:
+        value = json.loads(content)
     except ValueError as error:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is not JSON") from error
+        raise _damaged(path, f"{name!r} is not JSON") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"the checkpoint {path} is damaged: {name!r} is not a JSON object")
+        raise _damaged(path, f"{name!r} is not a JSON object")
     return value
 
 

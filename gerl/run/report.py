@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from gerl.commandline.command import run_command
 from gerl.errors import GerlError
 from gerl.pages.images import thumbnail
 from gerl.pages.page import Card, Picture, descending, render
@@ -58,12 +59,7 @@ def save_validation(
         raise ValueError(f"pixels: expected at most [{len(prompts)}, H, W, 3] uint8, got {pixels.shape} {pixels.dtype}")
     if any(len(values) != len(prompts) for values in (totals, *by_scorer.values())):
         raise ValueError(f"expected {len(prompts)} rewards of each scorer, one per prompt")
-    values = {
-        "step": step,
-        "rewards": finite(totals),
-        "by_scorer": finite(by_scorer),
-        "prompts": list(prompts),
-    }
+    values = {"step": step, "rewards": totals, "by_scorer": by_scorer, "prompts": prompts}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, pixels=pixels)
     path = _validation_path(run_dir, step)
@@ -71,7 +67,7 @@ def save_validation(
         path.parent.mkdir(parents=True, exist_ok=True)
     # The JSON comes last: where it is, the images are complete.
     write_file(path.with_suffix(".npz"), buffer.getvalue())
-    write_file(path, json.dumps(values))
+    write_file(path, json.dumps(finite(values)))
 
 
 def load_validation(run_dir: Path, step: int) -> Validation:
@@ -117,8 +113,8 @@ def write_report(run_dir: Path) -> Path:
         cards=_cards(first, last),
         first_step=first.step if first else None,
         last_step=last.step if last else None,
-        lora=_quoted(_lora(run_dir)),
-        base=_quoted(_base_path(config)),
+        lora=_lora(run_dir),
+        base=_base_path(config),
         config_text=config_text,
     )
     path = run_dir / "report.html"
@@ -151,19 +147,16 @@ def _get(config: dict[str, object], *names: str) -> object:
 
 
 def _base_path(config: dict[str, object]) -> str:
+    """The model as Python code."""
     path = str(_get(config, "model", "path") or "BASE_MODEL")
     # A pipeline that ships with gerl is known to diffusers by its folder only.
     shipped = Path(__file__).parents[1] / "assets" / path
-    return str(shipped) if (shipped / "model_index.json").exists() else path
-
-
-def _quoted(path: str | None) -> str | None:
-    return None if path is None else json.dumps(path, ensure_ascii=False)
+    return json.dumps(str(shipped) if (shipped / "model_index.json").exists() else path, ensure_ascii=False)
 
 
 def _lora(run_dir: Path) -> str | None:
     folders = [path / "lora" for path in checkpoint_paths(run_dir / "checkpoints") if (path / "lora").is_dir()]
-    return str(folders[-1].resolve()) if folders else None
+    return json.dumps(str(folders[-1].resolve()), ensure_ascii=False) if folders else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -188,12 +181,11 @@ def _headline(rows: Rows, first: Validation | None, last: Validation | None) -> 
         )
         return _headline_of("held-out reward", _mean(first.rewards), _mean(last.rewards), change, note)
     for name, label in (("val/reward/mean", "held-out reward"), ("reward/mean", "training reward")):
-        values = series(rows, name)[1]
-        values = values[np.isfinite(values)]
-        if len(values) > 1:
+        values = [value for value in series(rows, name)[1] if np.isfinite(value)]
+        if values[1:]:
             note = f"{label} of the first and the last of {len(values)} measurements"
             return _headline_of(label, values[0], values[-1], f"{values[-1] - values[0]:+.3f}", note)
-        if len(values) == 1:
+        if values:
             return _headline_of(label, values[0], None, None, "measured once so far")
     before = _mean(first.rewards) if first is not None else None
     return _headline_of("held-out reward", before, None, None, "no later measurement yet")
@@ -209,11 +201,9 @@ def _headline_of(
 def _seconds(rows: Rows) -> float:
     """Time of all steps: a step's total where it has one, else the sum of its parts."""
     parts = timing_parts(rows)
-    seconds = 0.0
-    for row in rows:
-        total = next((row[name] for name in TIMING_TOTALS if row.get(name) is not None), None)
-        seconds += sum(row.get(name) or 0.0 for name in parts) if total is None else total
-    return seconds
+    totals = [next((row[name] for name in TIMING_TOTALS if row.get(name) is not None), None) for row in rows]
+    added = [sum(row.get(name) or 0.0 for name in parts) for row in rows]
+    return float(sum(a if total is None else total for total, a in zip(totals, added, strict=True)))
 
 
 def _duration(seconds: float) -> str:
@@ -269,14 +259,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m gerl.run.report", description="Write report.html of a run.")
     parser.add_argument("run_dir", type=Path, help="the folder of the run, with config.yaml and metrics.jsonl")
-    arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        log.info("%s", write_report(arguments.run_dir))
-    except GerlError as error:
-        log.error("%s", error)
-        return 1
-    return 0
+
+    def work(arguments: list[str]) -> None:
+        log.info("%s", write_report(parser.parse_args(arguments).run_dir))
+
+    return run_command(argv, parser.format_help, work, logger=log)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 import contextlib
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +14,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gerl.config import LoggerConfig
 from gerl.errors import ConfigError, GerlError
+from gerl.utils.files import reason, write_file, writing
 
 
 class Sink(Protocol):
@@ -43,7 +42,7 @@ class TensorBoard:
                 "logger.tensorboard=true: tensorboard is not installed; pip install tensorboard, or set the key to "
                 "false"
             ) from None
-        with _writing(folder):
+        with writing(folder):
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None, flush_secs=10)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -73,7 +72,7 @@ class Tracker:
         self.run_dir = run_dir
         self._path = run_dir / "metrics.jsonl"
         self._last_step = -1
-        with _writing(run_dir):
+        with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._cut(start_step)
@@ -82,9 +81,7 @@ class Tracker:
 
     def _cut(self, start_step: int) -> None:
         kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
-        part = self._path.with_suffix(".part")
-        part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(part, self._path)
+        write_file(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._last_step = max((row["step"] for row in kept), default=-1)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -95,7 +92,7 @@ class Tracker:
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         row = {"step": step, **{name: finite.get(name) for name in values}}
-        with _writing(self._path):
+        with writing(self._path):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
             for sink in self._sinks:
@@ -104,7 +101,7 @@ class Tracker:
     def images(self, step: int, name: str, grid: Image.Image) -> Path:
         """Save a picture as `samples/{name}_{step:06d}.png` and show it in every sink; returns its path."""
         path = self.run_dir / "samples" / f"{name}_{step:06d}.png"
-        with _writing(path):
+        with writing(path):
             path.parent.mkdir(exist_ok=True)
             grid.save(path)
             for sink in self._sinks:
@@ -144,9 +141,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -168,7 +163,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise GerlError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise GerlError(f"{path} cannot be read: {reason(error)}") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -182,13 +177,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             ) from None
         rows.append(row)
     return rows
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise GerlError(
-            f"{path} cannot be written: {error.strerror or error}; free space or choose another folder"
-        ) from error

@@ -14,7 +14,7 @@ from gerl.commandline.composition import compose_run
 from gerl.config import ClusterConfig, Config, RewardConfig
 from gerl.errors import ConfigError, DataError
 from gerl.pages.images import thumbnail
-from gerl.protocol import Images, Sample, Scores
+from gerl.protocol import Images, Sample
 from gerl.rewards.checks import check_reward
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, row_of, stop_at_failure
@@ -22,7 +22,8 @@ from gerl.rewards.scorers import SCORERS
 from gerl.run.signals import Signals
 from gerl.run.tracking import image_progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
-from gerl.score.inputs import Item, read_items, read_pixels
+from gerl.score.inputs import Item, read_items
+from gerl.utils.condition_images import read_picture
 
 logger = logging.getLogger("gerl")
 WIDTH = 256  # pixels, to which wider images are reduced in the gallery
@@ -85,7 +86,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
     except DataError as error:
         raise DataError(f"images={request.images}: {error}") from None
     for item in items:
-        read_pixels(item)  # so that one that cannot be read is known before the work
+        read_picture(item.path)  # so that one that cannot be read is known before the work
     make_folder(request.out)
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}
@@ -136,12 +137,14 @@ def score(
         for batch in _batches(together, batch_size):
             chosen = [items[i] for i in batch]
             prompts = [replace(item.prompt, id=ids[item.prompt.text]) for item in chosen]
-            images = Images(0, [read_pixels(item) for item in chosen], 0.0)
+            images = Images(0, [np.asarray(read_picture(item.path)) for item in chosen], 0.0)
             samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
             scoring = manager.open([samples])
             scoring.add(0, Pending("image reader", value=images))
             (scores,) = scoring.finish()
-            yield batch, [_scored(item, images.pixels[i], scores, i) for i, item in enumerate(chosen)]
+            shown = [thumbnail(pixels, WIDTH) for pixels in images.pixels]
+            places = [(item.path, item.name, item.prompt.text) for item in chosen]
+            yield batch, [ScoredImage(*places[i], shown[i], *row_of(scores, i)) for i in range(len(chosen))]
 
 
 def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:
@@ -154,10 +157,6 @@ def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:
         batch = batch + members
     if batch:
         yield batch
-
-
-def _scored(item: Item, pixels: np.ndarray, scores: Scores, i: int) -> ScoredImage:
-    return ScoredImage(item.path, item.name, item.prompt.text, thumbnail(pixels, WIDTH), *row_of(scores, i))
 
 
 def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage]) -> None:

@@ -1,18 +1,12 @@
 """Image files and their prompts: a folder, a file, or a list with columns of its own."""
 
-import csv
-import io
 import re
-import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
-from PIL import Image, ImageOps
 
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
-from gerl.utils.dataset import load_prompts
+from gerl.utils.dataset import load_prompts, read_rows, read_text
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 TABLES = (".jsonl", ".csv")
@@ -82,70 +76,19 @@ def _sidecar(file: Path) -> str:
         raise DataError(
             f"{file} has no prompt: write it to {beside.name} beside it, or give prompts=FILE or prompt=TEXT"
         )
-    text = _text(beside).strip()
+    text = read_text(beside).strip()
     if not text:
         raise DataError(f"{beside} is empty: write the prompt of {file.name} into it")
     return text
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as UTF-8 text ({error}): save it anew") from None
-
-
 def _listed(path: Path, prompt_key: str) -> list[Item]:
     """The items of a .jsonl or .csv file."""
-    prompts = (
-        load_prompts(str(path), prompt_key, pictures=False)
-        if path.suffix.lower() == ".jsonl"
-        else _csv(path, prompt_key)
-    )
     items = []
-    for prompt in prompts:
+    for where, prompt in read_rows(path, prompt_key):
         image = prompt.metadata.get("image")
         if not isinstance(image, str) or not image:
-            raise DataError(f"{path}, row {prompt.id + 1} has image={image!r}: give the path of the image there")
+            raise DataError(f"{where} has image={image!r}: give the path of the image there")
         metadata = {name: value for name, value in prompt.metadata.items() if name != "image"}
-        file = path.parent / Path(image).expanduser()
-        items.append(Item(file, image, Prompt(prompt.id, prompt.text, metadata)))
+        items.append(Item(path.parent / Path(image).expanduser(), image, replace(prompt, metadata=metadata)))
     return items
-
-
-def _csv(path: Path, prompt_key: str) -> list[Prompt]:
-    """The rows of a .csv file with a header; an empty cell is no metadata."""
-    prompts = []
-    try:
-        for i, row in enumerate(csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)):
-            if None in row:
-                raise DataError(f"{path}, row {i + 1} has more cells than the header: quote what has a comma in it")
-            cells = {name: value for name, value in row.items() if value}
-            if not (text := cells.pop(prompt_key, "").strip()):
-                raise DataError(
-                    f"{path}, row {i + 1} has no {prompt_key!r}: add it, or name its column in data.prompt_key"
-                )
-            prompts.append(Prompt(i, text, cells))
-    except csv.Error as error:
-        raise DataError(f"{path} is no readable .csv file ({error}): write it anew") from None
-    if not prompts:
-        raise DataError(f"{path} has no rows: put a header with image and {prompt_key} and at least one row in it")
-    return prompts
-
-
-def read_pixels(item: Item) -> np.ndarray:
-    """The image [H, W, 3] uint8, turned upright; transparency is dropped, as pipelines do.
-
-    Raises:
-        DataError: it is missing, cannot be read, or has more than 8 bits a channel.
-    """
-    try:
-        with Image.open(item.path) as image:
-            if image.mode[0] in "IF":
-                raise DataError(f"{item.path} has more than 8 bits a channel (mode {image.mode}): save it with 8")
-            upright: Image.Image = ImageOps.exif_transpose(image)
-            return np.asarray(upright.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        why = "does not exist" if missing else f"cannot be read as an image ({' '.join(str(error).split())})"
-        raise DataError(f"{item.path} {why}: {'correct the path' if missing else 'replace or remove it'}") from None

@@ -1,6 +1,7 @@
 """Pictures that belong to a prompt: to be edited, inpainted, followed. Columns of the prompt file name their files."""
 
 import inspect
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -9,6 +10,7 @@ from PIL import Image, ImageOps
 
 from gerl.errors import DataError
 from gerl.protocol import Prompt
+from gerl.utils.files import reason
 
 # Columns that become the pipeline's arguments of the same name: the path of a picture, or a list of paths.
 COLUMNS = ("image", "mask_image", "control_image")
@@ -68,11 +70,19 @@ def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | l
     }
 
 
-def read_picture(path: str) -> Image.Image:
-    """The picture, turned upright, without transparency; raises `DataError` if it cannot be read."""
+def read_picture(path: str | Path) -> Image.Image:
+    """The picture in RGB, turned upright; transparency is dropped, as pipelines do.
+
+    Raises:
+        DataError: it is missing, cannot be read, or has more than 8 bits a channel.
+    """
     try:
         with Image.open(path) as image:
+            if image.mode[0] in "IF":
+                raise DataError(f"{path} has more than 8 bits a channel (mode {image.mode}): save it with 8")
             upright: Image.Image = ImageOps.exif_transpose(image)
             return upright.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path} cannot be read as an image ({' '.join(str(error).split())}): replace it") from None
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist: correct the path") from None
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} cannot be read as an image ({reason(error)}): replace or remove it") from None

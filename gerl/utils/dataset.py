@@ -1,9 +1,11 @@
 """Prompt files, and which prompts a trainer step uses."""
 
+import csv
 import difflib
 import hashlib
+import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,33 +19,41 @@ Row = dict[str, object]  # column -> value
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
-def load_prompts(source: str, prompt_key: str = "prompt", pictures: bool = True) -> list[Prompt]:
+def load_prompts(source: str, prompt_key: str = "prompt") -> list[Prompt]:
     """Read a prompt file; ids are 0, 1, ... in file order.
 
     `source` is a .txt (a prompt per line), .jsonl or .parquet file, relative paths from the current directory, or the
-    bare name of a list shipped with gerl. Blank lines are skipped. Columns other than `prompt_key` become metadata;
-    with `pictures`, those that name pictures hold absolute paths.
+    bare name of a list shipped with gerl. Blank lines are skipped. Columns other than `prompt_key` become metadata,
+    those that name pictures with absolute paths.
 
     Raises:
         DataError: the file is missing, empty, unreadable, or has a row without a prompt or with a picture that is not
             there.
     """
     path = resolve(source)
+    return [
+        replace(prompt, metadata=with_absolute_paths(prompt.metadata, path.parent, where))
+        for where, prompt in read_rows(path, prompt_key)
+    ]
+
+
+def read_rows(path: Path, prompt_key: str) -> list[tuple[str, Prompt]]:
+    """The prompts of a .txt, .jsonl, .csv (with a header) or .parquet file as they are, each with where it stands.
+
+    An empty cell of a .csv file is no metadata. Errors as in `load_prompts`.
+    """
     rows: list[tuple[str, Row]]
-    match path.suffix:
+    match path.suffix.lower():
         case ".txt":
             rows = [(where, {prompt_key: text}) for where, text in _lines(path)]
         case ".jsonl":
             rows = [(where, _json_row(line, where)) for where, line in _lines(path)]
-        case _:
-            rows = [(f"{path}, row {n}", row) for n, row in enumerate(_parquet_rows(path), start=1)]
+        case suffix:
+            table = _csv_rows(path) if suffix == ".csv" else _parquet_rows(path)
+            rows = [(f"{path}, row {n}", row) for n, row in enumerate(table, start=1)]
     if not rows:
         raise DataError(f"{path} has no prompts: put at least one in it, one per line or row")
-    prompts = []
-    for i, (where, row) in enumerate(rows):
-        text, metadata = _split(row, prompt_key, where)
-        prompts.append(Prompt(i, text, with_absolute_paths(metadata, path.parent, where) if pictures else metadata))
-    return prompts
+    return [(where, Prompt(i, *_split(row, prompt_key, where))) for i, (where, row) in enumerate(rows)]
 
 
 def fingerprint(source: str) -> str:
@@ -129,14 +139,18 @@ def _bytes(path: Path) -> bytes:
         raise DataError(f"prompt file {path} cannot be read ({error.strerror}): check its permissions") from error
 
 
-def _lines(path: Path) -> list[tuple[str, str]]:
-    """(file:line, text) of every line that is not blank, without surrounding whitespace."""
+def read_text(path: Path) -> str:
+    """The text of a prompt file; raises `DataError` if it cannot be read as UTF-8."""
     try:
-        text = _bytes(path).decode("utf-8-sig")
+        return _bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"prompt file {path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+
+
+def _lines(path: Path) -> list[tuple[str, str]]:
+    """(file:line, text) of every line that is not blank, without surrounding whitespace."""
     # Not splitlines(): it also breaks at characters such as U+2028, which are legal inside JSON strings.
-    lines = enumerate(text.replace("\r\n", "\n").split("\n"), start=1)
+    lines = enumerate(read_text(path).replace("\r\n", "\n").split("\n"), start=1)
     return [(f"{path}:{n}", line.strip()) for n, line in lines if line.strip()]
 
 
@@ -148,6 +162,17 @@ def _json_row(line: str, where: str) -> Row:
     if not isinstance(row, dict):
         raise DataError(f'{where} is not a JSON object: write rows such as {{"prompt": "a red cube"}}')
     return row
+
+
+def _csv_rows(path: Path) -> list[Row]:
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path} is no readable .csv file ({error}): write it anew") from None
+    for n, row in enumerate(rows, start=1):
+        if None in row:
+            raise DataError(f"{path}, row {n} has more cells than the header: quote what has a comma in it")
+    return [{name: value for name, value in row.items() if value} for row in rows]
 
 
 def _parquet_rows(path: Path) -> list[Row]:

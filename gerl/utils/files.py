@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 from gerl.errors import ConfigError, GerlError
 
 
-def reason(error: OSError) -> str:
-    """What the operating system said, without the number and path that the sentence around it has."""
-    return error.strerror or str(error)
+def reason(error: Exception) -> str:
+    """An error's own words on one line; of the operating system, without number and path, which the sentence has."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or " ".join(str(error).split()) or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -26,7 +27,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise GerlError(f"{path} cannot be written: {reason(error)}; free space there") from error
+        raise GerlError(f"{path} cannot be written: {reason(error)}; free space or choose another folder") from error
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -69,6 +70,5 @@ def write_atomically(out: Path, fill: Callable[[Path], None]) -> list[Path]:
                 (out / file).parent.mkdir(parents=True, exist_ok=True)
                 (Path(name) / file).replace(out / file)
     except (OSError, SafetensorError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"out={out}: the files cannot be written ({why}); choose another folder") from None
+        raise ConfigError(f"out={out}: the files cannot be written ({reason(error)}); choose another folder") from None
     return [out / file for file in files]

@@ -38,36 +38,24 @@ def compute_score(images, prompts, metadata, fails=None, kill=None):
     return [float("nan") if p == fails else float(np.asarray(i).mean()) / 255 for i, p in zip(images, prompts)]
 """
 
+SMALL = [f"sampling.{key}" for key in ("height=16", "width=16", "num_inference_steps=2")]
+SMALL += ["cluster.launcher=local", "logger.progress=false"]
+
 
 @pytest.fixture(scope="module")
 def run(train: Callable[..., Any], workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of two steps that validates and saves after each, and learns fast."""
-    keys = {
-        "validation.data": workplace / "val.txt",
-        "validation.every": 1,
-        "validation.micro_batch_size": 3,
-        "validation.num_inference_steps": 3,
-        "checkpoint.every": 1,
-        "actor.lr": 0.05,
-    }
-    return train(tmp_path_factory.mktemp("evaluated") / "run", **{k.replace(".", "__"): v for k, v in keys.items()})
+    validation = ("validation.every=1", "validation.micro_batch_size=3", "validation.num_inference_steps=3")
+    keys = (f"validation.data={workplace / 'val.txt'}", *validation, "checkpoint.every=1", "actor.lr=0.05")
+    return train(tmp_path_factory.mktemp("evaluated") / "run", *keys)
 
 
 @pytest.fixture
 def scorer(tmp_path: Path) -> Callable[..., list[str]]:
     """Keys that put a scorer of these tests in the place of the run's."""
     (tmp_path / "mine.py").write_text(SCORER)
-    path = f"reward.scorers.mine.path={tmp_path / 'mine.py'}"
-
-    def build(*kwargs: str) -> list[str]:
-        return [
-            "~reward.scorers.bright",
-            path,
-            f"reward.scorers.mine.kwargs={{{', '.join(kwargs)}}}",
-            "reward.retries=0",
-        ]
-
-    return build
+    keys = ["~reward.scorers.bright", f"reward.scorers.mine.path={tmp_path / 'mine.py'}", "reward.retries=0"]
+    return lambda *kwargs: [*keys, f"reward.scorers.mine.kwargs={{{', '.join(kwargs)}}}"]
 
 
 def scores(out: Path) -> list[dict[str, str]]:
@@ -126,37 +114,19 @@ def test_another_experiment_takes_the_keys_and_files_it_is_given(
     folder = tmp_path / "cute"
     shutil.copytree(run.checkpoint(1) / "lora", folder)
     (folder / "pytorch_lora_weights.safetensors").rename(folder / "other.safetensors")
-    sampling = [
-        "sampling.height=16",
-        "sampling.width=16",
-        "sampling.num_inference_steps=2",
-        "sampling.guidance_scale=1",
-    ]
-    found = gerl.evaluate(
-        str(model),
-        folder,
-        str(prompts),
-        experiment="plain",
-        overrides=[
-            *(*sampling, "sampling.call={max_sequence_length: 8}", "data.prompt_key=text", "validation.max_prompts=2"),
-            *(*scorer()[1:], "cluster.launcher=local", "logger.progress=false"),
-        ],
-    )
-    assert [(row.prompt, row.variant) for row in found.rows] == [
-        ("one", BASE), ("two", BASE), ("one", "cute"), ("two", "cute"),
-    ]  # fmt: skip
+    keys = [*SMALL, "sampling.guidance_scale=1", "sampling.call={max_sequence_length: 8}", *scorer()[1:]]
+    keys += ["data.prompt_key=text", "validation.max_prompts=2"]
+    found = gerl.evaluate(str(model), folder, str(prompts), experiment="plain", overrides=keys)
+    drawn = [(row.prompt, row.variant) for row in found.rows]
+    assert drawn == [("one", BASE), ("two", BASE), ("one", "cute"), ("two", "cute")]
     assert list(found.results) == ["total", "mine"]
 
 
 def test_a_scheduler_that_the_kernel_of_the_configuration_does_not_fit_draws_all_the_same(tmp_path: Path) -> None:
     tiny.sd15().save_pretrained(tmp_path / "sd15")
     (tmp_path / "p.txt").write_text("a\n")
-    keys = ["sampling.height=16", "sampling.width=16", "sampling.num_inference_steps=2", "logger.progress=false"]
-    found = gerl.evaluate(
-        str(tmp_path / "sd15"),
-        prompts=str(tmp_path / "p.txt"),
-        overrides=[*keys, "cluster.launcher=local", "reward.scorers.sharpness.weight=1"],
-    )
+    keys = [*SMALL, "reward.scorers.sharpness.weight=1"]
+    found = gerl.evaluate(str(tmp_path / "sd15"), prompts=str(tmp_path / "p.txt"), overrides=keys)
     assert [row.variant for row in found.rows] == [BASE] and list(found.results) == ["total", "sharpness"]
 
 
@@ -174,9 +144,8 @@ def test_a_signal_keeps_the_prompts_that_were_finished(
 ) -> None:
     arguments = [f"lora.mine={run.checkpoint(2)}", f"out={tmp_path / 'out'}", *scorer("kill: x y")]
     assert main(arguments) == 128 + signal.SIGTERM
-    assert [(row["prompt_id"], row["variant"]) for row in scores(tmp_path / "out")] == [
-        (str(i), variant) for variant in (BASE, "mine") for i in range(3)
-    ]
+    found = [(row["variant"], row["prompt_id"]) for row in scores(tmp_path / "out")]
+    assert found == [(variant, str(i)) for variant in (BASE, "mine") for i in range(3)]
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["complete"] is False
     assert (tmp_path / "out" / "gallery.html").exists()
 
@@ -198,15 +167,11 @@ def test_an_image_without_a_score_is_listed_or_stops(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ([], 2, "out is missing: give out=folder for scores.csv"),
-        (["out= "], 2, "out is empty"),
-        (["signs", "out=x"], 2, "signs: expected key=value"),
-        (["out=x", "prmopts=a"], 2, "prmopts: evaluation has no such key; did you mean 'prompts'?"),
+        ([], 2, "out is missing: give out="),
         (["out=x", "trainer.steps=5"], 2, "trainer.steps: evaluation has no such key; it has model, lora"),
         (["out=x", "sampling.hight=5"], 2, "did you mean 'sampling.height'"),
-        (["out=x", "images=0"], 2, "images=0: it must be a number of images, at least 1"),
-        (["out=x", "images=two"], 2, "images=two: it must be"),
-        (["out=x", "lora=nowhere"], 2, "lora=nowhere: there is no such file or folder; give a LoRA: file or folder"),
+        (["out=x", "images=0"], 2, "images=0: it must be"),
+        (["out=x", "lora=nowhere"], 2, "lora=nowhere: there is no such file or folder; give a LoRA"),
         (["out=x", "lora=."], 2, "has no pytorch_lora_weights.safetensors"),
         (["out=x", "validation.data=null"], 2, "prompts is missing, and signs has no validation.data"),
         (["out=x", "prompts=gone.txt"], 1, "prompts=gone.txt: prompt file gone.txt does not exist"),
@@ -238,13 +203,6 @@ def test_several_files_and_a_lora_of_another_model_are_refused(
     given = [f"lora={run.checkpoint(1)}", f"out={tmp_path / 'out'}", f"model={SHIPPED[0]}"]
     assert main(given) == 1
     assert "the LoRA does not fit transformer of StableDiffusion3Pipeline" in capsys.readouterr().err
-
-
-def test_the_help_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert "lora.NAME=" in text and "validation.micro_batch_size" in text and "trainer." not in text
-    assert all(len(line) <= 250 for line in text.splitlines())
 
 
 def test_the_package_stays_light_and_its_function_keeps_working() -> None:

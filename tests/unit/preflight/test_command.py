@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from torch.utils.hooks import RemovableHandle
 from training import config
 
 from gerl.algorithms import build_algorithm
@@ -31,28 +32,20 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> HybridWorker:
     return worker
 
 
-class Full:
-    """A denoiser that runs out of memory for batches of more than so many rows, with gradient or without."""
+def full(worker: HybridWorker, drawing: int, training: int) -> RemovableHandle:
+    """While entered, memory runs out for batches of more than so many rows, without gradient and with it."""
 
-    def __init__(self, worker: HybridWorker, drawing: int, training: int) -> None:
-        self.limits, self.worker = (drawing, training), worker
-
-    def __enter__(self) -> None:
-        transformer = self.worker.policy.denoisers["transformer"]
-        self.hook = transformer.register_forward_pre_hook(self.check, with_kwargs=True)
-
-    def __exit__(self, *_: object) -> None:
-        self.hook.remove()
-
-    def check(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if len(kwargs["hidden_states"]) > self.limits[torch.is_grad_enabled()]:
+    def check(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if len(kwargs["hidden_states"]) > (drawing, training)[torch.is_grad_enabled()]:
             raise torch.OutOfMemoryError("CUDA out of memory")
+
+    return worker.policy.denoisers["transformer"].register_forward_pre_hook(check, with_kwargs=True)
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved(worker: HybridWorker) -> None:
     bench, report = Bench(worker, Prompt(0, "a red fox")), Report("tiny", "awm")
     first = bench.run(1, 1)
-    with Full(worker, drawing=5, training=2):
+    with full(worker, drawing=5, training=2):
         runs = further_runs(bench, first, report)
     assert [(run.drawn, run.trained) for run in runs] == [(4, 2)]
     (problem,) = report.problems
@@ -62,7 +55,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved(worker: HybridWorker) -> None
 
 def test_one_image_that_does_not_fit_ends_it(worker: HybridWorker) -> None:
     bench = Bench(worker, Prompt(0, "a red fox"))
-    with Full(worker, drawing=8, training=0), pytest.raises(TooLarge, match=r"the update of a micro-batch of 1: use"):
+    with full(worker, drawing=8, training=0), pytest.raises(TooLarge, match=r"the update of a micro-batch of 1: use"):
         bench.run(1, 1)
 
 

@@ -1,4 +1,4 @@
-"""What a preflight says about its numbers."""
+"""From one micro-batch to a step, in sums that can be done by hand, and what a preflight says about its numbers."""
 
 import math
 from dataclasses import replace
@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from training import config
 
+from gerl.config import Config, ValidationConfig
 from gerl.preflight.findings import Report, duration, judge_batches, judge_memory, judge_run, size
-from gerl.preflight.forecast import Memory, Run, Seconds
+from gerl.preflight.forecast import Memory, Run, Seconds, busiest, forecast_memory, forecast_seconds, rows_of, sized
 from gerl.preflight.inventory import Component
 from gerl.preflight.measure import Usage
 from gerl.protocol import Prompt, RolloutTask, Sample, SamplingProbe, Segment
 
-RUN = Run(4, 4, 4, Usage(8.0, 1), Usage(4.0, 1), 0.5, 40, 0.0, True, {"transformer": 3}, "image")
+RUN = Run(4, 4, 2, Usage(8.0, 1400), Usage(4.0, 1200), 0.5, 40, 0.0, True, {"transformer": 3}, "image")
 PROBE = SamplingProbe(1e-6, [])
 GB = 10**9
 
@@ -66,11 +67,7 @@ def test_sentences_on_a_run(changes: dict[str, Any], problems: list[str], warnin
 )
 def test_sentences_on_batches(sizes: tuple[int, ...], workers: int, updates: int, words: list[str]) -> None:
     c = config("flow_grpo")
-    c = replace(
-        c,
-        rollout=replace(c.rollout, micro_batch_size=sizes[0]),
-        actor=replace(c.actor, updates_per_step=updates, micro_batch_size=None),
-    )
+    c = replace(sized(c, sizes[0], sizes[0]), actor=replace(c.actor, updates_per_step=updates))
     said = list(judge_batches(c, tasks(*sizes), workers, sum(sizes)))
     assert len(said) == len(words) and all(word in s for word, s in zip(words, said, strict=True)), said
 
@@ -103,12 +100,9 @@ def test_the_text_and_the_json() -> None:
     assert made.as_json()["components"][0]["targets"] == ["b.*.to_q", "b.*.to_k"]
 
 
-def test_an_early_end_leaves_a_text() -> None:
+def test_an_early_end_and_an_algorithm_without_a_ratio_leave_a_text() -> None:
     early = Report("tiny", "flow_grpo", problems=["no model"])
     assert early.text(config("flow_grpo")) == "\n\nproblem: no model" and early.as_json()["run"] is None
-
-
-def test_why_there_is_no_ratio() -> None:
     unguided, forward = report(probe=None), report(probe=None, max_ratio_deviation=None, algorithm="awm")
     assert "with algorithm.cfg=off" in unguided.text(config("flow_grpo"))
     assert "none: awm compares no probabilities" in forward.text(config("flow_grpo"))
@@ -117,3 +111,40 @@ def test_why_there_is_no_ratio() -> None:
 def test_numbers_to_read() -> None:
     assert [size(n) for n in (None, 5e5, 2e6, 3.25e9)] == ["not known", "0.5 MB", "2.0 MB", "3.2 GB"]
     assert [duration(s) for s in (3.21, 45.0, 200.0, 9000.0)] == ["3.2 s", "45 s", "3 min", "2.5 h"]
+
+
+def test_the_worker_with_most_images_decides() -> None:
+    assert [busiest(tasks(4, 4, 4, 2), workers) for workers in (2, 4, 1)] == [8, 4, 14]
+    # two updates of (4, 4) and (4, 2): 4 + 4 images for the busier worker, 2 s an image drawn, 1 s trained
+    two = replace(config("flow_grpo"), actor=replace(config("flow_grpo").actor, updates_per_step=2))
+    found = forecast_seconds(two, tasks(4, 4, 4, 2), 2, RUN, share=1.0)
+    assert (found.images, found.images_per_worker) == (14, 8)
+    assert (found.rollout, found.update, found.step) == (16.0, 8.0 + 2 * 0.5, 25.0)
+    assert forecast_seconds(two, tasks(4, 4, 4, 2), 2, RUN, share=0.25).update == 2.0 + 2 * 0.5
+
+
+@pytest.mark.parametrize(
+    ("capacity", "rollout", "update"),
+    # 10 bytes for each of 20 images are held; without them the rollout takes 1000 + 90 n, the update 960 + 100 n
+    [(None, None, None), (10_000, 20, 20), (2000, 6, 6), (1700, 3, 3), (1000, 0, 0)],
+)
+def test_the_largest_micro_batch(capacity: int | None, rollout: int | None, update: int | None) -> None:
+    c = replace(config("flow_grpo"), validation=ValidationConfig(micro_batch_size=32))
+    small = replace(RUN, images=1, drawn=1, trained=1, rollout=Usage(2, 1100), update=Usage(1, 1070), trajectories=10)
+    found = forecast_memory(c, [small, RUN], RUN, 20, range(1, 21), capacity)
+    assert (found.trajectories, found.rollout, found.update) == (200, 1560, 1360)
+    assert (found.largest_rollout, found.largest_update) == (rollout, update)
+    assert found.validation == 1000 + 90 * 32
+
+
+def test_what_is_not_measured_is_not_known() -> None:
+    blind = replace(RUN, rollout=Usage(8.0, None), update=Usage(4.0, None))
+    found = forecast_memory(config("flow_grpo"), [blind, blind], blind, 20, range(1, 21), 10_000)
+    assert (found.rollout, found.update, found.largest_rollout, found.validation) == (None, None, None, None)
+
+
+def test_sizes() -> None:
+    changed: Config = sized(config("flow_grpo"), 6, 3)
+    assert (changed.rollout.micro_batch_size, changed.actor.micro_batch_size, changed.rollout.n) == (6, 3, 4)
+    segments: list[Any] = [Segment((0, 1), (0, 1), (), ()), Segment((0, 1, 2), (0, 1, 2), (), ())]
+    assert rows_of(segments) == 3

@@ -20,18 +20,14 @@ def test_the_peak_is_that_of_the_work() -> None:
         assert large.peak >= small.peak
 
 
-def files(folder: Path, **texts: str) -> None:
-    (folder / "self").mkdir()
-    for name, text in texts.items():
-        (folder / name.replace("_", "/")).write_text(text)
-
-
 def test_capacity_is_what_is_free_and_what_the_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "PROC", tmp_path)
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(measure, "LIMITS", (limit,))
     assert capacity("cpu") is None
-    files(tmp_path, meminfo="MemTotal: 9 kB\nMemAvailable:   6 kB\n", self_status="Name: x\nVmRSS:\t 2 kB\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   6 kB\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text("Name: x\nVmRSS:\t 2 kB\n")
     assert capacity("cpu") == 8 * 1024
     limit.write_text("max\n")
     assert capacity("cpu") == 8 * 1024

@@ -99,34 +99,27 @@ def test_replacement_killed_half_way_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["missing", "altered", "cut"])
 def test_damage_is_named(tmp_path: Path, name: str, damage: str) -> None:
     path = save_checkpoint(tmp_path, 1, FILES, {"step": 1})
-    file = path / name
-    content = file.read_bytes()
-    match damage:
-        case "missing":
-            file.unlink()
-        case "altered":
-            file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-        case "cut":
-            file.write_bytes(content[:-1])
+    content = (path / name).read_bytes()
+    (path / name).unlink()
+    if damage != "missing":
+        (path / name).write_bytes(content[:-1] if damage == "cut" else bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)
     assert str(path) in str(caught.value) and name in str(caught.value)
 
 
-@pytest.mark.parametrize("manifest", [[], {}, {"step": 1, "files": []}, {"step": 1, "files": {"../x": {"size": 1}}}])
-def test_foreign_manifest(tmp_path: Path, manifest: object) -> None:
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        *((foreign, r"manifest\.json") for foreign in ([], {}, {"step": 1, "files": []})),
+        ({"step": 1, "files": {"../x": {"size": 1}}}, r"manifest\.json"),
+        ({"step": 1, "files": {"../x": {"size": 0, "sha256": ""}, "state.json": {"size": 0, "sha256": ""}}}, "outside"),
+    ],
+)
+def test_foreign_manifest(tmp_path: Path, manifest: object, said: str) -> None:
     path = save_checkpoint(tmp_path, 1, FILES, {})
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        load_checkpoint(path)
-
-
-def test_manifest_cannot_point_outside(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, FILES, {})
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["../secret"] = {"sha256": "", "size": 0}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="outside"):
+    with pytest.raises(CheckpointError, match=said):
         load_checkpoint(path)
 
 

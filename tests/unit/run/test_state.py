@@ -34,16 +34,8 @@ def test_a_checkpoint_from_before_the_record_had_the_policy_version() -> None:
     assert RunState.of(Checkpoint(Path(), 3, values, ())).policy_version == 5
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"worker": None}, "worker"),
-        ({"worker": {}}, "worker"),
-        ({"step": "three"}, "step"),
-        ({"unlogged": 1}, "unlogged"),
-    ],
-)
-def test_a_damaged_record_is_an_error_that_names_the_entry(change: dict[str, Any], named: str) -> None:
-    values = json.loads(json.dumps(STATE.to_json())) | change
+@pytest.mark.parametrize(("named", "value"), [("worker", None), ("worker", {}), ("step", "three"), ("unlogged", 1)])
+def test_a_damaged_record_is_an_error_that_names_the_entry(named: str, value: Any) -> None:
+    values = json.loads(json.dumps(STATE.to_json())) | {named: value}
     with pytest.raises(CheckpointError, match=rf"no usable {named}; .*checkpoint\.resume=never"):
         RunState.of(Checkpoint(Path("run/checkpoints/step_3"), 3, values, ()))

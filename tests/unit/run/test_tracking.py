@@ -3,6 +3,7 @@ import logging
 import math
 import sys
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 from PIL import Image
@@ -22,10 +23,7 @@ def test_one_valid_json_object_per_step(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines()  # before close: every line is flushed
 
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]  # a NaN is no JSON
     assert rows == [
         {"step": 0, "val/reward/mean": 0.5},
         {"step": 1, "reward/mean": None, "actor/kl": None, "actor/lr": 1.0},
@@ -88,27 +86,18 @@ def test_images_and_tensorboard(tmp_path: Path) -> None:
 
 
 def test_every_sink_gets_what_is_finite_and_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Notes:
-        def __init__(self) -> None:
-            self.seen: list[object] = []
-
-        def log(self, step: int, metrics: dict[str, float]) -> None:
-            self.seen.append((step, metrics))
-
-        def image(self, step: int, name: str, picture: Image.Image) -> None:
-            self.seen.append((step, name, picture.size))
-
-        def close(self) -> None:
-            self.seen.append("closed")
-
-    sinks = [Notes(), Notes()]
+    sinks, picture = [Mock(), Mock()], Image.new("RGB", (8, 4))
     monkeypatch.setattr(tracking, "open_sinks", lambda *_: sinks)
     tracker = Tracker(tmp_path, PLAIN)
     tracker.log(2, {"reward/mean": 0.25, "actor/kl": math.nan})
-    tracker.images(2, "train", Image.new("RGB", (8, 4)))
+    tracker.images(2, "train", picture)
     tracker.close()
     for sink in sinks:
-        assert sink.seen == [(2, {"reward/mean": 0.25}), (2, "samples/train", (8, 4)), "closed"]
+        assert sink.mock_calls == [
+            call.log(2, {"reward/mean": 0.25}),
+            call.image(2, "samples/train", picture),
+            call.close(),
+        ]
 
 
 def test_progress_shows_reward_and_keeps_log_records(capsys: pytest.CaptureFixture[str]) -> None:

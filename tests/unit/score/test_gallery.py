@@ -34,14 +34,10 @@ def test_a_summary_is_of_the_values_there_are() -> None:
     assert len(summary.bins) == BINS and sum(summary.bins) == 4 and summary.bins[0] == summary.bins[-1] == 1
 
 
-@pytest.mark.parametrize("value", [0.0, -3.0, 1e300])
-def test_equal_values_have_no_histogram(value: float) -> None:
-    summary = summarise("a", [value, value])
-    assert summary.bins == [] and summary.low == summary.high == value
-
-
-def test_values_one_float_apart_are_summarised() -> None:
-    assert summarise("a", [1.0, np.nextafter(1.0, 2.0)]).count == 2
+@pytest.mark.parametrize("values", [(0.0, 0.0), (-3.0, -3.0), (1e300, 1e300), (1.0, np.nextafter(1.0, 2.0))])
+def test_equal_values_have_no_histogram(values: tuple[float, float]) -> None:
+    summary = summarise("a", values)
+    assert summary.bins == [] and summary.count == 2 and (summary.low, summary.high) == values
 
 
 def test_a_column_without_values_has_no_statistics() -> None:
@@ -53,16 +49,13 @@ def test_the_best_come_first_and_what_has_no_total_last(tmp_path: Path) -> None:
     cards = [card("b", 0.0), card("none", None, "x: broke"), card("c", -1.0), card("a", 2.0)]
     _, seen = page(tmp_path, cards)
     assert seen.values == [[2.0], [0.0], [-1.0], [None]]
-    assert [word for word in seen.words if word.startswith("prompt of")] == [
-        f"prompt of {n}" for n in "a b c none".split()
-    ]
+    prompts = [word.removeprefix("prompt of ") for word in seen.words if word.startswith("prompt of ")]
+    assert prompts == ["a", "b", "c", "none"]
 
 
 def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     text, seen = page(tmp_path, [card("a", 1.0)])
-    assert seen.loaded == [PIXEL]
-    assert "http://" not in text and "https://" not in text and "@import" not in text and "url(" not in text
-    assert "default-src 'none'" in text
+    assert seen.loaded == [PIXEL] and "default-src 'none'" in text
 
 
 def test_prompts_names_and_reasons_are_shown_as_text(tmp_path: Path) -> None:
