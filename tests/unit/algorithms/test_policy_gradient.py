@@ -34,18 +34,20 @@ def log_prob_gradient(training: Training, weights: dict[int, float], scale: floa
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "flow_dppo"])
-def test_on_policy_the_gradient_is_that_of_reinforce(name: str, plain: Training) -> None:
-    found, stats = plain.gradient(CREDIT, algorithm=build_algorithm(config(name)))
+def test_on_policy_the_gradient_is_that_of_reinforce(name: str) -> None:
+    training = Training(config(name))
+    found, stats = training.gradient(CREDIT)
     assert stats.ratio_deviation == 0 and stats.pairs == 24
-    assert relative(found, log_prob_gradient(plain, dict.fromkeys(range(3), 1.0), 1 / 24)) < 1e-6
+    assert relative(found, log_prob_gradient(training, dict.fromkeys(range(3), 1.0), 1 / 24)) < 1e-6
 
 
-def test_guard_weighs_each_step_by_its_std(plain: Training) -> None:
-    found, stats = plain.gradient(CREDIT, algorithm=build_algorithm(config("grpo_guard")))
-    (_, _, (tape,)) = plain.tasks[0]
+def test_guard_weighs_each_step_by_its_std() -> None:
+    training = Training(config("grpo_guard"))
+    found, stats = training.gradient(CREDIT)
+    (_, _, (tape,)) = training.tasks[0]
     stds = {k: tape.steps[k].rule.std for k in range(3)}
     assert stats.ratio_deviation == 0
-    assert relative(found, log_prob_gradient(plain, stds, 1 / 24)) < 1e-5  # the bias has no gradient on policy
+    assert relative(found, log_prob_gradient(training, stds, 1 / 24)) < 1e-5  # the bias has no gradient on policy
 
 
 def test_timestep_weights(plain: Training) -> None:
