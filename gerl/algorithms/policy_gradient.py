@@ -24,10 +24,10 @@ class PolicyGradient(Algorithm):
 
     settings: PolicyGradientConfig
 
-    @property
-    def needs_all_samples(self) -> bool:  # type: ignore[override]
-        """A sample without advantage still has a distance to the base model."""
-        return self.settings.kl_coef > 0 and not self.settings.subtracts_kl
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        # a sample without advantage still has a distance to the base model
+        self.needs_all_samples = self.settings.kl_coef > 0 and not self.settings.subtracts_kl
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         # without guidance the recorded log-probability, that of the guided policy, is another policy's
@@ -54,7 +54,9 @@ class PolicyGradient(Algorithm):
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
             losses, metrics = self.policy_loss(step, credit[:, k])
-            kl = self._kl(step, reference[k]).mean() if reference else torch.zeros((), device=credit.device)
+            kl = torch.zeros((), device=credit.device)
+            if reference:
+                kl = self._kl(reference[k], step.mean, step.log_prob, step.model_output).mean()
             total = weights[k] * losses.mean() + settings.kl_coef * kl
             stats += _sums(len(rows), float(total.detach()), float(kl.detach()), metrics)
             return total * (len(rows) / num_pairs)
@@ -69,18 +71,14 @@ class PolicyGradient(Algorithm):
             replay(policy.pipe, tape, lambda k, step: kept.update({k: step}), grad=False, **options)
         return kept
 
-    def _kl(self, step: ReplayedStep, reference: ReplayedStep) -> torch.Tensor:
+    def _kl(
+        self, base: ReplayedStep, mean: torch.Tensor, log_prob: torch.Tensor, output: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """KL `[B]` to the base model's step of what a policy computed there."""
         return kl_divergence(
-            self.settings.kl_type,
-            mean=step.mean,
-            ref_mean=reference.mean,
-            std=step.std,
-            dt=step.rule.dt,
-            output=step.model_output,
-            ref_output=reference.model_output,
-            log_prob=step.log_prob,
-            ref_log_prob=reference.log_prob,
-        )
+            self.settings.kl_type, std=base.std, dt=base.rule.dt, mean=mean, ref_mean=base.mean, output=output,
+            ref_output=base.model_output, log_prob=log_prob, ref_log_prob=base.log_prob,
+        )  # fmt: skip
 
     def _weights(self, tape: Tape, trained: tuple[int, ...]) -> list[float]:
         """Loss factors of the trained steps; those by std have mean 1 over all the steps that may be trained."""
