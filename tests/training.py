@@ -7,9 +7,11 @@ import tiny
 import torch
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, count_pairs, row_credit
+from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.planning import plan_samples
 from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig, algorithm_config
 from gerl.engine import Tape
+from gerl.engine.kernels import FlowRule
 from gerl.model.ema import EMA
 from gerl.model.loading import Policy
 from gerl.model.lora import add_lora
@@ -79,6 +81,20 @@ class Training:
         found = [b for (task, _, tapes), part in given for b in self.batches(task, tapes, part)]
         stats = self.actor.accumulate(found, pairs)
         return self.actor.flat_gradient(), stats
+
+
+def noised(
+    output: torch.Tensor,
+    target: torch.Tensor,
+    credit: torch.Tensor,
+    groups: torch.Tensor | None = None,
+    old: torch.Tensor | None = None,
+    reference: torch.Tensor | None = None,
+) -> Noised:
+    """Rows `[B, ...]` at noise level 0.6 whose clean latents are 0, so that the noise is the target; one group."""
+    groups = torch.zeros(len(target), dtype=torch.long) if groups is None else groups
+    rule, x0 = FlowRule(0.6, 0.4, 0.4, 0.0), torch.zeros_like(target)
+    return Noised(rule, x0, target, 0.6 * target, output, old, reference, credit, groups)
 
 
 def chain_credit(values: Sequence[float], steps: int = 4) -> torch.Tensor:
