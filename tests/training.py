@@ -6,7 +6,7 @@ from typing import Any
 import tiny
 import torch
 
-from gerl.algorithms import Algorithm, Batch, build_algorithm, count_pairs, row_credit
+from gerl.algorithms import Algorithm, Batch, Rewards, build_algorithm, count_pairs, row_credit
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.planning import plan_samples
 from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig, algorithm_config
@@ -35,7 +35,13 @@ def new_policy(name: str = "sd3", perturbed: bool = True) -> Policy:
 
 
 def config(
-    name: str, n: int = 4, guidance: float = 1.0, steps: int = 4, actor_micro: int | None = None, **keys: Any
+    name: str,
+    n: int = 4,
+    guidance: float = 1.0,
+    steps: int = 4,
+    micro: int | None = None,
+    actor_micro: int | None = None,
+    **keys: Any,
 ) -> Config:
     """A configuration for the tiny Stable Diffusion 3; `sampling_*` keys belong to that block."""
     sampling = {k.removeprefix("sampling_"): v for k, v in keys.items() if k.startswith("sampling_")}
@@ -45,7 +51,7 @@ def config(
     return Config(
         algorithm=algorithm_config(name, **own),
         sampling=SamplingConfig(**{**fixed, **sampling}),  # type: ignore[arg-type]
-        rollout=RolloutConfig(prompts_per_step=2, n=n, micro_batch_size=2 * n),
+        rollout=RolloutConfig(prompts_per_step=2, n=n, micro_batch_size=micro or 2 * n),
         actor=ActorConfig(micro_batch_size=actor_micro),
     )
 
@@ -95,6 +101,12 @@ def noised(
     groups = torch.zeros(len(target), dtype=torch.long) if groups is None else groups
     rule, x0 = FlowRule(0.6, 0.4, 0.4, 0.0), torch.zeros_like(target)
     return Noised(rule, x0, target, 0.6 * target, output, old, reference, credit, groups)
+
+
+def rewards(samples: Sequence[Sample], totals: Sequence[float]) -> Rewards:
+    """Those of a single scorer."""
+    values = torch.tensor(totals)
+    return Rewards(samples, values, values[:, None], torch.ones(1))
 
 
 def chain_credit(values: Sequence[float], steps: int = 4) -> torch.Tensor:

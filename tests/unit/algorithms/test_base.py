@@ -3,16 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+import training
 from hypothesis import given
 from hypothesis import strategies as st
+from training import config
 
 from gerl.algorithms import ALGORITHMS, Algorithm, Batch, ForwardProcess, Rewards, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples, sde_window
-from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, algorithm_config
+from gerl.config import ActorConfig, Config, RolloutConfig
 from gerl.config.algorithm import BY_NAME, ForwardProcessConfig
 from gerl.engine import Tape
 from gerl.errors import ConfigError
@@ -21,25 +23,12 @@ from gerl.protocol import Prompt, Sample
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
 
 
-def algorithm(
-    name: str = "flow_grpo", micro: int = 6, n: int = 3, actor_micro: int | None = None, **keys: object
-) -> Algorithm:
-    sampling = {k.removeprefix("sampling_"): v for k, v in keys.items() if k.startswith("sampling_")}
-    own = {k: v for k, v in keys.items() if not k.startswith("sampling_")}
-    return build_algorithm(
-        Config(
-            algorithm=algorithm_config(name, **own),
-            sampling=SamplingConfig(**{"num_inference_steps": 6} | sampling),  # type: ignore[arg-type]
-            rollout=RolloutConfig(prompts_per_step=4, n=n, micro_batch_size=micro),
-            actor=ActorConfig(micro_batch_size=actor_micro),
-        )
-    )
+def algorithm(name: str = "flow_grpo", n: int = 3, micro: int = 6, **keys: Any) -> Algorithm:
+    return build_algorithm(config(name, n, steps=6, micro=micro, **keys))
 
 
 def rewards(a: Algorithm, totals: Sequence[float]) -> Rewards:
-    samples = plan_samples(a.config, PROMPTS, 1, 0)[: len(totals)]
-    values = torch.tensor(totals)
-    return Rewards(samples, values, values[:, None], torch.ones(1))
+    return training.rewards(plan_samples(a.config, PROMPTS, 1, 0)[: len(totals)], totals)
 
 
 def test_every_configuration_has_its_algorithm_whose_settings_it_is() -> None:
@@ -169,8 +158,7 @@ def test_ddpo_normalises_by_the_history_of_a_prompt_once_it_is_long_enough() -> 
     one, other = (Sample(p, 0, 0, 1) for p in PROMPTS[:2])
 
     def advantages(samples: list[Sample], totals: list[float]) -> list[float]:
-        values = torch.tensor(totals)
-        return a.advantages(Rewards(samples, values, values[:, None], torch.ones(1))).tolist()
+        return a.advantages(training.rewards(samples, totals)).tolist()
 
     assert advantages([one, other], [1.0, 3.0]) == pytest.approx([-1, 1], abs=1e-3)  # of the batch
     assert advantages([one, other], [3.0, 9.0]) == pytest.approx([-1, 1], abs=1e-3)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from training import Training, chain_credit, config, new_policy, relative
+from training import Training, chain_credit, config, new_policy, relative, rewards
 
-from gerl.algorithms import PolicyGradient, Rewards, build_algorithm
+from gerl.algorithms import PolicyGradient, build_algorithm
 from gerl.algorithms.core_algos import kl_divergence
 from gerl.engine import replay
 from gerl.model.lora import lora_disabled
@@ -152,8 +152,7 @@ def test_trees_are_on_policy_and_micro_batches_change_nothing(name: str, keys: d
     training = Training(config(name, n=2, **keys))
     samples = [s for task, _, _ in training.tasks for s in task.samples]
     generator = torch.Generator().manual_seed(0)
-    rewards = torch.rand(len(samples), generator=generator)
-    credit = training.algorithm.credit(Rewards(samples, rewards, rewards[:, None], torch.ones(1)))
+    credit = training.algorithm.credit(rewards(samples, torch.rand(len(samples), generator=generator).tolist()))
     whole, stats = training.gradient(credit)
     assert whole.norm() > 0 and stats.ratio_deviation <= 1e-5
     assert all(pixels.shape == (len(task.samples), 16, 16, 3) for task, pixels, _ in training.tasks)
