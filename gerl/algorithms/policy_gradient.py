@@ -58,7 +58,15 @@ class PolicyGradient(Algorithm):
             if reference:
                 kl = self._kl(reference[k], step.mean, step.log_prob, step.model_output).mean()
             total = weights[k] * losses.mean() + settings.kl_coef * kl
-            stats += _sums(len(rows), float(total.detach()), float(kl.detach()), metrics)
+            stats += UpdateStats(
+                pairs=len(rows),
+                loss=float(total.detach()) * len(rows),
+                kl=float(kl.detach()) * len(rows),
+                clip_low=metrics["clip_fraction_low"] * len(rows),
+                clip_high=metrics["clip_fraction_high"] * len(rows),
+                log_ratio=metrics["log_ratio_mean"] * len(rows),
+                ratio_deviation=metrics["ratio_deviation"],
+            )
             return total * (len(rows) / num_pairs)
 
         replay(policy.pipe, tape, on_step, **options)
@@ -97,15 +105,3 @@ def _std(config: Config, tape: Tape, k: int) -> float:
         return rule.std
     sigma_one = tape.steps[0].rule.sigma_next
     return coefficients(config.sampling.kernel, rule.sigma, rule.sigma_next, config.sampling.noise_level, sigma_one)[1]
-
-
-def _sums(samples: int, loss: float, kl: float, metrics: dict[str, float]) -> UpdateStats:
-    return UpdateStats(
-        pairs=samples,
-        loss=loss * samples,
-        kl=kl * samples,
-        clip_low=metrics["clip_fraction_low"] * samples,
-        clip_high=metrics["clip_fraction_high"] * samples,
-        log_ratio=metrics["log_ratio_mean"] * samples,
-        ratio_deviation=metrics["ratio_deviation"],
-    )
