@@ -1,6 +1,7 @@
 """What to draw and what credit rewards give: chains of denoising steps, whole groups, zero advantages."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -48,15 +49,15 @@ class NewConfig(ForwardProcessConfig):
 
 def test_a_new_algorithm_says_once_that_it_needs_whole_groups() -> None:
     # the configuration had a list of such algorithms besides: a new one drew groups of 24 at a micro-batch size of 8
+    def new(micro: int, **actor: int) -> Config:
+        rollout = RolloutConfig(n=24, micro_batch_size=micro)
+        return Config(algorithm=NewConfig(), rollout=rollout, actor=ActorConfig(**actor))  # type: ignore[arg-type]
+
     with pytest.raises(ConfigError, match=r"rollout\.micro_batch_size=8: new needs the 24 images"):
-        Config(algorithm=NewConfig(), rollout=RolloutConfig(n=24, micro_batch_size=8))  # type: ignore[arg-type]
+        new(micro=8)
     with pytest.raises(ConfigError, match=r"actor\.micro_batch_size=8: new compares 24 images"):
-        Config(
-            algorithm=NewConfig(),  # type: ignore[arg-type]
-            rollout=RolloutConfig(n=24, micro_batch_size=48),
-            actor=ActorConfig(micro_batch_size=8),
-        )
-    kept = Config(algorithm=NewConfig(), rollout=RolloutConfig(n=24, micro_batch_size=60))  # type: ignore[arg-type]
+        new(micro=48, micro_batch_size=8)
+    kept = new(micro=60)
     tasks = ForwardProcess(kept).plan(plan_samples(kept, PROMPTS, 1, 0))
     assert [len(task.samples) for task in tasks] == [48, 48]
 
@@ -94,8 +95,7 @@ def test_algorithms_that_compare_within_a_micro_batch_get_whole_groups(micro: in
     a = algorithm("dgpo", micro=micro)
     tasks = a.plan(plan_samples(a.config, PROMPTS, 1, 0))
     assert [len(task.samples) for task in tasks] == sizes
-    assert all(len({s.index for s in task.samples if s.group == g}) == 3 for task in tasks for g in
-               {s.group for s in task.samples})  # fmt: skip
+    assert all(set(Counter(s.group for s in task.samples).values()) == {3} for task in tasks)
 
 
 def test_a_share_of_the_steps_is_trained_and_drawn_anew_every_step() -> None:

@@ -73,12 +73,6 @@ def test_golden_advantages_with_batch_std_and_without() -> None:  # T24
     torch.testing.assert_close(group_advantages(REWARDS, GROUPS, "batch", eps=0.0), centred / of_all)
 
 
-def test_leave_one_out_compares_with_the_others_of_the_group() -> None:
-    got = group_advantages(REWARDS, GROUPS, "none", leave_one_out=True)
-    expected = [1 - 3, 2 - 8 / 3, 3 - 7 / 3, 4 - 2, 0, 0, 0, 0, -8 / 3, -8 / 3, -8 / 3, 8]
-    assert got.tolist() == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize("eps", [1e-4, 0.0])
@@ -97,13 +91,6 @@ def test_the_same_groups_on_several_workers_give_the_same_advantages() -> None: 
     assert torch.equal(torch.cat(by_worker), whole)
     interleaved = torch.arange(12).view(3, 4).T.flatten()  # every worker holds one sample of each group
     assert torch.equal(group_advantages(REWARDS[interleaved], GROUPS[interleaved]), whole[interleaved])
-
-
-@given(st.floats(-100, 100), st.floats(0.1, 10))
-def test_advantages_ignore_an_offset_and_group_std_ignores_a_scale(offset: float, scale: float) -> None:
-    rewards = REWARDS.double()
-    got = group_advantages(scale * rewards + offset, GROUPS, eps=0.0)
-    torch.testing.assert_close(got, group_advantages(rewards, GROUPS, eps=0.0), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -182,16 +169,6 @@ def test_decoupled_advantages_tell_apart_what_the_advantage_of_a_sum_does_not() 
     torch.testing.assert_close(collapsed, torch.tensor([1.0, -1.0, 1.0, -1.0]))
     got = decoupled_advantages(rewards, weights, groups, eps=0.0)
     torch.testing.assert_close(got, torch.tensor([2.0, -2.0, 1.0, -1.0]) / math.sqrt(2.5))
-
-
-def test_no_scorer_dominates_by_its_spread_and_the_weights_count_relative_to_each_other() -> None:
-    rewards = torch.stack([REWARDS, REWARDS.flip(0), (3 * REWARDS).cos()], 1).double()
-    weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
-    expected = decoupled_advantages(rewards, weights, GROUPS, eps=0.0)
-    wider = rewards * torch.tensor([1.0, 1000.0, 1.0]) + torch.tensor([0.0, 7.0, -3.0])
-    torch.testing.assert_close(decoupled_advantages(wider, weights, GROUPS, eps=0.0), expected)
-    torch.testing.assert_close(decoupled_advantages(rewards, 5 * weights, GROUPS, eps=0.0), expected)
-    assert not torch.allclose(decoupled_advantages(rewards, weights.flip(0), GROUPS, eps=0.0), expected, atol=0.1)
 
 
 @pytest.mark.parametrize("std", ["group", "batch", "none"])

@@ -66,16 +66,15 @@ def test_timestep_weights(plain: Training) -> None:
 
 
 def test_weights_by_std_have_the_same_norm_in_any_window() -> None:
-    whole = Training(config("flow_grpo", timestep_weights="std"))
-    part = Training(config("flow_grpo", timestep_weights="std", sampling_window_size=1, sampling_window_range=[0, 3]))
-    for training in (whole, part):
+    weights = []
+    for window in ({}, {"sampling_window_size": 1, "sampling_window_range": [0, 3]}):
+        training = Training(config("flow_grpo", timestep_weights="std", **window))
         (task, _, (tape,)) = training.tasks[0]
         assert isinstance(training.algorithm, PolicyGradient)
         trained = task.segments[0].trained
-        weights = dict(zip(trained, training.algorithm._weights(tape, trained), strict=True))
-        if training is whole:
-            full = weights
-    assert weights == {k: pytest.approx(full[k]) for k in weights} and len(weights) == 1
+        weights.append(dict(zip(trained, training.algorithm._weights(tape, trained), strict=True)))
+    whole, part = weights
+    assert part == {k: pytest.approx(whole[k]) for k in part} and len(part) == 1
 
 
 # --- KL
