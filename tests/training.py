@@ -103,6 +103,11 @@ def noised(
     return Noised(rule, x0, target, 0.6 * target, output, old, reference, credit, groups)
 
 
+def samples_of(groups: Sequence[int]) -> list[Sample]:
+    """A sample of each of these groups."""
+    return [Sample(Prompt(group, "a"), i, i, 1) for i, group in enumerate(groups)]
+
+
 def rewards(samples: Sequence[Sample], totals: Sequence[float]) -> Rewards:
     """Those of a single scorer."""
     values = torch.tensor(totals)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.base import Algorithm, Batch
 from gerl.algorithms.planning import drawn_steps, group_ids
 from gerl.config import Config
 from gerl.config.algorithm import ForwardProcessConfig
@@ -76,15 +76,6 @@ class ForwardProcess(Algorithm):
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """Losses `[B]` of the rows at one noise level, and what to report (means over the rows)."""
         raise NotImplementedError
-
-    def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-        """Credit `[B]` straight from the rewards, for algorithms that use no advantages; None: advantages are used."""
-        del rewards, ids
-        return None
-
-    def advantages(self, rewards: Rewards) -> torch.Tensor:
-        credit = self.credit_rewards(rewards.totals, rewards.group_ids)
-        return super().advantages(rewards) if credit is None else credit
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         levels = range(*self.config.sampling.steps_range)

@@ -171,11 +171,3 @@ def test_a_run_has_the_keys_that_its_algorithm_reads(name: str) -> None:
 def test_every_key_has_a_help_text_and_a_default(name: str, key: dataclasses.Field[Any]) -> None:
     assert len(key.metadata["help"].split()) >= 2, name
     assert key.default is not dataclasses.MISSING or key.default_factory is not dataclasses.MISSING
-
-
-def test_the_keys_are_the_fields_of_the_configuration() -> None:
-    config = Config()
-    for name, key in keys(type(config.algorithm)):
-        if "NAME" not in name:
-            block, attribute = name.split(".")
-            assert key.name == attribute and hasattr(getattr(config, block), attribute)

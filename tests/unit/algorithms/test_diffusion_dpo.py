@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from training import noised
+from training import noised, rewards, samples_of
 
 from gerl.algorithms.diffusion_dpo import DiffusionDPO, dpo_loss, paired, preference_margin
 from gerl.config import Config, algorithm_config
@@ -73,9 +73,9 @@ def test_large_errors_stay_finite() -> None:
 
 
 def test_the_credit_is_the_best_against_the_worst_of_each_group() -> None:
-    rewards, ids = torch.tensor([0.1, 5.0, 0.9, 0.5, 5.0, 0.5]), torch.tensor([0, 1, 0, 0, 1, 0])
+    samples = samples_of([0, 1, 0, 0, 1, 0])
     algorithm = DiffusionDPO(Config(algorithm=algorithm_config("diffusion_dpo")))
-    assert algorithm.credit_rewards(rewards, ids).tolist() == [-1, 0, 1, 0, 0, 0]
+    assert algorithm.advantages(rewards(samples, [0.1, 5.0, 0.9, 0.5, 5.0, 0.5])).tolist() == [-1, 0, 1, 0, 0, 0]
 
 
 def test_the_reference_is_the_old_policy_and_the_settings_are_those_of_the_configuration() -> None:

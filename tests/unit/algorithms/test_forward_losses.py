@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from training import config, noised, rewards
+from training import config, noised, rewards, samples_of
 
 from gerl.algorithms import ALGORITHMS, ForwardProcess, build_algorithm
-from gerl.protocol import Prompt, Sample
 
 WIDE = {"clip_low": 1.0, "clip_high": 9.0}
 KEYS: dict[str, dict[str, Any]] = {
@@ -29,7 +28,7 @@ def algorithm(case: str) -> ForwardProcess:
 
 def nearer_to_the_good(a: ForwardProcess, totals: list[float]) -> float:
     """How much nearer to the first of two images than to the second a velocity ends that starts between them."""
-    credit = a.credit(rewards([Sample(Prompt(0, "a"), i, i, 1) for i in range(2)], totals))[:, 0]
+    credit = a.credit(rewards(samples_of([0, 0]), totals))[:, 0]
     target = torch.tensor([[-0.7, -0.7], [1.3, 1.3]])
     theta = start = target.mean(0)
     for _ in range(20):

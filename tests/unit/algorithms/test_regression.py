@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from training import noised
+from training import noised, rewards, samples_of
 
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.regression import BestOfN, RewardWeightedRegression
@@ -44,14 +44,14 @@ def test_the_optimum_is_the_weighted_mean_of_the_targets() -> None:
 @pytest.mark.parametrize("beta", [0.5, 2.0])
 def test_rewards_weigh_by_the_softmax_of_beta_times_the_advantage(beta: float) -> None:
     algorithm = RewardWeightedRegression(Config(algorithm=algorithm_config("rwr", beta=beta)))
-    got = algorithm.credit_rewards(torch.tensor([3.0, 1.0, 7.0, 7.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1]))
+    got = algorithm.advantages(rewards(samples_of([0, 0, 1, 1]), [3.0, 1.0, 7.0, 7.0]))
     high, low = math.exp(beta / 1.0001), math.exp(-beta / 1.0001)  # advantages +-1 / (1 + 1e-4)
     assert got.tolist() == pytest.approx([2 * high / (high + low), 2 * low / (high + low), 0, 0])
 
 
 def test_best_of_n_keeps_the_best_of_each_group() -> None:
-    rewards, ids = torch.tensor([0.1, 5.0, 0.9, 0.5, 5.0, 0.2]), torch.tensor([0, 1, 0, 2, 1, 2])
-    assert BEST.credit_rewards(rewards, ids).tolist() == [0, 0, 1, 1, 0, 0]
+    given = rewards(samples_of([0, 1, 0, 2, 1, 2]), [0.1, 5.0, 0.9, 0.5, 5.0, 0.2])
+    assert BEST.advantages(given).tolist() == [0, 0, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("algorithm", [RWR, BEST], ids=["rwr", "best_of_n"])
