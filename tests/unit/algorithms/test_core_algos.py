@@ -18,6 +18,7 @@ from gerl.algorithms.core_algos import (
     group_ranks,
     preference_pairs,
     regression_weights,
+    tree_advantages,
     zero_std_fraction,
 )
 
@@ -107,6 +108,11 @@ def test_the_same_groups_on_several_workers_give_the_same_advantages() -> None: 
         (decoupled_advantages, ([[1.0], [2.0]], [1.0], [0]), r"\[B\], got \[2\] and \[1\]"),
         (decoupled_advantages, ([[1.0], [math.nan]], [1.0], [0, 0]), "finite"),
         (decoupled_advantages, ([[1.0], [2.0]], [1.0], [0, 0], "global"), "group, batch or none"),
+        (tree_advantages, ([0.0, 0.0], [0, 0], [0, 0]), r"nodes \[B, D\], got \[2\] and \[2\]"),
+        (tree_advantages, ([0.0, 0.0], [[0], [0], [0]], [0, 0]), r"got \[2\] and \[3, 1\]"),
+        (tree_advantages, ([0.0, math.nan], [[0], [0]], [0, 0]), "finite"),
+        (regression_weights, ([0.0, 0.0], [0, 0], 0.0), "temperature must be above 0, got"),
+        (regression_weights, ([0.0, 0.0], [0, 0], -1.0), "temperature must be above 0, got"),
     ],
 )
 def test_wrong_rewards_are_refused(function: Callable[..., torch.Tensor], arguments: tuple, message: str) -> None:
