@@ -10,12 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gerl.algorithms.core_algos import (
-    best_of_group,
-    preference_pairs,
-    regression_weights,
-    tree_advantages,
-)
+from gerl.algorithms.core_algos import best_of_group, preference_pairs, regression_weights, tree_advantages
 
 LEAVES = torch.arange(16)
 BINARY = torch.stack([LEAVES // size for size in (16, 8, 4, 2, 1)], 1)  # node of each leaf, from the root down
