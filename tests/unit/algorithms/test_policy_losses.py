@@ -119,6 +119,11 @@ def test_clipped_loss_equals_its_naive_twin(pairs: list[tuple[float, float]], lo
         assert got == pytest.approx(0.0 if removed else -a * r / len(pairs), abs=1e-12)
 
 
+def test_the_bounds_are_asymmetric() -> None:
+    assert loss_and_gradient(clipped_policy_loss, [1.25], [1.0], 0.1, 0.3)[1] == pytest.approx([-1.25])
+    assert loss_and_gradient(clipped_policy_loss, [1.25], [1.0], 0.3, 0.1)[1] == [0.0]
+
+
 def test_no_gradient_reaches_the_old_policy_and_nothing_is_written() -> None:
     log_prob, old = torch.tensor([0.1, 0.4], requires_grad=True), torch.tensor([0.2, 0.1], requires_grad=True)
     advantages = torch.tensor([1.0, -1.0])
