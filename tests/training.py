@@ -6,10 +6,12 @@ from typing import Any
 import tiny
 import torch
 
-from gerl.algorithms import Algorithm, Batch, build_algorithm, count_pairs, row_credit
+from gerl.algorithms import Algorithm, Batch, Rewards, build_algorithm, count_pairs, row_credit
+from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.planning import plan_samples
 from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig, algorithm_config
 from gerl.engine import Tape
+from gerl.engine.kernels import FlowRule
 from gerl.model.ema import EMA
 from gerl.model.loading import Policy
 from gerl.model.lora import add_lora
@@ -33,7 +35,13 @@ def new_policy(name: str = "sd3", perturbed: bool = True) -> Policy:
 
 
 def config(
-    name: str, n: int = 4, guidance: float = 1.0, steps: int = 4, actor_micro: int | None = None, **keys: Any
+    name: str,
+    n: int = 4,
+    guidance: float = 1.0,
+    steps: int = 4,
+    micro: int | None = None,
+    actor_micro: int | None = None,
+    **keys: Any,
 ) -> Config:
     """A configuration for the tiny Stable Diffusion 3; `sampling_*` keys belong to that block."""
     sampling = {k.removeprefix("sampling_"): v for k, v in keys.items() if k.startswith("sampling_")}
@@ -43,7 +51,7 @@ def config(
     return Config(
         algorithm=algorithm_config(name, **own),
         sampling=SamplingConfig(**{**fixed, **sampling}),  # type: ignore[arg-type]
-        rollout=RolloutConfig(prompts_per_step=2, n=n, micro_batch_size=2 * n),
+        rollout=RolloutConfig(prompts_per_step=2, n=n, micro_batch_size=micro or 2 * n),
         actor=ActorConfig(micro_batch_size=actor_micro),
     )
 
@@ -79,6 +87,31 @@ class Training:
         found = [b for (task, _, tapes), part in given for b in self.batches(task, tapes, part)]
         stats = self.actor.accumulate(found, pairs)
         return self.actor.flat_gradient(), stats
+
+
+def noised(
+    output: torch.Tensor,
+    target: torch.Tensor,
+    credit: torch.Tensor,
+    groups: torch.Tensor | None = None,
+    old: torch.Tensor | None = None,
+    reference: torch.Tensor | None = None,
+) -> Noised:
+    """Rows `[B, ...]` at noise level 0.6 whose clean latents are 0, so that the noise is the target; one group."""
+    groups = torch.zeros(len(target), dtype=torch.long) if groups is None else groups
+    rule, x0 = FlowRule(0.6, 0.4, 0.4, 0.0), torch.zeros_like(target)
+    return Noised(rule, x0, target, 0.6 * target, output, old, reference, credit, groups)
+
+
+def samples_of(groups: Sequence[int]) -> list[Sample]:
+    """A sample of each of these groups."""
+    return [Sample(Prompt(group, "a"), i, i, 1) for i, group in enumerate(groups)]
+
+
+def rewards(samples: Sequence[Sample], totals: Sequence[float]) -> Rewards:
+    """Those of a single scorer."""
+    values = torch.tensor(totals)
+    return Rewards(samples, values, values[:, None], torch.ones(1))
 
 
 def chain_credit(values: Sequence[float], steps: int = 4) -> torch.Tensor:

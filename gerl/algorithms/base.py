@@ -6,7 +6,7 @@ The driver plans and credits; the workers train. An algorithm never knows which 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar, assert_never
+from typing import Any, assert_never
 
 import torch
 
@@ -48,7 +48,10 @@ class Algorithm:
     """The common part: groups of independent images, group-relative advantages for all their steps."""
 
     settings: AlgorithmConfig  # narrowed by each algorithm to its own class, which has its keys and facts
-    needs_all_samples: ClassVar[bool] = False  # those with advantage 0 are trained on as well
+    needs_all_samples = False  # those with advantage 0 are trained on as well
+    reads_means = False  # it reads the means that the rollout recorded, not only latents and log-probabilities
+    old_decay: Sequence[float] | None = None  # of the old policy, see `core_algos.decay_at`; None where none is kept
+    rollout_decay: Sequence[float] | None = None  # of the averaged weights that draw; None where the trained ones do
 
     def __init__(self, config: Config) -> None:
         self.config, self.settings = config, config.algorithm
@@ -105,21 +108,6 @@ class Algorithm:
         """Continue from what `state` returned."""
 
     # --- on a worker
-
-    @property
-    def reads_means(self) -> bool:
-        """Whether it reads the means that the rollout recorded, rather than only latents and log-probabilities."""
-        return False
-
-    @property
-    def old_decay(self) -> list[float] | None:
-        """The decay schedule of the old policy, see `core_algos.decay_at`; None where none is kept."""
-        return None
-
-    @property
-    def rollout_decay(self) -> list[float] | None:
-        """That of the averaged weights which draw rollouts; None where the trained ones do."""
-        return None
 
     def renews_old(self, step: int) -> bool:
         """Whether the old policy follows the trained one at the end of trainer step `step`."""

@@ -91,12 +91,7 @@ def batch_advantages(rewards: torch.Tensor, eps: float = 1e-4) -> torch.Tensor:
 
 
 def decoupled_advantages(
-    rewards: torch.Tensor,
-    weights: torch.Tensor,
-    group_ids: torch.Tensor,
-    std: StdKind = "group",
-    leave_one_out: bool = False,
-    eps: float = 1e-4,
+    rewards: torch.Tensor, weights: torch.Tensor, group_ids: torch.Tensor, std: StdKind = "group", eps: float = 1e-4
 ) -> torch.Tensor:
     """GDPO (arXiv 2601.05242) for `rewards` `[B, R]` of R scorers, `weights` `[R]`, `group_ids` `[B]` -> `[B]`.
 
@@ -106,7 +101,7 @@ def decoupled_advantages(
     """
     if rewards.ndim != 2 or weights.shape != rewards.shape[1:]:
         raise ValueError(f"rewards must be [B, R] and weights [R], got {list(rewards.shape)} and {list(weights.shape)}")
-    columns = [group_advantages(column, group_ids, std, leave_one_out, eps) for column in rewards.double().unbind(1)]
+    columns = [group_advantages(column, group_ids, std, eps=eps) for column in rewards.double().unbind(1)]
     total = torch.stack(columns, 1) @ weights.to(columns[0])
     return _typed_as(rewards, torch.where(total == 0, 0.0, total / (total.std(correction=0) + eps)))
 
@@ -118,14 +113,10 @@ def group_ranks(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     `ValueError` as `group_advantages` does.
     """
     g = _grouped(rewards, group_ids)
-    ranks = torch.full_like(g.values, 0.5)
-    for number in torch.unique(g.members):
-        rows = g.members == number
-        values = g.values[rows]
-        wins = (values[:, None] > values).double().sum(1) + 0.5 * ((values[:, None] == values).double().sum(1) - 1)
-        if len(values) > 1:
-            ranks[rows] = wins / (len(values) - 1)
-    return _typed_as(rewards, ranks)
+    same = g.members[:, None] == g.members
+    beaten, equal = g.values[:, None] > g.values, g.values[:, None] == g.values
+    wins = (same & beaten).sum(1) + ((same & equal).sum(1) - 1) / 2  # without the tie with itself
+    return _typed_as(rewards, torch.where(same.sum(1) > 1, wins / (same.sum(1) - 1), 0.5))
 
 
 def tree_advantages(
@@ -205,11 +196,7 @@ def regression_weights(rewards: torch.Tensor, group_ids: torch.Tensor, temperatu
 
 
 def clipped_policy_loss(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
+    log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """PPO's surrogate (arXiv 1707.06347) of each row: `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
 
@@ -227,11 +214,7 @@ def clipped_policy_loss(
 
 
 def masked_policy_loss(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    kl: torch.Tensor,
-    threshold: float,
+    log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, kl: torch.Tensor, threshold: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Flow-DPPO (arXiv 2606.11025): `-A r` of each row, its trust region that of a KL, not of the ratio.
 

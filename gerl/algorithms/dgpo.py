@@ -14,6 +14,7 @@ PPO, a row whose ratio exp(d_old - d) has left the clip range in the direction o
 import torch
 
 from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, per_sample
+from gerl.config import Config
 from gerl.config.algorithm import DGPOConfig
 
 
@@ -25,10 +26,9 @@ class DGPO(ForwardProcess):
     uses_reference = True
     shared_noise = True
 
-    @property
-    def needs_all_samples(self) -> bool:  # type: ignore[override]
-        """A sample without advantage still has a distance to the base model."""
-        return self.settings.kl_coef > 0
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.needs_all_samples = self.settings.kl_coef > 0  # a sample without advantage still has a distance
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`dgpo_loss`; reports the mean `group_weight` w and the `stopped_fraction` of rows."""

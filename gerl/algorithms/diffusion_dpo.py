@@ -11,6 +11,7 @@ At the reference the loss is ln 2 and its derivatives by mse_w and mse_l are bet
 import torch
 import torch.nn.functional as F
 
+from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import preference_pairs
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
 from gerl.config.algorithm import DiffusionDPOConfig
@@ -23,9 +24,9 @@ class DiffusionDPO(ForwardProcess):
     uses_old = True
     shared_noise = True
 
-    def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def advantages(self, rewards: Rewards) -> torch.Tensor:
         """One pair per group; none where all rewards are equal."""
-        return preference_pairs(rewards, ids)
+        return preference_pairs(rewards.totals, rewards.group_ids)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`dpo_loss`; reports the mean `preference_margin`: how much more than `old` the policy prefers the winners."""

@@ -30,15 +30,8 @@ class DiffusionNFT(ForwardProcess):
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`nft_loss`; reports `old_distance`, the mean squared distance of the outputs to the old policy's."""
         assert s.old is not None
-        losses = nft_loss(
-            lambda output: s.rule.clean(s.x, output),
-            s.x0,
-            s.output,
-            s.old,
-            s.advantages,
-            self.settings.mix,
-            self.settings.advantage_clip,
-        )
+        mix, clip = self.settings.mix, self.settings.advantage_clip
+        losses = nft_loss(lambda output: s.rule.clean(s.x, output), s.x0, s.output, s.old, s.advantages, mix, clip)
         return losses, {"old_distance": float(((s.output.detach() - s.old) ** 2).mean())}
 
 

@@ -17,10 +17,7 @@ class FlowDPPO(FlowGRPO):
     """Flow-GRPO with the divergence mask in place of the clip."""
 
     settings: FlowDPPOConfig
-
-    @property
-    def reads_means(self) -> bool:
-        return self.settings.cfg != "off" or super().reads_means
+    scores_means = True
 
     def policy_loss(self, step: ReplayedStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         log_ratio = self.log_ratio(step)

@@ -3,12 +3,11 @@
 Flow-GRPO-Fast, DanceGRPO, MixGRPO and DDPO differ in how they sample (`configs/algorithm/`) and are this class.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gerl.algorithms.base import Batch, Rewards
-from gerl.algorithms.core_algos import kl_divergence
 from gerl.algorithms.planning import drawn_steps
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config import Config
@@ -22,33 +21,24 @@ class FlowGRPO(PolicyGradient):
     """The clipped surrogate on the steps of independent trajectories."""
 
     settings: ChainConfig
+    scores_means: ClassVar[bool] = False  # the guided update compares means, not only log-probabilities
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        subtracts_kl = self.settings.subtracts_kl and self.settings.kl_coef > 0
+        self.reads_means = subtracts_kl or (self.scores_means and self.settings.cfg != "off")
         self.past: dict[int, list[float]] = {}  # prompt -> its latest rewards, where `algorithm.history` asks for them
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         count = max(1, round(self.settings.timestep_fraction * len(window)))
         return window if count == len(window) else drawn_steps(window, count, self.config.trainer.seed, step)
 
-    @property
-    def reads_means(self) -> bool:
-        return self.settings.subtracts_kl and self.settings.kl_coef > 0
-
     def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
         total = torch.zeros(len(batch.samples))
 
         def on_step(k: int, step: ReplayedStep) -> None:
             assert step.recorded_mean is not None and step.recorded_log_prob is not None
-            kl = kl_divergence(
-                self.settings.kl_type,
-                mean=step.recorded_mean,
-                ref_mean=step.mean,
-                std=step.std,
-                dt=step.rule.dt,
-                log_prob=step.recorded_log_prob,
-                ref_log_prob=step.log_prob,
-            )
+            kl = self._kl(step, step.recorded_mean, step.recorded_log_prob)
             total.add_(kl.cpu() / len(batch.trained))
 
         with lora_disabled(list(policy.denoisers.values())):

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.base import Algorithm, Batch
 from gerl.algorithms.planning import drawn_steps, group_ids
+from gerl.config import Config
 from gerl.config.algorithm import ForwardProcessConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.engine.kernels import Rule
@@ -63,18 +64,11 @@ class ForwardProcess(Algorithm):
     guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
     shared_noise: ClassVar[bool] = False  # the samples of a group get the same noise at each level
 
-    @property
-    def needs_old(self) -> bool:
-        """Whether an old policy is kept."""
-        return self.uses_old or self.settings.old_kl_coef > 0
-
-    @property
-    def old_decay(self) -> list[float] | None:
-        return self.settings.old_decay if self.needs_old else None
-
-    @property
-    def rollout_decay(self) -> list[float] | None:
-        return self.settings.rollout_decay
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.needs_old = self.uses_old or self.settings.old_kl_coef > 0
+        self.old_decay = self.settings.old_decay if self.needs_old else None
+        self.rollout_decay = self.settings.rollout_decay
 
     def renews_old(self, step: int) -> bool:
         return step % self.settings.old_every == 0
@@ -82,15 +76,6 @@ class ForwardProcess(Algorithm):
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """Losses `[B]` of the rows at one noise level, and what to report (means over the rows)."""
         raise NotImplementedError
-
-    def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
-        """Credit `[B]` straight from the rewards, for algorithms that use no advantages; None: advantages are used."""
-        del rewards, ids
-        return None
-
-    def advantages(self, rewards: Rewards) -> torch.Tensor:
-        credit = self.credit_rewards(rewards.totals, rewards.group_ids)
-        return super().advantages(rewards) if credit is None else credit
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         levels = range(*self.config.sampling.steps_range)

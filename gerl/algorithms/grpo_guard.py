@@ -18,10 +18,7 @@ class GRPOGuard(FlowGRPO):
     """Flow-GRPO with the regulated ratio."""
 
     settings: GRPOGuardConfig
-
-    @property
-    def reads_means(self) -> bool:
-        return self.settings.cfg != "off" or super().reads_means
+    scores_means = True
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         if self.settings.cfg == "off":  # see PolicyGradient.log_ratio

@@ -24,10 +24,10 @@ class PolicyGradient(Algorithm):
 
     settings: PolicyGradientConfig
 
-    @property
-    def needs_all_samples(self) -> bool:  # type: ignore[override]
-        """A sample without advantage still has a distance to the base model."""
-        return self.settings.kl_coef > 0 and not self.settings.subtracts_kl
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        # a sample without advantage still has a distance to the base model
+        self.needs_all_samples = self.settings.kl_coef > 0 and not self.settings.subtracts_kl
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         # without guidance the recorded log-probability, that of the guided policy, is another policy's
@@ -54,9 +54,19 @@ class PolicyGradient(Algorithm):
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
             losses, metrics = self.policy_loss(step, credit[:, k])
-            kl = self._kl(step, reference[k]).mean() if reference else torch.zeros((), device=credit.device)
+            kl = torch.zeros((), device=credit.device)
+            if reference:
+                kl = self._kl(reference[k], step.mean, step.log_prob, step.model_output).mean()
             total = weights[k] * losses.mean() + settings.kl_coef * kl
-            stats += _sums(len(rows), float(total.detach()), float(kl.detach()), metrics)
+            stats += UpdateStats(
+                pairs=len(rows),
+                loss=float(total.detach()) * len(rows),
+                kl=float(kl.detach()) * len(rows),
+                clip_low=metrics["clip_fraction_low"] * len(rows),
+                clip_high=metrics["clip_fraction_high"] * len(rows),
+                log_ratio=metrics["log_ratio_mean"] * len(rows),
+                ratio_deviation=metrics["ratio_deviation"],
+            )
             return total * (len(rows) / num_pairs)
 
         replay(policy.pipe, tape, on_step, **options)
@@ -69,18 +79,14 @@ class PolicyGradient(Algorithm):
             replay(policy.pipe, tape, lambda k, step: kept.update({k: step}), grad=False, **options)
         return kept
 
-    def _kl(self, step: ReplayedStep, reference: ReplayedStep) -> torch.Tensor:
+    def _kl(
+        self, base: ReplayedStep, mean: torch.Tensor, log_prob: torch.Tensor, output: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """KL `[B]` to the base model's step of what a policy computed there."""
         return kl_divergence(
-            self.settings.kl_type,
-            mean=step.mean,
-            ref_mean=reference.mean,
-            std=step.std,
-            dt=step.rule.dt,
-            output=step.model_output,
-            ref_output=reference.model_output,
-            log_prob=step.log_prob,
-            ref_log_prob=reference.log_prob,
-        )
+            self.settings.kl_type, std=base.std, dt=base.rule.dt, mean=mean, ref_mean=base.mean, output=output,
+            ref_output=base.model_output, log_prob=log_prob, ref_log_prob=base.log_prob,
+        )  # fmt: skip
 
     def _weights(self, tape: Tape, trained: tuple[int, ...]) -> list[float]:
         """Loss factors of the trained steps; those by std have mean 1 over all the steps that may be trained."""
@@ -99,15 +105,3 @@ def _std(config: Config, tape: Tape, k: int) -> float:
         return rule.std
     sigma_one = tape.steps[0].rule.sigma_next
     return coefficients(config.sampling.kernel, rule.sigma, rule.sigma_next, config.sampling.noise_level, sigma_one)[1]
-
-
-def _sums(samples: int, loss: float, kl: float, metrics: dict[str, float]) -> UpdateStats:
-    return UpdateStats(
-        pairs=samples,
-        loss=loss * samples,
-        kl=kl * samples,
-        clip_low=metrics["clip_fraction_low"] * samples,
-        clip_high=metrics["clip_fraction_high"] * samples,
-        log_ratio=metrics["log_ratio_mean"] * samples,
-        ratio_deviation=metrics["ratio_deviation"],
-    )

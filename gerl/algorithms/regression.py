@@ -10,6 +10,7 @@ are merely less bad are imitated too.
 
 import torch
 
+from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import best_of_group, regression_weights
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
 from gerl.config.algorithm import BestOfNConfig, RWRConfig
@@ -27,9 +28,9 @@ class RewardWeightedRegression(_Regression):
 
     settings: RWRConfig
 
-    def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def advantages(self, rewards: Rewards) -> torch.Tensor:
         """`beta` is the inverse temperature."""
-        return regression_weights(rewards, ids, temperature=1 / self.settings.beta)
+        return regression_weights(rewards.totals, rewards.group_ids, temperature=1 / self.settings.beta)
 
 
 class BestOfN(_Regression):
@@ -37,6 +38,6 @@ class BestOfN(_Regression):
 
     settings: BestOfNConfig
 
-    def credit_rewards(self, rewards: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def advantages(self, rewards: Rewards) -> torch.Tensor:
         """Nothing where all rewards are equal."""
-        return best_of_group(rewards, ids)
+        return best_of_group(rewards.totals, rewards.group_ids)

@@ -59,10 +59,6 @@ class TempFlowGRPO(PolicyGradient):
         return replace(root, index=index, seed=derive_seed("branch", root.seed, k, j), branch=k)
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
-        clip = self.settings.advantage_clip
-        values = self.advantages(rewards).clamp(-clip, clip)
-        credit = torch.full((len(values), self.config.sampling.num_inference_steps), torch.nan)
-        for row, (sample, value) in enumerate(zip(rewards.samples, values, strict=True)):
-            assert sample.branch is not None
-            credit[row, sample.branch] = value
-        return credit
+        branched_at = torch.tensor([sample.branch for sample in rewards.samples])
+        steps = torch.arange(self.config.sampling.num_inference_steps)
+        return super().credit(rewards).masked_fill(branched_at[:, None] != steps, torch.nan)

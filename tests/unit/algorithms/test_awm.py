@@ -1,4 +1,4 @@
-"""AWM: likelihoods by hand, the on-policy gradient as advantage-weighted flow matching, the clip, the direction."""
+"""AWM: likelihoods by hand, the on-policy gradient as advantage-weighted flow matching, the clip."""
 
 import math
 from collections.abc import Callable
@@ -6,19 +6,18 @@ from typing import get_args
 
 import pytest
 import torch
+from training import noised
 
 from gerl.algorithms.awm import AWM, log_likelihood
 from gerl.algorithms.core_algos import clipped_policy_loss
-from gerl.algorithms.forward_process import Noised
 from gerl.config import Config, algorithm_config
 from gerl.config.choices import LikelihoodWeighting
-from gerl.engine.kernels import FlowRule
 
 SIGMA = 0.6
 GENERATOR = torch.Generator().manual_seed(1)
 OUTPUT, OLD, TARGET = (torch.randn(6, 3, 2, generator=GENERATOR, dtype=torch.float64) for _ in range(3))
 ADVANTAGES = torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.5, 3.0], dtype=torch.float64)
-WEIGHTINGS = ["uniform", "t", "t2", "huber", "ghuber"]
+WEIGHTINGS = get_args(LikelihoodWeighting)
 SLOPES: dict[str, Callable[[float], float]] = {  # dW / dl at error l
     "uniform": lambda error: 1.0,
     "t": lambda error: SIGMA,
@@ -47,12 +46,6 @@ def test_a_perfect_fit_is_the_most_likely_and_has_a_finite_gradient(weighting: s
     assert (far < near).all() and (near < 0).all()
 
 
-def test_every_weighting_that_can_be_chosen_is_a_likelihood_of_its_own() -> None:
-    assert set(get_args(LikelihoodWeighting)) == set(WEIGHTINGS)
-    found = [tuple(log_likelihood(OUTPUT, TARGET, SIGMA, name).tolist()) for name in get_args(LikelihoodWeighting)]
-    assert len(set(found)) == len(WEIGHTINGS)
-
-
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_the_on_policy_gradient_is_advantage_weighted_flow_matching(weighting: str) -> None:  # T29 (9d)
     output = OUTPUT.clone().requires_grad_()
@@ -78,48 +71,14 @@ def test_off_policy_the_gradient_is_weighted_with_the_ratio_of_likelihoods(weigh
     torch.testing.assert_close(gradient(OLD), ratio.view(-1, 1, 1) * gradient(OUTPUT), rtol=1e-9, atol=1e-12)
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-
-    def losses(rows: torch.Tensor) -> torch.Tensor:
-        log_prob, old = (log_likelihood(v[rows], TARGET[rows], SIGMA, "huber") for v in (OUTPUT, OLD))
-        return clipped_policy_loss(log_prob, old, ADVANTAGES[rows], 0.2, 0.2)[0]
-
-    assert torch.equal(losses(order), losses(torch.arange(6))[order])
-
-
-def nearer_to_the_good(advantages: list[float], weighting: str) -> float:
-    """How much nearer to the first of two images than to the second a velocity ends that starts between them."""
-    target = torch.tensor([[-0.7, -0.7], [1.3, 1.3]])
-    theta = target.mean(0) + 0.01
-    for _ in range(20):
-        theta.requires_grad_()
-        log_prob = log_likelihood(theta.expand(2, 2), target, SIGMA, weighting)
-        loss = clipped_policy_loss(log_prob, log_prob, torch.tensor(advantages), 0.2, 0.2)[0].mean()
-        theta = (theta - 0.02 * torch.autograd.grad(loss, theta)[0]).detach()
-    distances = (theta - target).norm(dim=1)
-    return float(distances[1] - distances[0])
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_the_model_moves_to_good_images_and_away_from_bad_ones(weighting: str) -> None:
-    assert nearer_to_the_good([1.0, -1.0], weighting) > 0.1
-    assert nearer_to_the_good([-1.0, 1.0], weighting) < -0.1
-
-
 def test_the_settings_are_those_of_the_configuration() -> None:
     config = algorithm_config("awm", weighting="t2", clip_low=0.035, clip_high=0.2)
-    rule = FlowRule(SIGMA, 0.4, 0.4, 0.0)
-    x0 = torch.zeros(6, 3, 2)
-    noise = TARGET.float()  # x0 is 0, so that the noise is the target
-    s = Noised(rule, x0, noise, SIGMA * noise, OUTPUT.float(), OLD.float(), None, ADVANTAGES.float(), torch.arange(6))
-    losses, metrics = AWM(Config(algorithm=config)).loss(s)
+    losses, metrics = AWM(Config(algorithm=config)).loss(noised(OUTPUT, TARGET, ADVANTAGES, old=OLD))
     log_prob, old = (-(SIGMA**2) * ((v - TARGET) ** 2).mean((1, 2)) for v in (OUTPUT, OLD))
-    torch.testing.assert_close(losses, clipped_policy_loss(log_prob, old, ADVANTAGES, 0.035, 0.2)[0].float())
+    torch.testing.assert_close(losses, clipped_policy_loss(log_prob, old, ADVANTAGES, 0.035, 0.2)[0])
     # ratios 0.970, 0.960, 1.316, 1.461, 1.164, 2.438
     assert metrics == {
         "clip_fraction_low": pytest.approx(1 / 6),
         "clip_fraction_high": pytest.approx(2 / 6),
         "log_ratio_mean": pytest.approx(float((log_prob - old).mean()), rel=1e-5),
     }
-    assert AWM.uses_old and AWM.needs_all_samples and not AWM.uses_reference

@@ -1,18 +1,21 @@
 """What to draw and what credit rewards give: chains of denoising steps, whole groups, zero advantages."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+import training
 from hypothesis import given
 from hypothesis import strategies as st
+from training import config
 
 from gerl.algorithms import ALGORITHMS, Algorithm, Batch, ForwardProcess, Rewards, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples, sde_window
-from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, algorithm_config
+from gerl.config import ActorConfig, Config, RolloutConfig
 from gerl.config.algorithm import BY_NAME, ForwardProcessConfig
 from gerl.engine import Tape
 from gerl.errors import ConfigError
@@ -21,25 +24,12 @@ from gerl.protocol import Prompt, Sample
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
 
 
-def algorithm(
-    name: str = "flow_grpo", micro: int = 6, n: int = 3, actor_micro: int | None = None, **keys: object
-) -> Algorithm:
-    sampling = {k.removeprefix("sampling_"): v for k, v in keys.items() if k.startswith("sampling_")}
-    own = {k: v for k, v in keys.items() if not k.startswith("sampling_")}
-    return build_algorithm(
-        Config(
-            algorithm=algorithm_config(name, **own),
-            sampling=SamplingConfig(**{"num_inference_steps": 6} | sampling),  # type: ignore[arg-type]
-            rollout=RolloutConfig(prompts_per_step=4, n=n, micro_batch_size=micro),
-            actor=ActorConfig(micro_batch_size=actor_micro),
-        )
-    )
+def algorithm(name: str = "flow_grpo", n: int = 3, micro: int = 6, **keys: Any) -> Algorithm:
+    return build_algorithm(config(name, n, steps=6, micro=micro, **keys))
 
 
 def rewards(a: Algorithm, totals: Sequence[float]) -> Rewards:
-    samples = plan_samples(a.config, PROMPTS, 1, 0)[: len(totals)]
-    values = torch.tensor(totals)
-    return Rewards(samples, values, values[:, None], torch.ones(1))
+    return training.rewards(plan_samples(a.config, PROMPTS, 1, 0)[: len(totals)], totals)
 
 
 def test_every_configuration_has_its_algorithm_whose_settings_it_is() -> None:
@@ -59,15 +49,15 @@ class NewConfig(ForwardProcessConfig):
 
 def test_a_new_algorithm_says_once_that_it_needs_whole_groups() -> None:
     # the configuration had a list of such algorithms besides: a new one drew groups of 24 at a micro-batch size of 8
+    def new(micro: int, **actor: int) -> Config:
+        rollout = RolloutConfig(n=24, micro_batch_size=micro)
+        return Config(algorithm=NewConfig(), rollout=rollout, actor=ActorConfig(**actor))  # type: ignore[arg-type]
+
     with pytest.raises(ConfigError, match=r"rollout\.micro_batch_size=8: new needs the 24 images"):
-        Config(algorithm=NewConfig(), rollout=RolloutConfig(n=24, micro_batch_size=8))  # type: ignore[arg-type]
+        new(micro=8)
     with pytest.raises(ConfigError, match=r"actor\.micro_batch_size=8: new compares 24 images"):
-        Config(
-            algorithm=NewConfig(),  # type: ignore[arg-type]
-            rollout=RolloutConfig(n=24, micro_batch_size=48),
-            actor=ActorConfig(micro_batch_size=8),
-        )
-    kept = Config(algorithm=NewConfig(), rollout=RolloutConfig(n=24, micro_batch_size=60))  # type: ignore[arg-type]
+        new(micro=48, micro_batch_size=8)
+    kept = new(micro=60)
     tasks = ForwardProcess(kept).plan(plan_samples(kept, PROMPTS, 1, 0))
     assert [len(task.samples) for task in tasks] == [48, 48]
 
@@ -105,8 +95,7 @@ def test_algorithms_that_compare_within_a_micro_batch_get_whole_groups(micro: in
     a = algorithm("dgpo", micro=micro)
     tasks = a.plan(plan_samples(a.config, PROMPTS, 1, 0))
     assert [len(task.samples) for task in tasks] == sizes
-    assert all(len({s.index for s in task.samples if s.group == g}) == 3 for task in tasks for g in
-               {s.group for s in task.samples})  # fmt: skip
+    assert all(set(Counter(s.group for s in task.samples).values()) == {3} for task in tasks)
 
 
 def test_a_share_of_the_steps_is_trained_and_drawn_anew_every_step() -> None:
@@ -169,8 +158,7 @@ def test_ddpo_normalises_by_the_history_of_a_prompt_once_it_is_long_enough() -> 
     one, other = (Sample(p, 0, 0, 1) for p in PROMPTS[:2])
 
     def advantages(samples: list[Sample], totals: list[float]) -> list[float]:
-        values = torch.tensor(totals)
-        return a.advantages(Rewards(samples, values, values[:, None], torch.ones(1))).tolist()
+        return a.advantages(training.rewards(samples, totals)).tolist()
 
     assert advantages([one, other], [1.0, 3.0]) == pytest.approx([-1, 1], abs=1e-3)  # of the batch
     assert advantages([one, other], [3.0, 9.0]) == pytest.approx([-1, 1], abs=1e-3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gerl.algorithms import Rewards, build_algorithm
+from gerl.algorithms.awm import log_likelihood
 from gerl.algorithms.core_algos import group_advantages, kl_divergence, step_weights
 from gerl.algorithms.planning import sde_window
 from gerl.config import Config, SamplingConfig, algorithm_config, choices
@@ -48,6 +49,10 @@ def scaled(std: choices.StdKind) -> object:
         (choices.AdvantageEstimator, advantages),
         (choices.StdKind, scaled),
         (choices.KLKind, kl),
+        (
+            choices.LikelihoodWeighting,
+            lambda name: log_likelihood(torch.full((1, 2), 2.0), torch.zeros(1, 2), 0.6, name),
+        ),
         (choices.StepWeighting, lambda name: step_weights(name, [0.1, 0.3], [-0.2, -0.5], [0.5, 0.7])),
     ],
 )

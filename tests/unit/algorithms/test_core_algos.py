@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from random import Random
+from statistics import fmean, pstdev
 
 import pytest
 import torch
@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 
 from gerl.algorithms.core_algos import (
     batch_advantages,
+    best_of_group,
     decay_at,
     decoupled_advantages,
     group_advantages,
     group_ranks,
+    preference_pairs,
+    regression_weights,
+    tree_advantages,
     zero_std_fraction,
 )
 
@@ -27,17 +31,12 @@ GROUPS = torch.arange(3).repeat_interleave(4)
 def naive_advantages(
     rewards: list[float], groups: list[int], std: str, leave_one_out: bool, eps: float = 1e-4
 ) -> list[float]:
-    def spread(values: list[float]) -> float:
-        mean = math.fsum(values) / len(values)
-        return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
-
     result = []
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
         others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
-        baseline = others if leave_one_out else members
-        centred = reward - math.fsum(baseline) / len(baseline)
-        scale = {"group": spread(members) + eps, "batch": spread(rewards) + eps, "none": 1.0}[std]
+        centred = reward - fmean(others if leave_one_out else members)
+        scale = {"group": pstdev(members) + eps, "batch": pstdev(rewards) + eps, "none": 1.0}[std]
         result.append(centred / scale if len(set(members)) > 1 else 0.0)
     return result
 
@@ -75,12 +74,6 @@ def test_golden_advantages_with_batch_std_and_without() -> None:  # T24
     torch.testing.assert_close(group_advantages(REWARDS, GROUPS, "batch", eps=0.0), centred / of_all)
 
 
-def test_leave_one_out_compares_with_the_others_of_the_group() -> None:
-    got = group_advantages(REWARDS, GROUPS, "none", leave_one_out=True)
-    expected = [1 - 3, 2 - 8 / 3, 3 - 7 / 3, 4 - 2, 0, 0, 0, 0, -8 / 3, -8 / 3, -8 / 3, 8]
-    assert got.tolist() == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize("eps", [1e-4, 0.0])
@@ -93,17 +86,6 @@ def test_equal_rewards_give_exactly_zero(std: str, leave_one_out: bool, eps: flo
     assert (got[18:] != 0).all()
 
 
-@given(batches(), st.randoms(use_true_random=False))
-def test_shuffling_the_batch_shuffles_the_advantages(
-    batch: tuple[list[float], list[int]], random: Random
-) -> None:  # T25
-    rewards, groups = torch.tensor(batch[0], dtype=torch.float64), torch.tensor(batch[1])
-    order = list(range(len(rewards)))
-    random.shuffle(order)
-    expected = group_advantages(rewards, groups)[order]
-    torch.testing.assert_close(group_advantages(rewards[order], groups[order]), expected, atol=1e-12, rtol=1e-9)
-
-
 def test_the_same_groups_on_several_workers_give_the_same_advantages() -> None:  # T25
     whole = group_advantages(REWARDS, GROUPS)
     by_worker = [group_advantages(r, g) for r, g in zip(REWARDS.view(3, 4), GROUPS.view(3, 4), strict=True)]
@@ -112,34 +94,30 @@ def test_the_same_groups_on_several_workers_give_the_same_advantages() -> None: 
     assert torch.equal(group_advantages(REWARDS[interleaved], GROUPS[interleaved]), whole[interleaved])
 
 
-@given(st.floats(-100, 100), st.floats(0.1, 10))
-def test_advantages_ignore_an_offset_and_group_std_ignores_a_scale(offset: float, scale: float) -> None:
-    rewards = REWARDS.double()
-    got = group_advantages(scale * rewards + offset, GROUPS, eps=0.0)
-    torch.testing.assert_close(got, group_advantages(rewards, GROUPS, eps=0.0), atol=1e-6, rtol=1e-6)
-
-
-def test_advantages_write_no_input() -> None:
-    rewards, groups = REWARDS.clone(), GROUPS.clone()
-    for std in ("group", "batch", "none"):
-        group_advantages(rewards, groups, std, leave_one_out=True)
-    assert torch.equal(rewards, REWARDS) and torch.equal(groups, GROUPS)
-
-
 @pytest.mark.parametrize(
-    ("rewards", "groups", "options", "message"),
+    ("function", "arguments", "message"),
     [
-        ([1.0, 2.0], [0], {}, r"\[B\], got \[2\] and \[1\]"),
-        ([[1.0, 2.0]], [[0, 0]], {}, r"\[B\], got \[1, 2\]"),
-        ([1.0, math.nan], [0, 0], {}, "finite: drop failed groups"),
-        ([1.0, math.inf], [0, 0], {}, "finite"),
-        ([1.0, 2.0, 3.0], [0, 0, 1], {"leave_one_out": True}, "at least two samples"),
-        ([1.0, 2.0], [0, 0], {"std": "global"}, "group, batch or none, got 'global'"),
+        (group_advantages, ([1.0, 2.0], [0]), r"\[B\], got \[2\] and \[1\]"),
+        (group_advantages, ([[1.0, 2.0]], [[0, 0]]), r"\[B\], got \[1, 2\]"),
+        (group_advantages, ([1.0, math.nan], [0, 0]), "finite: drop failed groups"),
+        (group_advantages, ([1.0, math.inf], [0, 0]), "finite"),
+        (group_advantages, ([1.0, 2.0, 3.0], [0, 0, 1], "group", True), "at least two samples"),
+        (group_advantages, ([1.0, 2.0], [0, 0], "global"), "group, batch or none, got 'global'"),
+        (decoupled_advantages, ([1.0, 2.0], [1.0], [0, 0]), r"\[B, R\] and weights \[R\], got \[2\] and \[1\]"),
+        (decoupled_advantages, ([[1.0, 2.0]], [1.0], [0]), r"got \[1, 2\] and \[1\]"),
+        (decoupled_advantages, ([[1.0], [2.0]], [1.0], [0]), r"\[B\], got \[2\] and \[1\]"),
+        (decoupled_advantages, ([[1.0], [math.nan]], [1.0], [0, 0]), "finite"),
+        (decoupled_advantages, ([[1.0], [2.0]], [1.0], [0, 0], "global"), "group, batch or none"),
+        (tree_advantages, ([0.0, 0.0], [0, 0], [0, 0]), r"nodes \[B, D\], got \[2\] and \[2\]"),
+        (tree_advantages, ([0.0, 0.0], [[0], [0], [0]], [0, 0]), r"got \[2\] and \[3, 1\]"),
+        (tree_advantages, ([0.0, math.nan], [[0], [0]], [0, 0]), "finite"),
+        (regression_weights, ([0.0, 0.0], [0, 0], 0.0), "temperature must be above 0, got"),
+        (regression_weights, ([0.0, 0.0], [0, 0], -1.0), "temperature must be above 0, got"),
     ],
 )
-def test_wrong_rewards_are_refused(rewards: list, groups: list, options: dict, message: str) -> None:
+def test_wrong_rewards_are_refused(function: Callable[..., torch.Tensor], arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        group_advantages(torch.tensor(rewards), torch.tensor(groups), **options)
+        function(*(torch.tensor(value) if isinstance(value, list) else value for value in arguments))
 
 
 def test_a_group_of_one_has_no_advantage() -> None:
@@ -157,30 +135,11 @@ def test_zero_std_fraction() -> None:
 # --- by batch
 
 
-@given(st.lists(st.one_of(st.sampled_from([0.0, 0.5]), st.floats(-3, 3, width=16)), min_size=1, max_size=8))
-def test_batch_advantages_are_those_of_one_group(rewards: list[float]) -> None:
-    got = batch_advantages(torch.tensor(rewards, dtype=torch.float64))
-    expected = naive_advantages(rewards, [0] * len(rewards), "group", leave_one_out=False)
-    assert got.tolist() == pytest.approx(expected, abs=1e-9)
-
-
-def test_batch_advantages_of_known_rewards() -> None:
-    got = batch_advantages(torch.tensor([1, 2, 3, 4]), eps=0.0)
-    assert got.dtype == torch.float32
-    assert got.tolist() == pytest.approx([-1.341641, -0.447214, 0.447214, 1.341641], abs=1e-6)
-    assert batch_advantages(torch.tensor([1.0, 3.0]), eps=1.0).tolist() == [-0.5, 0.5]
-
-
 @pytest.mark.parametrize("eps", [1e-4, 0.0])
-def test_equal_rewards_of_a_batch_give_exactly_zero(eps: float) -> None:
-    assert batch_advantages(torch.full((11,), 0.1), eps).tolist() == [0.0] * 11
-
-
-def test_wrong_rewards_of_a_batch_are_refused() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        batch_advantages(torch.tensor([1.0, math.nan]))
-    with pytest.raises(ValueError, match=r"\[B\], got \[1, 2\]"):
-        batch_advantages(torch.tensor([[1.0, 2.0]]))
+def test_batch_advantages_are_those_of_one_group(eps: float) -> None:
+    for rewards in (REWARDS, torch.full((11,), 0.1), torch.tensor([1, 2, 3, 4]), torch.tensor([2.0])):
+        one = torch.zeros(len(rewards), dtype=torch.long)
+        assert torch.equal(batch_advantages(rewards, eps), group_advantages(rewards, one, eps=eps))
 
 
 # --- by scorer
@@ -196,18 +155,16 @@ def scored(draw: st.DrawFn) -> tuple[list[list[float]], list[float], list[int]]:
     return [first, *others], weights, groups
 
 
-@given(scored(), st.sampled_from(["group", "batch", "none"]), st.booleans())
+@given(scored(), st.sampled_from(["group", "batch", "none"]))
 def test_decoupled_advantages_equal_their_naive_twin(
-    batch: tuple[list[list[float]], list[float], list[int]], std: str, leave_one_out: bool
+    batch: tuple[list[list[float]], list[float], list[int]], std: str
 ) -> None:
     columns, weights, groups = batch
-    normalised = [naive_advantages(column, groups, std, leave_one_out) for column in columns]
+    normalised = [naive_advantages(column, groups, std, False) for column in columns]
     total = [math.fsum(w * a for w, a in zip(weights, row, strict=True)) for row in zip(*normalised, strict=True)]
-    mean = math.fsum(total) / len(total)
-    spread = math.sqrt(math.fsum((t - mean) ** 2 for t in total) / len(total))
     rewards = torch.tensor(columns, dtype=torch.float64).T
-    got = decoupled_advantages(rewards, torch.tensor(weights), torch.tensor(groups), std, leave_one_out)
-    assert got.tolist() == pytest.approx([t / (spread + 1e-4) for t in total], abs=1e-7)
+    got = decoupled_advantages(rewards, torch.tensor(weights), torch.tensor(groups), std)
+    assert got.tolist() == pytest.approx([t / (pstdev(total) + 1e-4) for t in total], abs=1e-7)
     assert got.mean().item() == pytest.approx(0, abs=1e-7)
 
 
@@ -220,16 +177,6 @@ def test_decoupled_advantages_tell_apart_what_the_advantage_of_a_sum_does_not() 
     torch.testing.assert_close(got, torch.tensor([2.0, -2.0, 1.0, -1.0]) / math.sqrt(2.5))
 
 
-def test_no_scorer_dominates_by_its_spread_and_the_weights_count_relative_to_each_other() -> None:
-    rewards = torch.stack([REWARDS, REWARDS.flip(0), (3 * REWARDS).cos()], 1).double()
-    weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
-    expected = decoupled_advantages(rewards, weights, GROUPS, eps=0.0)
-    wider = rewards * torch.tensor([1.0, 1000.0, 1.0]) + torch.tensor([0.0, 7.0, -3.0])
-    torch.testing.assert_close(decoupled_advantages(wider, weights, GROUPS, eps=0.0), expected)
-    torch.testing.assert_close(decoupled_advantages(rewards, 5 * weights, GROUPS, eps=0.0), expected)
-    assert not torch.allclose(decoupled_advantages(rewards, weights.flip(0), GROUPS, eps=0.0), expected, atol=0.1)
-
-
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
 @pytest.mark.parametrize("eps", [1e-4, 0.0])
 def test_groups_without_signal_in_any_column_get_exactly_zero(std: str, eps: float) -> None:
@@ -240,64 +187,49 @@ def test_groups_without_signal_in_any_column_get_exactly_zero(std: str, eps: flo
     assert decoupled_advantages(flat, weights, groups[:11], std, eps=eps).tolist() == [0.0] * 11
 
 
-@pytest.mark.parametrize(
-    ("rewards", "weights", "groups", "options", "message"),
-    [
-        ([1.0, 2.0], [1.0], [0, 0], {}, r"\[B, R\] and weights \[R\], got \[2\] and \[1\]"),
-        ([[1.0, 2.0]], [1.0], [0], {}, r"got \[1, 2\] and \[1\]"),
-        ([[1.0], [2.0]], [1.0], [0], {}, r"\[B\], got \[2\] and \[1\]"),
-        ([[1.0], [math.nan]], [1.0], [0, 0], {}, "finite"),
-        ([[1.0], [2.0]], [1.0], [0, 1], {"leave_one_out": True}, "at least two samples"),
-        ([[1.0], [2.0]], [1.0], [0, 0], {"std": "global"}, "group, batch or none"),
-    ],
-)
-def test_wrong_rewards_of_several_scorers_are_refused(
-    rewards: list, weights: list, groups: list, options: dict, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        decoupled_advantages(torch.tensor(rewards), torch.tensor(weights), torch.tensor(groups), **options)
+# --- all of them
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        lambda rewards, groups: batch_advantages(rewards[:, 0]),
-        lambda rewards, groups: decoupled_advantages(rewards, torch.tensor([1.0, 0.5]), groups),
+        group_advantages,
+        lambda rewards, groups: group_advantages(rewards, groups, "batch", leave_one_out=True),
+        lambda rewards, groups: group_advantages(rewards, groups, "none"),
+        lambda rewards, groups: batch_advantages(rewards),
+        lambda rewards, groups: decoupled_advantages(
+            torch.stack([rewards, (5 * rewards).sin()], 1), torch.tensor([1.0, 0.5]), groups
+        ),
+        group_ranks,
+        preference_pairs,
+        best_of_group,
+        lambda rewards, groups: regression_weights(rewards, groups, 0.5),
     ],
-    ids=["batch", "decoupled"],
 )
-def test_shuffling_the_samples_of_a_batch_shuffles_its_advantages_and_writes_nothing(
+def test_shuffling_the_batch_shuffles_the_credit_and_writes_nothing(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:  # T25
-    rewards = torch.stack([REWARDS, (5 * REWARDS).sin()], 1)
-    before, order = rewards.clone(), torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(function(rewards[order], GROUPS[order]), function(rewards, GROUPS)[order])
-    assert torch.equal(rewards, before)
+    generator = torch.Generator().manual_seed(0)
+    rewards, groups = torch.randn(12, generator=generator), torch.tensor([7, -3, 4, 7] * 3)  # no ties
+    before, ids, order = rewards.clone(), groups.clone(), torch.randperm(12, generator=generator)
+    torch.testing.assert_close(function(rewards[order], groups[order]), function(rewards, groups)[order])
+    assert torch.equal(rewards, before) and torch.equal(groups, ids)
 
 
 # --- old policies
 
 
 @pytest.mark.parametrize(
-    ("schedule", "update", "decay"),
+    ("schedule", "decays"),
     [
-        ((0, 0, 0, 0), 0, 0.0),
-        ((0, 0, 0, 0), 500, 0.0),
-        ((0, 0, 0.001, 0.5), 0, 0.0),
-        ((0, 0, 0.001, 0.5), 100, 0.1),
-        ((0, 0, 0.001, 0.5), 600, 0.5),
-        ((75, 0, 0.0075, 0.999), 74, 0.0),
-        ((75, 0, 0.0075, 0.999), 75, 0.0),
-        ((75, 0, 0.0075, 0.999), 76, 0.0075),
-        ((75, 0, 0.0075, 0.999), 100, 0.1875),
-        ((75, 0, 0.0075, 0.999), 300, 0.999),
-        ((0, 0.25, 0.005, 0.999), 0, 0.25),
-        ((0, 0.25, 0.005, 0.999), 50, 0.5),
-        ((0, 0.25, 0.005, 0.999), 200, 0.999),
+        ((0, 0, 0, 0), {0: 0.0, 500: 0.0}),
+        ((0, 0, 0.001, 0.5), {0: 0.0, 100: 0.1, 600: 0.5}),
+        ((75, 0, 0.0075, 0.999), {74: 0.0, 75: 0.0, 76: 0.0075, 100: 0.1875, 300: 0.999}),
+        ((0, 0.25, 0.005, 0.999), {0: 0.25, 50: 0.5, 200: 0.999}),
     ],
 )
-def test_decay_of_an_old_policy(schedule: tuple[float, ...], update: int, decay: float) -> None:  # T30
-    assert decay_at(schedule, update) == pytest.approx(decay, abs=1e-12)
+def test_decay_of_an_old_policy(schedule: tuple[float, ...], decays: dict[int, float]) -> None:  # T30
+    assert {update: decay_at(schedule, update) for update in decays} == pytest.approx(decays, abs=1e-12)
 
 
 @given(st.integers(0, 100), st.floats(0, 1), st.floats(0, 0.1), st.floats(0, 1), st.integers(0, 300))

@@ -3,19 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from statistics import fmean, pstdev
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gerl.algorithms.core_algos import (
-    best_of_group,
-    group_advantages,
-    preference_pairs,
-    regression_weights,
-    tree_advantages,
-)
+from gerl.algorithms.core_algos import best_of_group, preference_pairs, regression_weights, tree_advantages
 
 LEAVES = torch.arange(16)
 BINARY = torch.stack([LEAVES // size for size in (16, 8, 4, 2, 1)], 1)  # node of each leaf, from the root down
@@ -53,12 +48,6 @@ def test_golden_tree_of_sixteen_leaves() -> None:  # T27
     assert got[:, 2].tolist() == pytest.approx([-outer] * 4 + [-middle] * 4 + [middle] * 4 + [outer] * 4)
     assert got.sum(0).tolist() == pytest.approx([0.0] * 5, abs=1e-5)
     assert tree_advantages(2 * LEAVES, BINARY, torch.zeros(16, dtype=torch.long)).dtype == torch.float32
-
-
-def test_the_leaves_of_a_tree_get_their_group_advantages() -> None:
-    rewards, group = torch.randn(16, generator=torch.Generator().manual_seed(0)), torch.zeros(16, dtype=torch.long)
-    leaves = tree_advantages(rewards, BINARY, group)[:, -1]
-    torch.testing.assert_close(leaves, group_advantages(rewards, group, eps=1e-8))
 
 
 def test_every_node_counts_once_however_many_leaves_it_has() -> None:
@@ -100,11 +89,9 @@ def test_tree_advantages_equal_their_naive_twin(forest: tuple[list[float], list[
         for reward, ids, group in zip(rewards, nodes, groups, strict=True):
             leaves[group, ids[depth]].append(reward)
         for i, (ids, group) in enumerate(zip(nodes, groups, strict=True)):
-            values = [math.fsum(rs) / len(rs) for (g, _), rs in leaves.items() if g == group]
-            own = leaves[group, ids[depth]]
-            mean = math.fsum(values) / len(values)
-            std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
-            expected = (math.fsum(own) / len(own) - mean) / (std + 1e-8) if std > 1e-6 else 0.0
+            values = [fmean(rs) for (g, _), rs in leaves.items() if g == group]
+            own, std = fmean(leaves[group, ids[depth]]), pstdev(values)
+            expected = (own - fmean(values)) / (std + 1e-8) if std > 1e-6 else 0.0
             assert got[i, depth].item() == pytest.approx(expected, abs=1e-6)
 
 
@@ -113,30 +100,6 @@ def test_a_tree_without_signal_gets_exactly_zero() -> None:
     assert not tree_advantages(torch.full((16,), 0.1), BINARY, one).any()
     assert not tree_advantages(0.5 + 1e-7 * LEAVES.double(), BINARY, one)[:, 1:3].any()  # a std below 1e-6
     assert tree_advantages(1e-3 * LEAVES.double(), BINARY, one)[:, 1:].all()
-
-
-def test_trees_are_compared_with_themselves_only() -> None:
-    generator = torch.Generator().manual_seed(1)
-    first, second = (torch.randn(16, generator=generator) for _ in range(2))
-    groups = torch.tensor([3] * 16 + [8] * 16)
-    both = tree_advantages(torch.cat([first, 100 + second]), torch.cat([BINARY, BINARY]), groups)
-    alone = [tree_advantages(r, BINARY, torch.zeros(16, dtype=torch.long)) for r in (first, 100 + second)]
-    torch.testing.assert_close(both, torch.cat(alone), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "nodes", "groups", "message"),
-    [
-        (torch.zeros(2), torch.zeros(2), torch.zeros(2), r"nodes \[B, D\], got \[2\] and \[2\]"),
-        (torch.zeros(2), torch.zeros(3, 1), torch.zeros(2), r"got \[2\] and \[3, 1\]"),
-        (torch.tensor([0.0, math.nan]), torch.zeros(2, 1), torch.zeros(2), "finite"),
-    ],
-)
-def test_wrong_trees_are_refused(
-    rewards: torch.Tensor, nodes: torch.Tensor, groups: torch.Tensor, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        tree_advantages(rewards, nodes.long(), groups.long())
 
 
 # --- pairs, best samples, regression weights
@@ -151,13 +114,6 @@ def test_preference_pairs_are_the_first_best_and_the_first_worst(batch: tuple[li
             expected[max(members, key=lambda i: rewards[i])] = 1.0
             expected[min(members, key=lambda i: rewards[i])] = -1.0
     assert credit(preference_pairs, rewards, groups) == expected
-
-
-def test_known_preference_pairs() -> None:
-    rewards = torch.tensor([3, 9, 1, 9, 1, 4, 4, 7])
-    got = preference_pairs(rewards, torch.tensor([0, 0, 0, 0, 0, 1, 1, 2]))
-    assert got.dtype == torch.float32
-    assert got.tolist() == [0, 1, -1, 0, 0, 0, 0, 0]
 
 
 @given(batches())
@@ -181,39 +137,26 @@ def test_regression_weights_equal_their_naive_twin(batch: tuple[list[float], lis
         if len(set(values)) == 1:
             assert weights == [0.0] * len(members)
             continue
-        mean = math.fsum(values) / len(values)
-        std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+        mean, std = fmean(values), pstdev(values)
         powers = [math.exp((v - mean) / (std + 1e-4) / temperature) for v in values]
         assert weights == pytest.approx([len(values) * p / math.fsum(powers) for p in powers], rel=1e-6, abs=1e-12)
-        assert math.fsum(weights) / len(weights) == pytest.approx(1)
+        assert fmean(weights) == pytest.approx(1)
 
 
 def test_a_low_temperature_regresses_to_the_best_and_a_high_one_to_all() -> None:
     rewards, groups = torch.tensor([1.0, 2.0, 3.0, 3.0]), torch.zeros(4, dtype=torch.long)
     assert regression_weights(rewards, groups, 1e-4).tolist() == pytest.approx([0, 0, 2, 2])
     assert regression_weights(rewards, groups, 1e4).tolist() == pytest.approx([1] * 4, abs=1e-3)
-    assert regression_weights(rewards.long(), groups, 1.0).dtype == torch.float32
 
 
 @pytest.mark.parametrize("function", [preference_pairs, best_of_group, lambda r, g: regression_weights(r, g, 0.5)])
 def test_credit_of_groups(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """What holds for all of them: equal rewards give exact zeros, order does not matter, inputs stay, shapes count."""
+    """Equal rewards give exact zeros, whole numbers are rewards too, shapes count."""
+    assert function(torch.tensor([3, 9, 1]), torch.zeros(3)).dtype == torch.float32
     equal = torch.tensor([0.1] * 11 + [0.7] * 7)
     assert function(equal, torch.tensor([0] * 11 + [1] * 7)).tolist() == [0.0] * 18
-
-    generator = torch.Generator().manual_seed(2)
-    rewards, groups = torch.randn(12, generator=generator), torch.arange(12) % 3  # no ties
-    before, order = rewards.clone(), torch.randperm(12, generator=generator)
-    torch.testing.assert_close(function(rewards[order], groups[order]), function(rewards, groups)[order])  # T25
-    assert torch.equal(rewards, before)
 
     with pytest.raises(ValueError, match=r"\[B\], got \[2\] and \[1\]"):
         function(torch.zeros(2), torch.zeros(1))
     with pytest.raises(ValueError, match="finite"):
         function(torch.tensor([0.0, math.inf]), torch.zeros(2))
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
-    with pytest.raises(ValueError, match="temperature must be above 0, got"):
-        regression_weights(torch.zeros(2), torch.zeros(2), temperature)

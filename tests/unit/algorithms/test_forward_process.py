@@ -52,31 +52,31 @@ def test_micro_batches_and_workers_do_not_change_the_gradient(name: str) -> None
     assert relative(total, whole) < 1e-4
 
 
+def gradient_and_runs(training: Training, **keys: Any) -> tuple[torch.Tensor, int]:
+    """The gradient, and how often the denoiser ran for it; `keys`: those of the algorithm that are other ones."""
+    runs: list[int] = []
+    layer = training.policy.pipe.transformer.transformer_blocks[0].attn.to_q
+    handle = layer.register_forward_hook(lambda *_: runs.append(1))
+    algorithm = build_algorithm(settings(training.algorithm.settings.name, **keys))
+    found, _ = training.gradient(CREDIT, algorithm=algorithm)
+    handle.remove()
+    return found, len(runs)
+
+
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm", "crd"])
 def test_an_old_policy_that_is_the_current_one_is_not_run(name: str) -> None:
     training = Training(settings(name))
-    calls: list[int] = []
-    layer = training.policy.pipe.transformer.transformer_blocks[0].attn.to_q
-    handle = layer.register_forward_hook(lambda *_: calls.append(1))
-    known, _ = training.gradient(CREDIT)
-    assert len(calls) == 3  # one noise level each
+    known, runs = gradient_and_runs(training)
+    assert runs == 3  # one noise level each
     training.policy.old_is_current = False  # though it holds the same weights
-    run, _ = training.gradient(CREDIT)
-    handle.remove()
-    assert len(calls) == 3 + 6
-    assert relative(run, known) < 1e-5
+    run, runs = gradient_and_runs(training)
+    assert runs == 6 and relative(run, known) < 1e-5
 
 
 def test_without_an_old_policy_and_a_reference_neither_is_run() -> None:
     training = Training(settings("rwr"))
-    calls: list[int] = []
-    layer = training.policy.pipe.transformer.transformer_blocks[0].attn.to_q
-    handle = layer.register_forward_hook(lambda *_: calls.append(1))
-    training.gradient(CREDIT)
-    assert len(calls) == 3 and training.policy.old is None
-    training.gradient(CREDIT, algorithm=build_algorithm(settings("rwr", kl_coef=0.1)))
-    handle.remove()
-    assert len(calls) == 3 + 6
+    assert gradient_and_runs(training)[1] == 3 and training.policy.old is None
+    assert gradient_and_runs(training, kl_coef=0.1)[1] == 6
 
 
 def test_the_gradient_is_that_of_flow_matching_written_by_hand() -> None:

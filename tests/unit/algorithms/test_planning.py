@@ -1,7 +1,6 @@
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -175,12 +174,8 @@ def test_groups_are_the_prompt_and_what_else_a_state_has() -> None:
     prompt = Prompt(3, "a", {"turn": 1, "role": "painter"})
     (sample, *_) = plan_samples(config(), [prompt], 1, 0)
     assert sample.group == Group(3, turn=1, role="painter")
-    others = [
-        replace(sample, turn=2),
-        replace(sample, role="critic"),
-        replace(sample, branch=4),
-        replace(sample, index=2),
-    ]
+    changes = ({"turn": 2}, {"role": "critic"}, {"branch": 4}, {"index": 2})
+    others = [replace(sample, **change) for change in changes]
     assert group_ids([sample, *others, sample]).tolist() == [0, 1, 2, 3, 0, 0]
 
 
@@ -207,9 +202,3 @@ def test_update_parts_is_a_partition_into_runs_of_nearly_equal_length(count: int
     assert len(parts) == min(count, updates)
     lengths = [len(part) for part in parts]
     assert not lengths or max(lengths) - min(lengths) <= 1
-
-
-@pytest.mark.parametrize(("count", "updates", "lengths"), [(6, 1, [6]), (6, 2, [3, 3]), (6, 3, [2, 2, 2]), (1, 4, [1])])
-def test_update_parts(count: int, updates: int, lengths: list[int]) -> None:
-    parts = update_parts([RolloutTask(i, [], ()) for i in range(count)], updates)
-    assert [len(part) for part in parts] == lengths

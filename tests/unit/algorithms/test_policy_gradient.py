@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from training import Training, chain_credit, config, new_policy, relative
+from training import Training, chain_credit, config, new_policy, relative, rewards
 
-from gerl.algorithms import PolicyGradient, Rewards, build_algorithm
+from gerl.algorithms import PolicyGradient, build_algorithm
 from gerl.algorithms.core_algos import kl_divergence
 from gerl.engine import replay
 from gerl.model.lora import lora_disabled
@@ -34,18 +34,20 @@ def log_prob_gradient(training: Training, weights: dict[int, float], scale: floa
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "flow_dppo"])
-def test_on_policy_the_gradient_is_that_of_reinforce(name: str, plain: Training) -> None:
-    found, stats = plain.gradient(CREDIT, algorithm=build_algorithm(config(name)))
+def test_on_policy_the_gradient_is_that_of_reinforce(name: str) -> None:
+    training = Training(config(name))
+    found, stats = training.gradient(CREDIT)
     assert stats.ratio_deviation == 0 and stats.pairs == 24
-    assert relative(found, log_prob_gradient(plain, dict.fromkeys(range(3), 1.0), 1 / 24)) < 1e-6
+    assert relative(found, log_prob_gradient(training, dict.fromkeys(range(3), 1.0), 1 / 24)) < 1e-6
 
 
-def test_guard_weighs_each_step_by_its_std(plain: Training) -> None:
-    found, stats = plain.gradient(CREDIT, algorithm=build_algorithm(config("grpo_guard")))
-    (_, _, (tape,)) = plain.tasks[0]
+def test_guard_weighs_each_step_by_its_std() -> None:
+    training = Training(config("grpo_guard"))
+    found, stats = training.gradient(CREDIT)
+    (_, _, (tape,)) = training.tasks[0]
     stds = {k: tape.steps[k].rule.std for k in range(3)}
     assert stats.ratio_deviation == 0
-    assert relative(found, log_prob_gradient(plain, stds, 1 / 24)) < 1e-5  # the bias has no gradient on policy
+    assert relative(found, log_prob_gradient(training, stds, 1 / 24)) < 1e-5  # the bias has no gradient on policy
 
 
 def test_timestep_weights(plain: Training) -> None:
@@ -64,16 +66,15 @@ def test_timestep_weights(plain: Training) -> None:
 
 
 def test_weights_by_std_have_the_same_norm_in_any_window() -> None:
-    whole = Training(config("flow_grpo", timestep_weights="std"))
-    part = Training(config("flow_grpo", timestep_weights="std", sampling_window_size=1, sampling_window_range=[0, 3]))
-    for training in (whole, part):
+    weights = []
+    for window in ({}, {"sampling_window_size": 1, "sampling_window_range": [0, 3]}):
+        training = Training(config("flow_grpo", timestep_weights="std", **window))
         (task, _, (tape,)) = training.tasks[0]
         assert isinstance(training.algorithm, PolicyGradient)
         trained = task.segments[0].trained
-        weights = dict(zip(trained, training.algorithm._weights(tape, trained), strict=True))
-        if training is whole:
-            full = weights
-    assert weights == {k: pytest.approx(full[k]) for k in weights} and len(weights) == 1
+        weights.append(dict(zip(trained, training.algorithm._weights(tape, trained), strict=True)))
+    whole, part = weights
+    assert part == {k: pytest.approx(whole[k]) for k in part} and len(part) == 1
 
 
 # --- KL
@@ -150,8 +151,7 @@ def test_trees_are_on_policy_and_micro_batches_change_nothing(name: str, keys: d
     training = Training(config(name, n=2, **keys))
     samples = [s for task, _, _ in training.tasks for s in task.samples]
     generator = torch.Generator().manual_seed(0)
-    rewards = torch.rand(len(samples), generator=generator)
-    credit = training.algorithm.credit(Rewards(samples, rewards, rewards[:, None], torch.ones(1)))
+    credit = training.algorithm.credit(rewards(samples, torch.rand(len(samples), generator=generator).tolist()))
     whole, stats = training.gradient(credit)
     assert whole.norm() > 0 and stats.ratio_deviation <= 1e-5
     assert all(pixels.shape == (len(task.samples), 16, 16, 3) for task, pixels, _ in training.tasks)

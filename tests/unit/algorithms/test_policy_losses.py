@@ -1,6 +1,7 @@
 """Policy losses, log-ratios, weights of timesteps: naive twins, closed forms; gradients and not only values."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -19,47 +20,44 @@ from gerl.engine.kernels import coefficients, gaussian_log_prob, transition_mean
 
 SD3_10 = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]
 TRAINED = list(pairwise(SD3_10))[:9]
-
-# --- clipped
+Loss = Callable[..., tuple[torch.Tensor, dict[str, float]]]
 
 
 def loss_and_gradient(
-    ratios: list[float], advantages: list[float], low: float, high: float
+    loss: Loss, ratios: list[float], advantages: list[float], *bounds: list[float] | float
 ) -> tuple[float, list[float], dict[str, float]]:
+    """Mean loss, its gradient by the log-probabilities, metrics. `bounds`: a loss's further arguments."""
     old = torch.linspace(-1, 1, len(ratios), dtype=torch.float64)
     log_prob = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
-    losses, metrics = clipped_policy_loss(log_prob, old, torch.tensor(advantages, dtype=torch.float64), low, high)
+    further = [torch.tensor(bound) if isinstance(bound, list) else bound for bound in bounds]
+    losses, metrics = loss(log_prob, old, torch.tensor(advantages, dtype=torch.float64), *further)
     assert losses.shape == (len(ratios),)
     (gradient,) = torch.autograd.grad(losses.mean(), log_prob)
     return losses.mean().item(), gradient.tolist(), metrics
 
 
-@pytest.mark.parametrize("clip", [1e-5, 0.2])
-def test_on_policy_the_gradient_is_that_of_reinforce(clip: float) -> None:  # T17, with the tie at ratio 1
+# --- clipped, or masked by the KL
+
+
+@pytest.mark.parametrize(
+    ("loss", "bounds"),
+    [
+        (clipped_policy_loss, (1e-5, 1e-5)),
+        (clipped_policy_loss, (0.2, 0.2)),
+        (masked_policy_loss, (torch.zeros(8), 0.0)),
+    ],
+)
+def test_on_policy_the_gradient_is_that_of_reinforce(
+    loss: Loss, bounds: tuple[object, float]
+) -> None:  # T17, with the tie at ratio 1
     log_prob = torch.randn(8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     advantages = torch.linspace(-2, 1, 8)
-    losses, metrics = clipped_policy_loss(log_prob, log_prob.detach().clone(), advantages, clip, clip)
+    losses, metrics = loss(log_prob, log_prob.detach().clone(), advantages, *bounds)
     losses.mean().backward()
-    assert losses.tolist() == (-advantages).tolist()
+    assert losses.tolist() == (-advantages).tolist()  # with the tie at ratio 1
     assert log_prob.grad is not None
     torch.testing.assert_close(log_prob.grad, -advantages / 8, rtol=0, atol=0)
     assert metrics == {"ratio_deviation": 0, "clip_fraction_low": 0, "clip_fraction_high": 0, "log_ratio_mean": 0}
-
-
-@given(
-    st.lists(st.tuples(st.floats(0.2, 3.0), st.floats(-3, 3)), min_size=1, max_size=6),
-    st.floats(0.01, 0.5),
-    st.floats(0.01, 0.8),
-)
-def test_clipped_loss_equals_its_naive_twin(pairs: list[tuple[float, float]], low: float, high: float) -> None:  # T18
-    ratios, advantages = [r for r, _ in pairs], [a for _, a in pairs]
-    assume(all(abs(r - bound) > 1e-9 for r in ratios for bound in (1 - low, 1 + high)))  # there rounding decides
-    loss, gradient, _ = loss_and_gradient(ratios, advantages, low, high)
-    values = [max(-a * r, -a * min(max(r, 1 - low), 1 + high)) for r, a in pairs]
-    assert loss == pytest.approx(sum(values) / len(pairs), abs=1e-12)
-    for (r, a), got in zip(pairs, gradient, strict=True):
-        removed = (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low)
-        assert got == pytest.approx(0.0 if removed else -a * r / len(pairs), abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -75,27 +73,55 @@ def test_clipped_loss_equals_its_naive_twin(pairs: list[tuple[float, float]], lo
     ],
 )
 def test_which_gradients_the_bounds_remove(ratio: float, advantage: float, gradient: float) -> None:  # T18
-    assert loss_and_gradient([ratio], [advantage], 0.1, 0.2)[1] == pytest.approx([gradient])
+    assert loss_and_gradient(clipped_policy_loss, [ratio], [advantage], 0.1, 0.2)[1] == pytest.approx([gradient])
 
 
-def test_clip_metrics_of_known_ratios() -> None:
-    ratios = [1.0, 1.3, 1.3, 0.7, 0.7, 1.15, 0.95, 2.0]
-    advantages = [1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0, 3.0]
-    _, _, metrics = loss_and_gradient(ratios, advantages, 0.1, 0.2)
-    assert metrics == pytest.approx(
-        {
-            "ratio_deviation": 1.0,
-            "clip_fraction_low": 1 / 8,
-            "clip_fraction_high": 2 / 8,
-            "log_ratio_mean": sum(math.log(r) for r in ratios) / 8,
-        },
-        rel=1e-5,
-    )
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "kl", "gradient"),
+    [
+        (1.3, 1.0, 0.5, 0.0),  # beyond the threshold and pulled further away: removed
+        (1.3, 1.0, 0.4, -1.3),  # within it: kept, however large the ratio
+        (1.3, -1.0, 0.9, 1.3),  # beyond it, pulled back: kept
+        (0.7, -1.0, 0.9, 0.0),
+        (0.7, -1.0, 0.1, 0.7),
+        (0.7, 1.0, 0.9, -0.7),
+        (1.0, 1.0, 0.9, -1.0),
+        (1.3, 0.0, 0.9, 0.0),
+    ],
+)
+def test_which_gradients_the_kl_removes(ratio: float, advantage: float, kl: float, gradient: float) -> None:
+    assert loss_and_gradient(masked_policy_loss, [ratio], [advantage], [kl], 0.5)[1] == pytest.approx([gradient])
+
+
+def test_metrics_of_known_ratios() -> None:
+    ratios, advantages = [1.0, 1.3, 1.3, 0.7, 0.7, 1.15, 0.95, 2.0], [1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0, 3.0]
+    kl = [0.6, 0.4, 0.6, 0.6, 0.6, 0.4, 0.6, 0.7]
+    common = {"ratio_deviation": 1.0, "log_ratio_mean": sum(math.log(r) for r in ratios) / 8}
+    _, _, clipped = loss_and_gradient(clipped_policy_loss, ratios, advantages, 0.1, 0.2)
+    _, _, masked = loss_and_gradient(masked_policy_loss, ratios, advantages, kl, 0.5)
+    assert clipped == pytest.approx(common | {"clip_fraction_low": 1 / 8, "clip_fraction_high": 2 / 8}, rel=1e-5)
+    assert masked == pytest.approx(common | {"clip_fraction_low": 2 / 8, "clip_fraction_high": 1 / 8}, rel=1e-5)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.2, 3.0), st.floats(-3, 3)), min_size=1, max_size=6),
+    st.floats(0.01, 0.5),
+    st.floats(0.01, 0.8),
+)
+def test_clipped_loss_equals_its_naive_twin(pairs: list[tuple[float, float]], low: float, high: float) -> None:  # T18
+    ratios, advantages = [r for r, _ in pairs], [a for _, a in pairs]
+    assume(all(abs(r - bound) > 1e-9 for r in ratios for bound in (1 - low, 1 + high)))  # there rounding decides
+    loss, gradient, _ = loss_and_gradient(clipped_policy_loss, ratios, advantages, low, high)
+    values = [max(-a * r, -a * min(max(r, 1 - low), 1 + high)) for r, a in pairs]
+    assert loss == pytest.approx(sum(values) / len(pairs), abs=1e-12)
+    for (r, a), got in zip(pairs, gradient, strict=True):
+        removed = (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low)
+        assert got == pytest.approx(0.0 if removed else -a * r / len(pairs), abs=1e-12)
 
 
 def test_the_bounds_are_asymmetric() -> None:
-    assert loss_and_gradient([1.25], [1.0], 0.1, 0.3)[1] == pytest.approx([-1.25])
-    assert loss_and_gradient([1.25], [1.0], 0.3, 0.1)[1] == [0.0]
+    assert loss_and_gradient(clipped_policy_loss, [1.25], [1.0], 0.1, 0.3)[1] == pytest.approx([-1.25])
+    assert loss_and_gradient(clipped_policy_loss, [1.25], [1.0], 0.3, 0.1)[1] == [0.0]
 
 
 def test_no_gradient_reaches_the_old_policy_and_nothing_is_written() -> None:
@@ -152,44 +178,15 @@ def test_policy_gradient_of_a_linear_gaussian_chain(trained: range | tuple[int, 
     assert -theta.grad.item() == pytest.approx(golden, abs=0.03)
 
 
-# --- masked by the KL
-
-
-def masked_loss_and_gradient(
-    ratios: list[float], advantages: list[float], kl: list[float], threshold: float
-) -> tuple[float, list[float], dict[str, float]]:
-    log_prob = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
-    signal = torch.tensor(advantages, dtype=torch.float64)
-    losses, metrics = masked_policy_loss(log_prob, torch.zeros_like(log_prob), signal, torch.tensor(kl), threshold)
-    assert losses.shape == (len(ratios),)
-    (gradient,) = torch.autograd.grad(losses.mean(), log_prob)
-    return losses.mean().item(), gradient.tolist(), metrics
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "kl", "gradient"),
-    [
-        (1.3, 1.0, 0.5, 0.0),  # beyond the threshold and pulled further away: removed
-        (1.3, 1.0, 0.4, -1.3),  # within it: kept, however large the ratio
-        (1.3, -1.0, 0.9, 1.3),  # beyond it, pulled back: kept
-        (0.7, -1.0, 0.9, 0.0),
-        (0.7, -1.0, 0.1, 0.7),
-        (0.7, 1.0, 0.9, -0.7),
-        (1.0, 1.0, 0.9, -1.0),
-        (1.3, 0.0, 0.9, 0.0),
-    ],
-)
-def test_which_gradients_the_kl_removes(ratio: float, advantage: float, kl: float, gradient: float) -> None:
-    assert masked_loss_and_gradient([ratio], [advantage], [kl], 0.5)[1] == pytest.approx([gradient])
-
-
 ratios_on_either_side = st.one_of(st.just(1.0), st.floats(0.2, 0.99), st.floats(1.01, 3.0))
 divergences = st.floats(0, 1, width=16)
 
 
 @given(st.lists(st.tuples(ratios_on_either_side, st.floats(-3, 3), divergences), min_size=1, max_size=6), divergences)
 def test_masked_loss_equals_its_naive_twin(rows: list[tuple[float, float, float]], threshold: float) -> None:
-    loss, gradient, metrics = masked_loss_and_gradient(*([row[i] for row in rows] for i in range(3)), threshold)
+    loss, gradient, metrics = loss_and_gradient(
+        masked_policy_loss, *([row[i] for row in rows] for i in range(3)), threshold
+    )
     high = [a > 0 and r > 1 and kl >= threshold for r, a, kl in rows]
     low = [a < 0 and r < 1 and kl >= threshold for r, a, kl in rows]
     expected = [0.0 if h or w else -a * r / len(rows) for (r, a, _), h, w in zip(rows, high, low, strict=True)]
@@ -197,30 +194,6 @@ def test_masked_loss_equals_its_naive_twin(rows: list[tuple[float, float, float]
     assert gradient == pytest.approx(expected, abs=1e-12)
     assert metrics["clip_fraction_high"] == pytest.approx(sum(high) / len(rows))
     assert metrics["clip_fraction_low"] == pytest.approx(sum(low) / len(rows))
-
-
-def test_masked_on_policy_the_gradient_is_that_of_reinforce_at_any_threshold() -> None:  # T17
-    log_prob = torch.randn(8, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    advantages = torch.linspace(-2, 1, 8)
-    losses, metrics = masked_policy_loss(log_prob, log_prob.detach().clone(), advantages, torch.zeros(8), 0.0)
-    losses.mean().backward()
-    assert log_prob.grad is not None
-    torch.testing.assert_close(log_prob.grad, -advantages / 8, rtol=0, atol=0)
-    assert metrics == {"ratio_deviation": 0, "clip_fraction_low": 0, "clip_fraction_high": 0, "log_ratio_mean": 0}
-
-
-def test_metrics_of_a_masked_loss() -> None:
-    ratios, advantages = [1.5, 1.5, 0.6, 0.6, 1.2], [1.0, 1.0, -1.0, 1.0, 2.0]
-    _, _, metrics = masked_loss_and_gradient(ratios, advantages, [0.6, 0.4, 0.6, 0.6, 0.7], 0.5)
-    assert metrics == pytest.approx(
-        {
-            "ratio_deviation": 0.5,
-            "clip_fraction_low": 1 / 5,
-            "clip_fraction_high": 2 / 5,
-            "log_ratio_mean": sum(math.log(r) for r in ratios) / 5,
-        },
-        rel=1e-5,
-    )
 
 
 def test_the_masked_loss_trains_neither_the_old_policy_nor_the_kl_and_survives_any_ratio() -> None:

@@ -1,9 +1,10 @@
-"""Weighted regression: value and gradient, the weights of the two classes, the direction."""
+"""Weighted regression: value and gradient, the weights of the two classes."""
 
 import math
 
 import pytest
 import torch
+from training import noised, rewards, samples_of
 
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.regression import BestOfN, RewardWeightedRegression
@@ -18,10 +19,7 @@ BEST = BestOfN(Config(algorithm=algorithm_config("best_of_n")))
 
 
 def loss(output: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Of rows whose clean latents are 0, so that the noise is the target."""
-    rule, groups = FlowRule(0.6, 0.4, 0.4, 0.0), torch.zeros(len(output))
-    s = Noised(rule, torch.zeros_like(target), target, 0.6 * target, output, None, None, weights, groups)
-    return BEST.loss(s)[0]
+    return BEST.loss(noised(output, target, weights))[0]
 
 
 def test_the_loss_is_the_weighted_mean_squared_error_of_each_row() -> None:
@@ -36,12 +34,6 @@ def test_the_gradient_in_closed_form() -> None:
     torch.testing.assert_close(got, WEIGHTS.view(-1, 1, 1) * 2 / 6 * (OUTPUT - TARGET), rtol=1e-6, atol=1e-7)
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
-    order = torch.tensor([3, 0, 1, 2])
-    moved = loss(OUTPUT[order], TARGET[order], WEIGHTS[order])
-    assert torch.equal(moved, loss(OUTPUT, TARGET, WEIGHTS)[order])
-
-
 def test_the_optimum_is_the_weighted_mean_of_the_targets() -> None:
     optimum = (WEIGHTS.view(-1, 1, 1) * TARGET).sum(0) / WEIGHTS.sum()
     theta = optimum.clone().requires_grad_()
@@ -49,45 +41,25 @@ def test_the_optimum_is_the_weighted_mean_of_the_targets() -> None:
     assert theta.grad is not None and theta.grad.abs().max() < 1e-5
 
 
-def nearer_to_the_good(weights: torch.Tensor) -> float:
-    """How much nearer to the first of two images than to the second a velocity ends that starts between them."""
-    target = torch.tensor([[-0.7, -0.7], [1.3, 1.3]])
-    theta = target.mean(0)
-    for _ in range(20):
-        theta.requires_grad_()
-        mean = loss(theta.expand(2, 2), target, weights).mean()
-        theta = (theta - 0.1 * torch.autograd.grad(mean, theta)[0]).detach()
-    distances = (theta - target).norm(dim=1)
-    return float(distances[1] - distances[0])
-
-
-@pytest.mark.parametrize("algorithm", [RWR, BEST], ids=["rwr", "best_of_n"])
-def test_the_model_moves_to_the_images_with_the_higher_reward(algorithm: RewardWeightedRegression | BestOfN) -> None:
-    group = torch.zeros(2, dtype=torch.long)
-    assert nearer_to_the_good(algorithm.credit_rewards(torch.tensor([0.9, 0.1]), group)) > 0.1
-    assert nearer_to_the_good(algorithm.credit_rewards(torch.tensor([0.1, 0.9]), group)) < -0.1
-
-
 @pytest.mark.parametrize("beta", [0.5, 2.0])
 def test_rewards_weigh_by_the_softmax_of_beta_times_the_advantage(beta: float) -> None:
     algorithm = RewardWeightedRegression(Config(algorithm=algorithm_config("rwr", beta=beta)))
-    got = algorithm.credit_rewards(torch.tensor([3.0, 1.0, 7.0, 7.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1]))
+    got = algorithm.advantages(rewards(samples_of([0, 0, 1, 1]), [3.0, 1.0, 7.0, 7.0]))
     high, low = math.exp(beta / 1.0001), math.exp(-beta / 1.0001)  # advantages +-1 / (1 + 1e-4)
     assert got.tolist() == pytest.approx([2 * high / (high + low), 2 * low / (high + low), 0, 0])
 
 
 def test_best_of_n_keeps_the_best_of_each_group() -> None:
-    rewards, ids = torch.tensor([0.1, 5.0, 0.9, 0.5, 5.0, 0.2]), torch.tensor([0, 1, 0, 2, 1, 2])
-    assert BEST.credit_rewards(rewards, ids).tolist() == [0, 0, 1, 1, 0, 0]
+    given = rewards(samples_of([0, 1, 0, 2, 1, 2]), [0.1, 5.0, 0.9, 0.5, 5.0, 0.2])
+    assert BEST.advantages(given).tolist() == [0, 0, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("algorithm", [RWR, BEST], ids=["rwr", "best_of_n"])
 def test_the_classes_regress_to_the_clean_latents(algorithm: RewardWeightedRegression | BestOfN) -> None:
     x0, noise, output = (torch.randn(4, 3, 2, generator=GENERATOR) for _ in range(3))
-    rule, weights = FlowRule(0.6, 0.4, 0.4, 0.0), WEIGHTS
-    s = Noised(rule, x0, noise, rule.noised(x0, noise), output, None, None, weights, torch.zeros(4, dtype=torch.long))
+    rule = FlowRule(0.6, 0.4, 0.4, 0.0)
+    s = Noised(rule, x0, noise, rule.noised(x0, noise), output, None, None, WEIGHTS, torch.zeros(4))
     losses, metrics = algorithm.loss(s)
     errors = ((output - (noise - x0)) ** 2).mean((1, 2))
-    torch.testing.assert_close(losses, weights * errors)
+    torch.testing.assert_close(losses, WEIGHTS * errors)
     assert metrics == {"squared_error": pytest.approx(float(errors.mean()))}
-    assert not (algorithm.uses_old or algorithm.uses_reference or algorithm.needs_all_samples)

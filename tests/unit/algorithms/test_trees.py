@@ -5,33 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+from training import config, rewards
 
-from gerl.algorithms import Rewards, build_algorithm, count_pairs
+from gerl.algorithms import build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples
-from gerl.config import Config, RolloutConfig, SamplingConfig, algorithm_config
-from gerl.protocol import Prompt, RolloutTask, Sample
+from gerl.protocol import Prompt, RolloutTask
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(2)]
 
 
 def tempflow(n: int = 4, micro: int = 12, factor: int = 6, steps: int = 10) -> Any:
-    return build_algorithm(
-        Config(
-            algorithm=algorithm_config(name="tempflow_grpo", branch_factor=factor),
-            sampling=SamplingConfig(num_inference_steps=steps),
-            rollout=RolloutConfig(n=n, micro_batch_size=micro),
-        )
-    )
+    return build_algorithm(config("tempflow_grpo", n, steps=steps, micro=micro, branch_factor=factor))
 
 
 def branch(splits: list[int], n: int = 1, micro: int = 16, steps: int = 20) -> Any:
-    return build_algorithm(
-        Config(
-            algorithm=algorithm_config(name="branch_grpo", split_steps=splits),
-            sampling=SamplingConfig(num_inference_steps=steps),
-            rollout=RolloutConfig(n=n, micro_batch_size=micro),
-        )
-    )
+    return build_algorithm(config("branch_grpo", n, steps=steps, micro=micro, split_steps=splits))
 
 
 def plan(a: Any, prompts: list[Prompt]) -> list[RolloutTask]:
@@ -46,11 +34,6 @@ def evaluations(task: RolloutTask, steps: int) -> int:
         first = 0 if segment.parent is None else segment.start + 1
         total += len(segment.seeds) * (last - first + 1)
     return total
-
-
-def rewards(samples: list[Sample], totals: list[float]) -> Rewards:
-    values = torch.tensor(totals)
-    return Rewards(samples, values, values[:, None], torch.ones(1))
 
 
 # --- TempFlow-GRPO
