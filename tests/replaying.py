@@ -106,6 +106,11 @@ def replayed(
     return steps, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in r.parameters]
 
 
+def squares(step: ReplayedStep) -> torch.Tensor:
+    """A loss that every latents have, recorded or not."""
+    return step.model_output.square().mean()
+
+
 def gradients(r: Recorded, tape: Tape | None = None, **options: Any) -> tuple[list[torch.Tensor], float, list[int]]:
     """LoRA gradients of a weighted sum of log-probs, largest |ratio - 1|, and the steps that were trained."""
     weights = WEIGHTS[list(options.get("index") or range((tape or r.tape).batch_size))]

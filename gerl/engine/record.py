@@ -9,14 +9,7 @@ from diffusers import DiffusionPipeline, SchedulerMixin
 from diffusers.utils import BaseOutput
 from torch.utils._pytree import tree_map
 
-from gerl.engine.batching import (
-    batch_size,
-    detached_copy,
-    materialised,
-    num_elements,
-    select_call,
-    shapes,
-)
+from gerl.engine.batching import batch_size, detached_copy, materialised, num_elements, select_call, shapes
 from gerl.engine.caches import Caches
 from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.kernels import gaussian_log_prob

@@ -24,14 +24,7 @@ from torch.utils._pytree import tree_map
 
 from gerl.engine.batching import Tree, detached_copy, materialised, select_call
 from gerl.engine.differentiable import Differentiable
-from gerl.engine.guidance import (
-    CfgMode,
-    Role,
-    check_stands_for,
-    guidance_roles,
-    guided,
-    has_rows_in_list,
-)
+from gerl.engine.guidance import CfgMode, Role, check_stands_for, guidance_roles, guided, has_rows_in_list
 from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.kernels import Rule, gaussian_log_prob
 from gerl.engine.tape import Tape

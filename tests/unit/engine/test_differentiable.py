@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from replaying import Recorded, distance, gradients, rolled_out
+from replaying import Recorded, distance, gradients, own, rolled_out
 
-from gerl.engine import Tape
 from gerl.errors import ReplayError
 
 # who computes the branch without gradient: in eval mode, always, or in eval mode with another result
@@ -32,14 +30,12 @@ class Experts(torch.nn.Module):
 
 
 def with_experts(kind: Kind, trained: bool) -> Recorded:
-    pipe = tiny.build(tiny.CASES["sd3"])
-    block = pipe.transformer.transformer_blocks[0]
+    r = own("sd3")
+    block = r.pipe.transformer.transformer_blocks[0]
     block.ff = Experts(block.ff, kind).eval()
-    parameters = tiny.add_lora(pipe)
     if trained:
-        own = list(block.ff.parameters())
-        parameters += [p.requires_grad_() for p in own]
-    return rolled_out(Recorded(pipe, parameters, tiny.call_for(tiny.CASES["sd3"], True), None, Tape({}, 0), "flow_sde"))
+        r.parameters += [p.requires_grad_() for p in block.ff.parameters()]
+    return rolled_out(r)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from replaying import (
     own,
     recorded,
     replayed,
+    squares,
 )
 from torch.utils._pytree import tree_leaves
 
@@ -166,8 +167,7 @@ def noise(r: Recorded, steps: Sequence[int]) -> dict[int, torch.Tensor]:
 
 def on_forward(r: Recorded, tape: Tape, latents: dict[int, torch.Tensor], **options: Any) -> list[torch.Tensor]:
     """Model outputs at the given latents, and gradients of their squares."""
-    options |= {"steps": latents.keys(), "latents": latents}
-    steps, grads = replayed(r, tape, lambda step: step.model_output.square().mean(), **options)
+    steps, grads = replayed(r, tape, squares, steps=latents.keys(), latents=latents, **options)
     return [step.model_output for step in steps.values()] + grads
 
 

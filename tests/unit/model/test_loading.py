@@ -15,14 +15,7 @@ from safetensors.torch import load
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
 from gerl.model import loading
-from gerl.model.loading import (
-    find_denoisers,
-    load_pipeline,
-    load_policy,
-    pipeline_call,
-    resolve,
-    weights_fingerprint,
-)
+from gerl.model.loading import find_denoisers, load_pipeline, load_policy, pipeline_call, resolve, weights_fingerprint
 
 Folders = dict[str, Path]
 
