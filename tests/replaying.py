@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,14 +63,19 @@ def recorded(name: str, guided: bool) -> Recorded:
     return rolled_out(own(name, guided))
 
 
+def randomise(parameters: Iterable[torch.nn.Parameter], std: float = 0.2, seed: int = 1) -> None:
+    """As if the parameters had learnt something."""
+    torch.manual_seed(seed)
+    for p in parameters:
+        p.data.normal_(0, std)
+
+
 def fresh(name: str, guided: bool = True, dtype: torch.dtype = torch.float32) -> Recorded:
     """A pipeline of one's own with gerl's LoRA (fp32, all default targets), and a rollout of it."""
     case = tiny.CASES[name]
     pipe = tiny.build(case).to(dtype)
     parameters = list(add_lora(tiny.denoiser_of(pipe), 4, 8.0, None, seed=0).values())
-    torch.manual_seed(1)
-    for p in parameters:
-        p.data.normal_(0, 0.2)
+    randomise(parameters)
     return rolled_out(Recorded(pipe, parameters, tiny.call_for(case, guided), case.kernel))
 
 

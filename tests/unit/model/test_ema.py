@@ -61,13 +61,6 @@ def test_swap_and_restore_are_bitwise() -> None:  # T35: on the CPU a view inste
     assert all(torch.equal(p, trained[name]) for name, p in weights.items())
 
 
-def test_a_new_average_does_not_follow_the_weights() -> None:
-    weights = parameters(1.0)
-    ema = EMA(weights, 0.9)
-    weights["p0"].data.fill_(7.0)
-    assert ema.average["p0"].eq(1.0).all()
-
-
 def test_load_continues_exactly() -> None:
     torch.manual_seed(0)
     weights = {"a": torch.nn.Parameter(torch.randn(4))}
