@@ -344,7 +344,5 @@ def test_without_noise_the_ddim_step_is_bitwise_the_schedulers(prediction_type: 
 
 
 def test_other_prediction_types_are_unknown() -> None:
-    x, rule = torch.zeros(1, 2), ddim_rule("flow")
-    for use in (lambda: rule.mean(x, x), lambda: rule.clean(x, x), lambda: rule.target(x, x), lambda: rule.jacobian):
-        with pytest.raises(ValueError, match="prediction_type 'flow'"):
-            use()
+    with pytest.raises(ValueError, match="prediction_type 'flow'"):
+        ddim_rule("flow")
