@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import diffusers
 import pytest
 import tiny
 import torch
@@ -84,6 +85,19 @@ def as_class(pipe: Any, cls: type) -> Any:
     other = cls(**pipe.components)
     other.set_progress_bar_config(disable=True)
     return other
+
+
+def with_controlnet(r: Recorded) -> Recorded:
+    """SD3 with a ControlNet of random weights and images for it, without a rollout."""
+    torch.manual_seed(0)
+    make = diffusers.SD3ControlNetModel.from_transformer
+    controlnet = make(r.pipe.transformer, 2, 0, load_weights_from_transformer=False).eval()
+    for p in controlnet.requires_grad_(False).parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    r.pipe = as_class(r.pipe, functools.partial(diffusers.StableDiffusion3ControlNetPipeline, controlnet=controlnet))
+    r.pipe.vae.requires_grad_(False)  # it encodes the images
+    r.call["control_image"] = torch.rand(4, 3, 16, 16)
+    return r
 
 
 def after_each_step(r: Recorded, edit: Edit) -> None:

@@ -1,7 +1,6 @@
 """Branch: the same as a recording of its own, at the cost of what is new, and replayed as any tape."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import diffusers
@@ -11,7 +10,6 @@ import torch
 from replaying import (
     EACH,
     GUIDED,
-    Recorded,
     after_each_step,
     as_class,
     counted_rows,
@@ -20,6 +18,7 @@ from replaying import (
     gradients,
     own,
     recorded,
+    with_controlnet,
 )
 from torch.utils._pytree import tree_leaves
 
@@ -36,14 +35,11 @@ def same_rollout(images: Any, tape: Tape, others: Any, twin: Tape, exact: bool =
     limits = {"atol": 0.0, "rtol": 0.0} if exact else {"atol": 2e-5, "rtol": 2e-5}
     torch.testing.assert_close(images, others, **limits)
     assert tape.call["prompt"] == twin.call["prompt"] and list(tape.call) == list(twin.call)
-    assert tape.batch_size == twin.batch_size
-    assert tape.stochastic_steps == twin.stochastic_steps and len(tape.steps) == len(twin.steps)
-    for one, two in zip(tape.steps, twin.steps, strict=True):
-        assert one.rule == two.rule and one.num_answers == two.num_answers
-        for a, b in ((one.x, two.x), (one.x_next, two.x_next), (one.log_prob, two.log_prob), (one.mean, two.mean)):
-            assert (a is None) == (b is None)
-            if a is not None:
-                torch.testing.assert_close(a, b, **limits)
+    assert tape.batch_size == twin.batch_size and tape.stochastic_steps == twin.stochastic_steps
+    steps, twins = ([(s.rule, s.num_answers) for s in t.steps] for t in (tape, twin))
+    assert steps == twins
+    latents, others = ([[s.x, s.x_next, s.log_prob, s.mean] for s in t.steps] for t in (tape, twin))
+    torch.testing.assert_close(latents, others, **limits)
     calls, twins = ([(c.step, c.component) for c in t.component_calls] for t in (tape, twin))
     assert calls == twins and [a.method for a in tape.answers] == [a.method for a in twin.answers]
 
@@ -243,22 +239,8 @@ def test_a_method_that_the_branch_does_not_call_stops_it() -> None:
 # --- outputs too large for the tape
 
 
-def with_controlnet() -> Recorded:
-    r = own()
-    torch.manual_seed(2)
-    config = r.pipe.transformer.config
-    controlnet = diffusers.SD3ControlNetModel.from_config(config, extra_conditioning_channels=0)
-    for p in controlnet.parameters():
-        torch.nn.init.normal_(p, 0, 0.05)
-    controlnet.eval().requires_grad_(False)
-    r.pipe = as_class(r.pipe, partial(diffusers.StableDiffusion3ControlNetPipeline, controlnet=controlnet))
-    image = torch.linspace(0, 1, 4 * 3 * 16 * 16).reshape(4, 3, 16, 16)
-    r.call = {**r.call, "control_image": image, "controlnet_conditioning_scale": 0.7}
-    return r
-
-
 def test_residuals_of_which_only_the_shape_was_kept_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    r = with_controlnet()
+    r = with_controlnet(own())
     monkeypatch.setitem(record_function.__globals__, "MAX_KEPT_OUTPUT", 3)
     gens, calls = tiny.generators(), []
     torch.manual_seed(0)  # the encoding of the image is drawn

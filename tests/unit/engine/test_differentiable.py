@@ -1,6 +1,5 @@
 """Denoisers that run a part of themselves without gradient: the whole gradient all the same, or an error."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,17 +37,10 @@ def with_experts(kind: Kind, trained: bool) -> Recorded:
     return rolled_out(r)
 
 
-@pytest.fixture
-def differentiable() -> Iterator[Recorded]:
-    """The same model computed with gradient throughout."""
-    r = with_experts("in eval", trained=True)
-    r.pipe.transformer.transformer_blocks[0].ff.training = True
-    yield r
-
-
 @pytest.mark.parametrize("trained", [True, False])
-def test_the_gradient_goes_through_the_inference_branch(differentiable: Recorded, trained: bool) -> None:
-    r = with_experts("in eval", trained)
+def test_the_gradient_goes_through_the_inference_branch(trained: bool) -> None:
+    differentiable, r = with_experts("in eval", trained=True), with_experts("in eval", trained)
+    differentiable.pipe.transformer.transformer_blocks[0].ff.training = True  # with gradient throughout
     expected = gradients(differentiable)[0][: len(r.parameters)]
     for _ in range(2):  # found at the first replay, known at the second
         grads, deviation, _ = gradients(r)

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +25,7 @@ from replaying import (
     recorded,
     replayed,
     rolled_out,
+    with_controlnet,
 )
 from torch.utils._pytree import tree_map
 
@@ -176,15 +176,7 @@ def test_steps_outside_a_guidance_interval_are_as_they_were() -> None:
 
 
 def test_a_controlnet_runs_as_before_and_its_residuals_are_halved() -> None:
-    r, make = fresh("sd3"), diffusers.SD3ControlNetModel.from_transformer
-    torch.manual_seed(0)
-    controlnet = make(r.pipe.transformer, 2, 0, load_weights_from_transformer=False)
-    for p in controlnet.requires_grad_(False).parameters():
-        torch.nn.init.normal_(p, std=0.1)
-    r.pipe = as_class(r.pipe, partial(diffusers.StableDiffusion3ControlNetPipeline, controlnet=controlnet))
-    r.pipe.vae.requires_grad_(False)  # it encodes the control image
-    r.call["control_image"] = torch.rand(4, 3, 16, 16)
-    rolled_out(r)
+    r = rolled_out(with_controlnet(fresh("sd3")))
     assert [c.component for c in r.tape.component_calls[:2]] == ["controlnet", "transformer"]
     for index in (None, [2]):  # of one sample there are as many residuals as rows
         grads, deviation, _ = gradients(r, index=index, cfg="detach_uncond")

@@ -6,6 +6,7 @@ published implementations, on the 10-step schedule of Stable Diffusion 3.
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -27,17 +28,17 @@ def test_sigmas_of_sd3_are_shifted_twice_at_the_end() -> None:  # T1
     assert sd3_sigmas(10) == pytest.approx(SD3_10, abs=5e-7)
 
 
-def test_sigmas_given_by_the_caller() -> None:  # T1
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    scheduler.set_timesteps(sigmas=[1 - k / 10 for k in range(10)])
-    golden = [1, 0.9643, 0.9231, 0.875, 0.8182, 0.75, 0.6667, 0.5625, 0.4286, 0.25, 0]
+@pytest.mark.parametrize(
+    ("config", "mu", "golden"),
+    [
+        ({"shift": 3.0}, None, [1, 0.9643, 0.9231, 0.875, 0.8182, 0.75, 0.6667, 0.5625, 0.4286, 0.25, 0]),
+        ({"use_dynamic_shifting": True}, 0.63, [1, 0.9037, 0.7897, 0.6525, 0.4842, 0.273, 0]),  # Flux at 512 pixels
+    ],
+)
+def test_sigmas_given_by_the_caller(config: dict[str, Any], mu: float | None, golden: list[float]) -> None:  # T1
+    n, scheduler = len(golden) - 1, FlowMatchEulerDiscreteScheduler(**config)
+    scheduler.set_timesteps(sigmas=[1 - k / n for k in range(n)], mu=mu)
     assert scheduler.sigmas.tolist() == pytest.approx(golden, abs=5e-5)
-
-
-def test_sigmas_of_flux_at_512_pixels() -> None:  # T1
-    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    scheduler.set_timesteps(sigmas=[1 - k / 6 for k in range(6)], mu=0.63)
-    assert scheduler.sigmas.tolist() == pytest.approx([1, 0.9037, 0.7897, 0.6525, 0.4842, 0.273, 0], abs=5e-5)
 
 
 # --- coefficients

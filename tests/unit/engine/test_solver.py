@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from replaying import EACH, GUIDED, Recorded, after_each_step, counted_rows, gradients, own, recorded, replayed
-from schedules import sd3_sigmas
+from schedules import sd3_sigmas, velocity
 
 from gerl.engine import ReplayedStep, Tape
 from gerl.engine.kernels import DDIMRule, FlowRule
@@ -23,9 +24,11 @@ from gerl.errors import ModelError
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 
 
-def path(sigmas: list[float], model: Callable[[torch.Tensor, float], torch.Tensor], name: str) -> list[torch.Tensor]:
-    """The latents along `sigmas` from `X`, taken with a solver."""
-    solver, x = OdeSolver(name), [X]
+def path(
+    sigmas: list[float], model: Callable[[torch.Tensor, float], torch.Tensor], name: str, start: torch.Tensor = X
+) -> list[torch.Tensor]:
+    """The latents along `sigmas` from `start`, taken with a solver."""
+    solver, x = OdeSolver(name), [start]
     for s, s2 in itertools.pairwise(sigmas):
         x.append(solver.step("the scheduler", FlowRule(s, s2, s2, 0.0), x[-1], model(x[-1], s)))
     return x
@@ -111,22 +114,14 @@ def test_dpm2_takes_the_velocity_of_an_inverted_schedule() -> None:
 M, C = 0.3, 0.25  # data Normal(M, C)
 
 
-def gaussian(x: torch.Tensor, s: float) -> torch.Tensor:
-    """The velocity that a perfect model of the data predicts."""
-    total = (1 - s) ** 2 * C + s * s
-    return -M + (s - (1 - s) * C) / total * (x - (1 - s) * M)
-
-
 def exact(s: float) -> torch.Tensor:
     """The ODE's solution, `(1 - s) m + sqrt(S) z`."""
     return (1 - s) * M + math.sqrt((1 - s) ** 2 * C + s * s) * X
 
 
 def error(sigmas: list[float], name: str) -> float:
-    solver, x = OdeSolver(name), exact(sigmas[0]).double()
-    for s, s2 in itertools.pairwise(sigmas):
-        x = solver.step("the scheduler", FlowRule(s, s2, s2, 0.0), x, gaussian(x, s))
-    return float((x - exact(sigmas[-1])).abs().mean())
+    end = path(sigmas, partial(velocity, m=M, c=C), name, exact(sigmas[0]).double())[-1]
+    return float((end - exact(sigmas[-1])).abs().mean())
 
 
 def test_order_of_convergence_between_the_ends() -> None:  # T31, 13d

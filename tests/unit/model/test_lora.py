@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from peft import get_peft_model_state_dict
-from replaying import Recorded, randomise, replayed, rolled_out
+from replaying import EACH, Recorded, randomise, replayed, rolled_out
 from safetensors import safe_open
 from safetensors.torch import load, save
 
@@ -18,7 +18,6 @@ from gerl.algorithms.core_algos import gaussian_kl
 from gerl.errors import ModelError
 from gerl.model.lora import WEIGHTS, add_lora, default_targets, find_targets, load_lora, lora_disabled, lora_file
 
-EACH = pytest.mark.parametrize("name", list(tiny.CASES))
 # the first of the repeated blocks: its attention, and its feed-forward
 TARGETS = {
     "sd3": ("transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn2.to_out.0",
@@ -323,18 +322,15 @@ def test_a_denoiser_without_any_lora_methods(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_for_the_pipeline(tmp_path: Path) -> None:
-    pipe, _ = with_lora("sd15")
-    (tmp_path / WEIGHTS).write_bytes(lora_file({"unet": pipe.unet}))
-    with pytest.raises(ModelError, match="has a LoRA of unet, which Bare does not have"):
-        load_lora(Bare(pixart()), tmp_path)
-    (tmp_path / WEIGHTS).write_bytes(lora_file({"transformer": pipe.unet}))
-    with pytest.raises(ModelError, match="does not fit transformer of Bare "):
-        load_lora(Bare(pixart()), tmp_path)
-    (tmp_path / WEIGHTS).write_bytes(save({"unet.x.weight": torch.ones(2)}))
-    with pytest.raises(ModelError, match=r"pytorch_lora_weights\.safetensors is no LoRA written by gerl"):
-        load_lora(pipe, tmp_path)
-    (tmp_path / WEIGHTS).write_bytes(b"{}")
-    with pytest.raises(ModelError, match=r"pytorch_lora_weights\.safetensors is no LoRA that can be read"):
-        load_lora(pipe, tmp_path)
+    pipe, bare = with_lora("sd15")[0], Bare(pixart())
+    for content, target, message in (
+        (lora_file({"unet": pipe.unet}), bare, "has a LoRA of unet, which Bare does not have"),
+        (lora_file({"transformer": pipe.unet}), bare, "does not fit transformer of Bare "),
+        (save({"unet.x.weight": torch.ones(2)}), pipe, r"pytorch_lora_weights\.safetensors is no LoRA written by gerl"),
+        (b"{}", pipe, r"pytorch_lora_weights\.safetensors is no LoRA that can be read"),
+    ):
+        (tmp_path / WEIGHTS).write_bytes(content)
+        with pytest.raises(ModelError, match=message):
+            load_lora(target, tmp_path)
     with pytest.raises(ModelError, match="missing is no LoRA that can be read"):
         load_lora(pipe, tmp_path / "missing")

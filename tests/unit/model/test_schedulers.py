@@ -68,10 +68,8 @@ def test_the_log_says_what_was_replaced_and_what_differs(caplog: pytest.LogCaptu
         trainable_scheduler(diffusers.DEISMultistepScheduler(**FLOW))
         trainable_scheduler(FLOW_SCHEDULERS["unipc dynamic"])
     unipc, deis, dynamic = caplog.messages
-    assert unipc == (
-        "replaced UniPCMultistepScheduler by FlowMatchEulerDiscreteScheduler with the same sigmas "
-        "(shift 3; in 10 steps 1.000 0.964 0.923 0.875 0.818 0.750 0.667 0.563 0.430 0.252 0.000)"
-    )
+    assert "UniPCMultistepScheduler by FlowMatchEulerDiscreteScheduler with the same sigmas" in unipc
+    assert "shift 3; in 10 steps 1.000 0.964 0.923 0.875 0.818 0.750 0.667 0.563 0.430 0.252 0.000)" in unipc
     assert deis.endswith("0.250 0.000), but that the last step, which stayed at 0.250, goes to 0")
     assert dynamic.endswith("with the same sigmas (a dynamic shift)")
 
