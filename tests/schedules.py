@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -17,6 +18,11 @@ def sd3_sigmas(steps: int) -> list[float]:
 
 def along(sigmas: list[float], name: str, noise_level: float) -> list[tuple[float, float]]:
     return [coefficients(name, s, s2, noise_level, sigmas[1]) for s, s2 in pairwise(sigmas)]
+
+
+def velocity(x: torch.Tensor, s: float, m: float, c: float) -> torch.Tensor:
+    """What a perfect model of data Normal(m, c) predicts."""
+    return -m + (s - (1 - s) * c) / ((1 - s) ** 2 * c + s**2) * (x - (1 - s) * m)
 
 
 @st.composite

@@ -144,7 +144,7 @@ class DDIMRule:
     """One DDIM step (arXiv 2010.02502, equations 12 and 16) of an epsilon-, v- or sample-prediction model.
 
     The coefficients are fp32 numbers, computed as `DDIMScheduler.step` computes them: at `std` 0 the result is bitwise
-    the same. `sigma` is sqrt(1 - alpha_bar). Methods raise `ValueError` for other prediction types.
+    the same. `sigma` is sqrt(1 - alpha_bar). Raises `ValueError` for other prediction types.
     """
 
     sigma: float
@@ -155,6 +155,10 @@ class DDIMRule:
     std: float
     prediction_type: str
     clip_range: float | None
+
+    def __post_init__(self) -> None:
+        if self.prediction_type not in ("epsilon", "v_prediction", "sample"):
+            raise ValueError(f"unknown prediction_type {self.prediction_type!r}")
 
     @property
     def dt(self) -> float:
@@ -169,10 +173,8 @@ class DDIMRule:
                 return abs(self.direction - self.sqrt_alpha_next * self.sigma / self.sqrt_alpha)
             case "v_prediction":
                 return abs(self.direction * self.sqrt_alpha - self.sqrt_alpha_next * self.sigma)
-            case "sample":
+            case _:  # sample
                 return abs(self.sqrt_alpha_next - self.direction * self.sqrt_alpha / self.sigma)
-            case _:
-                raise self._unknown()
 
     def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
         """Mean of the next latents, fp32, shape of `x`."""
@@ -190,10 +192,8 @@ class DDIMRule:
                 return noise.float()
             case "v_prediction":
                 return self.sqrt_alpha * noise.float() - self.sigma * x0.float()
-            case "sample":
+            case _:  # sample
                 return x0.float()
-            case _:
-                raise self._unknown()
 
     def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
         """The clean latents that `model_output` predicts at `x`, clipped as in `mean`, fp32, shape of `x`."""
@@ -207,16 +207,11 @@ class DDIMRule:
             case "v_prediction":
                 x0 = self.sqrt_alpha * x - self.sigma * out
                 epsilon = self.sqrt_alpha * out + self.sigma * x
-            case "sample":
+            case _:  # sample
                 x0, epsilon = out, (x - self.sqrt_alpha * out) / self.sigma
-            case _:
-                raise self._unknown()
         if self.clip_range is not None:
             x0 = x0.clamp(-self.clip_range, self.clip_range)
         return x0, epsilon
-
-    def _unknown(self) -> ValueError:
-        return ValueError(f"unknown prediction_type {self.prediction_type!r}")
 
 
 Rule = FlowRule | DDIMRule

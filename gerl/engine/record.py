@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from diffusers import DiffusionPipeline, SchedulerMixin
 from diffusers.utils import BaseOutput
-from torch.utils._pytree import tree_map
 
-from gerl.engine.batching import (
-    batch_size,
-    detached_copy,
-    materialised,
-    num_elements,
-    select_call,
-    shapes,
-)
+from gerl.engine.batching import batch_size, detached_copy, materialised, num_elements, select_call, shapes
 from gerl.engine.caches import Caches
 from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.kernels import gaussian_log_prob
@@ -228,8 +220,6 @@ class Recorder:
         return torch.cat([torch.randn(shape, generator=g, device=g.device).to(x.device) for g in self.generators])
 
     def _drop_large_outputs(self, step: int, limit: int) -> None:
-        for call in reversed(self.tape.component_calls):
-            if call.step < step:
-                break
-            if num_elements(call.output) > limit:
-                call.output = tree_map(lambda v: v.to("meta") if torch.is_tensor(v) else v, call.output)
+        for call in self.tape.component_calls:
+            if call.step == step and num_elements(call.output) > limit:
+                call.output = shapes(call.output)

@@ -12,6 +12,7 @@ cache, a random draw or a changed argument, would give a ratio and a gradient th
 How a guided step runs the denoiser, with gradient through both halves or less, is `guidance`'s.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,14 +25,7 @@ from torch.utils._pytree import tree_map
 
 from gerl.engine.batching import Tree, detached_copy, materialised, select_call
 from gerl.engine.differentiable import Differentiable
-from gerl.engine.guidance import (
-    CfgMode,
-    Role,
-    check_stands_for,
-    guidance_roles,
-    guided,
-    has_rows_in_list,
-)
+from gerl.engine.guidance import CfgMode, Role, check_stands_for, guidance_roles, guided, has_rows_in_list
 from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.kernels import Rule, gaussian_log_prob
 from gerl.engine.tape import Tape
@@ -121,13 +115,8 @@ def replay(
     call = select_call(part.call, range(part.batch_size))  # fresh lists: some pipelines write into theirs
     # diffusers decorates `__call__` with torch.no_grad, under which nothing could be trained
     undecorated = inspect.unwrap(type(pipe).__call__)
-    finished = False
-    with torch.set_grad_enabled(grad), player.differentiable, routed(pipe, player):
-        try:
-            undecorated(pipe, **call)
-        except StopPipeline:
-            finished = True
-    if not finished:
+    with contextlib.suppress(StopPipeline), torch.set_grad_enabled(grad), player.differentiable, routed(pipe, player):
+        undecorated(pipe, **call)
         raise ReplayError(
             f"the pipeline ended before trained step {max(player.trained)}: it took fewer steps than recorded"
         )

@@ -160,7 +160,7 @@ def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
         for name, component in pipe.components.items()
         if isinstance(component, ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
     }
-    found = {name: model for name, model in models.items() if _is_timed(model) and _has_blocks(model)}
+    found = {name: model for name, model in models.items() if _is_denoiser(model)}
     found = found or {name: models[name] for name in DENOISERS if name in models}
     if not found:
         raise ModelError(
@@ -170,12 +170,9 @@ def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
     return found
 
 
-def _is_timed(model: torch.nn.Module) -> bool:
-    return any(TIMESTEP.search(name) for name in inspect.signature(model.forward).parameters)
-
-
-def _has_blocks(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, torch.nn.ModuleList) for module in model.modules())
+def _is_denoiser(model: torch.nn.Module) -> bool:
+    timed = any(TIMESTEP.search(name) for name in inspect.signature(model.forward).parameters)
+    return timed and any(isinstance(module, torch.nn.ModuleList) for module in model.modules())
 
 
 def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -> Policy:
@@ -225,8 +222,9 @@ def pipeline_call(
         "height": sampling.height,
         "width": sampling.width,
         "guidance_scale": sampling.guidance_scale,
+        "num_inference_steps": sampling.num_inference_steps,
+        **sampling.call,
     }
-    optional |= {"num_inference_steps": sampling.num_inference_steps, **sampling.call}
     optional |= {name: value for name, value in overrides.items() if value is not None}
     given = {name: value for name, value in optional.items() if value is not None}
     accepted = inspect.signature(type(pipe).__call__).parameters

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig
@@ -11,18 +10,6 @@ from peft import LoraConfig
 from gerl.errors import ModelError
 from gerl.model.lora_weights import METADATA, Lora
 from gerl.utils.tensors import pack_tensors
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How kohya files call the layers of a family: as its original code does, dots as underscores.
-
-    `names`: original name -> layers of diffusers, `*` is the number of a block. Several layers lie on top of each other
-    in one of the original. `rest`: layers that are not listed have the same name in both.
-    """
-
-    names: dict[str, tuple[str, ...]]
-    rest: bool
 
 
 def _qkv(attention: str) -> tuple[str, ...]:
@@ -33,74 +20,63 @@ def _added_qkv(attention: str) -> tuple[str, ...]:
     return tuple(f"{attention}.add_{x}_proj" for x in "qkv")
 
 
-LAYOUTS = {
-    "SD3Transformer2DModel": Layout(
-        {
-            "joint_blocks.*.x_block.attn.qkv": _qkv("transformer_blocks.*.attn"),
-            "joint_blocks.*.x_block.attn.proj": ("transformer_blocks.*.attn.to_out.0",),
-            "joint_blocks.*.x_block.attn2.qkv": _qkv("transformer_blocks.*.attn2"),
-            "joint_blocks.*.x_block.attn2.proj": ("transformer_blocks.*.attn2.to_out.0",),
-            "joint_blocks.*.x_block.mlp.fc1": ("transformer_blocks.*.ff.net.0.proj",),
-            "joint_blocks.*.x_block.mlp.fc2": ("transformer_blocks.*.ff.net.2",),
-            "joint_blocks.*.context_block.attn.qkv": _added_qkv("transformer_blocks.*.attn"),
-            "joint_blocks.*.context_block.attn.proj": ("transformer_blocks.*.attn.to_add_out",),
-            "joint_blocks.*.context_block.mlp.fc1": ("transformer_blocks.*.ff_context.net.0.proj",),
-            "joint_blocks.*.context_block.mlp.fc2": ("transformer_blocks.*.ff_context.net.2",),
-        },
-        rest=False,
-    ),
-    "FluxTransformer2DModel": Layout(
-        {
-            "double_blocks.*.img_attn.qkv": _qkv("transformer_blocks.*.attn"),
-            "double_blocks.*.img_attn.proj": ("transformer_blocks.*.attn.to_out.0",),
-            "double_blocks.*.img_mlp.0": ("transformer_blocks.*.ff.net.0.proj",),
-            "double_blocks.*.img_mlp.2": ("transformer_blocks.*.ff.net.2",),
-            "double_blocks.*.img_mod.lin": ("transformer_blocks.*.norm1.linear",),
-            "double_blocks.*.txt_attn.qkv": _added_qkv("transformer_blocks.*.attn"),
-            "double_blocks.*.txt_attn.proj": ("transformer_blocks.*.attn.to_add_out",),
-            "double_blocks.*.txt_mlp.0": ("transformer_blocks.*.ff_context.net.0.proj",),
-            "double_blocks.*.txt_mlp.2": ("transformer_blocks.*.ff_context.net.2",),
-            "double_blocks.*.txt_mod.lin": ("transformer_blocks.*.norm1_context.linear",),
-            "single_blocks.*.linear1": (
-                *_qkv("single_transformer_blocks.*.attn"),
-                "single_transformer_blocks.*.proj_mlp",
-            ),
-            "single_blocks.*.linear2": ("single_transformer_blocks.*.proj_out",),
-            "single_blocks.*.modulation.lin": ("single_transformer_blocks.*.norm.linear",),
-        },
-        rest=False,
-    ),
-    "QwenImageTransformer2DModel": Layout({}, rest=True),
-    "ZImageTransformer2DModel": Layout(
-        {
-            f"{blocks}.*.attention.{original}": layers
-            for blocks in ("layers", "noise_refiner", "context_refiner")
-            for original, layers in {
-                "qkv": _qkv(f"{blocks}.*.attention"),
-                "out": (f"{blocks}.*.attention.to_out.0",),
-            }.items()
-        },
-        rest=True,
-    ),
-    "WanTransformer3DModel": Layout(
-        {
-            f"blocks.*.{original}": (f"blocks.*.{layer}",)
-            for original, layer in {
-                **{f"self_attn.{x}": f"attn1.to_{x}" for x in "qkv"},
-                "self_attn.o": "attn1.to_out.0",
-                **{f"cross_attn.{x}": f"attn2.to_{x}" for x in "qkv"},
-                "cross_attn.o": "attn2.to_out.0",
-                "cross_attn.k_img": "attn2.add_k_proj",
-                "cross_attn.v_img": "attn2.add_v_proj",
-                "ffn.0": "ffn.net.0.proj",
-                "ffn.2": "ffn.net.2",
-            }.items()
-        },
-        rest=False,
-    ),
+# How kohya files call the layers of a family: as its original code does, dots as underscores. Original name -> layers
+# of diffusers, `*` is the number of a block. Several layers lie on top of each other in one of the original.
+LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "SD3Transformer2DModel": {
+        "joint_blocks.*.x_block.attn.qkv": _qkv("transformer_blocks.*.attn"),
+        "joint_blocks.*.x_block.attn.proj": ("transformer_blocks.*.attn.to_out.0",),
+        "joint_blocks.*.x_block.attn2.qkv": _qkv("transformer_blocks.*.attn2"),
+        "joint_blocks.*.x_block.attn2.proj": ("transformer_blocks.*.attn2.to_out.0",),
+        "joint_blocks.*.x_block.mlp.fc1": ("transformer_blocks.*.ff.net.0.proj",),
+        "joint_blocks.*.x_block.mlp.fc2": ("transformer_blocks.*.ff.net.2",),
+        "joint_blocks.*.context_block.attn.qkv": _added_qkv("transformer_blocks.*.attn"),
+        "joint_blocks.*.context_block.attn.proj": ("transformer_blocks.*.attn.to_add_out",),
+        "joint_blocks.*.context_block.mlp.fc1": ("transformer_blocks.*.ff_context.net.0.proj",),
+        "joint_blocks.*.context_block.mlp.fc2": ("transformer_blocks.*.ff_context.net.2",),
+    },
+    "FluxTransformer2DModel": {
+        "double_blocks.*.img_attn.qkv": _qkv("transformer_blocks.*.attn"),
+        "double_blocks.*.img_attn.proj": ("transformer_blocks.*.attn.to_out.0",),
+        "double_blocks.*.img_mlp.0": ("transformer_blocks.*.ff.net.0.proj",),
+        "double_blocks.*.img_mlp.2": ("transformer_blocks.*.ff.net.2",),
+        "double_blocks.*.img_mod.lin": ("transformer_blocks.*.norm1.linear",),
+        "double_blocks.*.txt_attn.qkv": _added_qkv("transformer_blocks.*.attn"),
+        "double_blocks.*.txt_attn.proj": ("transformer_blocks.*.attn.to_add_out",),
+        "double_blocks.*.txt_mlp.0": ("transformer_blocks.*.ff_context.net.0.proj",),
+        "double_blocks.*.txt_mlp.2": ("transformer_blocks.*.ff_context.net.2",),
+        "double_blocks.*.txt_mod.lin": ("transformer_blocks.*.norm1_context.linear",),
+        "single_blocks.*.linear1": (*_qkv("single_transformer_blocks.*.attn"), "single_transformer_blocks.*.proj_mlp"),
+        "single_blocks.*.linear2": ("single_transformer_blocks.*.proj_out",),
+        "single_blocks.*.modulation.lin": ("single_transformer_blocks.*.norm.linear",),
+    },
+    "QwenImageTransformer2DModel": {},
+    "ZImageTransformer2DModel": {
+        f"{blocks}.*.attention.{original}": layers
+        for blocks in ("layers", "noise_refiner", "context_refiner")
+        for original, layers in {
+            "qkv": _qkv(f"{blocks}.*.attention"),
+            "out": (f"{blocks}.*.attention.to_out.0",),
+        }.items()
+    },
+    "WanTransformer3DModel": {
+        f"blocks.*.{original}": (f"blocks.*.{layer}",)
+        for original, layer in {
+            **{f"self_attn.{x}": f"attn1.to_{x}" for x in "qkv"},
+            "self_attn.o": "attn1.to_out.0",
+            **{f"cross_attn.{x}": f"attn2.to_{x}" for x in "qkv"},
+            "cross_attn.o": "attn2.to_out.0",
+            "cross_attn.k_img": "attn2.add_k_proj",
+            "cross_attn.v_img": "attn2.add_v_proj",
+            "ffn.0": "ffn.net.0.proj",
+            "ffn.2": "ffn.net.2",
+        }.items()
+    },
     # kohya trains it under the names of diffusers
-    "UNet2DConditionModel": Layout({}, rest=True),
+    "UNet2DConditionModel": {},
 }
+# whose other layers have the same name in both
+SAME_NAMES = ("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "UNet2DConditionModel")
 
 
 def diffusers_file(loras: Mapping[str, Lora]) -> bytes:
@@ -167,10 +143,10 @@ def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
     number = re.search(r"\d+", layer)
     block = number[0] if number else ""
     pattern = re.sub(r"\d+", "*", layer, count=1)
-    for original, parts in LAYOUTS[family].names.items():
+    for original, parts in LAYOUTS[family].items():
         if pattern in parts:
             return original.replace("*", block), tuple(part.replace("*", block) for part in parts)
-    if not LAYOUTS[family].rest:
+    if family not in SAME_NAMES:
         raise ModelError(
             f"format=kohya: it has no name for the layer {layer} of {family}; use diffusers, peft or merged"
         )

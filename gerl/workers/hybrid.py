@@ -39,6 +39,16 @@ class ModelFacts:
     notes: list[str]  # sentences about what was replaced, left out or kept elsewhere
 
 
+def batches_of(trajectory: Trajectory, credit: torch.Tensor) -> list[Batch]:
+    """The segments of a trajectory with something to train, for the credit `[B, T]` of its samples."""
+    samples, segments = trajectory.task.samples, trajectory.task.segments
+    return [
+        Batch(tape, [samples[leaf] for leaf in segment.leaves], segment.trained, row_credit(segment, credit))
+        for segment, tape in zip(segments, trajectory.tapes, strict=True)
+        if segment.trained
+    ]
+
+
 class HybridWorker:
     """One of the workers that share the images of a step; `rank` 0 also writes checkpoints."""
 
@@ -93,22 +103,13 @@ class HybridWorker:
 
     def accumulate(self, credit: dict[int, torch.Tensor], num_pairs: int) -> UpdateStats:
         """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`."""
-        batches = [batch for i, values in credit.items() if i in self.drawn for batch in self._batches(i, values)]
+        batches = [batch for i, v in credit.items() if i in self.drawn for batch in batches_of(self.drawn[i], v)]
         return self.actor.accumulate(batches, num_pairs)
-
-    def _batches(self, task_id: int, credit: torch.Tensor) -> list[Batch]:
-        """The segments of a task with something to train."""
-        task, tapes = self.drawn[task_id].task, self.drawn[task_id].tapes
-        return [
-            Batch(tape, [task.samples[leaf] for leaf in segment.leaves], segment.trained, row_credit(segment, credit))
-            for segment, tape in zip(task.segments, tapes, strict=True)
-            if segment.trained
-        ]
 
     def kl_to_base(self, task_id: int) -> list[float]:
         """KL `[B]` to the base model of the samples of a task that this worker drew."""
-        steps = self.config.sampling.num_inference_steps
-        (batch,) = self._batches(task_id, torch.zeros(len(self.drawn[task_id].task.samples), steps))
+        drawn = self.drawn[task_id]
+        (batch,) = batches_of(drawn, torch.zeros(len(drawn.task.samples), self.config.sampling.num_inference_steps))
         return [float(v) for v in self.algorithm.kl_to_base(self.policy, batch)]
 
     def probe(self, task: RolloutTask) -> SamplingProbe:

@@ -1,14 +1,11 @@
 """Denoisers that run a part of themselves without gradient: the whole gradient all the same, or an error."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from replaying import Recorded, distance, gradients, rolled_out
+from replaying import Recorded, distance, gradients, own, rolled_out
 
-from gerl.engine import Tape
 from gerl.errors import ReplayError
 
 # who computes the branch without gradient: in eval mode, always, or in eval mode with another result
@@ -32,27 +29,18 @@ class Experts(torch.nn.Module):
 
 
 def with_experts(kind: Kind, trained: bool) -> Recorded:
-    pipe = tiny.build(tiny.CASES["sd3"])
-    block = pipe.transformer.transformer_blocks[0]
+    r = own("sd3")
+    block = r.pipe.transformer.transformer_blocks[0]
     block.ff = Experts(block.ff, kind).eval()
-    parameters = tiny.add_lora(pipe)
     if trained:
-        own = list(block.ff.parameters())
-        parameters += [p.requires_grad_() for p in own]
-    return rolled_out(Recorded(pipe, parameters, tiny.call_for(tiny.CASES["sd3"], True), None, Tape({}, 0), "flow_sde"))
-
-
-@pytest.fixture
-def differentiable() -> Iterator[Recorded]:
-    """The same model computed with gradient throughout."""
-    r = with_experts("in eval", trained=True)
-    r.pipe.transformer.transformer_blocks[0].ff.training = True
-    yield r
+        r.parameters += [p.requires_grad_() for p in block.ff.parameters()]
+    return rolled_out(r)
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_the_gradient_goes_through_the_inference_branch(differentiable: Recorded, trained: bool) -> None:
-    r = with_experts("in eval", trained)
+def test_the_gradient_goes_through_the_inference_branch(trained: bool) -> None:
+    differentiable, r = with_experts("in eval", trained=True), with_experts("in eval", trained)
+    differentiable.pipe.transformer.transformer_blocks[0].ff.training = True  # with gradient throughout
     expected = gradients(differentiable)[0][: len(r.parameters)]
     for _ in range(2):  # found at the first replay, known at the second
         grads, deviation, _ = gradients(r)

@@ -1,7 +1,6 @@
 """Guidance in a replay: what is run and differentiated in each mode, and how the conditional half is found."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -12,16 +11,30 @@ import diffusers
 import pytest
 import tiny
 import torch
-from replaying import EACH, NOISE, WEIGHTS, Recorded, as_class, distance, fresh, gradients, recorded, rolled_out
+from replaying import (
+    EACH,
+    WEIGHTS,
+    Recorded,
+    all_equal,
+    as_class,
+    counted_rows,
+    distance,
+    fresh,
+    gradients,
+    own,
+    recorded,
+    replayed,
+    rolled_out,
+    with_controlnet,
+)
 from torch.utils._pytree import tree_map
 
-from gerl.engine import ReplayedStep, Tape, guidance, record, replay
+from gerl.engine import ReplayedStep, Tape, guidance
 from gerl.engine.batching import shapes
 from gerl.engine.guidance import CfgMode
 from gerl.errors import ReplayError
 
 MODES: tuple[CfgMode, ...] = ("detach_uncond", "off")
-IN_EACH_MODE = pytest.mark.parametrize("cfg", MODES)
 
 
 @contextmanager
@@ -45,30 +58,16 @@ def unconditional_rows_detached(r: Recorded, name: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def counted_rows(pipe: Any) -> Iterator[Counter[bool]]:
-    """Rows that the denoiser's first layer with a LoRA computes, by whether with gradient."""
-    rows: Counter[bool] = Counter()
-    layer = next(m for m in tiny.denoiser_of(pipe).modules() if hasattr(m, "lora_A"))
-    with layer.register_forward_hook(lambda module, args, _: rows.update({torch.is_grad_enabled(): len(args[0])})):
-        yield rows
-
-
 def outputs_and_gradients(
     r: Recorded, tape: Tape | None = None, **options: Any
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
     """Model outputs by step, and LoRA gradients of a weighted sum of their squared distances to 1."""
-    outputs: dict[int, torch.Tensor] = {}
-    weights = WEIGHTS[options.get("index", [0, 1, 2, 3])]
 
-    def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-        outputs[k] = step.model_output.detach()
-        return (weights * (step.model_output - 1).square().flatten(1).mean(1)).sum()
+    def loss(step: ReplayedStep) -> torch.Tensor:
+        return (WEIGHTS * (step.model_output - 1).square().flatten(1).mean(1)).sum()
 
-    for p in r.parameters:
-        p.grad = None
-    replay(r.pipe, tape or r.tape, on_step, **options)
-    return outputs, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in r.parameters]
+    steps, grads = replayed(r, tape, loss, **options)
+    return {k: step.model_output for k, step in steps.items()}, grads
 
 
 # --- values and gradients
@@ -88,8 +87,8 @@ def test_a_detached_half_has_the_gradient_of_a_joint_forward_with_that_half_deta
 
 @EACH
 def test_without_guidance_outputs_and_gradients_are_those_of_the_unguided_pipeline(name: str) -> None:
-    r, case = recorded(name, True), tiny.CASES[name]
-    _, tape = record(r.pipe, tiny.call_for(case, False), case.kernel, NOISE, generators=tiny.generators())
+    r = recorded(name, True)
+    _, tape = r.record(tiny.call_for(tiny.CASES[name], False))
     given = {k: r.tape.steps[k].x for k in range(3)}
     expected, expected_grads = outputs_and_gradients(r, tape, latents=given)
     joint, joint_grads = outputs_and_gradients(r)
@@ -109,29 +108,11 @@ def test_the_denoiser_computes_only_the_rows_of_the_mode(name: str, monkeypatch:
         with counted_rows(r.pipe) as rows:
             outputs, _ = outputs_and_gradients(r, cfg=cfg)
         computed.append(dict(rows))
-
-        def check(k: int, step: ReplayedStep, outputs: dict[int, torch.Tensor] = outputs) -> None:
-            assert torch.equal(step.model_output, outputs.pop(k)) and not step.model_output.requires_grad
-
         with counted_rows(r.pipe) as rows:
-            replay(r.pipe, r.tape, check, grad=False, cfg=cfg)
+            steps, _ = replayed(r, cfg=cfg)
         computed.append(dict(rows))
+        assert all_equal([step.model_output for step in steps.values()], list(outputs.values()))
     assert computed == [{True: 24}, {False: 24}, {True: 12, False: 12}, {False: 24}, {True: 12}, {False: 12}]
-
-
-@EACH
-@IN_EACH_MODE
-def test_sub_batches_add_up_to_the_whole(name: str, cfg: CfgMode) -> None:
-    r = recorded(name, True)
-    outputs, full = outputs_and_gradients(r, steps=[0, 2], cfg=cfg)
-    parts = []
-    for index in ([2, 0], [3], [1]):  # with two samples Z-Image has as many rows as channels
-        part, grads = outputs_and_gradients(r, index=index, steps=[0, 2], cfg=cfg)
-        assert list(part) == [0, 2]
-        for k in part:
-            torch.testing.assert_close(part[k], outputs[k][index], rtol=1e-4, atol=1e-5)
-        parts.append(grads)
-    assert distance([sum(g) for g in zip(*parts, strict=True)], full) < 2e-4
 
 
 @EACH
@@ -140,27 +121,26 @@ def test_without_guidance_in_the_rollout_all_modes_are_the_same(name: str) -> No
     joint, joint_grads = outputs_and_gradients(r, steps=[0, 2])
     for cfg in MODES:
         outputs, grads = outputs_and_gradients(r, steps=[0, 2], cfg=cfg)
-        assert all(torch.equal(outputs[k], joint[k]) for k in joint)
-        assert all(torch.equal(a, b) for a, b in zip(grads, joint_grads, strict=True))
+        assert all(torch.equal(outputs[k], joint[k]) for k in joint) and all_equal(grads, joint_grads)
 
 
-@pytest.mark.parametrize("name", ["sd3", "wan"])
+@pytest.mark.parametrize("name", ["sd3", "flux", "wan", "sd15"])
 def test_gradient_checkpointing_changes_nothing(name: str) -> None:
-    r = fresh(name)
-    plain = [gradients(r, cfg=cfg)[0] for cfg in MODES]
+    r, modes = fresh(name), ("joint", *MODES)
+    plain = [gradients(r, cfg=cfg) for cfg in modes]
     tiny.denoiser_of(r.pipe).enable_gradient_checkpointing()
     computed = []
-    for cfg, expected in zip(MODES, plain, strict=True):
+    for cfg, (expected, deviation, _) in zip(modes, plain, strict=True):
         with counted_rows(r.pipe) as rows:
-            grads, _, _ = gradients(r, cfg=cfg)
+            grads, again, _ = gradients(r, cfg=cfg)
         computed.append(dict(rows))
-        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
-    assert computed == [{True: 24, False: 12}, {True: 24}]  # recomputed where differentiated
+        assert all_equal(grads, expected) and again == deviation
+    assert computed == [{True: 48}, {True: 24, False: 12}, {True: 24}]  # recomputed where differentiated
 
 
 @pytest.mark.parametrize("name", ["sd3", "qwen_image"])
-@IN_EACH_MODE
-def test_a_compiled_denoiser_is_run_compiled(name: str, cfg: CfgMode) -> None:
+@pytest.mark.parametrize("cfg", MODES)
+def test_a_compiled_denoiser_is_run_compiled(name: str, cfg: CfgMode, monkeypatch: pytest.MonkeyPatch) -> None:
     r, rows = recorded(name, True), []
     plain, denoiser = gradients(r, cfg=cfg)[0], tiny.denoiser_of(r.pipe)
 
@@ -168,13 +148,9 @@ def test_a_compiled_denoiser_is_run_compiled(name: str, cfg: CfgMode) -> None:
         rows.append(len(kwargs["hidden_states"]))
         return denoiser._call_impl(*args, **kwargs)
 
-    denoiser._compiled_call_impl = compiled
-    try:
-        grads, _, _ = gradients(r, cfg=cfg)
-    finally:
-        denoiser._compiled_call_impl = None
+    monkeypatch.setattr(denoiser, "_compiled_call_impl", compiled)
+    assert all_equal(gradients(r, cfg=cfg)[0], plain)
     assert rows == [4] * (6 if cfg == "detach_uncond" else 3)
-    assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
 
 
 def test_a_half_precision_denoiser_tells_its_halves_apart() -> None:
@@ -200,16 +176,7 @@ def test_steps_outside_a_guidance_interval_are_as_they_were() -> None:
 
 
 def test_a_controlnet_runs_as_before_and_its_residuals_are_halved() -> None:
-    r, make = fresh("sd3"), diffusers.SD3ControlNetModel.from_transformer
-    torch.manual_seed(0)
-    controlnet = make(r.pipe.transformer, 2, 0, load_weights_from_transformer=False)
-    for p in controlnet.requires_grad_(False).parameters():
-        torch.nn.init.normal_(p, std=0.1)
-    r.pipe = diffusers.StableDiffusion3ControlNetPipeline(**r.pipe.components, controlnet=controlnet)
-    r.pipe.set_progress_bar_config(disable=True)
-    r.pipe.vae.requires_grad_(False)  # it encodes the control image
-    r.call["control_image"] = torch.rand(4, 3, 16, 16)
-    rolled_out(r)
+    r = rolled_out(with_controlnet(fresh("sd3")))
     assert [c.component for c in r.tape.component_calls[:2]] == ["controlnet", "transformer"]
     for index in (None, [2]):  # of one sample there are as many residuals as rows
         grads, deviation, _ = gradients(r, index=index, cfg="detach_uncond")
@@ -293,8 +260,9 @@ class Guided(diffusers.StableDiffusion3Pipeline):
 
 def guided_by(guide: Guide, idle_stream: bool = False) -> Recorded:
     cls = type("Guided", (Guided,), {"guide": staticmethod(guide), "idle_stream": idle_stream})
-    pipe, call = as_class(tiny.build(tiny.CASES["sd3"]), cls), {"prompt": list(tiny.PROMPTS)}
-    return rolled_out(Recorded(pipe, tiny.add_lora(pipe), call, None, Tape({}, 0), "flow_sde"))
+    r = own("sd3")
+    r.pipe, r.call = as_class(r.pipe, cls), {"prompt": list(tiny.PROMPTS)}
+    return rolled_out(r)
 
 
 def detaching_the_unconditional(r: Recorded) -> None:

@@ -6,23 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import along, levels, sd3_sigmas, steps
+from schedules import along, levels, sd3_sigmas, steps, velocity
 
-from gerl.engine.kernels import (
-    KERNELS,
-    coefficients,
-    transition_mean,
-)
+from gerl.engine.kernels import KERNELS, coefficients, transition_mean
 
 
 def affine(s: float, s2: float, kappa: float, c: float) -> float:
     """`rho` with mean' = rho x for the exact velocity of data N(0, c)."""
     kx = (1 - s) * c / ((1 - s) ** 2 * c + s**2)  # E[x0 | x] = kx x
     return (1 - s2) * kx + kappa * (1 - (1 - s) * kx) / s
-
-
-def velocity(x: torch.Tensor, s: float, m: float, c: float) -> torch.Tensor:
-    return -m + (s - (1 - s) * c) / ((1 - s) ** 2 * c + s**2) * (x - (1 - s) * m)
 
 
 @given(steps(), levels, st.sampled_from(KERNELS), st.floats(0.1, 3.0), st.floats(-2.0, 2.0))

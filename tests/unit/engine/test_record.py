@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import diffusers
@@ -17,17 +16,18 @@ from replaying import (
     EACH,
     GUIDED,
     NOISE,
-    CountedLinear,
-    Recorded,
+    all_equal,
     as_class,
-    fresh,
+    counted_rows,
     gradients,
+    own,
     recorded,
+    replayed,
     rolled_out,
 )
 from torch.utils._pytree import tree_leaves
 
-from gerl.engine import ReplayedStep, Tape, instrument, record, replay
+from gerl.engine import instrument, replay
 from gerl.engine.batching import select_call
 from gerl.errors import ModelError, ReplayError
 
@@ -40,8 +40,8 @@ def test_without_noise_the_stock_pipeline_is_drawn_bitwise(name: str, guided: bo
     r = recorded(name, guided)
     stock = tiny.output_of(r.pipe(**tiny.call_for(tiny.CASES[name], guided), generator=tiny.generators()))
     for kernel in (r.kernel, "ode"):
-        output, tape = record(r.pipe, r.call, kernel=kernel, noise_level=0.0, generators=tiny.generators(), probe=False)
-        assert torch.equal(tiny.output_of(output), stock)
+        images, tape = r.record(kernel=kernel, noise_level=0.0, probe=False)
+        assert torch.equal(images, stock)
         assert len(tape.steps) == 4 and tape.stochastic_steps == []
     assert not torch.equal(r.output, stock)  # with noise it differs, and so do the cases
     assert guided or not torch.equal(stock, recorded(name, True).output)
@@ -52,8 +52,7 @@ def test_without_noise_the_stock_pipeline_is_drawn_bitwise(name: str, guided: bo
 def test_log_prob_is_that_of_a_normal_distribution(name: str, guided: bool) -> None:
     r = recorded(name, guided)
     assert r.tape.stochastic_steps == [0, 1, 2] and r.tape.steps[3].rule.std == 0
-
-    def on_step(k: int, step: ReplayedStep) -> None:
+    for k, step in replayed(r)[0].items():
         assert step.x_next is not None and step.std > 0
         exact = torch.distributions.Normal(step.mean.double(), step.std).log_prob(step.x_next.double())
         expected = exact.flatten(1).mean(1).float()
@@ -62,33 +61,25 @@ def test_log_prob_is_that_of_a_normal_distribution(name: str, guided: bool) -> N
         error = 5 / math.sqrt(z.numel())
         assert z.mean().item() == pytest.approx(0, abs=error) and z.std().item() == pytest.approx(1, abs=error)
 
-    replay(r.pipe, r.tape, on_step, grad=False)
-
 
 @EACH
 @GUIDED
 def test_a_sample_is_drawn_the_same_in_any_batch(name: str, guided: bool) -> None:
-    r = recorded(name, guided)
-    gens = tiny.generators()
-    part = select_call(r.call, [3, 1])
-    output, tape = record(r.pipe, part, kernel=r.kernel, noise_level=NOISE, generators=[gens[3], gens[1]], probe=False)
-    torch.testing.assert_close(tiny.output_of(output), r.output[[3, 1]], rtol=1e-4, atol=1e-4)
+    r, gens = recorded(name, guided), tiny.generators()
+    images, tape = r.record(select_call(r.call, [3, 1]), generators=[gens[3], gens[1]], probe=False)
+    torch.testing.assert_close(images, r.output[[3, 1]], rtol=1e-4, atol=1e-4)
     for step, full in zip(tape.steps, r.tape.steps, strict=True):
         torch.testing.assert_close(step.x_next, full.x_next[[3, 1]], rtol=1e-4, atol=1e-4)
     assert torch.equal(tape.steps[0].x, r.tape.steps[0].x[[3, 1]])  # the initial latents are only drawn
 
 
 def test_without_generators_the_global_one_is_used_and_the_probe_does_not_draw_from_it() -> None:
-    r = recorded("sd3", False)
     drawn = []
-    for probe in (True, False):
-        torch.manual_seed(5)
-        output, _ = record(r.pipe, r.call, noise_level=NOISE, probe=probe)
-        drawn.append((tiny.output_of(output), torch.rand(3)))
-    assert torch.equal(drawn[0][0], drawn[1][0]) and torch.equal(drawn[0][1], drawn[1][1])
-    torch.manual_seed(6)
-    other, _ = record(r.pipe, r.call, noise_level=NOISE, probe=False)
-    assert not torch.equal(tiny.output_of(other), drawn[0][0])
+    for seed, probe in ((5, True), (5, False), (6, False)):
+        torch.manual_seed(seed)
+        images, _ = recorded("sd3", False).record(generators=None, probe=probe)
+        drawn.append([images, torch.rand(3)])
+    assert all_equal(drawn[0], drawn[1]) and not torch.equal(drawn[2][0], drawn[0][0])
 
 
 @EACH
@@ -96,7 +87,7 @@ def test_the_callers_arguments_stay_as_they_are(name: str) -> None:
     r = recorded(name, True)
     call = tiny.call_for(tiny.CASES[name], True)
     before, identity = copy.deepcopy(call), {key: id(value) for key, value in call.items()}
-    _, tape = record(r.pipe, call, kernel=r.kernel, generators=tiny.generators())
+    _, tape = r.record(call)
     assert call == before and {key: id(value) for key, value in call.items()} == identity
     assert tape.call == before and tape.call["prompt"] is not call["prompt"]
 
@@ -111,38 +102,27 @@ class WritesIntoItsPrompts(diffusers.StableDiffusion3Pipeline):
 
 
 def test_a_pipeline_that_writes_into_its_arguments_harms_nobody() -> None:
-    pipe = as_class(tiny.build(tiny.CASES["sd3"]), WritesIntoItsPrompts)
-    r = Recorded(pipe, tiny.add_lora(pipe), {}, None, Tape({}, 0), "flow_sde")
-    call = tiny.call_for(tiny.CASES["sd3"], True)
-    _, tape = record(pipe, call, generators=tiny.generators())
-    assert call["prompt"] == tape.call["prompt"] == tiny.PROMPTS
-    assert gradients(r, tape)[1] == 0.0
-    assert gradients(r, tape, index=[2, 0])[1] <= 1e-5
-    assert tape.call["prompt"] == tiny.PROMPTS
+    r = own()
+    r.pipe = as_class(r.pipe, WritesIntoItsPrompts)
+    rolled_out(r)
+    assert r.call["prompt"] == r.tape.call["prompt"] == tiny.PROMPTS
+    assert gradients(r)[1] == 0.0
+    assert gradients(r, index=[2, 0])[1] <= 1e-5
+    assert r.tape.call["prompt"] == tiny.PROMPTS
 
 
-def test_ddim_std_and_mean_are_those_of_ddpo() -> None:
+@pytest.mark.parametrize("eta", [1.0, 0.4])
+def test_ddim_std_and_mean_are_those_of_ddpo(eta: float) -> None:
     r = recorded("sd15", True)
-    for eta in (1.0, 0.4):
-        _, tape = record(r.pipe, r.call, kernel="ddim", noise_level=eta, generators=tiny.generators(), probe=False)
-        alphas = r.pipe.scheduler.alphas_cumprod
-        timesteps = r.pipe.scheduler.timesteps.tolist()
-
-        def check(
-            k: int,
-            step: ReplayedStep,
-            eta: float = eta,
-            alphas: torch.Tensor = alphas,
-            timesteps: Sequence[int] = timesteps,
-        ) -> None:
-            a, a_next = alphas[timesteps[k]].double(), alphas[timesteps[k + 1]].double()
-            std = eta * ((1 - a_next) / (1 - a) * (1 - a / a_next)).sqrt()
-            assert step.std == pytest.approx(float(std), rel=1e-4)
-            x0 = (step.x.double() - (1 - a).sqrt() * step.model_output.double()) / a.sqrt()
-            mean = a_next.sqrt() * x0 + (1 - a_next - std**2).sqrt() * step.model_output.double()
-            torch.testing.assert_close(step.mean, mean.float(), rtol=1e-4, atol=1e-4)
-
-        replay(r.pipe, tape, check, grad=False)
+    _, tape = r.record(noise_level=eta, probe=False)
+    alphas, timesteps = r.pipe.scheduler.alphas_cumprod.double(), r.pipe.scheduler.timesteps.tolist()
+    for k, step in replayed(r, tape)[0].items():
+        a, a_next = alphas[timesteps[k]], alphas[timesteps[k + 1]]
+        std = eta * ((1 - a_next) / (1 - a) * (1 - a / a_next)).sqrt()
+        assert step.std == pytest.approx(float(std), rel=1e-4)
+        x0 = (step.x.double() - (1 - a).sqrt() * step.model_output.double()) / a.sqrt()
+        mean = a_next.sqrt() * x0 + (1 - a_next - std**2).sqrt() * step.model_output.double()
+        torch.testing.assert_close(step.mean, mean.float(), rtol=1e-4, atol=1e-4)
 
 
 @EACH
@@ -159,16 +139,12 @@ def test_the_mean_of_a_step_is_recorded(name: str) -> None:
 
 @EACH
 def test_samples_with_the_same_initial_generator_share_their_start(name: str) -> None:
-    r = recorded(name, True)
-    options: dict[str, Any] = {"kernel": r.kernel, "noise_level": NOISE, "probe": False}
     first = [torch.Generator().manual_seed(seed) for seed in (7, 7, 8, 7)]
-    _, tape = record(r.pipe, r.call, generators=tiny.generators(), init_generators=first, **options)
+    _, tape = recorded(name, True).record(init_generators=first, probe=False)
     start = tape.steps[0].x
     assert torch.equal(start[0], start[1]) and torch.equal(start[0], start[3]) and not torch.equal(start[0], start[2])
     noise = torch.stack([torch.randn(start[0].shape, generator=g) for g in tiny.generators()])
     assert torch.equal(tape.steps[0].x_next, tape.steps[0].mean + tape.steps[0].rule.std * noise)
-    with pytest.raises(ValueError, match="3 generators for 4 samples"):
-        record(r.pipe, r.call, init_generators=tiny.generators(3), **options)
 
 
 class LooksAtItsImages(diffusers.StableDiffusion3Pipeline):
@@ -183,12 +159,11 @@ class LooksAtItsImages(diffusers.StableDiffusion3Pipeline):
 
 
 def test_what_is_called_after_the_last_step_is_not_on_the_tape() -> None:
-    r = fresh("sd3")
+    r = own()
     r.pipe = as_class(r.pipe, LooksAtItsImages)
     seen: list[int] = []
-    handle = r.pipe.text_encoder.text_model.register_forward_hook(lambda *_: seen.append(1))
-    rolled_out(r)
-    handle.remove()
+    with r.pipe.text_encoder.text_model.register_forward_hook(lambda *_: seen.append(1)):
+        rolled_out(r)
     assert len(seen) > 2  # by encode_prompt, there and for the probe; and afterwards
     assert [(c.step, c.component) for c in r.tape.component_calls] == [(k, "transformer") for k in range(4)]
     assert r.tape.looped_components() == {"transformer"} and gradients(r)[1] == 0.0
@@ -202,33 +177,24 @@ def test_what_is_called_after_the_last_step_is_not_on_the_tape() -> None:
 @pytest.mark.parametrize("stop", [0, 1, 3])
 def test_a_stopped_recording_is_the_beginning_of_the_whole(name: str, guided: bool, stop: int) -> None:
     r = recorded(name, guided)
-    options: dict[str, Any] = {"kernel": r.kernel, "noise_level": NOISE, "probe": False}
-    with CountedLinear(r.pipe) as counted:
-        output, tape = record(r.pipe, r.call, generators=tiny.generators(), stop=stop, **options)
-        calls = counted.calls
-        record(r.pipe, r.call, generators=tiny.generators(), **options)
-        assert calls / (stop + 1) == (counted.calls - calls) / 4
-    assert output is None and len(tape.steps) == stop
+    with counted_rows(r.pipe) as rows:
+        images, tape = r.record(stop=stop, probe=False)
+        stopped = rows.total()
+        r.record(probe=False)
+    assert stopped / (stop + 1) == (rows.total() - stopped) / 4
+    assert images is None and len(tape.steps) == stop
     for step, whole in zip(tape.steps, r.tape.steps, strict=False):
         assert torch.equal(step.x_next, whole.x_next) and torch.equal(step.log_prob, whole.log_prob)
     expected = [c for c in r.tape.component_calls if c.step <= stop]
     assert [(c.step, c.component) for c in tape.component_calls] == [(c.step, c.component) for c in expected]
     for call, whole in zip(tape.component_calls, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(leaves(call.output), leaves(whole.output), strict=True))
+        assert all_equal(*([v for v in tree_leaves(c.output) if torch.is_tensor(v)] for c in (call, whole)))
     if stop:
         assert gradients(r, tape, steps=range(stop))[1] == 0.0
 
 
-def leaves(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
-
-
-def test_a_stop_that_the_pipeline_does_not_reach() -> None:
-    r = recorded("sd3", False)
-    with pytest.raises(ModelError, match=r"stop at step 4.* 4 steps"):
-        record(r.pipe, r.call, stop=4)
-    # what a stopped recording does not reach may be in its window
-    assert record(r.pipe, r.call, window=[0, 2], stop=1, probe=False)[1].stochastic_steps == [0]
+def test_what_a_stopped_recording_does_not_reach_may_be_in_its_window() -> None:
+    assert recorded("sd3", False).record(window=[0, 2], stop=1, probe=False)[1].stochastic_steps == [0]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("flux", torch.float32), ("sd15", torch.bfloat16)])
@@ -276,114 +242,90 @@ def test_nothing_stays_patched(name: str) -> None:
     assert {"scheduler.step", "pipe.encode_prompt"} <= set(during[0]) - set(before)
     assert attributes(r.pipe) == before
 
-    def broken(k: int, step: ReplayedStep) -> None:
+    def broken(*_: Any) -> None:
         raise KeyError("in the middle")
 
     with pytest.raises(KeyError):
         replay(r.pipe, r.tape, broken)
     assert attributes(r.pipe) == before
-
-    def out_of_memory(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    handle = tiny.denoiser_of(r.pipe).register_forward_pre_hook(out_of_memory)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        record(r.pipe, r.call, kernel=r.kernel)
-    handle.remove()
+    with tiny.denoiser_of(r.pipe).register_forward_pre_hook(broken), pytest.raises(KeyError):
+        r.record()
     assert attributes(r.pipe) == before
     assert torch.is_grad_enabled()
 
 
 def test_attributes_that_the_user_set_come_back() -> None:
-    r = fresh("sd15", guided=False)
-    calls = []
-    own = functools.partial(lambda f, *a, **k: calls.append(1) or f(*a, **k), r.pipe.unet.forward)
-    r.pipe.unet.forward = own
+    r, calls = own("sd15", guided=False), []
+    mine = functools.partial(lambda f, *a, **k: calls.append(1) or f(*a, **k), r.pipe.unet.forward)
+    r.pipe.unet.forward = mine
     rolled_out(r)
-    assert r.pipe.unet.forward is own and len(calls) == 5  # four steps and the probe
+    assert r.pipe.unet.forward is mine and len(calls) == 5  # four steps and the probe
     assert gradients(r)[1] == 0.0
-    assert r.pipe.unet.forward is own and len(calls) == 8
+    assert r.pipe.unet.forward is mine and len(calls) == 8
 
 
 # --- calls that cannot work
 
 
 @pytest.mark.parametrize(
-    "scheduler",
-    [diffusers.EulerDiscreteScheduler, diffusers.PNDMScheduler, diffusers.DPMSolverMultistepScheduler],
+    ("name", "scheduler", "config", "kernel", "message"),
+    [
+        ("sd15", diffusers.EulerDiscreteScheduler, {}, "ddim", r"EulerDiscreteScheduler.* DDIMScheduler"),
+        ("sd15", diffusers.PNDMScheduler, {}, "ddim", r"PNDMScheduler.* DDIMScheduler"),
+        ("sd15", diffusers.DPMSolverMultistepScheduler, {}, "ddim", r"DPMSolverMultistepScheduler.* DDIMScheduler"),
+        ("sd15", diffusers.DDIMScheduler, {}, "flow_sde", r"sampling\.kernel=flow_sde is for flow matching"),
+        ("sd15", diffusers.DDIMScheduler, {"thresholding": True}, "ddim", "has no transition kernel"),
+        ("sd15", diffusers.DDIMScheduler, {"rescale_betas_zero_snr": True}, "ddim", "has no transition kernel"),
+        ("sd3", diffusers.FlowMatchEulerDiscreteScheduler, {"stochastic_sampling": True}, "ode", "stochastic_sampling"),
+    ],
 )
-def test_a_scheduler_without_kernel_is_refused(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    r = recorded("sd15", False)
-    monkeypatch.setattr(r.pipe, "scheduler", scheduler.from_config(r.pipe.scheduler.config))
-    with pytest.raises(ModelError, match=rf"{scheduler.__name__}.* DDIMScheduler"):
-        record(r.pipe, r.call, kernel="ddim")
-
-
-def test_a_kernel_of_flow_matching_is_refused_for_ddim() -> None:
-    r = recorded("sd15", False)
-    with pytest.raises(ModelError, match=r"sampling\.kernel=flow_sde is for flow matching"):
-        record(r.pipe, r.call, kernel="flow_sde")
-
-
-@pytest.mark.parametrize("config", [{"thresholding": True}, {"rescale_betas_zero_snr": True}])
-def test_variants_of_ddim_without_kernel_are_refused(config: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    r = recorded("sd15", False)
-    monkeypatch.setattr(r.pipe, "scheduler", diffusers.DDIMScheduler.from_config(r.pipe.scheduler.config, **config))
-    with pytest.raises(ModelError, match="has no transition kernel"):
-        record(r.pipe, r.call, kernel="ddim")
-
-
-def test_a_scheduler_that_adds_noise_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    r = recorded("sd3", False)
-    monkeypatch.setattr(r.pipe, "scheduler", tiny.euler(stochastic_sampling=True))
-    with pytest.raises(ModelError, match="stochastic_sampling"):
-        record(r.pipe, r.call)
+def test_a_scheduler_without_the_kernel_is_refused(
+    name: str, scheduler: Any, config: dict[str, bool], kernel: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = recorded(name, False)
+    monkeypatch.setattr(r.pipe, "scheduler", scheduler.from_config(r.pipe.scheduler.config, **config))
+    with pytest.raises(ModelError, match=message):
+        r.record(kernel=kernel)
 
 
 @pytest.mark.parametrize("name", ["sd3", "sd15"])
-def test_windows_that_cannot_be(name: str) -> None:
-    r = recorded(name, False)
-    with pytest.raises(ModelError, match=r"last denoising step .*window"):
-        record(r.pipe, r.call, kernel=r.kernel, window=[2, 3])
-    with pytest.raises(ModelError, match=r"window .*\[1, 7\].* 4 steps"):
-        record(r.pipe, r.call, kernel=r.kernel, window=[1, 7])
-
-
-def test_generators_are_one_per_sample() -> None:
-    r = recorded("sd3", False)
-    with pytest.raises(ValueError, match="3 generators for 4 samples"):
-        record(r.pipe, r.call, generators=tiny.generators(3))
-
-
-def test_a_single_string_is_no_batch() -> None:
-    r = recorded("sd3", False)
-    with pytest.raises(ReplayError, match="one prompt per sample"):
-        record(r.pipe, {**r.call, "prompt": "a cat"})
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"window": [2, 3]}, ModelError, r"last denoising step .*window"),
+        ({"window": [1, 7]}, ModelError, r"window .*\[1, 7\].* 4 steps"),
+        ({"stop": 4}, ModelError, r"stop at step 4.* 4 steps"),
+        ({"generators": tiny.generators(3)}, ValueError, "3 generators for 4 samples"),
+        ({"init_generators": tiny.generators(3)}, ValueError, "3 generators for 4 samples"),
+        ({"call": {"prompt": "a cat"}}, ReplayError, "one prompt per sample"),
+    ],
+)
+def test_recordings_that_cannot_be(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        recorded(name, False).record(**options)
 
 
 def test_replays_that_cannot_be() -> None:
     r = recorded("sd3", False)
-    _, tape = record(r.pipe, r.call, generators=tiny.generators(), probe=False)
+    _, tape = r.record(probe=False)
     with pytest.raises(ReplayError, match="recorded with probe=True"):
         gradients(r, tape, index=[0, 1])
     assert gradients(r, tape)[1] == 0.0
     with pytest.raises(ReplayError, match=r"steps \[1, 9\].* 4 steps"):
         gradients(r, steps=[1, 9])
-    _, ode = record(r.pipe, r.call, noise_level=0.0, generators=tiny.generators())
+    _, ode = r.record(noise_level=0.0)
     with pytest.raises(ReplayError, match=r"steps \[\] cannot be replayed"):
         gradients(r, ode)
     with pytest.raises(ReplayError, match="only stochastic steps"):
-        replay(r.pipe, r.tape, lambda k, step: step.log_prob.sum(), steps=[3])
+        gradients(r, steps=[3])
 
 
 def test_sigma_and_std_of_a_replayed_step_are_those_of_the_schedule() -> None:
     r = recorded("sd3", False)
-    sigmas = r.pipe.scheduler.sigmas.tolist()
-    seen: list[tuple[float, float, float]] = []
-    replay(r.pipe, r.tape, lambda k, step: seen.append((step.sigma, step.sigma_next, step.std)), grad=False)
-    assert [s[:2] for s in seen] == list(itertools.pairwise(sigmas[:4]))
+    sigmas, steps = r.pipe.scheduler.sigmas.tolist(), replayed(r)[0].values()
+    assert [(step.sigma, step.sigma_next) for step in steps] == list(itertools.pairwise(sigmas[:4]))
     regular = [sigmas[1], *sigmas[1:3]]  # the first sigma is 1, where s / (1 - s) is infinite
     expected = [
         NOISE * math.sqrt(a / (1 - s)) * math.sqrt(a - b) for s, a, b in zip(regular, sigmas, sigmas[1:], strict=False)
     ]
-    assert [s[2] for s in seen] == pytest.approx(expected)
+    assert [step.std for step in steps] == pytest.approx(expected)

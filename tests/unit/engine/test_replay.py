@@ -1,8 +1,7 @@
 """Replay: ratio 1, the gradient of a loop written by hand, other latents, and how the denoiser is run."""
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import tiny
@@ -12,15 +11,18 @@ from replaying import (
     GUIDED,
     NOISE,
     WEIGHTS,
-    CountedLinear,
+    all_equal,
+    counted_rows,
     distance,
     fresh,
     gradients,
     recorded,
+    replayed,
     rolled_out,
+    squares,
 )
 
-from gerl.engine import ReplayedStep, record, replay
+from gerl.engine import replay
 from gerl.engine.batching import select_call
 from gerl.errors import ReplayError
 
@@ -48,80 +50,40 @@ def test_replay_is_exact_and_every_lora_weight_gets_a_gradient(name: str, guided
 @GUIDED
 def test_a_window_is_replayed_exactly_and_other_steps_cost_nothing(name: str, guided: bool) -> None:
     r = recorded(name, guided)
-    with CountedLinear(r.pipe) as counted:
-        _, deviation, seen = gradients(r, steps=[0, 1, 2])
-        a_step = counted.calls // 3
-        counted.calls = 0
-        one, one_deviation, one_seen = gradients(r, steps=[1])
-        assert counted.calls == a_step > 0
-    assert (deviation, one_deviation, seen, one_seen) == (0.0, 0.0, [0, 1, 2], [1])
-    assert all(g.abs().sum() > 0 for g in one)
+    with counted_rows(r.pipe) as rows:
+        gradients(r, steps=[0, 1, 2])
+        a_step = rows.total() // 3
+        rows.clear()
+        one, deviation, seen = gradients(r, steps=[1])
+        assert rows.total() == a_step > 0
+    assert (deviation, seen) == (0.0, [1]) and all(g.abs().sum() > 0 for g in one)
     parts = [gradients(r, steps=[k])[0] for k in (0, 2)]
     summed = [a + b + c for a, b, c in zip(one, *parts, strict=True)]
     assert distance(summed, gradients(r)[0]) < 1e-5
 
-    gens = tiny.generators()
-    _, tape = record(r.pipe, r.call, kernel=r.kernel, noise_level=NOISE, window=[1, 2], generators=gens)
+    _, tape = r.record(window=[1, 2])
     assert tape.stochastic_steps == [1, 2] and tape.steps[0].rule.std == 0 and tape.steps[0].log_prob is None
     grads, deviation, seen = gradients(r, tape)
     assert (deviation, seen) == (0.0, [1, 2]) and all(torch.isfinite(g).all() and g.abs().sum() > 0 for g in grads)
     assert gradients(r, tape, index=[1])[1] <= 1e-5
 
 
-@EACH
-@GUIDED
-def test_sub_batches_are_near_one_and_their_gradients_add_up(name: str, guided: bool) -> None:
-    r = recorded(name, guided)
-    full, _, _ = gradients(r)
-    parts = []
-    for index in ([2, 0], [3], [1]):
-        grads, deviation, seen = gradients(r, index=index)
-        assert deviation <= 1e-5 and seen == [0, 1, 2]
-        parts.append(grads)
-    assert distance([sum(g) for g in zip(*parts, strict=True)], full) < 2e-4
-    assert distance(parts[0], full) > 1e-2
-
-
-@EACH
-def test_a_sub_batch_hands_out_the_rows_of_its_samples(name: str) -> None:
-    r, index = recorded(name, True), [2, 0]
-    outputs: dict[int, torch.Tensor] = {}
-
-    def keep(k: int, step: ReplayedStep) -> None:
-        outputs[k] = step.model_output
-
-    def check(k: int, step: ReplayedStep) -> None:
-        kept = r.tape.steps[k]
-        assert step.x_next is not None and step.recorded_log_prob is not None and kept.log_prob is not None
-        assert torch.equal(step.x, kept.x[index]) and torch.equal(step.x_next, kept.x_next[index])
-        assert torch.equal(step.recorded_log_prob, kept.log_prob[index])
-        assert step.recorded_mean is not None and kept.mean is not None
-        assert torch.equal(step.recorded_mean, kept.mean[index])
-        torch.testing.assert_close(step.mean, step.recorded_mean, rtol=1e-4, atol=1e-5)
-        assert (step.sigma, step.sigma_next, step.std) == (kept.rule.sigma, kept.rule.sigma_next, kept.rule.std)
-        torch.testing.assert_close(step.model_output, outputs[k][index], rtol=1e-4, atol=1e-5)
-
-    replay(r.pipe, r.tape, keep, grad=False)
-    replay(r.pipe, r.tape, check, index=index, grad=False)
-
-
 def test_a_deterministic_step_has_neither_a_recorded_mean_nor_a_log_prob() -> None:
-    r, seen = recorded("flux", False), []
-    replay(r.pipe, r.tape, lambda k, step: seen.append((step.recorded_mean, step.recorded_log_prob)), [3], grad=False)
-    assert seen == [(None, None)]
+    step = replayed(recorded("flux", False), steps=[3])[0][3]
+    assert step.recorded_mean is None and step.recorded_log_prob is None
 
 
 def test_a_probe_of_an_earlier_call_serves_again() -> None:
     r = recorded("qwen_image", True)
     call = {**r.call, "prompt": ["much longer words", "b", "c c c", "dd"]}
-    _, tape = record(r.pipe, call, generators=tiny.generators(seed=3), probe=r.tape.probe)
+    _, tape = r.record(call, generators=tiny.generators(seed=3), probe=r.tape.probe)
     assert tape.probe is r.tape.probe
     assert gradients(r, tape, index=[1, 3])[1] <= 1e-5
 
 
 def test_a_batch_of_one_needs_no_probe() -> None:
     r = recorded("flux", True)
-    _, tape = record(r.pipe, select_call(r.call, [2]), generators=tiny.generators(1))
+    _, tape = r.record(select_call(r.call, [2]))
     assert tape.probe is None
     assert gradients(r, tape, index=[0])[1] == 0.0
 
@@ -164,20 +126,12 @@ def test_gradient_equals_that_of_a_loop_written_by_hand(guided: bool) -> None:
 @EACH
 def test_without_grad_there_is_no_graph_and_the_means_are_the_same(name: str) -> None:
     r = recorded(name, True)
-    means: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-
-    def on_step(k: int, step: ReplayedStep) -> None:
-        means[step.mean.requires_grad].append(step.mean.detach())
-        assert step.model_output.dtype == step.mean.dtype == torch.float32
-
-    for p in r.parameters:
-        p.grad = None
-    replay(r.pipe, r.tape, on_step, grad=True)
-    replay(r.pipe, r.tape, on_step, grad=False)
-    assert len(means[True]) == len(means[False]) == 3
-    assert all(torch.equal(a, b) for a, b in zip(means[True], means[False], strict=True))
+    trained, plain = replayed(r, loss=lambda step: step.mean.sum())[0], replayed(r)[0]
+    assert list(trained) == list(plain) == [0, 1, 2] and torch.is_grad_enabled()
+    assert all_equal([step.mean for step in trained.values()], [step.mean for step in plain.values()])
+    assert {v.dtype for step in trained.values() for v in (step.model_output, step.mean)} == {torch.float32}
+    replay(r.pipe, r.tape, lambda k, step: None)
     assert all(p.grad is None for p in r.parameters)  # no loss was returned
-    assert torch.is_grad_enabled()
 
 
 @EACH
@@ -188,7 +142,7 @@ def test_text_encoders_are_not_needed_for_a_replay(name: str, monkeypatch: pytes
         monkeypatch.setattr(r.pipe, key, None)
     assert r.pipe.text_encoder is None
     without, deviation, _ = gradients(r)
-    assert deviation == 0.0 and all(torch.equal(a, b) for a, b in zip(without, full, strict=True))
+    assert deviation == 0.0 and all_equal(without, full)
     assert gradients(r, index=[2, 0])[1] <= 1e-5
 
 
@@ -225,59 +179,35 @@ def test_one_graph_is_alive_at_a_time() -> None:
 @GUIDED
 def test_given_latents_replace_the_recorded_ones(name: str, guided: bool) -> None:
     r = recorded(name, guided)
-    outputs: dict[str, list[torch.Tensor]] = {"recorded": [], "same": [], "other": []}
     same = {k: r.tape.steps[k].x for k in (0, 1, 3)}
     other = {k: torch.randn(x.shape, generator=torch.Generator().manual_seed(k)) for k, x in same.items()}
-
-    def keep(label: str, given: dict[int, torch.Tensor]) -> Callable[[int, ReplayedStep], torch.Tensor]:
-        def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-            outputs[label].append(step.model_output.detach())
-            if given:
-                assert torch.equal(step.x, given[k])
-                assert step.x_next is None and step.recorded_log_prob is None and step.recorded_mean is None
-                with pytest.raises(ReplayError, match="log-probability"):
-                    _ = step.log_prob
-                torch.testing.assert_close(step.mean, r.tape.steps[k].rule.mean(given[k], step.model_output))
-            return step.model_output.square().mean()
-
-        return on_step
-
-    grads = {}
-    for label, latents in (("recorded", {}), ("same", same), ("other", other)):
-        for p in r.parameters:
-            p.grad = None
-        replay(r.pipe, r.tape, keep(label, latents), steps=[0, 1, 3], latents=latents)
-        grads[label] = [p.grad.clone() for p in r.parameters if p.grad is not None]
-        assert len(grads[label]) == len(r.parameters) and all(g.abs().sum() > 0 for g in grads[label])
-    assert all(torch.equal(a, b) for a, b in zip(outputs["same"], outputs["recorded"], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(grads["same"], grads["recorded"], strict=True))
+    outputs, grads = {}, {}
+    for label, given in (("recorded", {}), ("same", same), ("other", other)):
+        steps, grads[label] = replayed(r, None, squares, steps=[0, 1, 3], latents=given)
+        outputs[label] = [step.model_output for step in steps.values()]
+        assert all(g.abs().sum() > 0 for g in grads[label])
+        for k, x in given.items():
+            assert torch.equal(steps[k].x, x)
+            assert steps[k].x_next is None and steps[k].recorded_log_prob is None and steps[k].recorded_mean is None
+            with pytest.raises(ReplayError, match="log-probability"):
+                _ = steps[k].log_prob
+            torch.testing.assert_close(steps[k].mean, r.tape.steps[k].rule.mean(x, steps[k].model_output))
+    assert all_equal(outputs["same"], outputs["recorded"]) and all_equal(grads["same"], grads["recorded"])
     assert not any(torch.allclose(a, b) for a, b in zip(outputs["other"], outputs["recorded"], strict=True))
 
 
 def test_the_denoiser_sees_the_given_latents() -> None:
     r = recorded("sd3", True)
     seen: list[dict[str, torch.Tensor]] = []
-
-    def on_step(k: int, step: ReplayedStep) -> None:
-        outputs[k] = step.model_output
-
-    def look(*args: Any) -> None:
-        seen.append(args[-1])
-
     given = {k: torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(k)) for k in (0, 2)}
-    outputs: dict[int, torch.Tensor] = {}
-    handle = r.pipe.transformer.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        replay(r.pipe, r.tape, on_step, steps=[0, 2], index=[3, 0], latents=given)
-    finally:
-        handle.remove()
+    with r.pipe.transformer.register_forward_pre_hook(lambda *args: seen.append(args[-1]), with_kwargs=True):
+        steps, _ = replayed(r, loss=lambda step: step.mean.sum(), steps=[0, 2], index=[3, 0], latents=given)
     rows = [given[0], r.tape.steps[1].x[[3, 0]], given[2]]
     assert [torch.equal(s["hidden_states"], torch.cat([x, x])) for s, x in zip(seen, rows, strict=True)] == [True] * 3
     for k in (0, 2):
         with torch.no_grad():
             without, prompt = r.pipe.transformer(**seen[k])[0].chunk(2)
-        expected = without + r.call["guidance_scale"] * (prompt - without)
-        assert torch.equal(outputs[k], expected) and outputs[k].requires_grad
+        assert torch.equal(steps[k].model_output, without + r.call["guidance_scale"] * (prompt - without))
 
 
 # --- how the denoiser is run
@@ -297,22 +227,6 @@ def test_half_precision_base_with_a_full_precision_tape(name: str) -> None:
     # the last block of SD3 and Qwen-Image computes text features that nothing reads
     assert sum(bool(g.abs().sum() > 0) for g in grads) > 0.8 * len(grads)
     assert gradients(r, steps=[1])[1] == 0.0
-
-
-@pytest.mark.parametrize("name", ["sd3", "flux", "wan", "sd15"])
-def test_gradient_checkpointing_changes_nothing(name: str) -> None:
-    r = fresh(name)
-    plain, _, _ = gradients(r)
-    denoiser = tiny.denoiser_of(r.pipe)
-    denoiser.enable_gradient_checkpointing()
-    with CountedLinear(r.pipe) as counted:
-        grads, deviation, _ = gradients(r, steps=[0, 1, 2])
-    calls = counted.calls
-    denoiser.disable_gradient_checkpointing()
-    with CountedLinear(r.pipe) as counted:
-        gradients(r)
-    assert calls == 2 * counted.calls  # it was recomputed
-    assert deviation == 0.0 and all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
 
 
 def test_a_compiled_denoiser_replays_exactly() -> None:

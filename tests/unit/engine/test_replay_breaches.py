@@ -1,34 +1,22 @@
 """Pipelines that do something else in the replay than in the rollout: replayed all the same, or stopped."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import diffusers
 import pytest
-import tiny
 import torch
-from replaying import Recorded, as_class, distance, gradients, rolled_out
+from replaying import Edit, Recorded, after_each_step, as_class, distance, gradients, own, rolled_out
 
-from gerl.engine import Tape, replay
+from gerl.engine import replay
 from gerl.errors import ReplayError
 
 # --- pipelines that do something else in the replay
 
 
 @pytest.fixture
-def sd3() -> Iterator[Recorded]:
+def sd3() -> Recorded:
     """SD3 with a LoRA of its own, for tests that meddle with the pipeline."""
-    pipe = tiny.build(tiny.CASES["sd3"])
-    call = tiny.call_for(tiny.CASES["sd3"], True)
-    yield Recorded(pipe, tiny.add_lora(pipe), call, None, Tape({}, 0), "flow_sde")
-
-
-Edit = Callable[[Any, int, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]
-
-
-def after_each_step(r: Recorded, edit: Edit) -> None:
-    """Let `edit(pipe, step, {"latents": ...})` run after each denoising step, as the pipeline's callback."""
-    r.call["callback_on_step_end"] = lambda pipe, i, t, values: edit(pipe, i, values) or {}
+    return own("sd3")
 
 
 def test_latents_edited_by_the_pipeline_are_replayed(sd3: Recorded) -> None:
@@ -82,23 +70,46 @@ def test_guidance_with_a_memory_is_replayed(sd3: Recorded) -> None:
     assert gradients(sd3, steps=[1, 2], index=[3, 1])[1] <= 1e-5
 
 
-def test_latents_that_do_not_arrive_as_recorded_stop_the_replay(sd3: Recorded) -> None:
-    after_each_step(sd3, lambda pipe, i, values: {"latents": values["latents"] + torch.rand(())} if i == 1 else None)
+def add_noise_once(pipe: Any, i: int, values: dict[str, Any]) -> dict[str, Any] | None:
+    return {"latents": values["latents"] + torch.rand(())} if i == 1 else None
+
+
+def encode_again(pipe: Any, i: int, values: dict[str, Any]) -> None:
+    pipe.encode_prompt("x", None, None)
+
+
+def denoise_again(pipe: Any, i: int, values: dict[str, Any]) -> None:
+    pipe.transformer(values["latents"])
+
+
+def interrupt(pipe: Any, i: int, values: dict[str, Any]) -> None:
+    pipe._interrupt = i == 1
+
+
+@pytest.mark.parametrize(
+    ("edit", "only", "message"),
+    [
+        (add_noise_once, "", "recorded latents at step 2"),
+        (encode_again, "in the replay", "replay calls encode_prompt"),
+        (encode_again, "in the rollout", "2 answers at step 1, 3 in the rollout"),
+        (denoise_again, "in the replay", "replay calls transformer at step 1"),
+        (interrupt, "in the replay", "ended before trained step 2"),
+    ],
+)
+def test_a_pipeline_that_does_something_else_stops_the_replay(
+    sd3: Recorded, edit: Edit, only: str, message: str
+) -> None:
+    def now_and_then(pipe: Any, i: int, values: dict[str, Any]) -> dict[str, Any] | None:
+        now = "in the replay" if torch.is_grad_enabled() else "in the rollout"
+        return edit(pipe, i, values) if only in ("", now) else None
+
+    after_each_step(sd3, now_and_then)
     rolled_out(sd3)
-    gradients(sd3, steps=[0, 1])
-    with pytest.raises(ReplayError, match="recorded latents at step 2"):
-        gradients(sd3)
-
-
-def test_a_method_that_the_rollout_did_not_call_stops_the_replay(sd3: Recorded) -> None:
-    def encode_again(pipe: Any, i: int, values: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            pipe.encode_prompt("x", None, None)
-
-    after_each_step(sd3, encode_again)
-    rolled_out(sd3)
-    with pytest.raises(ReplayError, match="replay calls encode_prompt"):
-        gradients(sd3)
+    assert len(sd3.tape.steps) == 4
+    if edit in (add_noise_once, interrupt):
+        gradients(sd3, steps=[0, 1])
+    with pytest.raises(ReplayError, match=message):
+        gradients(sd3, steps=[2])
 
 
 def test_another_method_than_in_the_rollout_stops_the_replay(sd3: Recorded) -> None:
@@ -113,17 +124,6 @@ def test_another_method_than_in_the_rollout_stops_the_replay(sd3: Recorded) -> N
     rolled_out(sd3)
     sd3.tape.answers[0].method = "_encode_prompt"  # as if the rollout had called the older name
     with pytest.raises(ReplayError, match="the replay calls encode_prompt"):
-        gradients(sd3)
-
-
-def test_a_method_that_the_replay_does_not_call_stops_it(sd3: Recorded) -> None:
-    def encode_again(pipe: Any, i: int, values: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
-            pipe.encode_prompt("x", None, None)
-
-    after_each_step(sd3, encode_again)
-    rolled_out(sd3)
-    with pytest.raises(ReplayError, match="2 answers at step 1, 3 in the rollout"):
         gradients(sd3)
 
 
@@ -142,29 +142,6 @@ def test_nothing_trainable_stops_the_replay(sd3: Recorded) -> None:
     sd3.pipe.transformer.requires_grad_(False)
     with pytest.raises(ReplayError, match="no gradient reaches the model output"):
         gradients(sd3)
-
-
-def test_fewer_steps_than_recorded_stop_the_replay(sd3: Recorded) -> None:
-    def interrupt(pipe: Any, i: int, values: dict[str, Any]) -> None:
-        pipe._interrupt = torch.is_grad_enabled() and i == 1
-
-    after_each_step(sd3, interrupt)
-    rolled_out(sd3)
-    assert len(sd3.tape.steps) == 4
-    gradients(sd3, steps=[0, 1])
-    with pytest.raises(ReplayError, match="ended before trained step 2"):
-        gradients(sd3)
-
-
-def test_another_call_of_the_denoiser_stops_the_replay(sd3: Recorded) -> None:
-    def denoise_again(pipe: Any, i: int, values: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            pipe.transformer(values["latents"])
-
-    after_each_step(sd3, denoise_again)
-    rolled_out(sd3)
-    with pytest.raises(ReplayError, match="replay calls transformer at step 1"):
-        gradients(sd3, steps=[2])
 
 
 def test_samples_that_depend_on_each_other_show_in_the_ratio(sd3: Recorded) -> None:

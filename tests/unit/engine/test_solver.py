@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -11,10 +12,10 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from replaying import EACH, GUIDED, NOISE, CountedLinear, Recorded, gradients, recorded
-from schedules import sd3_sigmas
+from replaying import EACH, GUIDED, Recorded, after_each_step, counted_rows, gradients, own, recorded, replayed
+from schedules import sd3_sigmas, velocity
 
-from gerl.engine import ReplayedStep, Tape, record, replay
+from gerl.engine import ReplayedStep, Tape
 from gerl.engine.kernels import DDIMRule, FlowRule
 from gerl.engine.solver import OdeSolver, compressed_spans
 from gerl.engine.transitions import Sampler, Transitions
@@ -23,9 +24,11 @@ from gerl.errors import ModelError
 X = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 
 
-def path(sigmas: list[float], model: Callable[[torch.Tensor, float], torch.Tensor], name: str) -> list[torch.Tensor]:
-    """The latents along `sigmas` from `X`, taken with a solver."""
-    solver, x = OdeSolver(name), [X]
+def path(
+    sigmas: list[float], model: Callable[[torch.Tensor, float], torch.Tensor], name: str, start: torch.Tensor = X
+) -> list[torch.Tensor]:
+    """The latents along `sigmas` from `start`, taken with a solver."""
+    solver, x = OdeSolver(name), [start]
     for s, s2 in itertools.pairwise(sigmas):
         x.append(solver.step("the scheduler", FlowRule(s, s2, s2, 0.0), x[-1], model(x[-1], s)))
     return x
@@ -111,22 +114,14 @@ def test_dpm2_takes_the_velocity_of_an_inverted_schedule() -> None:
 M, C = 0.3, 0.25  # data Normal(M, C)
 
 
-def gaussian(x: torch.Tensor, s: float) -> torch.Tensor:
-    """The velocity that a perfect model of the data predicts."""
-    total = (1 - s) ** 2 * C + s * s
-    return -M + (s - (1 - s) * C) / total * (x - (1 - s) * M)
-
-
 def exact(s: float) -> torch.Tensor:
     """The ODE's solution, `(1 - s) m + sqrt(S) z`."""
     return (1 - s) * M + math.sqrt((1 - s) ** 2 * C + s * s) * X
 
 
 def error(sigmas: list[float], name: str) -> float:
-    solver, x = OdeSolver(name), exact(sigmas[0]).double()
-    for s, s2 in itertools.pairwise(sigmas):
-        x = solver.step("the scheduler", FlowRule(s, s2, s2, 0.0), x, gaussian(x, s))
-    return float((x - exact(sigmas[-1])).abs().mean())
+    end = path(sigmas, partial(velocity, m=M, c=C), name, exact(sigmas[0]).double())[-1]
+    return float((end - exact(sigmas[-1])).abs().mean())
 
 
 def test_order_of_convergence_between_the_ends() -> None:  # T31, 13d
@@ -148,19 +143,17 @@ def test_dpm2_beats_euler_on_even_steps_and_not_on_a_schedule_with_a_jump_at_its
 # --- dpm2 in a recording
 
 
-def outputs(pipe: Any, tape: Tape) -> list[ReplayedStep]:
+def every_step(r: Recorded, tape: Tape) -> list[ReplayedStep]:
     """All steps of a tape with their model outputs."""
-    seen: list[ReplayedStep] = []
-    replay(pipe, tape, lambda k, step: seen.append(step), steps=range(len(tape.steps)), grad=False)
-    return seen
+    return list(replayed(r, tape, steps=range(len(tape.steps)))[0].values())
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "wan"])
 def test_a_recording_takes_its_deterministic_steps_with_the_solver(name: str) -> None:
-    r, call = recorded(name, True), tiny.call_for(tiny.CASES[name], True, steps=6)
-    _, tape = record(r.pipe, call, noise_level=NOISE, window=[2], generators=tiny.generators(), solver="dpm2")
+    r = recorded(name, True)
+    _, tape = r.record(tiny.call_for(tiny.CASES[name], True, steps=6), window=[2], solver="dpm2")
     solver, euler = OdeSolver("dpm2"), []
-    for k, step in enumerate(outputs(r.pipe, tape)):
+    for k, step in enumerate(every_step(r, tape)):
         if k == 2:
             solver = OdeSolver("dpm2")
             continue
@@ -175,9 +168,9 @@ def test_a_recording_takes_its_deterministic_steps_with_the_solver(name: str) ->
 def test_dpm2_is_refused_for_ddim() -> None:
     r = recorded("sd15", False)
     with pytest.raises(ModelError, match=r"sampling\.solver=dpm2 is for flow matching"):
-        record(r.pipe, r.call, kernel="ddim", solver="dpm2")
+        r.record(solver="dpm2")
     with pytest.raises(ValueError, match="unknown solver 'heun': choose one of euler, dpm2"):
-        record(r.pipe, r.call, kernel="ddim", solver="heun")
+        r.record(solver="heun")
 
 
 # --- compression
@@ -252,12 +245,13 @@ def test_a_schedule_that_is_entered_late_has_fewer_steps() -> None:
 @GUIDED
 def test_a_compressed_recording_leaves_steps_out_and_replays_its_window(name: str, guided: bool) -> None:
     r, call = recorded(name, guided), tiny.call_for(tiny.CASES[name], guided, steps=8)
-    options: dict[str, Any] = {"kernel": r.kernel, "noise_level": NOISE, "window": [1, 2], "compression": 0.4}
-    with CountedLinear(r.pipe) as counted:
-        _, tape = record(r.pipe, call, generators=tiny.generators(), probe=False, stop=1, **options)
-        a_step, counted.calls = counted.calls // 2, 0
-        _, tape = record(r.pipe, call, generators=tiny.generators(), probe=False, **options)
-        assert counted.calls == 5 * a_step  # 3 and ceil(0.4 * 5) = 2 of the other 5
+    options: dict[str, Any] = {"window": [1, 2], "compression": 0.4, "probe": False}
+    with counted_rows(r.pipe) as rows:
+        r.record(call, stop=1, **options)
+        a_step = rows.total() // 2
+        rows.clear()
+        _, tape = r.record(call, **options)
+        assert rows.total() == 5 * a_step  # 3 and ceil(0.4 * 5) = 2 of the other 5
     assert len(tape.steps) == 8 and tape.stochastic_steps == [1, 2]
     taken = [step for step in tape.steps if step.rule.dt < 0]
     left_out = [k for k, step in enumerate(tape.steps) if step.rule.dt == 0]
@@ -268,72 +262,62 @@ def test_a_compressed_recording_leaves_steps_out_and_replays_its_window(name: st
     final = r.pipe.scheduler.final_alpha_cumprod if isinstance(end, DDIMRule) else 1.0
     assert end.sigma_next == pytest.approx(math.sqrt(1 - final), abs=1e-6)
     assert gradients(r, tape)[1:] == (0.0, [1, 2])
-    steps = outputs(r.pipe, tape)
+    steps = every_step(r, tape)
     for k in (0, 3, 5):
         assert steps[k].x_next is not None and torch.equal(steps[k].x_next, steps[k].mean)
 
 
-def test_a_compressed_recording_is_one_on_the_schedule_of_the_steps_it_takes() -> None:
+@pytest.mark.parametrize("solver", ["euler", "dpm2"])
+def test_a_compressed_recording_is_one_on_the_schedule_of_the_steps_it_takes(solver: str) -> None:
     r, call = recorded("sd3", True), tiny.call_for(tiny.CASES["sd3"], True, steps=8)
-    options: dict[str, Any] = {"noise_level": NOISE, "window": [0, 1], "probe": False}
-    for solver in ("euler", "dpm2"):
-        output, tape = record(r.pipe, call, generators=tiny.generators(), compression=0.5, solver=solver, **options)
-        sigmas = [step.rule.sigma for step in tape.steps if step.rule.dt < 0]
-        assert len(sigmas) == 5
-        unshifted = [s / (3 - 2 * s) for s in sigmas]
-        given = {**call, "sigmas": unshifted, "num_inference_steps": 5}
-        twin, _ = record(r.pipe, given, generators=tiny.generators(), solver=solver, **options)
-        torch.testing.assert_close(tiny.output_of(output), tiny.output_of(twin), atol=1e-4, rtol=1e-4)
-        whole, _ = record(r.pipe, call, generators=tiny.generators(), solver=solver, **options)
-        assert not torch.allclose(tiny.output_of(output), tiny.output_of(whole), atol=1e-3)
+    options: dict[str, Any] = {"window": [0, 1], "probe": False, "solver": solver}
+    images, tape = r.record(call, compression=0.5, **options)
+    sigmas = [step.rule.sigma for step in tape.steps if step.rule.dt < 0]
+    assert len(sigmas) == 5
+    unshifted = [s / (3 - 2 * s) for s in sigmas]
+    twin, _ = r.record({**call, "sigmas": unshifted, "num_inference_steps": 5}, **options)
+    torch.testing.assert_close(images, twin, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(images, r.record(call, **options)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["sd3", "sd15"])
 @pytest.mark.parametrize("window", [[], None])
 def test_without_a_window_nothing_is_compressed(name: str, window: list[int] | None) -> None:
     r = recorded(name, True)
-    options: dict[str, Any] = {"kernel": r.kernel, "noise_level": NOISE, "window": window, "probe": False}
-    whole, _ = record(r.pipe, r.call, generators=tiny.generators(), **options)
-    output, tape = record(r.pipe, r.call, generators=tiny.generators(), compression=0.1, **options)
-    assert torch.equal(tiny.output_of(output), tiny.output_of(whole)) and all(s.rule.dt < 0 for s in tape.steps)
+    whole, _ = r.record(window=window, probe=False)
+    images, tape = r.record(window=window, probe=False, compression=0.1)
+    assert torch.equal(images, whole) and all(s.rule.dt < 0 for s in tape.steps)
 
 
 def test_compressions_that_cannot_be() -> None:
-    pipe = tiny.build(tiny.CASES["sd3"])
-    r = Recorded(pipe, tiny.add_lora(pipe), tiny.call_for(tiny.CASES["sd3"], False), None, Tape({}, 0), "flow_sde")
+    r = own("sd3", guided=False)
     for compression in (0.0, 1.1):
         with pytest.raises(ValueError, match=f"at most 1, got {compression}"):
-            record(r.pipe, r.call, compression=compression)
+            r.record(compression=compression)
     with pytest.raises(ModelError, match=r"compression .*step 2.* stop at"):
-        record(r.pipe, r.call, window=[0], compression=0.5, stop=2)
-
-    def interrupt(pipe: Any, i: int, t: Any, values: dict[str, Any]) -> dict[str, Any]:
-        pipe._interrupt = i == 2
-        return {}
-
+        r.record(window=[0], compression=0.5, stop=2)
+    after_each_step(r, lambda pipe, i, values: setattr(pipe, "_interrupt", i == 2))
     with pytest.raises(ModelError, match=r"4 steps .*took 3.*sampling\.compression=1"):
-        record(r.pipe, {**r.call, "callback_on_step_end": interrupt}, window=[0], compression=0.5)
+        r.record(window=[0], compression=0.5)
 
 
 def test_a_call_that_the_step_before_did_not_make_is_computed() -> None:
-    pipe = tiny.build(tiny.CASES["sd3"])
-    call = tiny.call_for(tiny.CASES["sd3"], False, steps=6)
-    r = Recorded(pipe, tiny.add_lora(pipe), call, None, Tape({}, 0), "flow_sde")
+    r = own("sd3", guided=False)
+    r.call["num_inference_steps"] = 6
     seen: list[dict[str, Any]] = []
 
-    def denoise_again(pipe: Any, i: int, t: Any, values: dict[str, Any]) -> dict[str, Any]:
+    def denoise_again(pipe: Any, i: int, values: dict[str, Any]) -> None:
         if i == 1:  # counts to step 2
             pipe.transformer(**seen[-1])
             assert pipe.text_encoder(torch.ones(1, 4, dtype=torch.long)).last_hidden_state.shape == (1, 4, 16)
-        return {}
 
-    handle = pipe.transformer.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs), with_kwargs=True)
-    counts = {}
-    for label, extra in (("plain", {}), ("again", {"callback_on_step_end": denoise_again})):
-        with CountedLinear(pipe) as counted:
-            _, tape = record(pipe, {**call, **extra}, window=[0], compression=0.4, probe=False)
-        counts[label] = counted.calls
-        assert [k for k, step in enumerate(tape.steps) if step.rule.dt == 0] == [2, 4, 5]
-        assert gradients(r, tape)[1] == 0.0
-    handle.remove()
-    assert counts["again"] * 3 == counts["plain"] * 4  # one of the two calls at step 2 is like that of step 1
+    counts = []
+    with r.pipe.transformer.register_forward_pre_hook(lambda m, a, kwargs: seen.append(kwargs), with_kwargs=True):
+        for edit in (lambda *_: None, denoise_again):
+            after_each_step(r, edit)
+            with counted_rows(r.pipe) as rows:
+                _, tape = r.record(window=[0], compression=0.4, probe=False)
+            counts.append(rows.total())
+            assert [k for k, step in enumerate(tape.steps) if step.rule.dt == 0] == [2, 4, 5]
+            assert gradients(r, tape)[1] == 0.0
+    assert counts[1] * 3 == counts[0] * 4  # one of the two calls at step 2 is like that of step 1

@@ -15,7 +15,21 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replaying import EACH, GUIDED, NOISE, Recorded, distance, gradients, recorded
+from replaying import (
+    EACH,
+    GUIDED,
+    WEIGHTS,
+    Recorded,
+    all_equal,
+    deviation,
+    distance,
+    gradients,
+    largest_deviation,
+    own,
+    recorded,
+    replayed,
+    squares,
+)
 from torch.utils._pytree import tree_leaves
 
 from gerl.engine import Reads, ReplayedStep, Tape, Trajectory, branch, lean, record, replay
@@ -23,41 +37,28 @@ from gerl.engine.batching import num_elements, select_call, tensor_bytes
 from gerl.errors import ReplayError
 from gerl.protocol import Prompt, RolloutTask, Sample, Segment
 
-Outputs = list[dict[str, torch.Tensor]]
 
-
-def outputs(r: Recorded, tape: Tape, **options: Any) -> Outputs:
+def outputs(r: Recorded, tape: Tape, **options: Any) -> list[torch.Tensor]:
     """All that a replay without gradient hands out."""
-    found: Outputs = []
-
-    def on_step(k: int, step: ReplayedStep) -> None:
-        found.append({"x": step.x, "output": step.model_output, "mean": step.mean})
+    found: list[torch.Tensor] = []
+    for step in replayed(r, tape, **options)[0].values():
+        found += [step.x, step.model_output, step.mean]
         if step.x_next is not None and step.recorded_log_prob is not None:
-            found[-1] |= {"next": step.x_next, "log_prob": step.log_prob, "old": step.recorded_log_prob}
-
-    replay(r.pipe, tape, on_step, grad=False, **options)
+            found += [step.x_next, step.log_prob, step.recorded_log_prob]
     return found
 
 
-def same(one: Outputs, other: Outputs) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in zip(one, other, strict=True)
-    )
-
-
 def same_gradients(r: Recorded, one: Tape, other: Tape, **options: Any) -> bool:
-    index = options.pop("index", None)
-    a, b = gradients(r, one, index=index, **options), gradients(r, other, index=index, **options)
-    return a[1:] == b[1:] and all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+    a, b = (gradients(r, tape, **options) for tape in (one, other))
+    return a[1:] == b[1:] and all_equal(a[0], b[0])
 
 
 # --- rows of a tape
 
 
 @cache
-def whole_outputs(name: str, guided: bool) -> Outputs:
-    r = recorded(name, guided)
-    return outputs(r, r.tape)
+def whole(name: str, guided: bool) -> dict[int, ReplayedStep]:
+    return replayed(recorded(name, guided))[0]
 
 
 @EACH
@@ -69,39 +70,42 @@ def test_the_rows_of_a_tape_are_a_tape_of_their_own(name: str, guided: bool, dat
     index = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
     part = r.tape.rows(index)
     assert part.batch_size == len(index) and part.call["prompt"] == [tiny.PROMPTS[i] for i in index]
-    found = outputs(r, part)
-    assert same(found, outputs(r, r.tape, index=index))
-    for step, whole in zip(found, whole_outputs(name, guided), strict=True):
-        for key in ("x", "next", "old"):
-            assert torch.equal(step[key], whole[key][index])
-        torch.testing.assert_close(step["output"], whole["output"][index], rtol=1e-4, atol=1e-5)
+    assert all_equal(outputs(r, part), outputs(r, r.tape, index=index))
+    for k, step in replayed(r, part)[0].items():
+        expected = whole(name, guided)[k]
+        assert step.rule == expected.rule
+        for key in ("x", "x_next", "recorded_log_prob", "recorded_mean"):
+            assert torch.equal(getattr(step, key), getattr(expected, key)[index])
+        torch.testing.assert_close(step.model_output, expected.model_output[index], rtol=1e-4, atol=1e-5)
     # rows of rows are rows: also of one sample, whose probe is of two
     inner = data.draw(st.lists(st.integers(0, len(index) - 1), min_size=1, max_size=3))
     again = part.rows(inner)
     assert all(torch.equal(a.x, b.x[[index[i] for i in inner]]) for a, b in zip(again.steps, r.tape.steps, strict=True))
-    assert max(float((s["log_prob"] - s["old"]).abs().max()) for s in outputs(r, again)) <= 1e-5
+    assert deviation(r, again) <= 1e-5
 
 
-@pytest.mark.parametrize("cfg", ["joint", "detach_uncond", "off"])
-@pytest.mark.parametrize("name", ["sd3", "wan", "z_image"])
-def test_the_gradients_of_the_parts_add_up_to_those_of_the_whole(name: str, cfg: str) -> None:
-    r = recorded(name, True)
-    found: dict[str, list[torch.Tensor]] = {}
+@pytest.mark.parametrize(("guided", "cfg"), [(False, "joint"), (True, "joint"), (True, "detach_uncond"), (True, "off")])
+@EACH
+def test_the_gradients_of_the_parts_add_up_to_those_of_the_whole(name: str, guided: bool, cfg: str) -> None:
+    r = recorded(name, guided)
 
-    def train(label: str, tape: Tape, samples: Sequence[int], **options: Any) -> None:
-        weights = torch.tensor([1.0, -2.0, 0.5, 3.0])[list(samples)]
-        for p in r.parameters:
-            p.grad = None if label not in found else p.grad
-        replay(r.pipe, tape, lambda k, step: (weights * step.log_prob).sum(), cfg=cfg, **options)
-        found[label] = [p.grad.clone() for p in r.parameters if p.grad is not None]
+    def train(tape: Tape, samples: list[int], **options: Any) -> tuple[dict[int, ReplayedStep], list[torch.Tensor]]:
+        def loss(step: ReplayedStep) -> torch.Tensor:
+            return (WEIGHTS[samples] * step.log_prob).sum()
 
-    train("whole", r.tape, range(4))
-    for label, by_index in (("parts", False), ("indices", True)):
-        for samples in ([2, 0], [3], [1]):
-            tape, options = (r.tape, {"index": samples}) if by_index else (r.tape.rows(samples), {})
-            train(label, tape, samples, **options)
-    assert distance(found["parts"], found["whole"]) < 2e-4
-    assert all(torch.equal(a, b) for a, b in zip(found["parts"], found["indices"], strict=True))
+        return replayed(r, tape, loss, steps=[0, 2], cfg=cfg, **options)
+
+    steps, full = train(r.tape, [0, 1, 2, 3])
+    parts = []
+    for samples in ([2, 0], [3], [1]):  # with two samples Z-Image has as many rows as channels
+        found, grads = train(r.tape, samples, index=samples)
+        assert list(found) == [0, 2] and (cfg == "off" or largest_deviation(found) <= 1e-5)
+        for k, step in found.items():
+            torch.testing.assert_close(step.model_output, steps[k].model_output[samples], rtol=1e-4, atol=1e-5)
+        assert all_equal(train(r.tape.rows(samples), samples)[1], grads)
+        parts.append(grads)
+    assert distance([sum(g) for g in zip(*parts, strict=True)], full) < 2e-4
+    assert distance(parts[0], full) > 1e-2
 
 
 def test_latents_that_steps_share_stay_shared() -> None:
@@ -115,9 +119,8 @@ def test_a_row_of_a_tape_is_branched_and_replayed() -> None:
     r = recorded("qwen_image", True)
     one = r.tape.rows([2])
     assert one.probe is not None and one.probe.batch_size == 2
-    options: dict[str, Any] = {"kernel": r.kernel, "noise_level": NOISE, "window": [1]}
-    _, tape = branch(r.pipe, one, 1, [0, 0, 0], generators=tiny.generators(3), **options)
-    _, twin = branch(r.pipe, r.tape, 1, [2, 2, 2], generators=tiny.generators(3), **options)
+    _, tape = r.branch(one, 1, [0, 0, 0], window=[1], generators=tiny.generators(3))
+    _, twin = r.branch(r.tape, 1, [2, 2, 2], window=[1], generators=tiny.generators(3))
     assert tape.probe is not None and tape.probe.batch_size == 1
     for a, b in zip(tape.steps, twin.steps, strict=True):
         assert torch.equal(a.x, b.x) and torch.equal(a.x_next, b.x_next)
@@ -149,24 +152,23 @@ def held(tape: Tape) -> int:
 def test_a_lean_tape_replays_as_the_whole_one(name: str, guided: bool, steps: set[int], means: bool) -> None:
     r = recorded(name, guided)
     kept = lean(r.tape, Reads(frozenset(steps), means=means, outputs=False))
-    assert same(outputs(r, kept, steps=steps), outputs(r, r.tape, steps=steps))
+    assert all_equal(outputs(r, kept, steps=steps), outputs(r, r.tape, steps=steps))
     assert same_gradients(r, kept, r.tape, steps=steps)
     assert held(kept) < held(r.tape)
-    first = sorted(steps)[:1]
-    assert same(outputs(r, kept, steps=first, index=[2, 0]), outputs(r, r.tape, steps=first, index=[2, 0]))
+    first = {"steps": sorted(steps)[:1], "index": [2, 0]}
+    assert all_equal(outputs(r, kept, **first), outputs(r, r.tape, **first))
+
+
+def noise(r: Recorded, steps: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Latents for `steps` that were not recorded."""
+    shape = r.tape.steps[0].x.shape
+    return {k: torch.randn(shape, generator=torch.Generator().manual_seed(k)) for k in steps}
 
 
 def on_forward(r: Recorded, tape: Tape, latents: dict[int, torch.Tensor], **options: Any) -> list[torch.Tensor]:
-    for p in r.parameters:
-        p.grad = None
-    found: list[torch.Tensor] = []
-
-    def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-        found.append(step.model_output.detach())
-        return step.model_output.square().mean()
-
-    replay(r.pipe, tape, on_step, steps=latents.keys(), latents=latents, **options)
-    return found + [p.grad.clone() for p in r.parameters if p.grad is not None]
+    """Model outputs at the given latents, and gradients of their squares."""
+    steps, grads = replayed(r, tape, squares, steps=latents.keys(), latents=latents, **options)
+    return [step.model_output for step in steps.values()] + grads
 
 
 @EACH
@@ -175,25 +177,19 @@ def test_a_lean_tape_of_noised_clean_latents(name: str, steps: tuple[int, ...]) 
     r = recorded(name, True)
     kept = lean(r.tape, Reads(frozenset(steps), means=False, outputs=False, forward=True))
     assert kept.steps[-1].x_next is r.tape.steps[-1].x_next and held(kept) < held(r.tape)
-    noised = {k: torch.randn(r.tape.steps[k].x.shape, generator=torch.Generator().manual_seed(k)) for k in steps}
-    whole = on_forward(r, r.tape, noised)
-    assert all(torch.equal(a, b) for a, b in zip(on_forward(r, kept, noised), whole, strict=True))
+    assert all_equal(on_forward(r, kept, noise(r, steps)), on_forward(r, r.tape, noise(r, steps)))
 
 
 @pytest.mark.parametrize("forward", [False, True])
 @pytest.mark.parametrize("cfg", ["detach_uncond", "off"])
 @pytest.mark.parametrize("name", ["sd3", "wan"])
 def test_a_lean_tape_for_guidance_keeps_the_outputs_that_tell_its_roles(name: str, cfg: str, forward: bool) -> None:
-    case, r = tiny.CASES[name], recorded(name, True)
-    pipe = tiny.build(case)  # of which the roles are not known yet
-    own = Recorded(pipe, tiny.add_lora(pipe), r.call, None, r.tape, r.kernel)
-    kept = lean(r.tape, Reads(frozenset({1, 2}), means=False, forward=forward))
-    noised = {k: torch.randn(r.tape.steps[k].x.shape, generator=torch.Generator().manual_seed(k)) for k in (1, 2)}
-    latents = noised if forward else {k: r.tape.steps[k].x for k in (1, 2)}
-    found = on_forward(own, kept, latents, cfg=cfg)
-    assert all(torch.equal(a, b) for a, b in zip(found, on_forward(own, r.tape, latents, cfg=cfg), strict=True))
-    if not forward:
-        assert same_gradients(own, kept, r.tape, steps=[1, 2], cfg=cfg)
+    whole, r = recorded(name, True).tape, own(name)  # a pipeline of which the roles are not known yet
+    r.tape = whole
+    kept = lean(whole, Reads(frozenset({1, 2}), means=False, forward=forward))
+    latents = noise(r, (1, 2)) if forward else {k: whole.steps[k].x for k in (1, 2)}
+    assert all_equal(on_forward(r, kept, latents, cfg=cfg), on_forward(r, whole, latents, cfg=cfg))
+    assert forward or same_gradients(r, kept, whole, steps=[1, 2], cfg=cfg)
 
 
 def test_what_a_lean_tape_does_not_have_is_an_error() -> None:
@@ -224,19 +220,17 @@ def test_what_a_lean_tape_does_not_have_is_an_error() -> None:
 def test_a_lean_tape_keeps_what_it_should_and_no_more() -> None:
     r = recorded("sd3", True)
     assert len(r.tape.steps) == 4
+
+    def values(tape: Tape) -> list[set[str]]:
+        tensors = [{"x": s.x, "x_next": s.x_next, "mean": s.mean} for s in tape.steps]
+        return [{name for name, v in step.items() if v is not None and not v.is_meta} for step in tensors]
+
     kept = lean(r.tape, Reads(frozenset({1}), means=True, outputs=False))
-    values = [
-        {name for name in ("x", "x_next", "mean") if (v := getattr(step, name)) is not None and not v.is_meta}
-        for step in kept.steps
-    ]
-    assert values == [{"x", "x_next"}, {"x", "x_next", "mean"}, set(), set()]
+    assert values(kept) == [{"x", "x_next"}, {"x", "x_next", "mean"}, set(), set()]
     assert [tree_leaves(c.output)[0].is_meta for c in kept.component_calls] == [False, True, True, True]
     forward = lean(r.tape, Reads(frozenset({1, 3}), outputs=False, forward=True))
-    values = [
-        {name for name in ("x", "x_next", "mean") if (v := getattr(step, name)) is not None and not v.is_meta}
-        for step in forward.steps
-    ]
-    assert values == [{"x"}, {"x_next"}, {"x"}, {"x_next"}]  # x_next of step 0 is given, that of step 3 is the image's
+    # x_next of step 0 is given, that of step 3 is the image's
+    assert values(forward) == [{"x"}, {"x_next"}, {"x"}, {"x_next"}]
 
 
 # --- trajectories
@@ -261,7 +255,7 @@ def test_a_trajectory_is_split_by_samples(index: list[int]) -> None:
     assert segment.seeds == tuple(10 + i for i in index) and segment.leaves == tuple(range(len(index)))
     assert (segment.window, segment.trained) == ((0, 1, 2), (0, 1))
     expected = outputs(r, whole.tapes[0], steps=segment.trained, index=index)
-    assert same(outputs(r, tape, steps=segment.trained), expected)
+    assert all_equal(outputs(r, tape, steps=segment.trained), expected)
     assert part.nbytes == whole.nbytes * len(index) // 4 or len(index) < 4  # nothing is held twice
     assert whole.rows(range(4)).nbytes == whole.nbytes > part.rows([0]).nbytes - 1
 
@@ -274,27 +268,11 @@ def test_a_tree_cannot_be_split() -> None:
     assert tree.nbytes == whole.nbytes  # what segments share is counted once
 
 
-def losses(r: Recorded, tape: Tape, steps: Sequence[int], **options: Any) -> list[torch.Tensor]:
-    """Log-probabilities and gradients of a replay."""
-    for p in r.parameters:
-        p.grad = None
-    found: list[torch.Tensor] = []
-
-    def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-        found.append(step.log_prob.detach())
-        return step.log_prob.sum()
-
-    replay(r.pipe, tape, on_step, steps=steps, **options)
-    return found + [p.grad for p in r.parameters if p.grad is not None]
-
-
 def replay_elsewhere(name: str, file: Path) -> None:
     """Run by another process: replays the trajectory in `file` and writes the results beside it."""
-    pipe, case = tiny.build(tiny.CASES[name]), tiny.CASES[name]
-    r = Recorded(pipe, tiny.add_lora(pipe), {}, None, Tape({}, 0), case.kernel)
     sent = pickle.loads(file.read_bytes())
-    replayed = partial(losses, r, sent.tapes[0], sent.task.segments[0].trained)
-    torch.save([replayed(), replayed(index=[2, 0])], file.with_suffix(".pt"))
+    train = partial(gradients, own(name), sent.tapes[0], steps=sent.task.segments[0].trained)
+    torch.save([train(), train(index=[2, 0])], file.with_suffix(".pt"))
 
 
 @pytest.mark.parametrize("name", ["sd3", "z_image"])
@@ -308,6 +286,6 @@ def test_a_trajectory_is_replayed_in_another_process(name: str, tmp_path: Path) 
     paths = [str(here), str(here.parents[1]), str(here.parents[2])]
     script = f"import sys; sys.path[:0] = {paths!r}; import torch; torch.set_num_threads({torch.get_num_threads()})\n"
     subprocess.run([sys.executable, "-c", script + code], check=True, timeout=300)
-    for options, there in zip(({}, {"index": [2, 0]}), torch.load(file.with_suffix(".pt")), strict=True):
-        found = losses(r, sent.tapes[0], (0, 2), **options)
-        assert len(found) > 3 and all(torch.equal(a, b) for a, b in zip(found, there, strict=True))
+    for options, (grads, *rest) in zip(({}, {"index": [2, 0]}), torch.load(file.with_suffix(".pt")), strict=True):
+        found = gradients(r, sent.tapes[0], steps=[0, 2], **options)
+        assert all_equal(found[0], grads) and list(found[1:]) == rest

@@ -14,10 +14,10 @@ import tiny
 import torch
 from diffusers.utils import dynamic_modules_utils
 from huggingface_hub import constants
+from replaying import Recorded, gradients, randomise, rolled_out
 from safetensors.torch import save_file
 
 from gerl.config import ModelConfig, SamplingConfig
-from gerl.engine import record, replay
 from gerl.errors import ModelError
 from gerl.model.loading import load_pipeline, load_policy, pipeline_call, read_pipeline
 from gerl.model.lora import WEIGHTS, load_lora
@@ -115,22 +115,13 @@ def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixtu
     assert type(policy.pipe).__name__ == "MyPipeline" and list(policy.denoisers) == ["transformer"]
     layers = {name.split(".lora_")[0] for name in policy.lora}
     assert layers == {f"transformer.layers.{i}.{part}" for i in (0, 1) for part in ("inner", "outer")}
-    torch.manual_seed(1)
-    for p in policy.lora.values():
-        p.data.normal_(0, 0.3)
+    randomise(policy.lora.values(), 0.3)
 
     call = pipeline_call(policy.pipe, SamplingConfig(num_inference_steps=4), tiny.PROMPTS)
-    output, tape = record(policy.pipe, call, generators=tiny.generators())
-    assert output.images.shape == (4, 2, 2, 3)
-    ratios = []
-
-    def on_step(k: int, step: Any) -> torch.Tensor:
-        ratios.append((step.log_prob - step.recorded_log_prob).abs().max().item())
-        mean: torch.Tensor = step.log_prob.mean()
-        return mean
-
-    replay(policy.pipe, tape, on_step)
-    assert ratios == [0.0, 0.0, 0.0] and all(p.grad is not None and p.grad.any() for p in policy.lora.values())
+    r = rolled_out(Recorded(policy.pipe, list(policy.lora.values()), call, "flow_sde"))
+    assert r.output.shape == (4, 2, 2, 3)
+    grads, deviation, seen = gradients(r)
+    assert (deviation, seen) == (0.0, [0, 1, 2]) and all(g.any() for g in grads)
 
     policy.ema.update()
     (folder / WEIGHTS).write_bytes(policy.lora_file())

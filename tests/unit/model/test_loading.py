@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,7 @@ from safetensors.torch import load
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
 from gerl.model import loading
-from gerl.model.loading import (
-    find_denoisers,
-    load_pipeline,
-    load_policy,
-    pipeline_call,
-    resolve,
-    weights_fingerprint,
-)
+from gerl.model.loading import find_denoisers, load_pipeline, load_policy, pipeline_call, resolve, weights_fingerprint
 
 Folders = dict[str, Path]
 
@@ -46,6 +40,10 @@ def modules(pipe: Any) -> dict[str, torch.nn.Module]:
     return {name: c for name, c in pipe.components.items() if isinstance(c, torch.nn.Module)}
 
 
+def loaded(path: Path | str, **config: Any) -> Any:
+    return load_pipeline(ModelConfig(path=str(path), **config), "cpu")
+
+
 # --- load_pipeline
 
 
@@ -53,7 +51,7 @@ def modules(pipe: Any) -> dict[str, torch.nn.Module]:
     ("dtype", "expected"), [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)]
 )
 def test_a_pipeline_is_loaded_frozen_and_in_eval_mode(folders: Folders, dtype: str, expected: torch.dtype) -> None:
-    pipe = load_pipeline(ModelConfig(path=str(folders["sd3"]), dtype=dtype), "cpu")  # type: ignore[arg-type]
+    pipe = loaded(folders["sd3"], dtype=dtype)
     assert type(pipe) is diffusers.StableDiffusion3Pipeline
     assert set(modules(pipe)) == {"transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"}
     for module in modules(pipe).values():
@@ -65,15 +63,14 @@ def test_a_pipeline_is_loaded_frozen_and_in_eval_mode(folders: Folders, dtype: s
 
 def test_the_loaded_pipeline_draws_what_the_saved_one_draws(folders: Folders) -> None:
     saved = tiny.build(tiny.CASES["sd3"])
-    loaded = load_pipeline(ModelConfig(path=str(folders["sd3"])), "cpu")
     call = tiny.call_for(tiny.CASES["sd3"], True)
-    images = [tiny.output_of(pipe(**call, generator=tiny.generators())) for pipe in (saved, loaded)]
+    images = [tiny.output_of(pipe(**call, generator=tiny.generators())) for pipe in (saved, loaded(folders["sd3"]))]
     assert torch.equal(*images)
 
 
 def test_pndm_becomes_ddim_of_the_same_noise_schedule(folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="gerl"):
-        pipe = load_pipeline(ModelConfig(path=str(folders["sd15"])), "cpu")
+        pipe = loaded(folders["sd15"])
     assert "replaced PNDMScheduler by DDIMScheduler" in caplog.text
     assert type(pipe.scheduler) is diffusers.DDIMScheduler
     stock = diffusers.DiffusionPipeline.from_pretrained(folders["sd15"]).scheduler
@@ -99,45 +96,40 @@ def test_resolve(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("path", ["./missing", "/nowhere/at/all", "../missing", "~/missing-gerl-pipeline", "a/b/c"])
 def test_a_missing_folder(path: str) -> None:
     with pytest.raises(ModelError, match=r"model\.path='.*folder does not exist"):
-        load_pipeline(ModelConfig(path=path), "cpu")
+        loaded(path)
 
 
 def test_a_name_that_is_neither_folder_nor_hub_id() -> None:
     with pytest.raises(ModelError, match=r"model\.path='sings' .*folder.*hub id.*'signs'"):
-        load_pipeline(ModelConfig(path="sings"), "cpu")
+        loaded("sings")
 
 
 def test_a_folder_or_file_that_is_no_pipeline(folders: Folders, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path, tmp_path / "file", folders["sd3"] / "transformer"):
         with pytest.raises(ModelError, match=r"folder .*model_index"):
-            load_pipeline(ModelConfig(path=str(path)), "cpu")
+            loaded(path)
 
 
-def damaged(folder: Path, how: str) -> None:
-    index = folder / "model_index.json"
-    match how:
-        case "no weights":
-            (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
-        case "cut weights":
-            weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
-            weights.write_bytes(weights.read_bytes()[:1000])
-        case "no component":
-            shutil.rmtree(folder / "vae")
-        case "unknown class":
-            index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "NoSuchPipeline"}))
-        case "no json":
-            index.write_text("{")
-        case "empty json":
-            index.write_text("{}")
+WEIGHTS, INDEX = "unet/diffusion_pytorch_model.safetensors", "model_index.json"
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "no weights": lambda folder: (folder / WEIGHTS).unlink(),
+    "cut weights": lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:1000]),
+    "no component": lambda folder: shutil.rmtree(folder / "vae"),
+    "unknown class": lambda folder: (folder / INDEX).write_text(
+        json.dumps(json.loads((folder / INDEX).read_text()) | {"_class_name": "NoSuchPipeline"})
+    ),
+    "no json": lambda folder: (folder / INDEX).write_text("{"),
+    "empty json": lambda folder: (folder / INDEX).write_text("{}"),
+}
 
 
-@pytest.mark.parametrize("how", ["no weights", "cut weights", "no component", "unknown class", "no json", "empty json"])
+@pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_pipeline_is_named(folders: Folders, tmp_path: Path, how: str) -> None:
     shutil.copytree(folders["sd15"], tmp_path / "copy")
-    damaged(tmp_path / "copy", how)
+    DAMAGE[how](tmp_path / "copy")
     with pytest.raises(ModelError, match=r"model\.path='.*copy' cannot be loaded as a diffusers pipeline: .") as caught:
-        load_pipeline(ModelConfig(path=str(tmp_path / "copy")), "cpu")
+        loaded(tmp_path / "copy")
     assert "\n" not in str(caught.value)
 
 
@@ -233,7 +225,7 @@ def test_the_exported_lora_is_the_average(folders: Folders) -> None:
 
 
 def test_pipeline_call(folders: Folders) -> None:
-    pipe = load_pipeline(ModelConfig(path=str(folders["sd3"])), "cpu")
+    pipe = loaded(folders["sd3"])
     sampling = SamplingConfig(
         height=16, width=24, num_inference_steps=4, guidance_scale=2.0, call={"max_sequence_length": 8}
     )
@@ -250,7 +242,7 @@ def test_pipeline_call(folders: Folders) -> None:
 
 @pytest.mark.parametrize("key", ["max_sequnce_length", "true_cfg_scale"])
 def test_arguments_that_the_pipeline_does_not_take(folders: Folders, key: str) -> None:
-    pipe = load_pipeline(ModelConfig(path=str(folders["sd3"])), "cpu")
+    pipe = loaded(folders["sd3"])
     with pytest.raises(ModelError, match=f"StableDiffusion3Pipeline takes no argument '{key}'"):
         pipeline_call(pipe, SamplingConfig(call={key: 3}), ["a"])
 

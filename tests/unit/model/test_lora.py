@@ -10,15 +10,14 @@ import pytest
 import tiny
 import torch
 from peft import get_peft_model_state_dict
+from replaying import EACH, Recorded, randomise, replayed, rolled_out
 from safetensors import safe_open
 from safetensors.torch import load, save
 
 from gerl.algorithms.core_algos import gaussian_kl
-from gerl.engine import record, replay
 from gerl.errors import ModelError
 from gerl.model.lora import WEIGHTS, add_lora, default_targets, find_targets, load_lora, lora_disabled, lora_file
 
-EACH = pytest.mark.parametrize("name", list(tiny.CASES))
 # the first of the repeated blocks: its attention, and its feed-forward
 TARGETS = {
     "sd3": ("transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn2.to_out.0",
@@ -47,9 +46,7 @@ def with_lora(name: str, rank: int = 4, alpha: float = 4.0, perturb: bool = True
     pipe = tiny.build(tiny.CASES[name])
     lora = add_lora(tiny.denoiser_of(pipe), rank, alpha, None, seed=3)
     if perturb:
-        torch.manual_seed(1)
-        for p in lora.values():
-            p.data.normal_(0, 0.2)
+        randomise(lora.values())
     return pipe, lora
 
 
@@ -183,15 +180,13 @@ def test_a_lora_is_drawn_from_its_seed_alone() -> None:
 def test_kl_to_the_base_is_zero_for_a_fresh_lora(name: str) -> None:
     pipe, lora = with_lora(name, perturb=False)
     case = tiny.CASES[name]
-    _, tape = record(pipe, tiny.call_for(case, True), kernel=case.kernel, generators=tiny.generators())
+    r = rolled_out(Recorded(pipe, list(lora.values()), tiny.call_for(case, True), case.kernel))
 
     def kl() -> torch.Tensor:
-        means: dict[str, list[torch.Tensor]] = {"base": [], "policy": []}
         with lora_disabled([tiny.denoiser_of(pipe)]):
-            replay(pipe, tape, lambda k, step: means["base"].append(step.mean), grad=False)
-        replay(pipe, tape, lambda k, step: means["policy"].append(step.mean), grad=False)
-        pairs = zip(means["policy"], means["base"], tape.steps, strict=False)
-        return torch.stack([gaussian_kl(p, b, step.rule.std) for p, b, step in pairs])
+            base = replayed(r)[0].values()
+        pairs = zip(replayed(r)[0].values(), base, strict=True)
+        return torch.stack([gaussian_kl(step.mean, other.mean, step.std) for step, other in pairs])
 
     assert torch.equal(kl(), torch.zeros(3, 4))
     for p in lora.values():
@@ -271,11 +266,10 @@ def experts() -> Any:
 
 def test_every_denoiser_is_in_the_file(tmp_path: Path) -> None:
     pipe = experts()
-    denoisers = {name: getattr(pipe, name) for name in ("transformer", "transformer_2")}
+    targets = {"transformer": r"attn1\.to_", "transformer_2": "ffn"}
+    denoisers = {name: getattr(pipe, name) for name in targets}
     for seed, (name, denoiser) in enumerate(denoisers.items()):
-        torch.manual_seed(seed)
-        for p in add_lora(denoiser, 2, 3.0, r"attn1\.to_" if name == "transformer" else "ffn", seed).values():
-            p.data.normal_(0, 0.5)
+        randomise(add_lora(denoiser, 2, 3.0, targets[name], seed).values(), 0.5, seed)
     (tmp_path / WEIGHTS).write_bytes(lora_file(denoisers))
     trained = drawn(pipe, "wan")
     plain = experts()
@@ -312,14 +306,12 @@ def test_a_denoiser_without_any_lora_methods(tmp_path: Path) -> None:
 
     def output(pipe: Any) -> torch.Tensor:
         sizes = {"resolution": None, "aspect_ratio": None}
-        sample: torch.Tensor = pipe.transformer(x, text, torch.tensor([500]), added_cond_kwargs=sizes).sample
-        return sample
+        return pipe.transformer(x, text, torch.tensor([500]), added_cond_kwargs=sizes).sample
 
     base = output(pipe)
     lora = add_lora(pipe.transformer, 2, 3.0, None, seed=0)
     assert torch.equal(output(pipe), base)
-    for p in lora.values():
-        p.data.normal_(0, 0.5)
+    randomise(lora.values(), 0.5)
     trained = output(pipe)
     with lora_disabled([pipe.transformer]):
         assert torch.equal(output(pipe), base)
@@ -330,18 +322,15 @@ def test_a_denoiser_without_any_lora_methods(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_for_the_pipeline(tmp_path: Path) -> None:
-    pipe, _ = with_lora("sd15")
-    (tmp_path / WEIGHTS).write_bytes(lora_file({"unet": pipe.unet}))
-    with pytest.raises(ModelError, match="has a LoRA of unet, which Bare does not have"):
-        load_lora(Bare(pixart()), tmp_path)
-    (tmp_path / WEIGHTS).write_bytes(lora_file({"transformer": pipe.unet}))
-    with pytest.raises(ModelError, match="does not fit transformer of Bare "):
-        load_lora(Bare(pixart()), tmp_path)
-    (tmp_path / WEIGHTS).write_bytes(save({"unet.x.weight": torch.ones(2)}))
-    with pytest.raises(ModelError, match=r"pytorch_lora_weights\.safetensors is no LoRA written by gerl"):
-        load_lora(pipe, tmp_path)
-    (tmp_path / WEIGHTS).write_bytes(b"{}")
-    with pytest.raises(ModelError, match=r"pytorch_lora_weights\.safetensors is no LoRA that can be read"):
-        load_lora(pipe, tmp_path)
+    pipe, bare = with_lora("sd15")[0], Bare(pixart())
+    for content, target, message in (
+        (lora_file({"unet": pipe.unet}), bare, "has a LoRA of unet, which Bare does not have"),
+        (lora_file({"transformer": pipe.unet}), bare, "does not fit transformer of Bare "),
+        (save({"unet.x.weight": torch.ones(2)}), pipe, r"pytorch_lora_weights\.safetensors is no LoRA written by gerl"),
+        (b"{}", pipe, r"pytorch_lora_weights\.safetensors is no LoRA that can be read"),
+    ):
+        (tmp_path / WEIGHTS).write_bytes(content)
+        with pytest.raises(ModelError, match=message):
+            load_lora(target, tmp_path)
     with pytest.raises(ModelError, match="missing is no LoRA that can be read"):
         load_lora(pipe, tmp_path / "missing")

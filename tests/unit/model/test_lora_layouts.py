@@ -29,12 +29,6 @@ def updates(lora: Lora) -> dict[str, torch.Tensor]:
     return {layer: lora.scale * b @ a for layer, (a, b) in lora.layers.items()}
 
 
-def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for layer in expected:
-        torch.testing.assert_close(found[layer], expected[layer], rtol=1e-5, atol=1e-5)
-
-
 def read_by_flux(content: bytes, x: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the layers add for inputs `x(size)`, as diffusers' reader of kohya's FLUX files has it."""
     state = diffusers.FluxPipeline.lora_state_dict(load(content))
@@ -64,9 +58,7 @@ def test_flux_of_its_real_size() -> None:
     probe = torch.randn(5 * 3072)
     expected = {layer: lora.scale * b @ (a @ probe[: a.shape[1]]) for layer, (a, b) in lora.layers.items()}
     found = read_by_flux(content, lambda size: probe[:size])
-    assert found.keys() == expected.keys()
-    for layer in layers:
-        torch.testing.assert_close(found[layer], expected[layer], rtol=1e-4, atol=1e-2)  # of 60
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)  # of 60
 
 
 def test_layers_that_are_one_in_the_original_may_be_trained_in_part() -> None:
@@ -78,7 +70,7 @@ def test_layers_that_are_one_in_the_original_may_be_trained_in_part() -> None:
     untrained = [layer for layer in found if layer not in layers]
     assert {layer.rsplit(".", 1)[1] for layer in untrained} == {"to_k", "add_q_proj", "add_v_proj"}
     assert not any(found.pop(layer).any() for layer in untrained)
-    close(found, updates(lora))
+    torch.testing.assert_close(found, updates(lora), rtol=1e-5, atol=1e-5)
 
 
 class Original(dict[str, torch.Tensor]):
@@ -105,7 +97,7 @@ def test_sd3_under_the_names_of_its_original_code() -> None:
     converted = convert_sd3_transformer_checkpoint_to_diffusers(original)
     assert original.read == original.file.keys()
     changed = {name.removesuffix(".weight"): value for name, value in converted.items() if value.ndim == 2}
-    close(changed, updates(lora))
+    torch.testing.assert_close(changed, updates(lora), rtol=1e-5, atol=1e-5)
 
 
 def test_wan_with_an_image_prompt() -> None:

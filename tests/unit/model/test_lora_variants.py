@@ -8,6 +8,7 @@ import tiny
 import torch
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from replaying import randomise
 from safetensors.torch import load_file, save_file
 
 from gerl.errors import ModelError
@@ -27,10 +28,7 @@ def latents(pipe: Any) -> torch.Tensor:
 def trained(dtype: torch.dtype, seed: int, rank: int) -> tuple[Any, bytes]:
     """A pipeline with a LoRA that gerl put on it, which has learnt something, and the LoRA's file."""
     pipe = tiny.build(CASE).to(dtype=dtype)
-    lora = add_lora(pipe.transformer, rank, 3.0 * rank, None, seed=0)
-    torch.manual_seed(seed)
-    for p in lora.values():
-        p.data.normal_(0, 0.2)
+    randomise(add_lora(pipe.transformer, rank, 3.0 * rank, None, seed=0).values(), seed=seed)
     return pipe, lora_file({"transformer": pipe.transformer})
 
 

@@ -1,5 +1,6 @@
 """Where the frozen parts are and in which precision they compute."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,14 @@ from gerl.model.lora import add_lora
 from gerl.model.placement import OffloadedComponents, decode_in_fp32, place
 
 
-class Moves:
-    """Writes down which components of a pipeline are moved to which device."""
-
-    def __init__(self, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[tuple[str, str]] = []
-        for name, component in pipe.components.items():
-            if isinstance(component, torch.nn.Module):
-                monkeypatch.setitem(component.__dict__, "to", self._note(name, component))
-
-    def _note(self, name: str, component: Any) -> Any:
-        def to(device: Any) -> Any:
-            self.log.append((name, str(device)))
-            return component
-
-        return to
+def watched_moves(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Grows by the component of `pipe` and the device, instead of a move."""
+    log: list[tuple[str, str]] = []
+    for name, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            to = partial(lambda name, component, device: log.append((name, str(device))) or component, name, component)
+            monkeypatch.setitem(component.__dict__, "to", to)
+    return log
 
 
 def test_encoders_and_vae_are_on_the_device_only_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,31 +32,31 @@ def test_encoders_and_vae_are_on_the_device_only_while_they_run(monkeypatch: pyt
     add_lora(pipe.transformer, 2, 2.0, None, seed=0)
     call = tiny.call_for(case, guided=True) | {"output_type": "np"}
     plain, _ = record(pipe, call, generators=tiny.generators())
-    moves = Moves(pipe, monkeypatch)
+    moves = watched_moves(pipe, monkeypatch)
     place(pipe, {"transformer": pipe.transformer}, "cpu:0", offload=True)
     offloaded = ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
-    assert moves.log == [("transformer", "cpu:0")] + [(name, "cpu") for name in offloaded]
+    assert moves == [("transformer", "cpu:0")] + [(name, "cpu") for name in offloaded]
 
     def visit(name: str) -> list[tuple[str, str]]:
         return [(name, "cpu:0"), (name, "cpu")]
 
-    moves.log.clear()
+    moves.clear()
     images, tape = record(pipe, call, generators=tiny.generators(), probe=False)
     encoders = [move for name in offloaded[1:] for move in visit(name)]
     # for the prompts and for the negative ones; the last one leaves for the denoiser, then the VAE comes and stays
-    assert moves.log == encoders * 2 + [("vae", "cpu:0")]
+    assert moves == encoders * 2 + [("vae", "cpu:0")]
     assert np.array_equal(images.images, plain.images)
 
-    moves.log.clear()
+    moves.clear()
     replay(pipe, tape, lambda k, step: step.log_prob.mean())
-    assert moves.log == [("vae", "cpu")]  # no encoder runs, and the denoiser has the device for itself
+    assert moves == [("vae", "cpu")]  # no encoder runs, and the denoiser has the device for itself
 
 
 def test_without_offload_everything_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tiny.build(tiny.CASES["sd15"])
-    moves = Moves(pipe, monkeypatch)
+    moves = watched_moves(pipe, monkeypatch)
     place(pipe, {"unet": pipe.unet}, "cpu:0", offload=False)
-    assert sorted(moves.log) == [("text_encoder", "cpu:0"), ("unet", "cpu:0"), ("vae", "cpu:0")]
+    assert sorted(moves) == [("text_encoder", "cpu:0"), ("unet", "cpu:0"), ("vae", "cpu:0")]
     assert not pipe.vae.decoder._forward_pre_hooks
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -67,10 +68,8 @@ def test_the_log_says_what_was_replaced_and_what_differs(caplog: pytest.LogCaptu
         trainable_scheduler(diffusers.DEISMultistepScheduler(**FLOW))
         trainable_scheduler(FLOW_SCHEDULERS["unipc dynamic"])
     unipc, deis, dynamic = caplog.messages
-    assert unipc == (
-        "replaced UniPCMultistepScheduler by FlowMatchEulerDiscreteScheduler with the same sigmas "
-        "(shift 3; in 10 steps 1.000 0.964 0.923 0.875 0.818 0.750 0.667 0.563 0.430 0.252 0.000)"
-    )
+    assert "UniPCMultistepScheduler by FlowMatchEulerDiscreteScheduler with the same sigmas" in unipc
+    assert "shift 3; in 10 steps 1.000 0.964 0.923 0.875 0.818 0.750 0.667 0.563 0.430 0.252 0.000)" in unipc
     assert deis.endswith("0.250 0.000), but that the last step, which stayed at 0.250, goes to 0")
     assert dynamic.endswith("with the same sigmas (a dynamic shift)")
 
@@ -108,11 +107,6 @@ def test_a_rollout_without_noise_is_the_stock_pipeline_with_the_replaced_schedul
     assert [step.rule.sigma for step in tape.steps] == pytest.approx(pipe.scheduler.sigmas[:-1].tolist())
 
 
-def test_sigmas_that_are_not_those_of_flow_matching_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"UniPCMultistepScheduler has noise levels from 157\.4 to 0.*use_flow_sigmas"):
-        trainable_scheduler(UniPC(prediction_type="flow_prediction"))
-
-
 # --- the others
 
 
@@ -130,19 +124,20 @@ def test_ddim_keeps_what_the_replaced_scheduler_predicts_and_clips() -> None:
 
 
 @pytest.mark.parametrize(
-    "scheduler",
+    ("scheduler", "message"),
     [
-        diffusers.EDMEulerScheduler,  # predicts epsilon too, but its sigmas are not those of any betas
-        diffusers.EDMDPMSolverMultistepScheduler,
-        diffusers.CMStochasticIterativeScheduler,
-        diffusers.SCMScheduler,
+        # predicts epsilon too, but its sigmas are not those of any betas
+        (diffusers.EDMEulerScheduler, "scheduler EDMEulerScheduler has no transition kernel"),
+        (diffusers.EDMDPMSolverMultistepScheduler, "has no transition kernel"),
+        (diffusers.CMStochasticIterativeScheduler, "has no transition kernel"),
+        (diffusers.SCMScheduler, "has no transition kernel"),
+        (diffusers.CogVideoXDPMScheduler, "CogVideoXDPMScheduler has another noise schedule than DDIM"),
+        (
+            partial(UniPC, prediction_type="flow_prediction"),
+            r"UniPCMultistepScheduler has noise levels from 157\.4 to 0.*use_flow_sigmas",
+        ),
     ],
 )
-def test_schedulers_of_another_kind_are_refused(scheduler: Any) -> None:
-    with pytest.raises(ModelError, match=f"scheduler {scheduler.__name__} has no transition kernel"):
+def test_schedulers_of_another_kind_are_refused(scheduler: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         trainable_scheduler(scheduler())
-
-
-def test_another_noise_schedule_than_that_of_ddim_is_refused() -> None:
-    with pytest.raises(ModelError, match="CogVideoXDPMScheduler has another noise schedule than DDIM"):
-        trainable_scheduler(diffusers.CogVideoXDPMScheduler())

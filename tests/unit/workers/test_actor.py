@@ -1,39 +1,29 @@
 """The update: gradients that depend neither on micro-batches nor on the number of workers, and the optimizer step."""
 
-import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from replaying import counted_rows
+from training import new_policy, relative
 
 from gerl.algorithms import Batch, build_algorithm
 from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config import ActorConfig, Config, SamplingConfig, algorithm_config
-from gerl.engine import Tape, record, replay
+from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.batching import select_call
-from gerl.model.ema import EMA
 from gerl.model.loading import Policy
-from gerl.model.lora import add_lora, lora_disabled
+from gerl.model.lora import lora_disabled
 from gerl.protocol import Prompt, Sample, StepResult, UpdateStats
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
 
 ADVANTAGES = [1.0, -0.5, 2.0, -1.5]
-
-
-def new_policy(perturbed: bool = True) -> Policy:
-    """Tiny SD3; the same weights every time."""
-    pipe = tiny.build(tiny.CASES["sd3"])
-    lora = {f"transformer.{key}": p for key, p in add_lora(pipe.transformer, 4, 4.0, None, seed=0).items()}
-    if perturbed:
-        torch.manual_seed(2)
-        for p in lora.values():
-            p.data.normal_(0, 0.2)
-    return Policy(pipe, {"transformer": pipe.transformer}, lora, EMA(lora, 0.9))
 
 
 def new_actor(
@@ -64,23 +54,37 @@ def gradient(actor: Actor, batches: Sequence[Batch], num_pairs: int = 8) -> tupl
     return actor.flat_gradient(), stats
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def weights(actor: Actor) -> torch.Tensor:
+    return flat(actor.parameters)
+
+
+def stepped(actor: Actor, gradient: torch.Tensor) -> StepResult:
+    """An optimizer step with this gradient."""
+    actor.set_flat_gradient(gradient)
+    return actor.step()
 
 
 @pytest.fixture(scope="module")
-def shared() -> tuple[Policy, Tape]:
-    """A policy and its rollout for tests that do not change them."""
-    policy = new_policy()
-    return policy, roll_out(policy)
+def policy() -> Policy:
+    """For tests that do not change it."""
+    return new_policy()
+
+
+@pytest.fixture(scope="module")
+def tape(policy: Policy) -> Tape:
+    """A rollout of it, for tests that do not change it."""
+    return roll_out(policy)
 
 
 # --- the gradient
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
-def test_the_micro_batch_size_does_not_change_the_gradient(shared: tuple[Policy, Tape], kl_coef: float) -> None:
-    policy, tape = shared
+def test_the_micro_batch_size_does_not_change_the_gradient(policy: Policy, tape: Tape, kl_coef: float) -> None:
     batch = [batch_of(tape, ADVANTAGES)]
     whole, whole_stats = gradient(new_actor(policy, kl_coef), batch)
     assert whole.norm() > 0 and whole_stats.ratio_deviation == 0.0
@@ -93,16 +97,13 @@ def test_the_micro_batch_size_does_not_change_the_gradient(shared: tuple[Policy,
         assert stats.ratio_deviation <= 1e-5
 
 
-def test_the_gradient_is_that_of_the_policy_gradient_written_by_hand(shared: tuple[Policy, Tape]) -> None:
-    policy, tape = shared
-    found, stats = gradient(new_actor(policy), [batch_of(tape, ADVANTAGES)])
-    advantages = torch.tensor(ADVANTAGES)
-    for p in policy.lora.values():
-        p.grad = None
+def test_the_gradient_is_that_of_the_policy_gradient_written_by_hand(policy: Policy, tape: Tape) -> None:
+    actor, advantages = new_actor(policy), torch.tensor(ADVANTAGES)
+    found, stats = gradient(actor, [batch_of(tape, ADVANTAGES)])
+    actor.optimizer.zero_grad(set_to_none=True)
     # at ratio 1 the gradient of -A ratio is that of -A log_prob; the mean is over 4 samples and 2 steps
     replay(policy.pipe, tape, lambda k, step: -(advantages * step.log_prob).sum() / 8)
-    by_hand = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.lora.values()])
-    assert relative(found, by_hand) < 1e-6
+    assert relative(found, actor.flat_gradient()) < 1e-6
     assert stats.loss / stats.pairs == pytest.approx(-sum(ADVANTAGES) / 4, abs=1e-6)
     assert stats.log_ratio == stats.kl == stats.clip_low == stats.clip_high == 0.0
 
@@ -125,8 +126,7 @@ def test_two_workers_sum_to_one(kl_coef: float) -> None:
     assert relative(gradient(new_actor(one, kl_coef), tapes)[0], parts[0][0] + parts[1][0]) < 1e-6
 
 
-def test_samples_without_advantage_contribute_nothing(shared: tuple[Policy, Tape]) -> None:
-    policy, tape = shared
+def test_samples_without_advantage_contribute_nothing(policy: Policy, tape: Tape) -> None:
     actor = new_actor(policy)
     some, stats = gradient(actor, [batch_of(tape, [1.0, None, 2.0, None])], num_pairs=4)
     zeros, zero_stats = gradient(actor, [batch_of(tape, [1.0, 0.0, 2.0, 0.0])], num_pairs=4)
@@ -139,8 +139,7 @@ def test_samples_without_advantage_contribute_nothing(shared: tuple[Policy, Tape
         assert relative(split, some) < 1e-5
 
 
-def test_gradients_accumulate_until_the_step(shared: tuple[Policy, Tape]) -> None:
-    policy, tape = shared
+def test_gradients_accumulate_until_the_step(policy: Policy, tape: Tape) -> None:
     actor = new_actor(policy)
     once, _ = gradient(actor, [batch_of(tape, ADVANTAGES)])
     actor.accumulate([batch_of(tape, ADVANTAGES)], 8)
@@ -165,15 +164,11 @@ def test_flat_gradient_and_back() -> None:
 
 def moved(tape: Tape, log_ratio: float) -> Tape:
     """`tape` as if the weights had since moved by `log_ratio`."""
-    other = copy.copy(tape)
-    other.steps = [copy.copy(step) for step in tape.steps]
-    for step in other.steps:
-        step.log_prob = None if step.log_prob is None else step.log_prob - log_ratio
-    return other
+    steps = [replace(s, log_prob=None if s.log_prob is None else s.log_prob - log_ratio) for s in tape.steps]
+    return replace(tape, steps=steps)
 
 
-def test_beyond_the_clip_range_there_is_no_gradient(shared: tuple[Policy, Tape]) -> None:
-    policy, tape = shared
+def test_beyond_the_clip_range_there_is_no_gradient(policy: Policy, tape: Tape) -> None:
     actor = new_actor(policy, clip=0.2)
     up, down = moved(tape, math.log(1.5)), moved(tape, math.log(0.5))
     high, stats = gradient(actor, [batch_of(up, [1.0, 1.0, -1.0, -1.0])])
@@ -202,20 +197,11 @@ def test_a_ratio_that_is_not_one_is_reported() -> None:
 # --- KL
 
 
-def forwards(policy: Policy, actor: Actor, tape: Tape) -> int:
-    """How often the transformer computes during an update."""
-    calls: list[None] = []
-    layer = policy.pipe.transformer.transformer_blocks[0].attn.to_q
-    handle = layer.register_forward_hook(lambda *_: calls.append(None))
-    actor.accumulate([batch_of(tape, ADVANTAGES)], 8)
-    handle.remove()
-    return len(calls)
-
-
-def test_the_reference_is_run_only_for_a_kl(shared: tuple[Policy, Tape]) -> None:
-    policy, tape = shared
-    assert forwards(policy, new_actor(policy, kl_coef=0.0), tape) == 2
-    assert forwards(policy, new_actor(policy, kl_coef=0.1), tape) == 4
+def test_the_reference_is_run_only_for_a_kl(policy: Policy, tape: Tape) -> None:
+    for kl_coef, forwards in ((0.0, 2), (0.1, 4)):
+        with counted_rows(policy.pipe) as rows:
+            new_actor(policy, kl_coef).accumulate([batch_of(tape, ADVANTAGES)], 8)
+        assert rows.total() == forwards * 2 * tape.batch_size
 
 
 def test_kl_of_a_fresh_lora_is_zero_with_its_gradient() -> None:
@@ -227,14 +213,13 @@ def test_kl_of_a_fresh_lora_is_zero_with_its_gradient() -> None:
     assert not gradient(new_actor(policy, kl_coef=10.0), [batch_of(tape, [0.0] * 4)])[0].any()
 
 
-def test_kl_of_a_trained_lora(shared: tuple[Policy, Tape]) -> None:
-    policy, tape = shared
+def test_kl_of_a_trained_lora(policy: Policy, tape: Tape) -> None:
     weight = 0.3
     only_kl, stats = gradient(new_actor(policy, kl_coef=weight), [batch_of(tape, [0.0] * 4)])
     reference: dict[int, torch.Tensor] = {}
     values: list[torch.Tensor] = []
 
-    def loss(k: int, step: Any) -> torch.Tensor:
+    def loss(k: int, step: ReplayedStep) -> torch.Tensor:
         kl = gaussian_kl(step.mean, reference[k], step.std)
         values.append(kl.detach())
         return weight * kl.sum() / 8
@@ -255,60 +240,44 @@ def test_kl_of_a_trained_lora(shared: tuple[Policy, Tape]) -> None:
 # --- the optimizer step
 
 
-def weights(actor: Actor) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in actor.parameters])
-
-
 def test_a_step_is_that_of_adamw() -> None:
     actor = new_actor(lr=0.01, weight_decay=0.1, max_grad_norm=1e9)
     before = weights(actor)
-    flat = torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
-    actor.set_flat_gradient(flat)
-    result = actor.step()
-    assert result == StepResult(pytest.approx(float(flat.norm()), rel=1e-5), 0.01, True)  # type: ignore[arg-type]
+    noise = torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
+    expected = StepResult(pytest.approx(float(noise.norm()), rel=1e-5), 0.01, True)  # type: ignore[arg-type]
+    assert stepped(actor, noise) == expected
     # the first step of Adam moves by lr sign(g), after decay by lr * weight_decay
-    torch.testing.assert_close(weights(actor), before * (1 - 0.001) - 0.01 * flat.sign(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weights(actor), before * (1 - 0.001) - 0.01 * noise.sign(), rtol=1e-4, atol=1e-4)
     assert actor.policy.version == 1 and actor.policy.ema.updates == 1
     assert all(p.grad is None for p in actor.parameters)
-    average = torch.cat([actor.policy.ema.average[key].flatten() for key in actor.policy.lora])
-    torch.testing.assert_close(average, 0.1 * before + 0.9 * weights(actor))
+    torch.testing.assert_close(flat(actor.policy.ema.average.values()), 0.1 * before + 0.9 * weights(actor))
 
 
 def test_the_gradient_norm_is_clipped_and_reported_unclipped() -> None:
-    actor = new_actor(max_grad_norm=0.5)
-    flat = torch.ones_like(weights(actor))
-    norm = math.sqrt(flat.numel())
-    actor.set_flat_gradient(flat)
-    assert actor.step().grad_norm == pytest.approx(norm, rel=1e-5)
-    momentum = torch.cat([actor.optimizer.state[p]["exp_avg"].flatten() for p in actor.parameters])
-    torch.testing.assert_close(momentum, 0.1 * flat * 0.5 / norm, rtol=1e-4, atol=1e-9)
-    small = new_actor(max_grad_norm=2 * norm)
-    small.set_flat_gradient(flat)
-    small.step()
-    momentum = torch.cat([small.optimizer.state[p]["exp_avg"].flatten() for p in small.parameters])
-    torch.testing.assert_close(momentum, 0.1 * flat)
+    ones = torch.ones_like(weights(new_actor()))
+    norm = math.sqrt(ones.numel())
+    for limit, factor in ((0.5, 0.5 / norm), (2 * norm, 1.0)):
+        actor = new_actor(max_grad_norm=limit)
+        assert stepped(actor, ones).grad_norm == pytest.approx(norm, rel=1e-5)
+        momentum = flat(actor.optimizer.state[p]["exp_avg"] for p in actor.parameters)
+        torch.testing.assert_close(momentum, 0.1 * ones * factor, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_is_dropped(bad: float) -> None:
     actor = new_actor(lr=0.1, lr_schedule="linear", total_updates=4)
-    flat = torch.ones_like(weights(actor))
-    actor.set_flat_gradient(flat)
-    assert actor.step().applied
-    before = weights(actor)
-    moments = {p: {k: v.clone() for k, v in state.items()} for p, state in actor.optimizer.state.items()}
-    average = {key: value.clone() for key, value in actor.policy.ema.average.items()}
-    flat[7] = bad
-    actor.set_flat_gradient(flat)
-    result = actor.step()
+    ones = torch.ones_like(weights(actor))
+    assert stepped(actor, ones).applied
+    before, kept = weights(actor), {key: v.clone() for key, v in actor.state()[0].items()}
+    wrong = ones.clone()
+    wrong[7] = bad
+    result = stepped(actor, wrong)
     assert not result.applied and not math.isfinite(result.grad_norm)
-    assert torch.equal(weights(actor), before)
-    assert all(torch.equal(v, moments[p][k]) for p, state in actor.optimizer.state.items() for k, v in state.items())
-    assert all(torch.equal(value, average[key]) for key, value in actor.policy.ema.average.items())
+    assert all(torch.equal(v, kept[key]) for key, v in actor.state()[0].items())  # weights, moments and averages
+    assert {key.split("/")[0] for key in kept} == {"lora", "ema", "optimizer"}
     assert actor.policy.version == 1 and actor.policy.ema.updates == 1
     assert all(p.grad is None for p in actor.parameters)
-    actor.set_flat_gradient(torch.ones_like(flat))
-    after = actor.step()
+    after = stepped(actor, ones)
     assert after.applied and after.lr == pytest.approx(0.05)  # the schedule counts the dropped update
     assert torch.isfinite(weights(actor)).all() and not torch.equal(weights(actor), before)
 
@@ -326,24 +295,18 @@ def test_a_gradient_that_is_not_finite_is_dropped(bad: float) -> None:
 )
 def test_learning_rate_schedules(schedule: str, warmup: int, expected: list[float]) -> None:
     actor = new_actor(lr=0.02, lr_schedule=schedule, warmup_steps=warmup, total_updates=6)
-    rates = []
-    for _ in range(6):
-        rates.append(actor.optimizer.param_groups[0]["lr"])
-        actor.set_flat_gradient(torch.ones_like(weights(actor)))
-        assert actor.step().lr == rates[-1]
-    assert rates == pytest.approx([0.02 * factor for factor in expected])
+    for factor in expected:
+        rate = actor.optimizer.param_groups[0]["lr"]
+        assert rate == pytest.approx(0.02 * factor)
+        assert stepped(actor, torch.ones_like(weights(actor))).lr == rate
 
 
 # --- resuming
 
 
 def updated(actor: Actor, updates: range) -> list[StepResult]:
-    results = []
-    for k in updates:
-        noise = torch.randn(weights(actor).shape, generator=torch.Generator().manual_seed(k))
-        actor.set_flat_gradient(noise)
-        results.append(actor.step())
-    return results
+    seeds = [torch.Generator().manual_seed(k) for k in updates]
+    return [stepped(actor, torch.randn(weights(actor).shape, generator=g)) for g in seeds]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
@@ -359,12 +322,9 @@ def test_an_actor_continues_bitwise(schedule: str) -> None:
     resumed.load_state(unpack_tensors(saved), json.loads(text))
     assert resumed.policy.version == 3 and resumed.policy.ema.updates == 3
     assert updated(resumed, range(3, 6)) == expected
-    assert torch.equal(weights(resumed), weights(actor))
-    for key, value in actor.policy.ema.average.items():
-        assert torch.equal(resumed.policy.ema.average[key], value)
-    end, resumed_end = actor.state(), resumed.state()
-    assert end[1] == resumed_end[1] and end[0].keys() == resumed_end[0].keys()
-    assert all(torch.equal(value, resumed_end[0][key]) for key, value in end[0].items())
+    end, resumed_end = actor.state(), resumed.state()  # weights, averages, moments
+    torch.testing.assert_close(resumed_end[0], end[0], rtol=0, atol=0)
+    assert end[1] == resumed_end[1]
     fresh = new_actor(new_policy(perturbed=False), **settings)
     updated(fresh, range(3, 6))
     assert not torch.equal(weights(fresh), weights(actor))

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from replaying import randomise
 
-from gerl.algorithms import Batch, build_algorithm, count_pairs, row_credit
+from gerl.algorithms import build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples
 from gerl.commandline.composition import compose_run
 from gerl.engine import Trajectory
 from gerl.model.loading import load_policy
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
+from gerl.workers.hybrid import batches_of
 from gerl.workers.rollout import Rollout
 
 # preset -> bound of the share of the recorded bytes that is kept; grpo_guard reads the recorded means
@@ -21,9 +23,7 @@ KEPT = {"flow_grpo": 0.43, "flow_grpo_fast": 0.38, "awm_fast": 0.7, "branch_grpo
 def test_a_trajectory_is_smaller_than_the_recording_and_trains_the_same(preset: str) -> None:
     config = compose_run([f"algorithm={preset}", "rollout.micro_batch_size=4"]).config
     policy = load_policy(config.model, 0.9, "cpu", seed=0)
-    torch.manual_seed(0)
-    for p in policy.lora.values():
-        p.data.normal_(0, 0.05)
+    randomise(policy.lora.values(), 0.05, seed=0)
     algorithm, rollout = build_algorithm(config), Rollout(policy, config.sampling, config.validation)
     samples = plan_samples(config, [Prompt(0, 'a red sign that reads "482"')], 1, 0)
     (task,) = algorithm.plan(samples[:4])
@@ -36,13 +36,8 @@ def test_a_trajectory_is_smaller_than_the_recording_and_trains_the_same(preset: 
     credit = torch.linspace(-1, 1, len(task.samples))[:, None].expand(-1, config.sampling.num_inference_steps)
     found = []
     for trajectory in (whole, kept):
-        batches = [
-            Batch(tape, [task.samples[i] for i in s.leaves], s.trained, row_credit(s, credit))
-            for s, tape in zip(task.segments, trajectory.tapes, strict=True)
-            if s.trained
-        ]
         actor.optimizer.zero_grad(set_to_none=True)
-        stats = actor.accumulate(batches, count_pairs([(task, credit)]))
+        stats = actor.accumulate(batches_of(trajectory, credit), count_pairs([(task, credit)]))
         found.append((stats, actor.flat_gradient()))
     (stats, gradient), (lean_stats, lean_gradient) = found
     assert stats == lean_stats and torch.equal(gradient, lean_gradient) and float(gradient.norm()) > 0
