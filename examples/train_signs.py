@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, processors
 from tokenizers.models import WordLevel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gerl.config import ValidationConfig
+from gerl.algorithms.planning import VALIDATION_SEED
 from gerl.pages.images import grid
 from gerl.rewards.scorers.ocr import OcrScorer
 from gerl.utils.seeding import derive_seed, sample_generators
@@ -309,7 +309,7 @@ def evaluate(args: argparse.Namespace) -> None:
     pipe.set_progress_bar_config(disable=True)
     targets, prompts = zip(*held_out(args).items(), strict=True)
     # the noise of the trainer's own validation: this score is where reinforcement learning starts
-    generators = sample_generators([derive_seed("validation", ValidationConfig().seed, i) for i in range(len(prompts))])
+    generators = sample_generators([derive_seed("validation", VALIDATION_SEED, i) for i in range(len(prompts))])
     images = pipe(
         list(prompts), height=HEIGHT, width=WIDTH, num_inference_steps=args.eval_steps, guidance_scale=args.guidance,
         max_sequence_length=1, generator=generators,
