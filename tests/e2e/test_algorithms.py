@@ -83,6 +83,7 @@ def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workpl
         run = train(tmp_path / str(weight), f"algorithm={name}", f"reward.scorers.bright.weight={weight}", **keys)
         bright = run.column("val/bright/mean")
         change[weight] = bright[-1] - bright[0]
+        assert run.column("val/reward/mean") == pytest.approx([weight * value for value in bright])
         assert max(run.column("actor/ratio_deviation")) < 1e-5
     assert change[1] > 0.001 and change[-1] < -0.001, change
 
