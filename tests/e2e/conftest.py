@@ -18,6 +18,12 @@ from gerl.trainer.main_flowgrpo import main
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
+SMALL = """
+experiment=plain model.lora_rank=4 model.lora_alpha=8 sampling.height=16 sampling.width=16
+sampling.num_inference_steps=4 sampling.guidance_scale=1.0 rollout.prompts_per_step=2 rollout.n=4
+rollout.micro_batch_size=4 validation.data=null trainer.steps=2 cluster.launcher=local cluster.device=cpu
+cluster.threads_per_worker=1 logger.progress=false logger.tensorboard=false
+"""
 PROMPTS = ["a red fox", "blue", 'a sign that reads "482"', "x y", "seven", "a cat"]
 BRIGHT = """
 import numpy as np
@@ -78,28 +84,11 @@ def arguments(model: Path, workplace: Path) -> Arguments:
     """The command line of a small run into `folder`; keyword arguments replace keys (`__` stands for a dot)."""
 
     def build(folder: Path, *overrides: str, scorer: str | Path = "bright.py", **keys: Any) -> list[str]:
-        values = {
-            "experiment": "plain",
+        values: dict[str, Any] = dict(pair.split("=") for pair in SMALL.split()) | {
             "hydra.run.dir": folder,
             "model.path": model,
-            "model.lora_rank": 4,
-            "model.lora_alpha": 8,
-            "sampling.height": 16,
-            "sampling.width": 16,
-            "sampling.num_inference_steps": 4,
-            "sampling.guidance_scale": 1.0,
-            "sampling.call": "{max_sequence_length: 8}",
-            "rollout.prompts_per_step": 2,
-            "rollout.n": 4,
-            "rollout.micro_batch_size": 4,
             "data.train": workplace / "train.txt",
-            "validation.data": "null",
-            "trainer.steps": 2,
-            "cluster.launcher": "local",
-            "cluster.device": "cpu",
-            "cluster.threads_per_worker": 1,
-            "logger.progress": "false",
-            "logger.tensorboard": "false",
+            "sampling.call": "{max_sequence_length: 8}",
         }
         if scorer:
             values["reward.scorers.bright.path"] = workplace / scorer

@@ -17,51 +17,26 @@ from gerl.commandline.composition import shipped
 
 Train = Callable[..., Any]
 # An easy task for random weights: a large LoRA and a high learning rate, scored by the brightness.
-EASY = {
-    "sampling__num_inference_steps": 5,
-    "model__lora_alpha": 32,
-    "actor__lr": 0.02,
-    "actor__ema_decay": 0.5,
-    "rollout__prompts_per_step": 3,
-    "rollout__n": 12,
-    "rollout__micro_batch_size": 36,
-    "trainer__steps": 12,
-    "validation__every": 0,
-    "checkpoint__every": 0,
-}
+EASY = """
+sampling.num_inference_steps=5 model.lora_alpha=32 actor.lr=0.02 actor.ema_decay=0.5 rollout.prompts_per_step=3
+rollout.n=12 rollout.micro_batch_size=36 trainer.steps=12 validation.every=0 checkpoint.every=0
+"""
 # what the published settings need to fit in five denoising steps, and to show in twelve trainer steps
-FITTED: dict[str, dict[str, Any]] = {
-    "flow_grpo_fast": {"sampling__window_size": 2, "sampling__window_range": "[0,4]"},
-    "mix_grpo": {"sampling__window_size": 2, "sampling__window_every": 2},
-    "mix_grpo_flash": {"sampling__window_size": 2, "sampling__window_every": 2},
-    "tempflow_grpo": {"rollout__n": 2, "algorithm__branch_factor": 3},
-    "branch_grpo": {
-        "rollout__n": 2,
-        "algorithm__split_steps": "[0,1,2]",
-        "sampling__kernel": "flow_sde",
-        "sampling__noise_level": 0.7,
-    },
-    "ddpo": {
-        "sampling__call": "{output_type: np}",
-        "rollout__prompts_per_step": 6,
-        "rollout__n": 16,
-        "rollout__micro_batch_size": 96,
-        "trainer__steps": 16,
-        "trainer__seed": 1,
-        "actor__lr": 0.005,
-    },
-    "dgpo": {"sampling__window_range": "[0,4]"},
-    "crd": {"algorithm__kl_coef": 0},
+FITTED = {
+    "flow_grpo_fast": "sampling.window_size=2 sampling.window_range=[0,4]",
+    "mix_grpo": "sampling.window_size=2 sampling.window_every=2",
+    "mix_grpo_flash": "sampling.window_size=2 sampling.window_every=2",
+    "tempflow_grpo": "rollout.n=2 algorithm.branch_factor=3",
+    "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] sampling.kernel=flow_sde sampling.noise_level=0.7",
+    "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=96 trainer.steps=16 trainer.seed=1 "
+    "actor.lr=0.005",
+    "dgpo": "sampling.window_range=[0,4]",
+    "crd": "algorithm.kl_coef=0",
     # without bad examples a random model drifts towards whatever it draws, which the KL holds back
-    "rwr": {
-        "algorithm__beta": 3,
-        "algorithm__kl_coef": 0.5,
-        "rollout__n": 24,
-        "rollout__micro_batch_size": 72,
-        "trainer__steps": 14,
-        "trainer__seed": 1,
-    },
+    "rwr": "algorithm.beta=3 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=14 "
+    "trainer.seed=1",
 }
+ON_SD15 = {"sampling__call": "{output_type: np}"}
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +50,12 @@ def sd15(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", shipped("algorithm"))
 def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workplace: Path, tmp_path: Path) -> None:
-    keys = {**EASY, "validation__data": workplace / "val.txt", **FITTED.get(name, {})}
-    if name == "ddpo":
-        keys["model__path"] = sd15
+    settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split()]
+    settings += FITTED.get(name, "").split()
+    keys = ON_SD15 | {"model__path": sd15} if name == "ddpo" else {}
     change = {}
     for weight in (1, -1):
-        run = train(tmp_path / str(weight), f"algorithm={name}", f"reward.scorers.bright.weight={weight}", **keys)
+        run = train(tmp_path / str(weight), *settings, f"reward.scorers.bright.weight={weight}", **keys)
         bright = run.column("val/bright/mean")
         change[weight] = bright[-1] - bright[0]
         assert run.column("val/reward/mean") == pytest.approx([weight * value for value in bright])
@@ -176,6 +151,5 @@ def test_the_kl_may_be_paid_by_the_reward(train: Train, tmp_path: Path) -> None:
 def test_a_sampler_that_the_scheduler_cannot_use_is_refused_before_any_image(
     override: str, key: str, refused: Callable[..., str], sd15: Path, tmp_path: Path
 ) -> None:
-    keys = {"model__path": sd15, "sampling__call": "{output_type: np}"}
-    assert refused(override, **keys).startswith(f"error: {key} ")
+    assert refused(override, model__path=sd15, **ON_SD15).startswith(f"error: {key} ")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -160,6 +160,13 @@ def test_files_and_functions_are_short(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=SOURCE_IDS)
+def test_docstrings_say_what_a_thing_does_without_the_word(path: Path) -> None:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+    assert not [text.splitlines()[0] for text in docstrings if text.startswith("What ")]
+
+
 def test_the_rules_catch_what_they_should() -> None:
     assert resolve("gerl.config.Config") == "gerl.config" and resolve("torch.nn") is None
     assert resolve("gerl.utils.reward_score.SCORERS") in SIGNPOSTS
