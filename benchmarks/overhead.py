@@ -37,27 +37,21 @@ def captured_inputs(policy: Policy, run: Callable[[], Any]) -> Inputs:
     return calls
 
 
-def bare_rollout(denoiser: Any, inputs: Inputs) -> None:
-    """The denoiser alone, without gradient."""
-    with torch.no_grad():
+def bare(denoiser: Any, inputs: Inputs, backward: bool) -> None:
+    """The denoiser alone, with its backward pass if asked for; one step's graph is alive at a time."""
+    with torch.set_grad_enabled(backward):
         for args, kwargs in inputs:
-            denoiser(*args, **kwargs)
-
-
-def bare_update(denoiser: Any, inputs: Inputs) -> None:
-    """The denoiser alone, forward and backward, one step's graph alive at a time."""
-    for args, kwargs in inputs:
-        output = denoiser(*args, **kwargs)[0]
-        output.backward(torch.ones_like(output))
+            output = denoiser(*args, **kwargs)[0]
+            if backward:
+                output.backward(torch.ones_like(output))
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
+    wait()
     start = time.perf_counter()
     function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 
@@ -84,17 +78,17 @@ def measure(policy: Policy, sampling: SamplingConfig, batch: int, repetitions: i
 
     rollout_inputs, update_inputs = captured_inputs(policy, rollout), captured_inputs(policy, update)
     pairs = {
-        "rollout": (rollout, lambda: bare_rollout(denoiser, rollout_inputs)),
-        "update": (update, lambda: bare_update(denoiser, update_inputs)),
+        "rollout": (rollout, lambda: bare(denoiser, rollout_inputs, backward=False)),
+        "update": (update, lambda: bare(denoiser, update_inputs, backward=True)),
     }
     ratios: dict[str, list[float]] = {name: [] for name in pairs}
     for repetition in range(repetitions + 1):
-        for name, (ours, bare) in pairs.items():
+        for name, (ours, theirs) in pairs.items():
             # who goes first alternates, and the first repetition warms up
-            order = (ours, bare) if repetition % 2 else (bare, ours)
+            order = (ours, theirs) if repetition % 2 else (theirs, ours)
             times = {f: seconds(f) for f in order}
             if repetition:
-                ratios[name].append(times[ours] / times[bare])
+                ratios[name].append(times[ours] / times[theirs])
     return ratios
 
 

@@ -24,6 +24,9 @@ from gerl.utils.seeding import sample_generators
 Arguments = Callable[..., list[str]]
 Resume = Callable[[Any], None]
 STEPS = 5
+EVERY_STEP = """
+validation.every=1 checkpoint.every=1 checkpoint.keep=9 rollout.prompts_per_step=3 actor.lr=0.01 actor.warmup_steps=3
+""".split()
 # Brightness; call number `number` (from 1) sends a signal to the process, as a user or a scheduler would.
 STOPPING = """
 import os, pathlib, signal
@@ -48,16 +51,10 @@ def command(arguments: Arguments, workplace: Path, tmp_path_factory: pytest.Temp
         settings = {
             "scorer": "stopping.py",
             "trainer__steps": STEPS,
-            "rollout__prompts_per_step": 3,
             "validation__data": workplace / "val.txt",
-            "validation__every": 1,
-            "checkpoint__every": 1,
-            "checkpoint__keep": 9,
-            "actor__lr": 0.01,
-            "actor__warmup_steps": 3,
             "reward__scorers__bright__kwargs": f"{{log: {folder.parent / 'calls'}, number: {stop}}}",
         }
-        return arguments(folder, *overrides, **settings | keys)
+        return arguments(folder, *EVERY_STEP, *overrides, **settings | keys)
 
     return build
 

@@ -66,16 +66,9 @@ with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
 @pytest.fixture(scope="module")
 def keys(workplace: Path) -> dict[str, Any]:
     (workplace / "seen.py").write_text(SEEN)
-    return {
-        "scorer": "seen.py",
-        "trainer__steps": STEPS,
-        "validation__data": workplace / "val.txt",
-        "validation__every": 1,
-        "validation__micro_batch_size": 2,
-        "rollout__prompts_per_step": 4,
-        "rollout__micro_batch_size": 2,
-        "actor__lr": 0.01,
-    }
+    sizes = {"rollout__prompts_per_step": 4, "rollout__micro_batch_size": 2, "validation__micro_batch_size": 2}
+    steps = {"trainer__steps": STEPS, "actor__lr": 0.01, "validation__every": 1}
+    return {**sizes, **steps, "scorer": "seen.py", "validation__data": workplace / "val.txt"}
 
 
 @pytest.fixture(scope="module")
