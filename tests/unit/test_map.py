@@ -21,8 +21,8 @@ def drawing() -> ModuleType:
 def test_the_picture_is_up_to_date(drawing: ModuleType) -> None:
     drawn = drawing.draw()
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawn, "the code has changed: run python docs/map.py"
-    rooms = {path.relative_to(ROOT / "gerl").parts[0].removesuffix(".py") for path in (ROOT / "gerl").rglob("*.py")}
-    for words in (*rooms - {"__init__"}, "Rollout.generate", "Actor.accumulate", "imports run, model, commandline"):
+    rooms = {drawing.house.room(path) for path in drawing.house.files("gerl")} - {"__init__"}
+    for words in (*rooms, "Rollout.generate", "Actor.accumulate", "imports run, model, commandline"):
         assert f">{words}</text>" in drawn
 
 
