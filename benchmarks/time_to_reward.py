@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import logging
-import sys
 import tempfile
 from dataclasses import dataclass
 from itertools import product
@@ -84,8 +83,7 @@ class CountingTrainer(RayDiffusionTrainer):
         self.calls.counting = True
         point = Point(step, self.calls.forward, self.calls.backward, self.seconds, metrics["val/reward/mean"])
         self.points.append(point)
-        sys.stdout.write(f"  {self.config.algorithm.name:16s} seed {self.config.trainer.seed} {point}\n")
-        sys.stdout.flush()
+        print(f"  {self.config.algorithm.name:16s} seed {self.config.trainer.seed} {point}", flush=True)
         if point.reward >= self.target:
             raise Reached
         return metrics
@@ -120,7 +118,7 @@ def row(name: str, seed: int, points: list[Point], target: float) -> str:
     return f"| {name} | {seed} | {costs} | {last.reward:.3f} | {calls} |\n"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("algorithms", nargs="*", help=f"some of {', '.join(shipped('algorithm'))}; key=value overrides")
     parser.add_argument("--target", type=float, default=2.0, help="end a run at this held-out reward")
@@ -139,9 +137,8 @@ def main() -> int:
             line = {"algorithm": name, "seed": seed, "overrides": overrides, "points": [p._asdict() for p in points]}
             with args.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-    sys.stdout.write(table)
-    return 0
+    print(table, end="")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

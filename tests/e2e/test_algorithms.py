@@ -64,18 +64,14 @@ def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workpl
 
 
 def test_an_interrupted_run_carries_its_old_policies_on(train: Train, tmp_path: Path) -> None:
-    keys = {
-        "trainer__steps": 4,
-        "checkpoint__every": 2,
-        "checkpoint__keep": 9,
-        "actor__lr": 0.01,
-        "algorithm__old_decay": "[0,0.6,0,0.6]",
-        "algorithm__rollout_decay": "[0,0.3,0.1,0.9]",
-    }
-    whole = train(tmp_path / "whole" / "run", "algorithm=diffusion_nft", **keys)
+    settings = """
+    algorithm=diffusion_nft algorithm.old_decay=[0,0.6,0,0.6] algorithm.rollout_decay=[0,0.3,0.1,0.9]
+    checkpoint.every=2 checkpoint.keep=9 actor.lr=0.01
+    """.split()
+    whole = train(tmp_path / "whole" / "run", *settings, trainer__steps=4)
     half = tmp_path / "half" / "run"
-    train(half, "algorithm=diffusion_nft", **keys | {"trainer__steps": 2})
-    resumed = train(half, "algorithm=diffusion_nft", f"checkpoint.resume={half}", **keys)
+    train(half, *settings, trainer__steps=2)
+    resumed = train(half, *settings, f"checkpoint.resume={half}", trainer__steps=4)
     state, expected = resumed.state(4), whole.state(4)
     assert sorted(state) == sorted(expected)
     assert {name.split("/")[0] for name in state} == {"lora", "ema", "old", "sampler", "optimizer"}
