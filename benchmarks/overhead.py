@@ -1,4 +1,4 @@
-"""What gerl costs on top of the denoiser: `python benchmarks/overhead.py [--model PATH] [--repetitions N]`.
+"""What gerl costs on top of the denoiser: `python benchmarks/overhead.py [key=value ...] [--batch N]`.
 
 One process alternates gerl's rollout (without VAE decode) and update with the bare denoiser, called the same number
 of times on the same inputs, and prints the median ratio of their times. The machine's speed cancels out, and its drift.
@@ -7,7 +7,6 @@ of times on the same inputs, and prints the median ratio of their times. The mac
 import argparse
 import logging
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from gerl.algorithms import Batch, build_algorithm
 from gerl.commandline.composition import compose_run
-from gerl.config import Config, ModelConfig, SamplingConfig
+from gerl.config import Config, SamplingConfig
 from gerl.engine import record, record_probe
 from gerl.model.loading import Policy, load_policy, pipeline_call
 from gerl.protocol import Prompt, Sample
@@ -38,27 +37,21 @@ def captured_inputs(policy: Policy, run: Callable[[], Any]) -> Inputs:
     return calls
 
 
-def bare_rollout(denoiser: Any, inputs: Inputs) -> None:
-    """The denoiser alone, without gradient."""
-    with torch.no_grad():
+def bare(denoiser: Any, inputs: Inputs, backward: bool) -> None:
+    """The denoiser alone, with its backward pass if asked for; one step's graph is alive at a time."""
+    with torch.set_grad_enabled(backward):
         for args, kwargs in inputs:
-            denoiser(*args, **kwargs)
-
-
-def bare_update(denoiser: Any, inputs: Inputs) -> None:
-    """The denoiser alone, forward and backward, one step's graph alive at a time."""
-    for args, kwargs in inputs:
-        output = denoiser(*args, **kwargs)[0]
-        output.backward(torch.ones_like(output))
+            output = denoiser(*args, **kwargs)[0]
+            if backward:
+                output.backward(torch.ones_like(output))
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
+    wait()
     start = time.perf_counter()
     function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 
@@ -85,45 +78,38 @@ def measure(policy: Policy, sampling: SamplingConfig, batch: int, repetitions: i
 
     rollout_inputs, update_inputs = captured_inputs(policy, rollout), captured_inputs(policy, update)
     pairs = {
-        "rollout": (rollout, lambda: bare_rollout(denoiser, rollout_inputs)),
-        "update": (update, lambda: bare_update(denoiser, update_inputs)),
+        "rollout": (rollout, lambda: bare(denoiser, rollout_inputs, backward=False)),
+        "update": (update, lambda: bare(denoiser, update_inputs, backward=True)),
     }
     ratios: dict[str, list[float]] = {name: [] for name in pairs}
     for repetition in range(repetitions + 1):
-        for name, (ours, bare) in pairs.items():
+        for name, (ours, theirs) in pairs.items():
             # who goes first alternates, and the first repetition warms up
-            order = (ours, bare) if repetition % 2 else (bare, ours)
+            order = (ours, theirs) if repetition % 2 else (theirs, ours)
             times = {f: seconds(f) for f in order}
             if repetition:
-                ratios[name].append(times[ours] / times[bare])
+                ratios[name].append(times[ours] / times[theirs])
     return ratios
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--experiment", default="signs", help="experiment whose model and sampling are measured")
-    parser.add_argument("--model", default=None, help="pipeline folder or hub id; default: the experiment's")
-    parser.add_argument(
-        "--batch", type=int, default=None, help="images per call; default: the experiment's micro-batch"
-    )
+    parser.add_argument("keys", nargs="*", help="keys of the run, such as experiment=NAME or model.path=PATH")
+    parser.add_argument("--batch", type=int, help="images per call; default: the experiment's micro-batch")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(args.threads)
     # a policy gradient: its update replays the denoiser on what the rollout recorded
-    config = compose_run([f"experiment={args.experiment}", "algorithm=flow_grpo"]).config
-    model = config.model if args.model is None else ModelConfig(path=args.model, lora_rank=config.model.lora_rank)
-    policy = load_policy(model, 0.0, "cuda" if torch.cuda.is_available() else "cpu", seed=0)
+    config = compose_run(["algorithm=flow_grpo", *args.keys]).config
+    policy = load_policy(config.model, 0.0, "cuda" if torch.cuda.is_available() else "cpu", seed=0)
     batch = args.batch or config.rollout.micro_batch_size
     ratios = measure(policy, config.sampling, batch, args.repetitions)
     for name, values in ratios.items():
         low, middle, high = min(values), statistics.median(values), max(values)
-        sys.stdout.write(
-            f"{name:8s} x{middle:.3f} of the bare denoiser (min {low:.3f}, max {high:.3f}, batch {batch})\n"
-        )
-    return 0
+        print(f"{name:8s} x{middle:.3f} of the bare denoiser (min {low:.3f}, max {high:.3f}, batch {batch})")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

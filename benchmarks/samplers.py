@@ -8,7 +8,6 @@ than it was trained on.
 """
 
 import argparse
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,13 +41,13 @@ def variances(kernel: str, noise_level: float, sigmas: list[float], c: float) ->
     return found
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path(__file__).resolve().parents[1] / "docs" / "pictures"
     parser.add_argument("--out", type=Path, default=folder / "samplers.png")
     args = parser.parse_args()
     steps = [5, 7, 10, 14, 20, 28, 40, 60, 100, 200, 500, 1000]
-    sys.stdout.write(f"{'kernel':14s} {'noise':>5s} {'10':>7s} {'40':>7s} {'1000 steps':>11s} {'most noise':>10s}\n")
+    print(f"{'kernel':14s} {'noise':>5s} {'10':>7s} {'40':>7s} {'1000 steps':>11s} {'most noise':>10s}")
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     ten = sigmas_of(10)
@@ -59,15 +58,14 @@ def main() -> int:
         right.plot(range(9), ratio, marker=".", label=kernel)
         final = dict(zip(steps, curve, strict=True))
         numbers = f"{final[10]:7.4f} {final[40]:7.4f} {final[1000]:11.4f} {max(ratio):10.2f}"
-        sys.stdout.write(f"{kernel:14s} {noise_level:5g} {numbers}\n")
+        print(f"{kernel:14s} {noise_level:5g} {numbers}")
     left.axhline(1.0, color="black", linewidth=0.8)
     left.set(xscale="log", xlabel="denoising steps", ylabel="variance of the samples", title="data of variance 1")
     right.set(xlabel="step", ylabel="noise / sigma", yscale="log", title="data that is one point, 10 steps")
     left.legend(fontsize=8)
     figure.savefig(args.out, dpi=110)
-    sys.stdout.write(f"{args.out}\n")
-    return 0
+    print(args.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,11 +10,11 @@ import argparse
 import contextlib
 import json
 import logging
-import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -48,8 +48,7 @@ class Calls:
             self.backward += rows if torch.is_grad_enabled() else 0
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A validation: what had been paid, and what it had brought."""
 
     step: int
@@ -58,35 +57,22 @@ class Point:
     seconds: float
     reward: float
 
-    @property
-    def calls(self) -> int:
-        return self.forward + self.backward
 
-
-@dataclass
-class Curve:
-    """The validations of one run."""
-
-    name: str
-    seed: int
-    points: list[Point] = field(default_factory=list)
-
-    def reaching(self, target: float) -> Point | None:
-        """The first validation at or above `target`."""
-        return next((p for p in self.points if p.reward >= target), None)
+class Reached(Exception):
+    """The target reward is reached."""
 
 
 class CountingTrainer(RayDiffusionTrainer):
     """The trainer, with counters on its denoiser; stops at the target reward."""
 
     calls: Calls
-    curve: Curve
+    points: list[Point]
     seconds: float = 0.0
     target: float = 2.0
 
     def setup(self, resume: Any) -> None:
         super().setup(resume)
-        self.calls = Calls()
+        self.calls, self.points = Calls(), []
         for worker in self.workers.workers:
             for denoiser in worker.policy.denoisers.values():
                 self.calls.attach(denoiser)
@@ -96,9 +82,8 @@ class CountingTrainer(RayDiffusionTrainer):
         metrics = super().validate(step, watch)
         self.calls.counting = True
         point = Point(step, self.calls.forward, self.calls.backward, self.seconds, metrics["val/reward/mean"])
-        self.curve.points.append(point)
-        sys.stdout.write(f"  {self.curve.name:16s} seed {self.curve.seed} {point}\n")
-        sys.stdout.flush()
+        self.points.append(point)
+        print(f"  {self.config.algorithm.name:16s} seed {self.config.trainer.seed} {point}", flush=True)
         if point.reward >= self.target:
             raise Reached
         return metrics
@@ -111,42 +96,29 @@ class CountingTrainer(RayDiffusionTrainer):
         """No checkpoints."""
 
 
-class Reached(Exception):
-    """The target reward is reached."""
-
-
-def run(name: str, seed: int, target: float, overrides: list[str]) -> Curve:
+def run(name: str, seed: int, target: float, overrides: list[str]) -> list[Point]:
     """Train with algorithm `name` until `target` or the last step."""
     fixed = ["checkpoint.every=0", "logger.progress=false", "logger.tensorboard=false", "cluster.launcher=local"]
     config = compose_run([f"algorithm={name}", f"trainer.seed={seed}", *fixed, *overrides]).config
-    curve = Curve(name, seed)
     with tempfile.TemporaryDirectory() as folder, Cluster(config.cluster, config.reward.gpu_shares) as cluster:
         prompts = load_prompts(config.data.train)
         held_out = load_prompts(config.validation.data) if config.validation.data else []
         trainer = CountingTrainer(config, Path(folder), cluster, prompts, held_out, {})
-        trainer.curve, trainer.target = curve, target
+        trainer.target = target
         with contextlib.suppress(Reached):
             trainer.fit()
-    return curve
+    return trainer.points
 
 
-def table(curves: list[Curve], target: float) -> str:
-    """One line per run, in Markdown."""
-    lines = [
-        f"| algorithm | seed | steps | forward | backward | seconds | held-out reward | calls to {target:g} |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for curve in curves:
-        last, reached = curve.points[-1], curve.reaching(target)
-        calls = "-" if reached is None else f"{reached.calls:,}"
-        lines.append(
-            f"| {curve.name} | {curve.seed} | {last.step} | {last.forward:,} | {last.backward:,} "
-            f"| {last.seconds:.0f} | {last.reward:.3f} | {calls} |"
-        )
-    return "\n".join(lines) + "\n"
+def row(name: str, seed: int, points: list[Point], target: float) -> str:
+    """A run as a line of the table."""
+    last = points[-1]
+    calls = next((f"{p.forward + p.backward:,}" for p in points if p.reward >= target), "-")
+    costs = f"{last.step} | {last.forward:,} | {last.backward:,} | {last.seconds:.0f}"
+    return f"| {name} | {seed} | {costs} | {last.reward:.3f} | {calls} |\n"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("algorithms", nargs="*", help=f"some of {', '.join(shipped('algorithm'))}; key=value overrides")
     parser.add_argument("--target", type=float, default=2.0, help="end a run at this held-out reward")
@@ -156,18 +128,17 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     overrides = [a for a in args.algorithms if "=" in a]
     names = [a for a in args.algorithms if "=" not in a] or ["flow_grpo", "flow_grpo_fast", "diffusion_nft"]
-    curves = []
-    for name in names:
-        for seed in args.seeds:
-            curves.append(run(name, seed, args.target, overrides))
-            if args.out:
-                with args.out.open("a") as file:
-                    points = [vars(p) for p in curves[-1].points]
-                    file.write(json.dumps({"algorithm": name, "seed": seed, "overrides": overrides, "points": points}))
-                    file.write("\n")
-    sys.stdout.write("\n" + table(curves, args.target))
-    return 0
+    columns = ("algorithm", "seed", "steps", "forward", "backward", "seconds", "held-out reward")
+    table = f"\n| {' | '.join(columns)} | calls to {args.target:g} |\n|{'---|' * 8}\n"
+    for name, seed in product(names, args.seeds):
+        points = run(name, seed, args.target, overrides)
+        table += row(name, seed, points, args.target)
+        if args.out:
+            line = {"algorithm": name, "seed": seed, "overrides": overrides, "points": [p._asdict() for p in points]}
+            with args.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    print(table, end="")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

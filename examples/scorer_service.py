@@ -34,10 +34,7 @@ def load() -> Any:
 
 
 def score(
-    model: Any,
-    images: list[Image.Image],
-    prompts: list[str],
-    metadata: list[dict[str, Any]],
+    model: Any, images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]]
 ) -> dict[str, list[float]]:
     """Columns by name, one number per image; the first column is the score. Raise for what cannot be scored."""
     hsv = [ImageStat.Stat(image.convert("HSV")).mean for image in images]

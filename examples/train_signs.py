@@ -11,6 +11,7 @@ import argparse
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, processors
 from tokenizers.models import WordLevel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gerl.config import ValidationConfig
+from gerl.algorithms.planning import VALIDATION_SEED
+from gerl.pages.images import grid
 from gerl.rewards.scorers.ocr import OcrScorer
 from gerl.utils.seeding import derive_seed, sample_generators
 
@@ -40,27 +42,16 @@ COLOURS = {  # name: (board, lettering)
     "yellow": ((245, 205, 40), DARK), "white": ((240, 240, 240), DARK),
 }  # fmt: skip
 LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
-WORDS = """
-BAR BUS CAB CAR CAT CUP DAY DOG EAT EGG FAN FIG FLY FOX FUN GAS GEM GYM HAT HOT HUB HUT ICE INK INN JAM JAR JET JOY KEY
-KIT LAB LAW LOG LOW MAP MIX NET NEW NUT OAK OIL OLD OWL PAN PEN PET PIE PIG POT PUB RAY RED RUN SEA SKI SKY SUN TAP TAX
-TEA TEN TIP TOP TOY VAN VET WAY WEB ZOO BABY BACK BAKE BALL BAND BANK BARN BATH BEAN BEAR BELL BEST BIKE BIRD BLUE BOAT
-BOLD BOOK BOOT BOWL CAFE CAKE CALL CAMP CARD CASH CAVE CHEF CITY CLAY CLUB COAL COAT CODE COIN COLD COOK COOL CORN DARK
-DATE DAWN DECK DEEP DEER DESK DISH DIVE DOCK DOLL DOOR DOVE DRUM DUCK EAST EASY ECHO EDGE EXIT FARM FAST FERN FILM FIRE
-FISH FIVE FLAG FOLK FOOD FORK FOUR FREE FROG FUEL GAME GATE GIFT GOAL GOAT GOLD GOLF GOOD GRID HALL HAND HARP HAWK HELP
-HERO HIGH HILL HOME HOPE HORN ICON IDEA IRON JADE JAZZ JEEP JOIN JUDO JULY JUMP JUNE KEEP KING KITE KIWI LAKE LAMP LAND
-LAST LEAF LEFT LIFT LIME LION LIVE LOCK LOVE LUCK MAIL MALL MAZE MEAL MENU MILK MINT MOON NEWS NEXT NICE NINE NOON NOTE
-OPEN OVEN PARK PATH PEAR PIER PINE POND POOL PORT POST PULL PUSH QUIZ RACE RAIN RICE RING ROAD ROCK ROSE RUBY SAFE SALE
-SALT SAND SHIP SHOE SHOP SLOW SNOW SOUP APPLE BEACH BERRY BREAD BRICK CABIN CANDY CHESS CLOCK CLOUD COAST CORAL CREAM
-CROWN DAILY DANCE DELTA DREAM EAGLE EARTH EIGHT ENTRY FIELD FLAME FLOUR FRESH FRUIT GLASS GLOBE GRAPE GREEN HAPPY HEART
-HONEY HORSE HOTEL HOUSE INBOX IVORY JELLY JUICE KAYAK KIOSK LEMON LIGHT LUNCH MAGIC MANGO MAPLE METRO MUSIC NIGHT NORTH
-NOVEL OCEAN OLIVE ORBIT PAPER PASTA PEACH PHOTO PIANO PILOT PIZZA PLANT QUEEN QUICK QUIET RADIO RANCH RIVER ROBOT SALAD
-SEVEN SHEEP SHORE SKATE SMILE SOLAR SOUTH SPICE STAGE STONE STORM SUGAR SUNNY TABLE TIGER TOAST TOWER TRAIN TULIP VALUE
-VIDEO VOICE WATER WHALE WHEAT WORLD ZEBRA ACTIVE AUTUMN BAKERY BASKET BRIDGE BUTTER CAMERA CANDLE CASTLE CHEESE CHERRY
-CINEMA CIRCLE COFFEE COOKIE COPPER COTTON DESERT DINNER DOCTOR DONKEY DRAGON FAMILY FLOWER FOREST GALAXY GARAGE GARDEN
-GINGER GUITAR HARBOR ISLAND JACKET JUNGLE KITTEN LAGOON MARKET MEADOW MIRROR MOTION MUSEUM NATURE NUMBER OFFICE ORANGE
-ORCHID OXYGEN PALACE PARADE PENCIL PEPPER PLANET POCKET POTATO PUZZLE RABBIT RECIPE RIBBON ROCKET SAFARI SCHOOL SILVER
-SPRING STREET STUDIO SUMMER SUNSET TEMPLE TICKET TUNNEL TURTLE VALLEY VELVET VIOLET VOYAGE WINDOW WINTER YELLOW
-""".split()
+
+
+def texts_of(folder: Path, *names: str) -> dict[str, str]:
+    """The texts asked for in the prompt files ``names``, and their prompts."""
+    lines = [line for name in names for line in (folder / name).read_text().splitlines()]
+    return {line.split('"')[1]: line for line in lines}
+
+
+SHIPPED = texts_of(ASSETS / "prompts", "signs_train.txt", "signs_val.txt")
+WORDS = sorted([text for text in SHIPPED if not text.isdigit()], key=lambda word: (len(word), word))
 
 
 def render_sign(text: str, colour: str, rng: np.random.Generator, worn: float = 0.0) -> Image.Image:
@@ -92,9 +83,9 @@ def prompt_of(text: str, colour: str | None) -> str:
 
 
 def write_prompts(args: argparse.Namespace) -> None:
-    """Write ``signs_train.txt`` and ``signs_val.txt``: words and numbers, no text in both files."""
+    """Write ``signs_train.txt`` and ``signs_val.txt``: the shipped words and numbers, no text in both files."""
     rng = np.random.default_rng([args.seed, 0])
-    words = list(rng.permutation(sorted(set(WORDS))))
+    words = list(rng.permutation(sorted(WORDS)))
     numbers = sorted({int(n) for digits in (2, 3, 4, 5, 6) for n in rng.integers(10 ** (digits - 1), 10**digits, 100)})
     numbers = [str(n) for n in rng.permutation(numbers)]
     unseen, chosen = numbers[:64] + words[:64], numbers[64:] + words[64:]
@@ -237,7 +228,7 @@ def train_vae(args: argparse.Namespace) -> None:
 
 def held_out(args: argparse.Namespace) -> dict[str, str]:
     """The texts of the validation prompts, never drawn for training, and their prompts."""
-    return {line.split('"')[1]: line for line in (args.prompts / "signs_val.txt").read_text().splitlines()}
+    return texts_of(args.prompts, "signs_val.txt")
 
 
 def trained_vae(args: argparse.Namespace) -> AutoencoderKL:
@@ -318,23 +309,20 @@ def evaluate(args: argparse.Namespace) -> None:
     pipe.set_progress_bar_config(disable=True)
     targets, prompts = zip(*held_out(args).items(), strict=True)
     # the noise of the trainer's own validation: this score is where reinforcement learning starts
-    generators = sample_generators([derive_seed("validation", ValidationConfig().seed, i) for i in range(len(prompts))])
+    generators = sample_generators([derive_seed("validation", VALIDATION_SEED, i) for i in range(len(prompts))])
     images = pipe(
         list(prompts), height=HEIGHT, width=WIDTH, num_inference_steps=args.eval_steps, guidance_scale=args.guidance,
         max_sequence_length=1, generator=generators,
     ).images  # fmt: skip
     scores = OcrScorer()(images, list(prompts), [{}] * len(prompts))
-    groups: dict[str, list[float]] = {"all": scores}
+    groups: dict[str, list[float]] = defaultdict(list)
     for target, score in zip(targets, scores, strict=True):
         kind = "numbers" if target.isdigit() else "words"
-        for name in (kind, f"{kind} of {len(target)}"):
-            groups.setdefault(name, []).append(score)
+        for name in ("all", kind, f"{kind} of {len(target)}"):
+            groups[name].append(score)
     report = {name: [round(float(np.mean(g)), 4), len(g)] for name, g in sorted(groups.items())}
     log.info("OCR score on held-out prompts [mean, count]: %s", json.dumps(report))
-    grid = Image.new("RGB", (8 * (WIDTH + 2), -(-len(images) // 8) * (HEIGHT + 2)), "white")
-    for i, image in enumerate(images):
-        grid.paste(image, (i % 8 * (WIDTH + 2), i // 8 * (HEIGHT + 2)))
-    grid.resize((grid.width * 2, grid.height * 2), Image.Resampling.NEAREST).save(args.work / "held_out.png")
+    grid([np.asarray(image) for image in images], list(targets)).save(args.work / "held_out.png")
 
 
 def export(args: argparse.Namespace) -> None:

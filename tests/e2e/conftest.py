@@ -16,7 +16,14 @@ from safetensors.torch import load_file
 
 from gerl.trainer.main_flowgrpo import main
 
+Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
+SMALL = """
+experiment=plain model.lora_rank=4 model.lora_alpha=8 sampling.height=16 sampling.width=16
+sampling.num_inference_steps=4 sampling.guidance_scale=1.0 rollout.prompts_per_step=2 rollout.n=4
+rollout.micro_batch_size=4 validation.data=null trainer.steps=2 cluster.launcher=local cluster.device=cpu
+cluster.threads_per_worker=1 logger.progress=false logger.tensorboard=false
+"""
 PROMPTS = ["a red fox", "blue", 'a sign that reads "482"', "x y", "seven", "a cat"]
 BRIGHT = """
 import numpy as np
@@ -73,32 +80,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def arguments(model: Path, workplace: Path) -> Callable[..., list[str]]:
+def arguments(model: Path, workplace: Path) -> Arguments:
     """The command line of a small run into `folder`; keyword arguments replace keys (`__` stands for a dot)."""
 
-    def build(folder: Path, *overrides: str, scorer: str = "bright.py", **keys: Any) -> list[str]:
-        values = {
-            "experiment": "plain",
+    def build(folder: Path, *overrides: str, scorer: str | Path = "bright.py", **keys: Any) -> list[str]:
+        values: dict[str, Any] = dict(pair.split("=") for pair in SMALL.split()) | {
             "hydra.run.dir": folder,
             "model.path": model,
-            "model.lora_rank": 4,
-            "model.lora_alpha": 8,
-            "sampling.height": 16,
-            "sampling.width": 16,
-            "sampling.num_inference_steps": 4,
-            "sampling.guidance_scale": 1.0,
-            "sampling.call": "{max_sequence_length: 8}",
-            "rollout.prompts_per_step": 2,
-            "rollout.n": 4,
-            "rollout.micro_batch_size": 4,
             "data.train": workplace / "train.txt",
-            "validation.data": "null",
-            "trainer.steps": 2,
-            "cluster.launcher": "local",
-            "cluster.device": "cpu",
-            "cluster.threads_per_worker": 1,
-            "logger.progress": "false",
-            "logger.tensorboard": "false",
+            "sampling.call": "{max_sequence_length: 8}",
         }
         if scorer:
             values["reward.scorers.bright.path"] = workplace / scorer
@@ -109,12 +99,26 @@ def arguments(model: Path, workplace: Path) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="session")
-def train(arguments: Callable[..., list[str]]) -> Callable[..., Run]:
+def train(arguments: Arguments) -> Callable[..., Run]:
     """Run the command line in this process and expect success."""
 
     def run(folder: Path, *overrides: str, **keys: Any) -> Run:
         assert main(arguments(folder, *overrides, **keys)) == 0
         return Run(folder)
+
+    return run
+
+
+@pytest.fixture
+def refused(arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run, expect the exit code, and return the message on stderr, which must be one line and no traceback."""
+
+    def run(*overrides: str, expect: int = 1, **keys: Any) -> str:
+        capsys.readouterr()
+        assert main(arguments(tmp_path / "run", *overrides, **keys)) == expect
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and message.count("\n") == 1 and "Traceback" not in message, message
+        return message
 
     return run
 

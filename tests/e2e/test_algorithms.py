@@ -14,99 +14,64 @@ import torch
 from schedules import sd3_sigmas
 
 from gerl.commandline.composition import shipped
-from gerl.trainer.main_flowgrpo import main
 
 Train = Callable[..., Any]
 # An easy task for random weights: a large LoRA and a high learning rate, scored by the brightness.
-EASY = {
-    "sampling__num_inference_steps": 5,
-    "model__lora_alpha": 32,
-    "actor__lr": 0.02,
-    "actor__ema_decay": 0.5,
-    "rollout__prompts_per_step": 3,
-    "rollout__n": 12,
-    "rollout__micro_batch_size": 36,
-    "trainer__steps": 12,
-    "validation__every": 0,
-    "checkpoint__every": 0,
-}
+EASY = """
+sampling.num_inference_steps=5 model.lora_alpha=32 actor.lr=0.02 actor.ema_decay=0.5 rollout.prompts_per_step=3
+rollout.n=12 rollout.micro_batch_size=36 trainer.steps=12 validation.every=0 checkpoint.every=0
+"""
 # what the published settings need to fit in five denoising steps, and to show in twelve trainer steps
-FITTED: dict[str, dict[str, Any]] = {
-    "flow_grpo_fast": {"sampling__window_size": 2, "sampling__window_range": "[0,4]"},
-    "mix_grpo": {"sampling__window_size": 2, "sampling__window_every": 2},
-    "mix_grpo_flash": {"sampling__window_size": 2, "sampling__window_every": 2},
-    "tempflow_grpo": {"rollout__n": 2, "algorithm__branch_factor": 3},
-    "branch_grpo": {
-        "rollout__n": 2,
-        "algorithm__split_steps": "[0,1,2]",
-        "sampling__kernel": "flow_sde",
-        "sampling__noise_level": 0.7,
-    },
-    "dgpo": {"sampling__window_range": "[0,4]"},
-    "crd": {"algorithm__kl_coef": 0},
+FITTED = {
+    "flow_grpo_fast": "sampling.window_size=2 sampling.window_range=[0,4]",
+    "mix_grpo": "sampling.window_size=2 sampling.window_every=2",
+    "mix_grpo_flash": "sampling.window_size=2 sampling.window_every=2",
+    "tempflow_grpo": "rollout.n=2 algorithm.branch_factor=3",
+    "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] sampling.kernel=flow_sde sampling.noise_level=0.7",
+    "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=96 trainer.steps=16 trainer.seed=1 "
+    "actor.lr=0.005",
+    "dgpo": "sampling.window_range=[0,4]",
+    "crd": "algorithm.kl_coef=0",
     # without bad examples a random model drifts towards whatever it draws, which the KL holds back
-    "rwr": {
-        "algorithm__beta": 3,
-        "algorithm__kl_coef": 0.5,
-        "rollout__n": 24,
-        "rollout__micro_batch_size": 72,
-        "trainer__steps": 14,
-        "trainer__seed": 1,
-    },
+    "rwr": "algorithm.beta=3 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=14 "
+    "trainer.seed=1",
 }
+ON_SD15 = {"sampling__call": "{output_type: np}"}
 
 
-@pytest.mark.parametrize("name", [name for name in shipped("algorithm") if name != "ddpo"])  # that one is below
-def test_the_reward_follows_its_sign(name: str, train: Train, workplace: Path, tmp_path: Path) -> None:
-    keys = {**EASY, "validation__data": workplace / "val.txt", **FITTED.get(name, {})}
-    change = {}
-    for weight in (1, -1):
-        run = train(tmp_path / str(weight), f"algorithm={name}", f"reward.scorers.bright.weight={weight}", **keys)
-        bright = run.column("val/bright/mean")
-        change[weight] = bright[-1] - bright[0]
-        assert max(run.column("actor/ratio_deviation")) < 1e-5
-    assert change[1] > 0.001 and change[-1] < -0.001, change
-
-
-def test_ddpo_on_stable_diffusion(train: Train, workplace: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sd15(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pipe = tiny.sd15()
     pipe.unet.conv_out.weight.data.mul_(8)  # random weights predict next to nothing, and have nothing to learn with
-    pipe.save_pretrained(tmp_path / "sd15")
-    keys = {
-        **EASY,
-        "model__path": tmp_path / "sd15",
-        "sampling__guidance_scale": 1.0,
-        "sampling__call": "{output_type: np}",
-        "validation__data": workplace / "val.txt",
-        "rollout__prompts_per_step": 6,
-        "rollout__n": 16,
-        "rollout__micro_batch_size": 96,
-        "trainer__steps": 16,
-        "trainer__seed": 1,
-        "actor__lr": 0.005,
-    }
+    folder = tmp_path_factory.mktemp("model") / "sd15"
+    pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", shipped("algorithm"))
+def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workplace: Path, tmp_path: Path) -> None:
+    settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split()]
+    settings += FITTED.get(name, "").split()
+    keys = ON_SD15 | {"model__path": sd15} if name == "ddpo" else {}
     change = {}
     for weight in (1, -1):
-        run = train(tmp_path / str(weight), "algorithm=ddpo", f"reward.scorers.bright.weight={weight}", **keys)
+        run = train(tmp_path / str(weight), *settings, f"reward.scorers.bright.weight={weight}", **keys)
         bright = run.column("val/bright/mean")
         change[weight] = bright[-1] - bright[0]
+        assert run.column("val/reward/mean") == pytest.approx([weight * value for value in bright])
         assert max(run.column("actor/ratio_deviation")) < 1e-5
     assert change[1] > 0.001 and change[-1] < -0.001, change
 
 
 def test_an_interrupted_run_carries_its_old_policies_on(train: Train, tmp_path: Path) -> None:
-    keys = {
-        "trainer__steps": 4,
-        "checkpoint__every": 2,
-        "checkpoint__keep": 9,
-        "actor__lr": 0.01,
-        "algorithm__old_decay": "[0,0.6,0,0.6]",
-        "algorithm__rollout_decay": "[0,0.3,0.1,0.9]",
-    }
-    whole = train(tmp_path / "whole" / "run", "algorithm=diffusion_nft", **keys)
+    settings = """
+    algorithm=diffusion_nft algorithm.old_decay=[0,0.6,0,0.6] algorithm.rollout_decay=[0,0.3,0.1,0.9]
+    checkpoint.every=2 checkpoint.keep=9 actor.lr=0.01
+    """.split()
+    whole = train(tmp_path / "whole" / "run", *settings, trainer__steps=4)
     half = tmp_path / "half" / "run"
-    train(half, "algorithm=diffusion_nft", **keys | {"trainer__steps": 2})
-    resumed = train(half, "algorithm=diffusion_nft", f"checkpoint.resume={half}", **keys)
+    train(half, *settings, trainer__steps=2)
+    resumed = train(half, *settings, f"checkpoint.resume={half}", trainer__steps=4)
     state, expected = resumed.state(4), whole.state(4)
     assert sorted(state) == sorted(expected)
     assert {name.split("/")[0] for name in state} == {"lora", "ema", "old", "sampler", "optimizer"}
@@ -180,10 +145,7 @@ def test_the_kl_may_be_paid_by_the_reward(train: Train, tmp_path: Path) -> None:
     [("algorithm=flow_grpo", "sampling.kernel=flow_sde"), ("algorithm=diffusion_nft", "sampling.solver=dpm2")],
 )
 def test_a_sampler_that_the_scheduler_cannot_use_is_refused_before_any_image(
-    override: str, key: str, arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    override: str, key: str, refused: Callable[..., str], sd15: Path, tmp_path: Path
 ) -> None:
-    tiny.sd15().save_pretrained(tmp_path / "sd15")
-    keys = {"model__path": tmp_path / "sd15", "sampling__call": "{output_type: np}"}
-    assert main(arguments(tmp_path / "run", override, **keys)) == 1
-    assert f"error: {key} " in capsys.readouterr().err
+    assert refused(override, model__path=sd15, **ON_SD15).startswith(f"error: {key} ")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

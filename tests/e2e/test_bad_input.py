@@ -1,23 +1,21 @@
 """Bad input: one sentence on stderr with key, value and remedy, before any work is done."""
 
-import importlib
 import json
-import logging
 import re
 import socket
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import tiny
-import torch
 
-from gerl.trainer.main_flowgrpo import main
-
-Arguments = Callable[..., list[str]]
+ROOT = Path(__file__).resolve().parents[2]
+Refused = Callable[..., str]
+Failing = Callable[..., dict[str, Any]]
+Train = Callable[..., Any]
 FILES = {
     "empty.txt": "\n  \n",
     "rows.jsonl": '{"prompt": "a"}\n\n{"text": "482"}\n',
@@ -115,6 +113,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "no weights": ("2", "reward.scorers ", r"weight.*\+reward\.scorers\.", "reward.scorers.bright.weight=0"),
     "reserved name": ("2", "reward.scorers.reward: ", "another", "reward.scorers.reward.weight=1"),
     # places
+    "no GPU": ("1", "cluster.device=cuda, ", r"cluster\.device=auto", "cluster.device=cuda"),
     "file in the way": ("2", "hydra.run.dir={}/in_the_way: ", "another folder", "hydra.run.dir={}/in_the_way"),
     "file on the way": ("2", "hydra.run.dir={}/in_the_way/run: ", "another folder", "hydra.run.dir={}/in_the_way/run"),
     "no run to resume": ("1", "checkpoint.resume={}/folder: ", "auto.*never", "checkpoint.resume={}/folder"),
@@ -130,151 +129,99 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sentence(capsys: pytest.CaptureFixture[str]) -> str:
-    """The message on stderr, which must be one line and no traceback."""
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1 and "Traceback" not in message, message
-    return message
-
-
 @pytest.mark.parametrize("case", TABLE)
 def test_bad_input_gets_one_sentence_before_any_work(
-    arguments: Arguments, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    refused: Refused, files: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a worker was started")
 
     monkeypatch.setattr("gerl.cluster.Cluster.__enter__", never)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, named, remedy, *overrides = (part.replace("{}", str(files)) for part in TABLE[case])
-    assert main([*arguments(tmp_path / "run"), *overrides]) == int(code)
-    message = sentence(capsys)
+    message = refused(*overrides, expect=int(code))
     _, found, rest = message.partition(named)
     assert found and re.search(remedy, rest), message
     assert not (tmp_path / "run").exists()
     assert (files / "in_the_way").read_text() == "a file\n"
 
 
-def test_lora_targets_that_match_nothing(
-    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments(tmp_path / "run", "model.lora_targets=to_qq")) == 1
-    message = sentence(capsys)
+def test_lora_targets_that_match_nothing(refused: Refused, tmp_path: Path) -> None:
+    message = refused("model.lora_targets=to_qq")
     assert re.search("model.lora_targets='to_qq'.*SD3Transformer2DModel.*linear_1", message), message
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
-def test_an_argument_the_pipeline_does_not_take(
-    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments(tmp_path / "run", "sampling.call.true_cfg=4")) == 1
-    assert re.search("StableDiffusion3Pipeline.*'true_cfg'", sentence(capsys))
+def test_an_argument_the_pipeline_does_not_take(refused: Refused) -> None:
+    assert re.search("StableDiffusion3Pipeline.*'true_cfg'", refused("sampling.call.true_cfg=4"))
 
 
-def test_a_pipeline_with_a_missing_part(
-    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_with_a_missing_part(refused: Refused, tmp_path: Path) -> None:
     tiny.sd3(layers=1).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "vae" / "config.json").unlink()
-    capsys.readouterr()
-    assert main(arguments(tmp_path / "run", model__path=tmp_path / "model")) == 1
-    assert f"model.path='{tmp_path / 'model'}' " in sentence(capsys)
+    assert f"model.path='{tmp_path / 'model'}' " in refused(model__path=tmp_path / "model")
 
 
-def test_a_scorer_that_is_not_installed(
-    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = importlib.import_module
-
-    def without_rapidocr(name: str, package: str | None = None) -> ModuleType:
-        if name == "rapidocr":
-            raise ModuleNotFoundError("No module named 'rapidocr'", name=name)
-        return real(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", without_rapidocr)
-    assert main(arguments(tmp_path / "run", "reward.scorers.ocr.weight=1")) == 1
-    message = sentence(capsys)
-    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+def test_a_scorer_that_is_not_installed(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    message = refused("reward.scorers.ocr.weight=1")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "rapidocr" in message and any(f"pip install 'gerl[{extra}]'" in message for extra in extras), message
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(tmp_path / "run", cluster__device="cuda")) == 1
-    message = sentence(capsys)
-    assert re.search("cluster.device=cuda.*cluster.device=auto", message), message
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_ray_cluster_that_is_not_there(
-    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_cluster_that_is_not_there(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
-    assert main(arguments(tmp_path / "run", cluster__launcher="ray")) == 1
-    message = sentence(capsys)
+    message = refused(cluster__launcher="ray")
     assert re.search(f"RAY_ADDRESS={address}: .*unset", message), message
 
 
-# Scorers that fail on the first image of every group of the prompt "blue", and count their calls.
+# Scorers that fail on the first image of every group of the prompt "blue", and the reason that is given.
 FAILING = {
-    "nan": "return [float('nan') if p == 'blue' and m['first'] else 0.1 * i for i, (p, m) in enumerate(rows)]",
-    "raise": "raise RuntimeError('out of\\nmemory')",
-    "count": "return [0.5] * (len(rows) + 1)",
-    "nothing": "return None",
-    "text": "return ['good'] * len(rows)",
+    "nan": ("return [float('nan') if i == 0 else 0.1 * i for i in range(len(prompts))]", "nan"),
+    "raise": ("raise RuntimeError('out of\\nmemory')", "RuntimeError: out of memory"),
+    "count": ("return [0.5] * (len(prompts) + 1)", "5 scores for 4 images"),
+    "nothing": ("return None", "NoneType"),
+    "text": ("return ['good'] * len(prompts)", "'good'"),
 }
 SCORER = """
 import pathlib
 
-def compute_score(images, prompts, metadata, log, until=10**9):
+def compute_score(images, prompts, metadata, log, until):
     calls = pathlib.Path(log)
     count = calls.stat().st_size if calls.exists() else 0
     calls.write_text("x" * (count + 1))
-    rows = list(zip(prompts, [{"first": i == 0} for i in range(len(prompts))]))
     if "blue" in prompts and count < until:
         BODY
     return [0.1 * i for i in range(len(prompts))]
 """
-REASONS = {
-    "nan": "nan",
-    "raise": "RuntimeError: out of memory",
-    "count": "5 scores for 4 images",
-    "nothing": "NoneType",
-    "text": "'good'",
-}
 
 
 @pytest.fixture
-def failing(arguments: Arguments, run_of: Any, tmp_path: Path) -> Callable[..., Any]:
-    """A run of two groups of four, one micro-batch each, of which the scorer fails for one."""
+def failing(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Keys of a run with a group of four per prompt, one micro-batch each, of which the scorer fails for one."""
 
-    def start(kind: str, *overrides: str, expect: int = 0, **keys: Any) -> Any:
-        (tmp_path / "failing.py").write_text(SCORER.replace("BODY", FAILING[kind]))
-        (tmp_path / "two.txt").write_text("blue\na red fox\n")
-        settings = {
-            "data__train": tmp_path / "two.txt",
-            "reward__scorers__bright__kwargs": f"{{log: {tmp_path / 'calls'}}}",
+    def keys(kind: str, prompts: str = "blue\na red fox\n", until: int = 10**9) -> dict[str, Any]:
+        (tmp_path / "failing.py").write_text(SCORER.replace("BODY", FAILING[kind][0]))
+        (tmp_path / "prompts.txt").write_text(prompts)
+        return {
+            "scorer": tmp_path / "failing.py",
+            "data__train": tmp_path / "prompts.txt",
+            "reward__scorers__bright__kwargs": f"{{log: {tmp_path / 'calls'}, until: {until}}}",
             "reward__retries": 0,
         }
-        path = f"reward.scorers.bright.path={tmp_path / 'failing.py'}"
-        assert main(arguments(tmp_path / "run", path, *overrides, **settings | keys)) == expect
-        return run_of(tmp_path / "run")
 
-    return start
+    return keys
 
 
 @pytest.mark.parametrize("kind", FAILING)
 def test_the_group_of_a_failed_score_is_dropped_and_named(
-    failing: Callable[..., Any], caplog: pytest.LogCaptureFixture, kind: str
+    train: Train, failing: Failing, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="gerl"):
-        run = failing(kind)
+    run = train(tmp_path / "run", **failing(kind))
     assert run.column("group/dropped") == [1, 1]
     assert run.column("reward/failures") == ([1, 1] if kind == "nan" else [4, 4])
     assert run.column("actor/policy_version") == [1, 2]  # the other group is trained on
@@ -282,36 +229,31 @@ def test_the_group_of_a_failed_score_is_dropped_and_named(
     assert run.column("reward/mean") == pytest.approx([sum(kept) / len(kept)] * 2)  # no silent 0
     dropped = [message for message in caplog.messages if "dropped" in message]
     assert len(dropped) == 2
-    assert all(re.search(f"bright .*image 0 of 'blue': .*{REASONS[kind]}", message) for message in dropped), dropped
+    assert all(re.search(f"bright .*image 0 of 'blue': .*{FAILING[kind][1]}", message) for message in dropped), dropped
 
 
 def test_a_failed_call_is_retried(
-    failing: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    train: Train, failing: Failing, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    retries = {"reward__retries": 2, "reward__scorers__bright__kwargs": f"{{log: {tmp_path / 'calls'}, until: 3}}"}
-    with caplog.at_level(logging.WARNING, logger="gerl"):
-        run = failing("raise", trainer__steps=1, **retries)
+    run = train(tmp_path / "run", trainer__steps=1, **failing("raise", until=3) | {"reward__retries": 2})
     assert run.column("group/dropped") == [0]
     again = [message for message in caplog.messages if re.search("bright .*again.*4 of 4.*out of memory", message)]
     assert len(again) == sum(run.column("scorer/bright/retries")) == 2
 
 
 def test_a_failed_score_may_stop_the_run_with_a_checkpoint(
-    failing: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refused: Refused, failing: Failing, run_of: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "four.txt").write_text("a red fox\nx y\nblue\nseven\n")
-    run = failing("raise", "data.shuffle=false", expect=1, data__train=tmp_path / "four.txt", reward__on_error="stop")
-    message = sentence(capsys)
+    keys = failing("raise", prompts="a red fox\nx y\nblue\nseven\n")
+    message = refused("data.shuffle=false", reward__on_error="stop", **keys)
     assert re.search("bright .*image 0 of 'blue': .*out of memory.*reward.on_error=drop_group", message), message
+    run = run_of(tmp_path / "run")
     assert run.metrics[-1]["step"] == 1  # the first step had no failure
     state = json.loads((run.checkpoint(1) / "state.json").read_text())
     assert state["step"] == 1 and state["finished"] is False
     assert (run.folder / "report.html").exists()
 
 
-def test_a_step_without_any_score_stops_the_run(
-    failing: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "blue.txt").write_text("blue\n")
-    failing("raise", expect=1, data__train=tmp_path / "blue.txt")
-    assert re.search("100% .*step 1 .*reward.max_failed=0.5", sentence(capsys))
+def test_a_step_without_any_score_stops_the_run(refused: Refused, failing: Failing) -> None:
+    message = refused(**failing("raise", prompts="blue\n"))
+    assert re.search("100% .*step 1 .*reward.max_failed=0.5", message), message

@@ -5,9 +5,9 @@ A Python block is executed as it stands unless an HTML comment `<!-- not run: re
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,8 +19,7 @@ README = ROOT / "README.md"
 TRAIN = "python -m gerl.trainer.main_flowgrpo"
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A fenced block, and the reason why it is not executed, if one is given before it."""
 
     line: int
@@ -29,26 +28,21 @@ class Block:
     not_run: str | None
 
 
-def blocks(document: Path = README) -> list[Block]:
-    text = document.read_text(encoding="utf-8") if document.exists() else ""
-    found = []
-    for match in re.finditer(
-        r"(<!-- not run: (?P<why>.+?) -->\s*)?^```(?P<language>\w*)\n(?P<text>.*?)^```", text, re.M | re.S
-    ):
+def blocks(document: Path = README) -> Iterator[Block]:
+    text = document.read_text(encoding="utf-8")
+    fence = r"(?:<!-- not run: (?P<why>.+?) -->\s*)?^```(?P<language>\w*)\n(?P<text>.*?)^```"
+    for match in re.finditer(fence, text, re.M | re.S):
         line = text[: match.start("text")].count("\n") + 1
-        found.append(Block(line, match["language"], match["text"], match["why"]))
-    return found
+        yield Block(line, match["language"], match["text"], match["why"])
 
 
-def commands(document: Path = README) -> list[tuple[int, str]]:
+def commands(document: Path = README) -> Iterator[tuple[int, str]]:
     """(line, command) of the bash blocks, without comments, continued lines joined."""
-    found = []
     for block in blocks(document):
         if block.language in ("bash", "sh", "console"):
             for number, line in enumerate(block.text.replace("\\\n", "  ").splitlines()):
                 if command := re.sub(r"(^|\s)#.*", "", line).removeprefix("$ ").strip():
-                    found.append((block.line + number, command))
-    return found
+                    yield block.line + number, command
 
 
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,7 +51,6 @@ TRAINING = [(line, command) for page in PAGES for line, command in commands(page
 
 
 def test_the_pages_have_what_is_checked_here() -> None:
-    assert README.exists(), "README.md is missing"
     assert not [page.name for page in PAGES if "@@" in page.read_text(encoding="utf-8")], "a placeholder was left in"
     assert PYTHON and TRAINING
     assert {"make demo", "make test"} <= {command for _, command in commands()}
@@ -93,10 +86,8 @@ def test_make_targets_exist() -> None:
 
 def test_modules_that_are_run_exist() -> None:
     modules = re.findall(r"python -m (gerl[\w.]*)", README.read_text(encoding="utf-8"))
-    assert modules
-    for module in modules:
-        path = ROOT.joinpath(*module.split("."))
-        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+    places = [ROOT.joinpath(*module.split(".")) for module in modules]
+    assert places and all(p.with_suffix(".py").is_file() or (p / "__main__.py").is_file() for p in places), modules
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
@@ -109,7 +100,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path) -> None:
-    named = re.findall(
-        r"`((?:gerl|tests|configs|docs|examples|benchmarks|reward_models)/[\w./-]*)`", page.read_text("utf-8")
-    )
+    folders = "gerl|tests|configs|docs|examples|benchmarks|reward_models"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text("utf-8"))
     assert not [path for path in named if "NAME" not in path and not (ROOT / path).exists()]

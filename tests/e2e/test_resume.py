@@ -1,11 +1,11 @@
 """A run that stops, by itself, by a signal or by kill -9, carries on as if nothing had happened."""
 
 import json
-import logging
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,11 @@ from gerl.utils.dataset import load_prompts
 from gerl.utils.seeding import sample_generators
 
 Arguments = Callable[..., list[str]]
+Resume = Callable[[Any], None]
 STEPS = 5
+EVERY_STEP = """
+validation.every=1 checkpoint.every=1 checkpoint.keep=9 rollout.prompts_per_step=3 actor.lr=0.01 actor.warmup_steps=3
+""".split()
 # Brightness; call number `number` (from 1) sends a signal to the process, as a user or a scheduler would.
 STOPPING = """
 import os, pathlib, signal
@@ -47,38 +51,45 @@ def command(arguments: Arguments, workplace: Path, tmp_path_factory: pytest.Temp
         settings = {
             "scorer": "stopping.py",
             "trainer__steps": STEPS,
-            "rollout__prompts_per_step": 3,
             "validation__data": workplace / "val.txt",
-            "validation__every": 1,
-            "checkpoint__every": 1,
-            "checkpoint__keep": 9,
-            "actor__lr": 0.01,
-            "actor__warmup_steps": 3,
             "reward__scorers__bright__kwargs": f"{{log: {folder.parent / 'calls'}, number: {stop}}}",
         }
-        return arguments(folder, *overrides, **settings | keys)
+        return arguments(folder, *EVERY_STEP, *overrides, **settings | keys)
 
     return build
 
 
 @pytest.fixture(scope="module")
-def whole(command: Arguments, run_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main(command(folder)) == 0
-    return run_of(folder)
+def finished(command: Arguments, run_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    @cache
+    def run(steps: int) -> Any:
+        folder = tmp_path_factory.mktemp("finished") / "run"
+        assert main(command(folder, trainer__steps=steps)) == 0
+        return run_of(folder)
 
-
-@pytest.fixture(scope="module")
-def three(command: Arguments, run_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("three") / "run"
-    assert main(command(folder, trainer__steps=3)) == 0
-    return run_of(folder)
+    return run
 
 
 @pytest.fixture
-def stopped(three: Any, run_of: Any, tmp_path: Path) -> Any:
+def whole(finished: Callable[[int], Any]) -> Any:
+    return finished(STEPS)
+
+
+@pytest.fixture
+def stopped(finished: Callable[[int], Any], run_of: Any, tmp_path: Path) -> Any:
     """A copy of a run that ended after three steps."""
-    return run_of(Path(shutil.copytree(three.folder, tmp_path / "runs" / "run")))
+    return run_of(Path(shutil.copytree(finished(3).folder, tmp_path / "runs" / "run")))
+
+
+@pytest.fixture
+def resume(command: Arguments, stopped: Any, whole: Any) -> Callable[[Any], None]:
+    """Carry `stopped` on from a place; it must end like the run that did not stop."""
+
+    def run(place: Any) -> None:
+        assert main(command(stopped.folder, f"checkpoint.resume={place}")) == 0
+        assert_same_end(stopped, whole)
+
+    return run
 
 
 def assert_same_end(run: Any, other: Any) -> None:
@@ -93,32 +104,30 @@ def assert_same_end(run: Any, other: Any) -> None:
         assert (np.load(run.folder / name)["pixels"] == np.load(other.folder / name)["pixels"]).all()
 
 
-def test_three_steps_and_two_are_five(
-    command: Arguments, whole: Any, stopped: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="gerl"):
-        assert main(command(stopped.folder, f"checkpoint.resume={stopped.folder}")) == 0
+def test_three_steps_and_two_are_five(resume: Resume, stopped: Any, caplog: pytest.LogCaptureFixture) -> None:
+    resume(stopped.folder)
     assert any("resumed" in m and str(stopped.checkpoint(3)) in m for m in caplog.messages)
-    assert_same_end(stopped, whole)
 
 
-def test_a_single_checkpoint_can_be_named(command: Arguments, whole: Any, stopped: Any) -> None:
-    assert main(command(stopped.folder, f"checkpoint.resume={stopped.checkpoint(2)}")) == 0
-    assert_same_end(stopped, whole)
+def test_a_single_checkpoint_can_be_named(resume: Resume, stopped: Any) -> None:
+    resume(stopped.checkpoint(2))
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
-    command: Arguments, whole: Any, stopped: Any, caplog: pytest.LogCaptureFixture
+    resume: Resume, stopped: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = stopped.checkpoint(3) / "state.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    with caplog.at_level(logging.INFO, logger="gerl"):
-        assert main(command(stopped.folder, f"checkpoint.resume={stopped.folder}")) == 0
+    resume(stopped.folder)
     assert any(str(stopped.checkpoint(3)) in m and "state.safetensors" in m for m in caplog.messages)
     assert any("resumed" in m and str(stopped.checkpoint(2)) in m for m in caplog.messages)
-    assert_same_end(stopped, whole)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew_in_its_folder(resume: Resume, stopped: Any) -> None:
+    shutil.rmtree(stopped.folder / "checkpoints")
+    resume("auto")
 
 
 @pytest.mark.parametrize(
@@ -131,16 +140,15 @@ def test_sigterm_leaves_a_checkpoint_and_auto_carries_on(
 ) -> None:
     run = run_of(tmp_path / "runs" / "first")
     settings = ("actor.lr_schedule=constant", "checkpoint.every=0")
-    with caplog.at_level(logging.INFO, logger="gerl"):
-        assert main(command(run.folder, *settings, stop=call)) == 128 + signal.SIGTERM
+    assert main(command(run.folder, *settings, stop=call)) == 128 + signal.SIGTERM
     where, why = caplog.messages[-2:]
     assert f"step {kept}: " in where and str(run.folder / "checkpoints") in where
     assert f"signal {int(signal.SIGTERM)}" in why
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == [f"step_{kept}"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the handlers are gone
-    again = command(tmp_path / "runs" / "second", *settings, "checkpoint.resume=auto", stop=call)
-    assert main(again) == 0
-    assert not (tmp_path / "runs" / "second").exists()  # it carried on where the first one lies
+    second = tmp_path / "runs" / "second"
+    assert main(command(second, *settings, "checkpoint.resume=auto", stop=call)) == 0
+    assert not second.exists()  # it carried on where the first one lies
     assert_same_end(run, whole)
 
 
@@ -166,8 +174,7 @@ def test_auto_after_a_finished_run_starts_anew(
     command: Arguments, run_of: Any, stopped: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     new = run_of(stopped.folder.parent / "new")
-    with caplog.at_level(logging.INFO, logger="gerl"):
-        assert main(command(new.folder, "checkpoint.resume=auto", trainer__steps=1)) == 0
+    assert main(command(new.folder, "checkpoint.resume=auto", trainer__steps=1)) == 0
     assert any(f"nothing to resume in {new.folder.parent}" in message for message in caplog.messages)
     assert [row["step"] for row in new.metrics] == [0, 1] and len(stopped.metrics) == 4
 
@@ -181,34 +188,17 @@ def test_a_folder_with_a_run_is_not_written_over(
     assert {path: path.read_bytes() for path in stopped.folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_anew_in_its_folder(
-    command: Arguments, whole: Any, stopped: Any
-) -> None:
-    shutil.rmtree(stopped.folder / "checkpoints")
-    assert main(command(stopped.folder, "checkpoint.resume=auto")) == 0
-    assert_same_end(stopped, whole)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("data.train", "changed.txt"),
-        ("validation.data", "changed.txt"),
-        ("model.path", "changed"),
-        ("model.lora_rank", "2"),
-        ("trainer.seed", "7"),
-    ],
-)
+@pytest.mark.parametrize("key", ["data.train", "validation.data", "model.path", "model.lora_rank", "trainer.seed"])
 def test_a_run_that_changed_is_not_resumed(
-    command: Arguments, stopped: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str
+    command: Arguments, stopped: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
-    if "changed" in value:
-        value = str(tmp_path / value)
-        Path(f"{tmp_path}/changed.txt").write_text("another prompt\n")
-    if key == "model.path":
-        pipe = tiny.sd3()
-        with torch.no_grad():
-            pipe.transformer.transformer_blocks[0].attn.to_q.weight += 0.01
+    value: Any = 7
+    if "data" in key:
+        value = tmp_path / "changed.txt"
+        value.write_text("another prompt\n")
+    elif key == "model.path":
+        value, pipe = tmp_path / "changed", tiny.sd3()
+        pipe.transformer.transformer_blocks[0].attn.to_q.weight.data += 0.01
         pipe.save_pretrained(value)
     kept = stopped.untimed()
     assert main([*command(stopped.folder, f"checkpoint.resume={stopped.folder}"), f"{key}={value}"]) == 1
@@ -219,9 +209,9 @@ def test_a_run_that_changed_is_not_resumed(
     assert stopped.untimed() == kept
 
 
-def test_nothing_to_resume_at_a_path(command: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(tmp_path / "run", f"checkpoint.resume={tmp_path / 'nowhere'}")) == 1
-    assert f"error: checkpoint.resume={tmp_path / 'nowhere'}: " in capsys.readouterr().err
+def test_nothing_to_resume_at_a_path(refused: Callable[..., str], tmp_path: Path) -> None:
+    place = f"checkpoint.resume={tmp_path / 'nowhere'}"
+    assert refused(place).startswith(f"error: {place}: ")
     assert not (tmp_path / "run").exists()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PIP = ("-m", "pip", "--disable-pip-version-check")
 MAIN = """
 import sys, gerl
 from gerl.trainer.main_flowgrpo import main
@@ -23,15 +24,16 @@ sys.exit(main(sys.argv[1:]))
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(folder)]
-    pip("wheel", *options, str(ROOT))
+    run(*PIP, "wheel", *options, str(ROOT))
     (built,) = folder.iterdir()
     return built
 
 
-def pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(*arguments: str, **options: Any) -> str:
+    """Run Python with arguments; returns what it wrote."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_wheel_holds_what_a_run_needs_and_no_more(wheel: Path) -> None:
@@ -47,19 +49,13 @@ def test_it_trains_from_another_folder(
     wheel: Path, arguments: Callable[..., list[str]], run_of: Any, tmp_path: Path
 ) -> None:
     target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    pip("install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel))
+    run(*PIP, "install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel))
     elsewhere.mkdir()
     given = [a for a in arguments(Path("unused"), scorer="") if not a.startswith("hydra.run.dir")]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", MAIN, *given, "reward.scorers.jpeg_compressibility.weight=1"],
-        cwd=elsewhere,
-        env={**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"},  # comes before an editable install
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == str(target / "gerl" / "__init__.py")
+    given.append("reward.scorers.jpeg_compressibility.weight=1")
+    environment = {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"}  # before an editable install
+    said = run("-P", "-c", MAIN, *given, cwd=elsewhere, env=environment)
+    assert said.splitlines()[0] == str(target / "gerl" / "__init__.py")
     (folder,) = (elsewhere / "outputs" / "plain").iterdir()
     assert run_of(folder).column("actor/policy_version") == [1, 2]
     assert (folder / "report.html").exists() and (folder / "checkpoints" / "step_2" / "lora").is_dir()

@@ -66,16 +66,9 @@ with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
 @pytest.fixture(scope="module")
 def keys(workplace: Path) -> dict[str, Any]:
     (workplace / "seen.py").write_text(SEEN)
-    return {
-        "scorer": "seen.py",
-        "trainer__steps": STEPS,
-        "validation__data": workplace / "val.txt",
-        "validation__every": 1,
-        "validation__micro_batch_size": 2,
-        "rollout__prompts_per_step": 4,
-        "rollout__micro_batch_size": 2,
-        "actor__lr": 0.01,
-    }
+    sizes = {"rollout__prompts_per_step": 4, "rollout__micro_batch_size": 2, "validation__micro_batch_size": 2}
+    steps = {"trainer__steps": STEPS, "actor__lr": 0.01, "validation__every": 1}
+    return {**sizes, **steps, "scorer": "seen.py", "validation__data": workplace / "val.txt"}
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +80,6 @@ def run(
         return train(folder / "run", f"reward.scorers.bright.kwargs.log={folder / 'log'}", **keys | more)
 
     return start
-
-
-@pytest.fixture(scope="module")
-def one(run: Callable[..., Any]) -> Any:
-    return run(cluster__num_workers=1)
 
 
 @pytest.fixture(scope="module")
@@ -121,17 +109,13 @@ def assert_same_run(run: Any, other: Any) -> None:
     assert [set(row) for row in rows] == [set(row) for row in others]
     for row, expected in zip(rows, others, strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    assert row_of(run, 1)["reward/mean"] == row_of(other, 1)["reward/mean"]  # drawn before any update
+    assert run.column("reward/mean")[0] == other.column("reward/mean")[0]  # drawn before any update
     assert run.lora(STEPS).abs().max() > 0.01
     assert torch.allclose(run.lora(STEPS), other.lora(STEPS), atol=1e-5)
 
 
-def row_of(run: Any, step: int) -> dict[str, Any]:
-    return next(row for row in run.metrics if row["step"] == step)
-
-
-def test_one_and_two_workers_draw_and_learn_the_same(one: Any, two: Any) -> None:
-    assert_same_run(one, two)
+def test_one_and_two_workers_draw_and_learn_the_same(run: Callable[..., Any], two: Any) -> None:
+    assert_same_run(run(cluster__num_workers=1), two)
 
 
 def test_all_workers_compute_distances_to_the_base_model_at_once(tmp_path: Path) -> None:
@@ -139,6 +123,18 @@ def test_all_workers_compute_distances_to_the_base_model_at_once(tmp_path: Path)
     (tmp_path / "meeting.py").write_text(MEETING)
     done = subprocess.run([sys.executable, "meeting.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "[1.0, 10.0, 21.0, 30.0]\n", done.stderr
+
+
+@pytest.fixture
+def over_ray(arguments: Callable[..., list[str]], start: Any, run_of: Any, keys: dict[str, Any], tmp_path: Path) -> Any:
+    """Start a run with two workers over Ray, in a process of its own."""
+
+    def begin(steps: int, **environment: str) -> tuple[Any, "subprocess.Popen[str]"]:
+        more = keys | {"trainer__steps": steps, "cluster__num_workers": 2, "cluster__launcher": "ray"}
+        log = f"reward.scorers.bright.kwargs.log={tmp_path / 'log'}"
+        return run_of(tmp_path / "run"), start(arguments(tmp_path / "run", log, **more), **environment)
+
+    return begin
 
 
 @pytest.fixture(scope="module")
@@ -158,37 +154,26 @@ def cluster() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
 
 
 def test_a_ray_cluster_is_joined_and_left_running(
-    arguments: Callable[..., list[str]],
-    start: Any,
-    run_of: Any,
-    keys: dict[str, Any],
-    two: Any,
-    cluster: tuple[str, "subprocess.Popen[str]"],
-    tmp_path: Path,
+    over_ray: Callable[..., Any], two: Any, cluster: tuple[str, "subprocess.Popen[str]"]
 ) -> None:
     """In a process of its own: one that had an embedded Ray before loses its actors on another cluster."""
     address, cluster_process = cluster
-    over_ray = run_of(tmp_path / "run")
-    more = keys | {"cluster__num_workers": 2, "cluster__launcher": "ray"}
-    log = f"reward.scorers.bright.kwargs.log={tmp_path / 'log'}"
-    process = start(arguments(over_ray.folder, log, **more), RAY_ADDRESS=address)
+    run, process = over_ray(STEPS, RAY_ADDRESS=address)
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    assert_same_run(over_ray, two)
+    assert_same_run(run, two)
     # streaming: the first micro-batch is scored long before the last one is drawn
-    times = [call["time"] for call in calls(over_ray)][-10:-2]  # of the last rollout
-    assert times[-1] - times[0] > 0.2 * over_ray.metrics[-1]["timing/rollout_s"]
+    times = [call["time"] for call in calls(run)][-10:-2]  # of the last rollout
+    assert times[-1] - times[0] > 0.2 * run.metrics[-1]["timing/rollout_s"]
     answer, _ = cluster_process.communicate("\n", timeout=30)
     assert answer.strip() == "42"
 
 
 def test_ctrl_c_on_ray_leaves_a_checkpoint_and_no_process(
-    arguments: Callable[..., list[str]], start: Any, run_of: Any, keys: dict[str, Any], two: Any, tmp_path: Path
+    over_ray: Callable[..., Any], two: Any, tmp_path: Path
 ) -> None:
-    run = run_of(tmp_path / "run")
-    more = keys | {"trainer__steps": 500, "cluster__num_workers": 2, "cluster__launcher": "ray"}
-    log, mark = f"reward.scorers.bright.kwargs.log={tmp_path / 'log'}", f"ctrl-c-{tmp_path}"
-    process = start(arguments(run.folder, log, **more), GERL_TEST=mark)
+    mark = f"ctrl-c-{tmp_path}"
+    run, process = over_ray(500, GERL_TEST=mark)
     wait_for(lambda: len(run.metrics) > STEPS, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole process group
     _, log = process.communicate(timeout=60)

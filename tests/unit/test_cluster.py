@@ -61,6 +61,8 @@ def test_an_exception_waits_for_whoever_asks(group: WorkerGroup[Worker]) -> None
             pending.result()
     with pytest.raises(ZeroDivisionError):
         group.submit(0, Worker.crash).result()
+    with pytest.raises(RewardError):
+        group.run(Worker.fail, "one failure is that of the group")
 
 
 def test_what_depends_on_a_failed_call_fails_with_its_exception(group: WorkerGroup[Worker]) -> None:
@@ -73,11 +75,6 @@ def test_what_depends_on_a_failed_call_fails_with_its_exception(group: WorkerGro
 def test_a_signal_is_not_kept_for_later(group: WorkerGroup[Worker]) -> None:
     with pytest.raises(Interrupted):
         group.submit(0, Worker.interrupt)
-
-
-def test_a_failure_on_one_worker_is_that_of_the_group(group: WorkerGroup[Worker]) -> None:
-    with pytest.raises(RewardError):
-        group.run(Worker.fail, "x")
 
 
 def test_devices_and_threads() -> None:

@@ -21,19 +21,18 @@ def drawing() -> ModuleType:
 def test_the_picture_is_up_to_date(drawing: ModuleType) -> None:
     drawn = drawing.draw()
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawn, "the code has changed: run python docs/map.py"
-    rooms = {path.relative_to(ROOT / "gerl").parts[0].removesuffix(".py") for path in (ROOT / "gerl").rglob("*.py")}
-    for words in (*rooms - {"__init__"}, "Rollout.generate", "Actor.accumulate"):
+    rooms = {drawing.house.room(path) for path in drawing.house.files("gerl")} - {"__init__"}
+    for words in (*rooms, "Rollout.generate", "Actor.accumulate", "imports run, model, commandline"):
         assert f">{words}</text>" in drawn
 
 
-@pytest.mark.parametrize("name", ["gerl.workers.actor.Actor.learn", "gerl.run.save.save_checkpoint", "gerl.nowhere.f"])
+@pytest.mark.parametrize("name", ["gerl.workers.actor:Actor.learn", "gerl.run.save:save_checkpoint", "gerl.nowhere:f"])
 def test_a_stop_that_is_gone_is_named(drawing: ModuleType, name: str) -> None:
     with pytest.raises(LookupError, match=rf"{name}.*WAY"):
         drawing.draw((*drawing.WAY, ("gone", name)))
 
 
-def test_only_arrows_that_do_not_follow_from_others(drawing: ModuleType) -> None:
-    rooms = [room for floor in drawing.floors() for room in floor]
-    arrows = drawing.imports(rooms)
-    assert arrows["errors"] == set() and "errors" in arrows["config"]
-    assert "errors" not in arrows["trainer"] and "workers" in arrows["trainer"]
+def test_only_imports_that_do_not_follow_from_others(drawing: ModuleType) -> None:
+    found = drawing.imports()
+    assert found["errors"] == set() and "errors" in found["config"]
+    assert "errors" not in found["trainer"] and "workers" in found["trainer"]

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -101,19 +102,13 @@ def test_a_column_that_a_micro_batch_lacks_has_no_values_there() -> None:
     assert found.metrics(c.reward)["reward/a/detail/mean"] == 6.0
 
 
-NORMALISED = {
-    "none": ([2.0, 4.0, 0.0, 1.0], [-1.0, 1.0, -0.5, 0.5]),
-    "group": ([2.0, 4.0, 0.0, 1.0], [-1.0, 1.0, -1.0, 1.0]),
-    "rank": ([2.0, 4.0, 0.0, 1.0], [-0.5, 0.5, -0.5, 0.5]),
-}
-
-
-@pytest.mark.parametrize("how", NORMALISED)
-def test_scores_are_normalised_before_the_sum(how: str) -> None:
-    values, expected = NORMALISED[how]
-    c = config()
-    c = replace(c, reward=RewardConfig({"a": ScorerConfig(normalise=how)}))  # type: ignore[arg-type]
-    found = Scored()
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("none", [-1.0, 1.0, -0.5, 0.5]), ("group", [-1.0, 1.0, -1.0, 1.0]), ("rank", [-0.5, 0.5, -0.5, 0.5])],
+)
+def test_scores_are_normalised_before_the_sum(how: Any, expected: list[float]) -> None:
+    values = [2.0, 4.0, 0.0, 1.0]
+    c, found = replace(config(), reward=RewardConfig({"a": ScorerConfig(normalise=how)})), Scored()
     found.add(plan_samples(c, PROMPTS[:2], 1, 0), Scores(list(values), {"a": list(values)}, [[]] * 4))
     metrics, credit = credit_step(c, build_algorithm(c), found)
     assert credit[:, 0].tolist() == pytest.approx(expected, abs=1e-3)
@@ -121,13 +116,11 @@ def test_scores_are_normalised_before_the_sum(how: str) -> None:
 
 
 def test_batch_normalisation_is_over_the_samples_that_have_a_score() -> None:
-    c = config()
     scorers = {
         "a": ScorerConfig(normalise="batch", data_sources=["x"]),
         "b": ScorerConfig(normalise="batch", scale=100.0, data_sources=["y"]),
     }
-    c = replace(c, reward=RewardConfig(scorers))
-    found = Scored()
+    c, found = replace(config(), reward=RewardConfig(scorers)), Scored()
     columns: dict[str, list[float | None]] = {"a": [1.0, 3.0, None, None], "b": [None, None, 0.0, 10.0]}
     found.add(plan_samples(c, PROMPTS[:2], 1, 0), Scores([1.0, 3.0, 0.0, 1000.0], columns, [[]] * 4))
     _, credit = credit_step(c, build_algorithm(c), found)

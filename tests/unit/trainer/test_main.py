@@ -70,24 +70,22 @@ def test_a_bug_is_not_dressed_up_as_a_message(monkeypatch: pytest.MonkeyPatch) -
         main(["experiment=plain"])
 
 
-def test_never_is_a_new_run(composed: Any, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "runs" / "old", 3)
-    assert find_checkpoint(composed()) == (tmp_path / "runs" / "new", None)
-
-
-def test_auto_takes_the_newest_unfinished_run(composed: Any, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "runs" / "b", 3)
-    checkpoint(tmp_path / "runs" / "a", 1)
-    checkpoint(tmp_path / "runs" / "a", 2)
-    run_dir, found = find_checkpoint(composed("new", "checkpoint.resume=auto"))
-    assert run_dir == tmp_path / "runs" / "a" and found is not None and found.step == 2
-
-
-def test_auto_takes_the_run_in_its_own_folder_first(composed: Any, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "runs" / "new", 3)
-    checkpoint(tmp_path / "runs" / "other", 4)
-    run_dir, found = find_checkpoint(composed("new", "checkpoint.resume=auto"))
-    assert run_dir == tmp_path / "runs" / "new" and found is not None and found.step == 3
+@pytest.mark.parametrize(
+    ("resume", "saved", "carried_on"),
+    [
+        ("never", [("old", 3)], None),
+        ("auto", [("b", 3), ("a", 1), ("a", 2)], ("a", 2)),  # the newest
+        ("auto", [("new", 3), ("other", 4)], ("new", 3)),  # its own folder comes first
+    ],
+)
+def test_which_run_is_carried_on(
+    composed: Any, tmp_path: Path, resume: str, saved: list[tuple[str, int]], carried_on: tuple[str, int] | None
+) -> None:
+    for name, step in saved:
+        checkpoint(tmp_path / "runs" / name, step)
+    run_dir, found = find_checkpoint(composed("new", f"checkpoint.resume={resume}"))
+    assert (found and (run_dir.name, found.step)) == carried_on
+    assert run_dir == tmp_path / "runs" / (carried_on or ("new",))[0]
 
 
 def test_auto_starts_anew_after_a_finished_run_and_where_there_is_none(
