@@ -1,4 +1,4 @@
-"""What gerl costs on top of the denoiser: `python benchmarks/overhead.py [key=value ...] [--batch N]`.
+"""The cost of gerl on top of the denoiser: `python benchmarks/overhead.py [key=value ...] [--batch N]`.
 
 One process alternates gerl's rollout (without VAE decode) and update with the bare denoiser, called the same number
 of times on the same inputs, and prints the median ratio of their times. The machine's speed cancels out, and its drift.

@@ -1,4 +1,4 @@
-"""What rewards cost: `python benchmarks/rewards.py [SCORER[=KWARGS] ...] [key=value ...]`.
+"""The cost of scoring: `python benchmarks/rewards.py [SCORER[=KWARGS] ...] [key=value ...]`.
 
 First, images per second of each scorer on the images of one rollout of the experiment, in one process of its own, once
 its model is loaded. Scorers with weights of millions of parameters need them: name those you have. Then, a short run of

@@ -1,4 +1,4 @@
-"""What a reward costs: `python benchmarks/time_to_reward.py [ALGORITHM ...] [key=value ...] [--target R]`.
+"""The cost of a reward: `python benchmarks/time_to_reward.py [ALGORITHM ...] [key=value ...] [--target R]`.
 
 Trains the signs pipeline with each algorithm, in this process, with the same model, prompts, group size, learning rate
 and OCR reward, and validates on the held-out prompts as it goes. Counted are the evaluations of the denoiser on an

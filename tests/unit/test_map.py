@@ -22,7 +22,7 @@ def test_the_picture_is_up_to_date(drawing: ModuleType) -> None:
     drawn = drawing.draw()
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawn, "the code has changed: run python docs/map.py"
     rooms = {drawing.house.room(path) for path in drawing.house.files("gerl")} - {"__init__"}
-    for words in (*rooms, "Rollout.generate", "Actor.accumulate", "imports run, model, commandline"):
+    for words in (*rooms, "Rollout.generate", "Actor.accumulate", "imports algorithms"):
         assert f">{words}</text>" in drawn
 
 
