@@ -1,4 +1,4 @@
-"""The hybrid worker: rollout and actor over one pipeline on one device, so that tapes never leave it."""
+"""The hybrid worker: rollout and actor over one pipeline on one device, so that trajectories need not leave it."""
 
 import logging
 import time
@@ -149,12 +149,12 @@ class HybridWorker:
         return self.actor.step()
 
     def finish_step(self, step: int) -> None:
-        """End of trainer step `step`: the old policies move on, the tapes go."""
+        """End of trainer step `step`: the old policies follow, the trajectories go."""
         self.actor.finish_step(step)
         self.forget()
 
     def forget(self) -> None:
-        """Drop the tapes and gradients of a finished or abandoned step."""
+        """Drop the trajectories and gradients of a finished or abandoned step."""
         self.drawn.clear()
         self.actor.optimizer.zero_grad(set_to_none=True)
 
