@@ -304,7 +304,7 @@ def test_inverse_jacobians_level_the_gradients_of_guard_over_the_timesteps(kerne
 
 
 def test_weights_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="inverse_dt weights do not exist: trained timestep 1 divides by 0"):
+    with pytest.raises(ValueError, match=r"inverse_dt .*timestep 1 "):
         step_weights("inverse_dt", [0.1, 0.1], [-0.1, 0.0], [1.0, 1.0])
     with pytest.raises(ValueError, match="uniform, std, inverse_dt, inverse_jacobian, got 'dt'"):
         step_weights("dt", [0.1], [-0.1], [1.0])  # type: ignore[arg-type]

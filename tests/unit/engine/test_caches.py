@@ -33,7 +33,7 @@ def test_a_cache_filled_in_one_step_cannot_be_read_in_another() -> None:
     caches, cache = Caches(), Cache()
     call_component(caches, 0, cache, fill=True)
     call_component(caches, 0, cache)  # the second half of guidance
-    with pytest.raises(ModelError, match="transformer reads at step 1 what an earlier step left in a Cache"):
+    with pytest.raises(ModelError, match=r"transformer .*step 1 .*Cache"):
         call_component(caches, 1, cache)
 
 

@@ -36,7 +36,7 @@ def test_tensors_and_lists_with_all_rows_are_halved_and_others_are_whole() -> No
 
 def test_outputs_of_other_shapes_do_not_stand_for_each_other() -> None:
     check_stands_for((torch.ones(2, 3),), (torch.ones(4, 3),), 1)
-    with pytest.raises(ReplayError, match="unconditional denoiser output at step 1 has rows of another shape"):
+    with pytest.raises(ReplayError, match=r"unconditional .*step 1 .*shape"):
         check_stands_for((torch.ones(2, 5),), (torch.ones(2, 3),), 1)  # Ideogram 4 returns text tokens as well
 
 

@@ -133,13 +133,13 @@ def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_checkpointing_that_it_cannot_do_is_refused(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.gradient_checkpointing=true: MyTransformer does not support"):
+    with pytest.raises(ModelError, match=r"model\.gradient_checkpointing=true: MyTransformer "):
         load_policy(ModelConfig(path=str(folder), gradient_checkpointing=True), 0.0, "cpu", 0)
 
 
 def test_missing_code_is_named(folder: Path) -> None:
     (folder / "my_pipeline.py").unlink()
-    with pytest.raises(ModelError, match=r"the pipeline's class should be in my_pipeline\.py, which is missing"):
+    with pytest.raises(ModelError, match=r"my_pipeline\.py.* missing"):
         load_pipeline(ModelConfig(path=str(folder)), "cpu")
 
 

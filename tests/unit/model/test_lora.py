@@ -146,7 +146,7 @@ def test_find_targets() -> None:
     assert find_targets(transformer, r"^proj_out$") == ["proj_out"]  # what the default leaves out can be asked for
     with pytest.raises(ModelError, match=r"lora_targets='to_z' matches none of the 36 linear .* SD3Transformer2DModel"):
         find_targets(transformer, "to_z")
-    with pytest.raises(ModelError, match=r"lora_targets='\*' is no regular expression: nothing to repeat"):
+    with pytest.raises(ModelError, match=r"lora_targets='\*' .*regular expression: nothing to repeat"):
         find_targets(transformer, "*")
     with pytest.raises(ModelError, match=r"None matches none of the 1 linear layers of Sequential; .* like 0"):
         find_targets(torch.nn.Sequential(torch.nn.Linear(2, 2)), None)

@@ -117,7 +117,7 @@ def test_wan_with_an_image_prompt() -> None:
 
 def test_layouts_that_do_not_exist() -> None:
     lora = Lora({"proj_out": (torch.ones(1, 16), torch.ones(16, 1))}, 1.0)
-    with pytest.raises(ModelError, match=r"it has no name for the layer proj_out of SD3Transformer2DModel; use"):
+    with pytest.raises(ModelError, match=r"proj_out of SD3Transformer2DModel; use"):
         kohya_file(lora, tiny.sd3().transformer)
     with pytest.raises(ModelError, match=r"its layout for Linear is not known, only for SD3Trans.*; use diffusers,"):
         kohya_file(lora, torch.nn.Linear(1, 1))
@@ -135,9 +135,9 @@ def test_merging_rounds_once() -> None:
 def test_a_lora_of_another_model() -> None:
     denoiser = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU())
     check_fit(random_lora(denoiser, ["0"]), denoiser, "it")
-    with pytest.raises(ModelError, match=r"does not fit it: 0 has 8 inputs and 6 outputs, the LoRA 7 and 6; give"):
+    with pytest.raises(ModelError, match=r"0 has 8 inputs and 6 outputs, the LoRA 7 and 6; give"):
         check_fit(Lora({"0": (torch.ones(2, 7), torch.ones(6, 2))}, 1.0), denoiser, "it")
-    with pytest.raises(ModelError, match=r"does not fit it: it has no linear layer 1; give the model it is of"):
+    with pytest.raises(ModelError, match=r"no linear layer 1; give the model"):
         check_fit(Lora({"1": (torch.ones(2, 8), torch.ones(6, 2))}, 1.0), denoiser, "it")
 
 
