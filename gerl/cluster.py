@@ -166,7 +166,7 @@ class Cluster:
                 ray.init(**options)
             except Interrupted:
                 raise
-            except Exception as error:
+            except Exception as error:  # Ray's start-up time-out is a plain Exception
                 raise ClusterError(_why_not_joined(error) if joined else f"Ray does not start: {error}") from error
             self._started = True
         try:

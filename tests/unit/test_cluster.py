@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 
 import pytest
+import ray
 import torch
 
 from gerl.cluster import Cluster, Pending, WorkerGroup, wait_any, worker_share
@@ -133,3 +134,14 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Cluster(ClusterConfig(device="auto")).device == "cpu"
     with pytest.raises(ClusterError, match=r"cluster\.device=cuda.*cluster\.device=auto"):
         Cluster(ClusterConfig(device="cuda"))
+
+
+def test_a_ray_that_does_not_start_in_time_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(**_: object) -> None:
+        raise Exception("The current node timed out during startup")  # as ray/_private/node.py does
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", time_out)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ClusterError, match=r"Ray does not start: .* timed out"):
+        Cluster(ClusterConfig(device="cpu")).__enter__()
