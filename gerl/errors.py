@@ -41,8 +41,11 @@ class TrainingError(GerlError):
     """The update became meaningless: non-finite gradients, or a ratio that is not 1 on policy."""
 
 
-class Interrupted(GerlError):
-    """SIGINT or SIGTERM arrived; the run ends after writing a checkpoint."""
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived; the run ends after writing a checkpoint.
+
+    No `Exception`: libraries catch those, and Ray lets nothing but a `KeyboardInterrupt` through its waits.
+    """
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"interrupted by signal {signal_number}")

@@ -7,7 +7,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from gerl.config import keys
+from gerl.commandline.form import check_form
+from gerl.config import keys, nearest_key
 from gerl.errors import ConfigError
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class Parser(Generic[T]):
     """A command as messages call it (`name`) and the help explains it; `options` is the dataclass of its keys.
 
     passed, blocks: the configuration's keys, and blocks of keys, that are passed on to Hydra. rest: whether everything
-    else is. read: a value from field, type and text.
+    else is. bare: the key that an argument without an equals sign stands for. read: a value from field, type and text.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Parser(Generic[T]):
     passed: Sequence[str] = ()
     blocks: Sequence[str] = ()
     rest: bool = False
+    bare: str = ""
     notes: str = ""
     read: Callable[[Option, object, str], object] = typed
 
@@ -71,6 +73,8 @@ class Parser(Generic[T]):
         own = {option.name: option for option in self._keys()}
         given: dict[str, list[tuple[str | None, object]]] = {}
         overrides: list[str] = []
+        arguments = [f"{self.bare}={a}" if self._is_bare(a) else a for a in arguments]
+        check_form(arguments, self._nearest, "experiment" if self.rest else self._keys()[0].name)
         for argument in arguments:
             name, equals, text = argument.partition("=")
             base, _, inner = name.partition(".")
@@ -81,8 +85,6 @@ class Parser(Generic[T]):
                 entries.append((inner or None, self._value(own[base], name, text)))
             elif self.rest or self._is_passed(name.lstrip("+~")):
                 overrides.append(argument)
-            elif not equals:
-                raise ConfigError(f"{argument}: expected key=value; --help lists the keys")
             else:
                 raise self._unknown(name.lstrip("+~"))
         for option in own.values():
@@ -106,11 +108,23 @@ class Parser(Generic[T]):
     def _is_passed(self, name: str) -> bool:
         return name in self.passed or ("." in name and name.split(".")[0] in self.blocks)
 
-    def _unknown(self, name: str) -> ConfigError:
+    def _is_bare(self, argument: str) -> bool:
+        """Whether an argument is the value of `bare` alone; a folder's name may have an equals sign in it."""
+        return bool(self.bare) and argument[:1] not in "-=" and ("=" not in argument or Path(argument).exists())
+
+    def _nearest(self, name: str) -> str | None:
         known = [*(option.name for option in self._keys()), *self.passed]
         near = difflib.get_close_matches(name, known, n=1)
+        if near or not (self.blocks or self.rest):
+            return near[0] if near else None
+        found = nearest_key(name)
+        return found if found and (self.rest or self._is_passed(found)) else None
+
+    def _unknown(self, name: str) -> ConfigError:
+        known = [*(option.name for option in self._keys()), *self.passed]
+        near = self._nearest(name)
         blocks = f" and {', '.join(f'{block}.*' for block in self.blocks)}" if self.blocks else ""
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}{blocks}"
+        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}{blocks}"
         return ConfigError(f"{name}: {self.name} has no such key; {hint}")
 
     def help(self) -> str:

@@ -1,10 +1,12 @@
-"""The frame of every command line of gerl: help, log, exit codes, output folder."""
+"""The frame of every command line of gerl: help, log, signals, exit codes, output folder."""
 
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
+from gerl.commandline import signals
 from gerl.errors import ConfigError, GerlError, Interrupted
 
 logger = logging.getLogger("gerl")
@@ -20,26 +22,67 @@ def run_command(
     """Run `work` on the arguments (None: those of the process) and return the exit code.
 
     0; 1 for an error, 2 for a wrong configuration, both said in one sentence; 128 + the number of a signal. logger: the
-    one whose info is shown.
+    one whose info is shown. Whatever an exception has for notes (the checkpoint that was saved) is said with it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(a in ("-h", "--help") for a in arguments):
         sys.stdout.write(help_text())
         return 0
     logging.basicConfig(level=logging.WARNING, format=log_format)
-    logger.setLevel(logging.INFO)
-    try:
+
+    def run() -> int:
         work(arguments)
-    except Interrupted as error:
-        logger.info("stopped: %s", error)
-        return 128 + error.signal_number
-    except KeyboardInterrupt:
-        logger.info("stopped at once: what was in progress is lost")
-        return 130
-    except GerlError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+        return 0
+
+    return _ended(run, logger)
+
+
+def start(module: str) -> int:
+    """Import the `module` of a command and return what its `main` does; signals are heard while it is imported."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    return _ended(lambda: import_module(module).main(), logger)
+
+
+def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
+    """The exit code of `work`, or that of the exception that ends it, after its sentence."""
+    logger.setLevel(logging.INFO)
+    with signals.handled():
+        try:
+            return work()
+        except BaseException as error:
+            # Ray, and others with C code, turn an interruption into an exception of their own: the signal counts
+            number = signals.received()
+            if number is None and isinstance(error, KeyboardInterrupt):
+                number = error.signal_number if isinstance(error, Interrupted) else signals.SIGINT
+            signals.answered()
+            if number is not None:
+                logger.info("%s", with_notes(f"stopped by {signals.name(number)}", error))
+                return 128 + number
+            if isinstance(error, GerlError):
+                sys.stderr.write(f"{with_notes(f'error: {error}', error)}\n")
+                return 2 if isinstance(error, ConfigError) else 1
+            if isinstance(error, SystemExit):  # of a scorer, say: the command has not done what it was asked for
+                sys.stderr.write(f"{with_notes(f'error: {_where(error)} ended the process (SystemExit)', error)}\n")
+                return 1
+            raise
+
+
+def with_notes(sentence: str, error: BaseException) -> str:
+    """The sentence and, behind semicolons, the notes of the exception and of those it came from."""
+    notes = list[str]()
+    seen: BaseException | None = error
+    while seen is not None:
+        notes += [note for note in getattr(seen, "__notes__", []) if note not in notes]
+        seen = seen.__cause__ or seen.__context__
+    return "; ".join([sentence, *notes])
+
+
+def _where(error: BaseException) -> str:
+    """File and line of the last frame of an exception."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}," if trace else "something"
 
 
 def make_folder(out: Path) -> None:

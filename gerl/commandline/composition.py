@@ -1,8 +1,10 @@
 """From the command line to a typed configuration, by Hydra."""
 
+import contextlib
 import dataclasses
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,26 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gerl.config import Config, ScorerConfig, did_you_mean, from_mapping
+from gerl.commandline.files import either, near_names, read_yaml
+from gerl.commandline.form import check_form
+from gerl.config import Config, ScorerConfig, did_you_mean, from_mapping, nearest_key
+from gerl.config.changes import settings_of
 from gerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # their entries are set without Hydra's plus sign: dictionaries, and the block whose keys its algorithm decides
 FREE = ("sampling.call", "reward.scorers", "algorithm")
+TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
+CHOICES = ("experiment", "algorithm")  # what `NAME=VALUE` picks a shipped yaml file by
+# what other programs call these
+ELSEWHERE = {"config": "experiment", "config_name": "experiment", "output_dir": "hydra.run.dir", "out": "hydra.run.dir"}
+SCORERS = re.compile(r"(\+\+)?reward\.scorers(?P<entry>[.=])")  # set or changed; a single plus adds, ~ takes away
+NO_SCORERS = "_no_scorers"  # composed between an experiment that names its scorers and what that is based on
 
 
 @dataclass(frozen=True)
@@ -30,11 +42,26 @@ class Composed:
     config: Config
     experiment: str
     run_dir: Path
+    preset: str = ""  # the `algorithm=NAME` it was composed with; empty: not known
 
     def yaml(self) -> str:
         """The whole configuration, for `config.yaml` of the run folder."""
-        values = {"experiment": self.experiment, **dataclasses.asdict(self.config)}
+        preset = {"preset": self.preset} if self.preset else {}
+        values = {"experiment": self.experiment, **preset, **settings_of(self.config)}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Where a command line wants a run to start from and to lie; the values of its keys are not checked."""
+
+    resume: str  # `checkpoint.resume`
+    experiment: str
+    preset: str
+    given: frozenset[str]  # the keys that it names
+    run_dir: Path
+    one_folder: bool  # `run_dir` does not depend on the time, so that no other folder can be meant
+    values: dict[str, Any]
 
 
 def config_folder() -> Path:
@@ -48,26 +75,105 @@ def compose_run(overrides: Sequence[str]) -> Composed:
 
     `experiment` may also be the path of a yaml file of your own.
     """
+    with _sentences():
+        composed = _compose("config", {}, overrides)
+        run_dir, values = _folder(composed.hydra.run.dir), _values(composed)
+    choices, name = composed.hydra.runtime.choices, str(values["algorithm"]["name"])
+    preset = str(choices.algorithm) if algorithm_of(str(choices.algorithm)) == name else name
+    return Composed(_config(values, overrides), str(choices.experiment), run_dir, preset)
+
+
+def asked_for(overrides: Sequence[str]) -> Asked:
+    """Read what a command line says about where its run starts from; nothing else is checked yet."""
+    with _sentences():
+        composed = _compose("config", {}, [o for o in overrides if not o.startswith("~")])
+        run_dir, values = _folder(composed.hydra.run.dir), _values(composed)
+    block, choices = values["checkpoint"], composed.hydra.runtime.choices
+    resume = block["resume"] if isinstance(block, dict) else "never"  # what is wrong with the block is said later
+    if not isinstance(resume, str) or not resume.strip():
+        raise ConfigError(
+            f"checkpoint.resume={json.dumps(resume, default=str)}: give auto, never, or the folder of a run or of one "
+            "of its checkpoints"
+        )
+    one_folder = "${now:" not in str(OmegaConf.to_container(composed.hydra.run, resolve=False))
+    given = frozenset(map(_key, overrides))
+    return Asked(resume, str(choices.experiment), str(choices.algorithm), given, run_dir, one_folder, values)
+
+
+def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """The configuration of a run that exists, changed by `overrides`; raises `ConfigError`.
+
+    What an override would add again is set, and what it would delete may be gone already: the command of the run, given
+    again, changes nothing. Its experiment, its algorithm and where it lies are not looked at.
+    """
+    choices = ("experiment", "algorithm", "hydra.run.dir", "checkpoint.resume")
+    kept = []
+    for override in (o for o in overrides if _key(o) not in choices):
+        if override.startswith("~") and not _has(settings, _key(override)):
+            continue
+        kept.append(f"+{override}" if override.startswith("+") and not override.startswith("++") else override)
+    with _sentences():
+        values = _values(_compose("gerl", settings, kept))
+    return _config(values, kept)
+
+
+def _compose(name: str, settings: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
+    """Hydra's composition of a configuration over the defaults and, block by block, over `settings`."""
     defaults = dataclasses.asdict(Config())
     defaults["algorithm"] = {}  # an algorithm's own defaults are those of its class
     del defaults["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
-    schema = OmegaConf.create(defaults)
+    schema = OmegaConf.create({block: {**values, **settings.get(block, {})} for block, values in defaults.items()})
     for free in FREE:
         OmegaConf.set_struct(OmegaConf.select(schema, free), False)
+    check_form(overrides, _nearest, "experiment")
+    _check_choices(overrides)
     ConfigStore.instance().store("gerl", schema)
+    ConfigStore.instance().store(NO_SCORERS, {"reward": {"scorers": None}}, group="experiment", package="_global_")
     GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        given = [part for override in overrides for part in _hydra_overrides(_own_experiment(override))]
+        composed = compose(name, given, return_hydra_config=True)
+    if name == "config":
+        _check_algorithm(overrides, str(composed.algorithm.name))
+    return composed
+
+
+@contextlib.contextmanager
+def _sentences() -> Iterator[None]:
+    """Turn what Hydra raises into a `ConfigError` of one sentence."""
     try:
-        with initialize_config_dir(str(config_folder()), version_base="1.3"):
-            composed = compose("config", [_own_experiment(o) for o in overrides], return_hydra_config=True)
-            run_dir = Path(composed.hydra.run.dir)
-            experiment = str(composed.hydra.runtime.choices.experiment)
-            _check_algorithm(overrides, str(composed.algorithm.name))
-        values = _values(composed)
+        yield
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_sentence(error)) from None
-    if not values["reward"]["scorers"]:
+    except RecursionError:
+        raise ConfigError("a value has mappings or lists inside each other without end: use fewer") from None
+
+
+def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
+    replaced = any(match["entry"] == "=" for override in overrides if (match := SCORERS.match(override)))
+    if isinstance(values["reward"], dict) and not values["reward"]["scorers"] and not replaced:
         values["reward"]["scorers"] = {"ocr": dataclasses.asdict(ScorerConfig())}
-    return Composed(from_mapping(values), experiment, run_dir)
+    return from_mapping(values)
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _has(settings: Mapping[str, Any], key: str) -> bool:
+    """Whether nested settings have `key`, of the form `block.name` or longer."""
+    inner: Any = settings
+    for name in key.split("."):
+        if not isinstance(inner, Mapping) or name not in inner:
+            return False
+        inner = inner[name]
+    return True
+
+
+def _folder(given: str | None) -> Path:
+    if not given:
+        raise ConfigError("hydra.run.dir is empty: give a folder for the run, or leave the key out")
+    return Path(given)
 
 
 def _values(composed: DictConfig) -> dict[str, Any]:
@@ -77,26 +183,52 @@ def _values(composed: DictConfig) -> dict[str, Any]:
     return {str(name): value for name, value in plain.items()}
 
 
+def _hydra_overrides(override: str) -> list[str]:
+    """An override as Hydra takes it, where `reward.scorers={...}` would be merged into the scorers there are."""
+    match = SCORERS.match(override)
+    if match is None:
+        return [override]
+    forced = "++" + override.removeprefix("++")  # the block is no longer free once it was replaced
+    return ["reward.scorers=null", forced] if match["entry"] == "=" else [forced]
+
+
 def _own_experiment(override: str) -> str:
     """`experiment=path/to/mine.yaml` as an override by name, after making the file known to Hydra."""
     name, _, value = override.partition("=")
-    if name != "experiment" or not value.endswith((".yaml", ".yml")):
+    if name != "experiment":
+        return override
+    if not value.endswith((".yaml", ".yml")):
+        if value not in experiments():  # Hydra would also find a file that this process has made known before
+            raise ConfigError(_no_such(name, value))
         return override
     path = Path(value).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"experiment={value}: there is no such file")
     stem = re.sub(r"[^\w.-]", "_", path.stem)  # a name that Hydra takes without quotes, and a fit folder name
+    if not path.is_file():
+        beside = {file.stem: str(path.with_name(file.name)) for file in path.absolute().parent.glob("*.y*ml")}
+        near = [stem] if stem in experiments() else [beside[name] for name in near_names(path.stem, list(beside))]
+        hint = f"did you mean {either(near)}?" if near else "correct the path, or give the name of one of gerl's"
+        raise ConfigError(f"experiment={value}: there is no such file {path.absolute()}; {hint}")
     if stem in experiments():
-        raise ConfigError(f"experiment={value}: gerl has an experiment of the name {stem}, give the file another")
-    try:
-        content = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"experiment={value}: it is no yaml file ({str(error).splitlines()[0]})") from None
-    if not isinstance(content, DictConfig):
-        raise ConfigError(f"experiment={value}: expected blocks of keys, such as 'trainer: {{steps: 5}}', got a list")
-    content.pop("experiment", None)  # in the config.yaml of a run it names what the run was composed from
+        raise ConfigError(
+            f"experiment={value}: gerl has an experiment of this name; give the file another, or use experiment={stem}"
+        )
+    content = read_yaml(path, f"experiment={value}")
+    for name in ("experiment", "preset"):  # in the config.yaml of a run they name what the run was composed from
+        content.pop(name, None)
+    _check_keys(content, f"experiment={value}")
+    _replace_scorers(content)
     ConfigStore.instance().store(stem, content, group="experiment", package="_global_")
     return f"experiment={stem}"
+
+
+def _replace_scorers(content: DictConfig) -> None:
+    """Have the scorers that an experiment names replace those of what it is composed from."""
+    defaults = content.get("defaults")
+    if isinstance(defaults, ListConfig) and OmegaConf.select(content, "reward.scorers") is not None:
+        after = [
+            i for i, entry in enumerate(defaults) if entry == "_self_" or str(next(iter(entry))).startswith("override ")
+        ]
+        defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
 
 
 def experiments() -> list[str]:
@@ -109,32 +241,107 @@ def shipped(group: str) -> list[str]:
     return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
 
 
+def _nearest(name: str) -> str | None:
+    """As `nearest_key`, with the names that are no keys of the configuration."""
+    others = (*CHOICES, "hydra.run.dir")
+    return name if name in others else ELSEWHERE.get(name) or nearest_key(name)
+
+
+def _check_keys(content: DictConfig, where: str) -> None:
+    """A file nests its blocks, where the command line has dots."""
+    for name in map(str, content):
+        block, dot, leaf = name.partition(".")
+        if dot:
+            raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', below it and indented '{leaf}:'")
+
+
+def _check_choices(overrides: Sequence[str]) -> None:
+    """One experiment and one algorithm: Hydra would take the last and say nothing of the others."""
+    for group in CHOICES:
+        given = dict.fromkeys(o for o in overrides if o.startswith((f"{group}=", f"{group}.name=")))
+        if sum(o.startswith(f"{group}=") for o in given) > 1 or len(given) > 2:
+            raise ConfigError(f"{' and '.join(given)} are both given: keep one")
+        if any(not o.partition("=")[2].strip() for o in given):
+            raise ConfigError(f"{group} is empty: choose one of {', '.join(shipped(group))}")
+
+
 def _check_algorithm(overrides: Sequence[str], name: str) -> None:
-    """`algorithm=NAME` must not be overruled by an experiment that sets `algorithm.name` (a run's config.yaml does)."""
+    """`algorithm=NAME` must not be overruled by a key, or an experiment that sets it (a run's config.yaml does)."""
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "algorithm" and value in shipped("algorithm"):
-            chosen = OmegaConf.load(config_folder() / "algorithm" / f"{value}.yaml").algorithm.name
-            if chosen != name:
-                raise ConfigError(
-                    f"algorithm={value}: the experiment sets algorithm.name={name}, which wins: remove it there"
-                )
+            if algorithm_of(value) == name:
+                continue
+            if f"algorithm.name={name}" in overrides:
+                raise ConfigError(f"algorithm={value} and algorithm.name={name} are two algorithms: keep one of them")
+            raise ConfigError(
+                f"algorithm={value}: the experiment sets algorithm.name={name}, which wins: remove it there"
+            )
+
+
+def algorithm_of(preset: str) -> str:
+    """The `algorithm.name` of a shipped `algorithm=PRESET`."""
+    return str(OmegaConf.load(config_folder() / "algorithm" / f"{preset}.yaml").algorithm.name)
 
 
 def _sentence(error: Exception) -> str:
     """An error of Hydra in one sentence with a remedy."""
     text = str(error)
     if isinstance(error, OverrideParseException):
-        hint = "quote a value with special characters, as in \"key='a b'\"; --help all lists the keys"
-        return f"{error.override}: expected key=value; {hint}"
+        return _unreadable(str(error.override).removeprefix("++"))
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        return f"{match[1]}: expected one value; write a list as [1,2] and quote a text with a comma, as in \"'a, b'\""
+        hint = "write a list as [1,2], a number with a point as in 0.5, and quote a text with a comma, as in \"'a, b'\""
+        return f"{match[1]}: expected one value; {hint}"
     if match := re.search(r"Could not override '([^']+)'", text):
         name = match[1].split("@")[0]
-        return f"{name}: there is no such key{did_you_mean(name)}; --help all lists all"
+        near = ", did you mean 'hydra.run.dir'" if name.startswith("hydra") else did_you_mean(name)
+        return f"{name}: there is no such key{near}; --help all lists all"
     if match := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{match[1]}: the key exists, set it without the plus sign"
-    if match := re.search(r"Could not find '([^']+)'", text):
-        names = ", ".join(shipped(match[1].split("/")[0]))
-        return f"{match[1].replace('/', '=')}: there is no such file; choose one of {names}, or a path ending in .yaml"
+    if match := re.search(r"Interpolation key '([^']+)' not found\s+full_key: (\S+)", text):
+        return (
+            f"{match[2]}=${{{match[1]}}}: there is no key {match[1]!r} to refer to; write a plain dollar sign as '\\$'"
+        )
+    if match := re.search(r"Error merging override (.+)", text):
+        return f"{match[1]}: this key takes a value of another kind; --help all shows its default"
+    if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
+        return _no_such(match[1], match[2])
     return " ".join(text.split())
+
+
+def _unreadable(override: str) -> str:
+    """The sentence for an argument with an equals sign that Hydra cannot read."""
+    name, _, value = override.partition("=")
+    key = _nearest(re.sub(r"[^\w.]+|\.{2,}", ".", name.lstrip("+~")).strip("."))
+    if key is not None and key != name.lstrip("+~"):
+        return f"{override}: expected key=value, did you mean {key!r}; --help all lists the keys"
+    if value.startswith("="):
+        return f"{override}: one equals sign is enough, write {name}={value.lstrip('=')}"
+    plain = TYPOGRAPHIC.sub("", value)
+    if plain not in ("", value) and _fits(f"{name}={plain}"):
+        return f"{override}: typographic quotes are no quotes here, write {name}={plain}"
+    if any(value.count(opening) != value.count(closing) for opening, closing in ("[]", "{}")):
+        return f"{override}: a bracket is not closed, or not opened; write lists as [1,2] and dictionaries as {{a: 1}}"
+    quoted = f"{name}='{value}'"
+    hint = f'if its value is meant as a text, quote it twice, "{quoted}"' if "'" not in value else "correct its quotes"
+    return f"{override}: expected key=value; {hint}; --help all lists the keys"
+
+
+def _fits(override: str) -> bool:
+    """Whether Hydra can read it."""
+    try:
+        OverridesParser.create().parse_override(override)
+    except OverrideParseException:
+        return False
+    return True
+
+
+def _no_such(group: str, value: str) -> str:
+    """The sentence for an experiment or algorithm that there is none of."""
+    names = shipped(group)
+    near = near_names(value, names)
+    if group == "experiment" and Path(value + ".yaml").is_file():
+        near = [f"{value}.yaml"]
+    own = ", or give the path of a .yaml file of your own" if group == "experiment" else ""
+    hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{own}"
+    return f"{group}={value}: there is no such {group}; {hint}"

@@ -1,13 +1,17 @@
 """The worker groups of this process; those over Ray are in tests/e2e/test_workers.py."""
 
+import contextlib
 import os
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import pytest
 import ray
 import torch
 
-from gerl.cluster import Cluster, Pending, WorkerGroup, wait_any, worker_share
+from gerl.cluster import Cluster, Pending, WorkerGroup, embedded, health, reaper, wait_any, worker_share
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError, Interrupted, RewardError
 
@@ -136,12 +140,72 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         Cluster(ClusterConfig(device="cuda"))
 
 
-def test_a_ray_that_does_not_start_in_time_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("busy", [1, 2])
+def test_a_ray_that_does_not_start_in_time_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, busy: int
+) -> None:
+    tried: list[object] = []
+
     def time_out(**_: object) -> None:
-        raise Exception("The current node timed out during startup")  # as ray/_private/node.py does
+        tried.append(None)
+        if len(tried) <= busy:
+            raise Exception("The current node timed out during startup")  # as ray/_private/node.py does
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", time_out)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ClusterError, match=r"Ray does not start: .* timed out"):
-        Cluster(ClusterConfig(device="cpu")).__enter__()
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": "127.0.0.1"}])
+    with contextlib.ExitStack() as ends:
+        if busy == 1:
+            embedded.start({}, ends)
+        else:
+            with pytest.raises(ClusterError, match=r"Ray does not start .* timed out .*cluster\.launcher=local"):
+                embedded.start({}, ends)
+    assert len(tried) == 2 and sum("once more" in message for message in caplog.messages) == 1
+
+
+def test_a_ray_that_would_listen_to_other_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": "192.0.2.2"}])
+    with contextlib.ExitStack() as ends, pytest.raises(ClusterError, match=r"192\.0\.2\.2.*loopback.*install"):
+        embedded.start({}, ends)
+
+
+def test_the_variables_of_an_embedded_ray_do_not_replace_those_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    with embedded.environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "secret"}):
+        assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("disabled", "secret")
+    assert os.environ["RAY_AUTH_MODE"] == "disabled" and "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_a_service_that_is_gone_is_noticed_at_once_or_after_some_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "EVERY", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = server.getsockname()
+        strict, patient = (health.Health({"the service": place}, patience) for patience in (0.0, 60.0))
+        strict.check()
+    with pytest.raises(ClusterError, match=rf"the service at 127\.0\.0\.1:{place[1]} is gone"):
+        strict.check()
+    patient.check()
+
+
+def test_the_processes_of_an_embedded_ray_end_with_the_command() -> None:
+    mark = f"test-{os.getpid()}"
+    sleeping = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+    child = subprocess.Popen(sleeping, env={**os.environ, reaper.MARK: mark}, start_new_session=True)
+    command = subprocess.Popen([sys.executable, "-I", "-S", reaper.__file__, mark], stdin=subprocess.PIPE)
+    command.send_signal(0)
+    assert child.poll() is None
+    command.communicate()  # closes the pipe, as the end of the process that holds it does
+    assert child.wait(30) == -9 and reaper.processes(mark) == []
+
+
+def test_a_shielded_process_does_not_see_what_its_group_is_sent() -> None:
+    with embedded.shielded():
+        child = subprocess.Popen(["sleep", "600"], preexec_fn=lambda: None)  # Ray has such a function too
+    plain = subprocess.Popen(["sleep", "600"])
+    for process in (child, plain):
+        process.terminate()
+    assert plain.wait(30) == -15 and child.poll() is None
+    child.kill()
+    child.wait()

@@ -36,7 +36,7 @@ def test_values_have_their_types_and_the_configuration_gets_its_own() -> None:
 
 def test_where_everything_else_is_passed_on_nothing_is_unknown() -> None:
     parser = Parser("trying", "", "", Options, rest=True)
-    assert parser.parse(["out=x", "steps=3", "odd"])[1] == ["steps=3", "odd"]
+    assert parser.parse(["out=x", "steps=3", "~odd"])[1] == ["steps=3", "~odd"]
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,15 @@ def test_the_help_has_every_key_with_its_default() -> None:
     assert text.startswith("usage: try out=FOLDER\n") and "\nIs that all?\n" in text
     assert "  form   long or short (default: long)\n" in text and "  force  true: even so (default: false)\n" in text
     assert "reward.scorers.NAME.weight" in text and "trainer." not in text
+
+
+def test_a_value_alone_may_stand_for_a_key(tmp_path: Path) -> None:
+    parser = Parser("trying", "", "", Options, bare="out")
+    assert parser.parse(["some/folder", "count=3"])[0] == Options(out=Path("some/folder"), count=3)
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    assert parser.parse([str(odd)])[0].out == odd
+    with pytest.raises(ConfigError, match="out is given twice"):
+        parser.parse(["x", "out=y"])
+    with pytest.raises(ConfigError, match="drop the dashes, write count=3"):
+        parser.parse(["x", "--count=3"])

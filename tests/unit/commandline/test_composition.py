@@ -1,4 +1,4 @@
-"""From the command line to a configuration. What bad input gets is in tests/e2e/test_bad_input.py."""
+"""From the command line to a configuration. What bad input gets is in tests/e2e/test_wrong_inputs.py."""
 
 import dataclasses
 import os
@@ -56,6 +56,65 @@ def test_entries_of_dictionaries_need_no_plus_sign(plus: str) -> None:
 def test_a_scorer_is_added_to_those_of_the_experiment() -> None:
     scorers = compose_run(["reward.scorers.jpeg_compressibility.weight=0.1"]).config.reward.scorers
     assert list(scorers) == ["ocr", "jpeg_compressibility"]
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["reward.scorers={mine: {path: a.py}}"], ["mine"]),
+        (["++reward.scorers={mine: {path: a.py}}"], ["mine"]),
+        (["reward.scorers={mine: {path: a.py}, ocr: {weight: 2}}"], ["mine", "ocr"]),
+        (["+reward.scorers={mine: {path: a.py}}"], ["ocr", "mine"]),
+        (["+reward.scorers.mine={path: a.py}"], ["ocr", "mine"]),
+        (["reward.scorers.mine.path=a.py"], ["ocr", "mine"]),
+        (["+reward.scorers.mine={path: a.py}", "~reward.scorers.ocr"], ["mine"]),
+        # in the order in which they stand
+        (["reward.scorers={mine: {path: a.py}}", "reward.scorers.sharpness.weight=0"], ["mine", "sharpness"]),
+        (["reward.scorers={mine: {path: a.py}}", "+reward.scorers.ocr={}"], ["mine", "ocr"]),
+        (["reward.scorers.sharpness.weight=0", "reward.scorers={mine: {path: a.py}}"], ["mine"]),
+        (["reward.scorers={a: {path: a.py}, mine: {path: a.py}}", "~reward.scorers.a"], ["mine"]),
+        (["reward.scorers={a: {path: a.py}}", "reward.scorers={mine: {path: a.py}}"], ["mine"]),
+    ],
+)
+def test_scorers_given_as_a_whole_replace_those_of_the_experiment(given: list[str], names: list[str]) -> None:
+    scorers = compose_run(given).config.reward.scorers
+    assert list(scorers) == names
+    assert scorers["mine"] == ScorerConfig(path="a.py")
+
+
+def test_naming_no_scorers_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.scorers has no scorer with a weight"):
+        compose_run(["reward.scorers={}"])
+    with pytest.raises(ConfigError, match=r"reward\.scorers=null: .*dictionary"):
+        compose_run(["reward.scorers=null"])
+
+
+def test_what_changes_a_scorer_is_checked_as_before() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.scorers\.ocr\.wieght: .*'reward\.scorers\.ocr\.weight'"):
+        compose_run(["reward.scorers={ocr: {}}", "reward.scorers.ocr.wieght=1"])
+    with pytest.raises(ConfigError, match=r"^reward\.scorers\.ocr\.weight=\{a: .*bracket"):
+        compose_run(["reward.scorers.ocr.weight={a"])
+
+
+@pytest.mark.parametrize("defaults", ["[signs]", "[signs, _self_]"])
+def test_an_experiment_of_your_own_replaces_the_scorers_of_what_it_is_composed_from(
+    tmp_path: Path, defaults: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"defaults: {defaults}\nreward:\n  scorers:\n    sharpness: {{weight: 2}}\n  retries: 3\n")
+    reward = compose_run([f"experiment={path}"]).config.reward
+    assert (reward.scorers, reward.retries) == ({"sharpness": ScorerConfig(weight=2)}, 3)
+    more = compose_run([f"experiment={path}", "reward.scorers.ocr.weight=0", "algorithm=crd"]).config
+    assert list(more.reward.scorers) == ["sharpness", "ocr"] and more.sampling.height == 32
+    path.write_text(f"defaults: {defaults}\nreward:\n  retries: 3\n")  # names none: those of signs
+    kept = compose_run([f"experiment={path}", "reward.scorers.ocr.weight=3"]).config.reward.scorers
+    assert kept["ocr"] == ScorerConfig(weight=3, replicas=2)
+
+
+def test_an_experiment_of_your_own_may_come_before_what_it_is_composed_from(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("defaults: [_self_, signs]\nreward: {scorers: {sharpness: {weight: 2}}}\n")
+    assert list(compose_run([f"experiment={path}"]).config.reward.scorers) == ["sharpness", "ocr"]
 
 
 def test_an_experiment_of_your_own(tmp_path: Path) -> None:
@@ -134,3 +193,9 @@ def test_a_key_of_another_algorithm_needs_no_plus_sign_to_get_a_sentence(
     with pytest.raises(ConfigError) as caught:
         compose_run(given)
     assert str(caught.value).startswith(named) and remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["{a: " * 200 + "1" + "}" * 200, "[" * 200 + "]" * 200])
+def test_mappings_without_end_are_one_sentence(value: str) -> None:
+    with pytest.raises(ConfigError, match="use fewer"):
+        compose_run([f"sampling.call.a={value}"])

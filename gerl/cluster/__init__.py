@@ -1,0 +1,7 @@
+"""Workers over Ray or in this process, behind one interface: the only package of gerl that imports Ray."""
+
+from gerl.cluster.calls import Pending as Pending
+from gerl.cluster.calls import WorkerGroup as WorkerGroup
+from gerl.cluster.calls import wait_any as wait_any
+from gerl.cluster.machines import Cluster as Cluster
+from gerl.cluster.machines import worker_share as worker_share

@@ -1,0 +1,189 @@
+"""Calls of workers: submitted, waited for, and what they raise in words of gerl."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+
+import ray
+
+from gerl.cluster import health
+from gerl.errors import ClusterError, GerlError, WorkerDied
+
+W = TypeVar("W")  # the class of a worker
+R = TypeVar("R")  # what a call returns
+P = ParamSpec("P")
+SLICE = 2.0  # seconds of a wait after which Ray itself is looked at
+LAST_WORDS = 15.0  # seconds in which a worker that failed may turn out to have lost another one
+FRAMES = 8  # of a worker's traceback that are shown
+
+
+class Pending(Generic[R]):
+    """The result of a submitted call, or the exception it raised; `later` passes it on to another call."""
+
+    def __init__(
+        self,
+        worker: str,
+        reference: ray.ObjectRef | None = None,
+        call: Callable[[], R] | None = None,
+        value: R | None = None,
+    ) -> None:
+        self.worker, self.reference = worker, reference
+        self._value = value
+        self._error: Exception | None = None
+        if call is not None:
+            try:
+                self._value = call()
+            except Exception as error:  # noqa: BLE001 - any error belongs to whoever asks for the result
+                self._error = error
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the call has ended, or for `timeout` seconds, without fetching what it returned."""
+        return bool(wait_any([self], timeout))
+
+    def later(self) -> R:
+        """The result as an argument of another call, which gets the value when it is there; nothing waits here."""
+        return cast(R, self)
+
+    def result(self) -> R:
+        """Wait for the call and return what it returned; raise what it raised."""
+        if self.reference is None:
+            if self._error is not None:
+                raise self._error
+            return cast(R, self._value)
+        self.wait()
+        try:
+            return cast(R, ray.get(self.reference))
+        except ray.exceptions.RayError as error:
+            raised = _translated(self.worker, error)
+            # the log keeps the traceback of the other process; an error of no known kind has it in a note
+            raise raised from (error if isinstance(raised, GerlError) else None)
+
+
+def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
+    """The exception that a call raised, as one of gerl or of the worker's code."""
+    if not isinstance(error, ray.exceptions.RayTaskError) or isinstance(error, ray.exceptions.RayActorError):
+        return _lost(worker, error)
+    cause = error.cause
+    if not isinstance(cause, Exception) or isinstance(cause, ray.exceptions.RayError):
+        return error
+    if not isinstance(cause, GerlError):
+        cause.add_note(f"in {worker}:\n{_last_frames(error.traceback_str)}")
+    return cause
+
+
+def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
+    """The sentence for a call that Ray could not bring to an end."""
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    again = "restart the command"
+    match error:
+        case ray.exceptions.OutOfMemoryError():
+            return WorkerDied(
+                f"Ray ended {worker}, because the machine's memory was nearly full ({first}): lower "
+                f"cluster.num_workers, rollout.micro_batch_size or reward.scorers.NAME.replicas, then {again}"
+            )
+        case ray.exceptions.ObjectStoreFullError():
+            return ClusterError(
+                f"Ray's store has no room for the images of {worker} ({first}): lower rollout.micro_batch_size and "
+                f"validation.micro_batch_size, or give /dev/shm more room, then {again}"
+            )
+        case ray.exceptions.OutOfDiskError():
+            return ClusterError(f"the disk with Ray's session folder is full ({first}): free space, then {again}")
+        case ray.exceptions.RayActorError():  # also where the call only depends on one of a dead worker
+            killed = "; the system ends processes without a word where memory is full" if "OOM" in str(error) else ""
+            return WorkerDied(f"{worker} died ({first}{killed}): its log is in Ray's session folder; {again}")
+        case _:
+            return ClusterError(f"Ray lost the answer of {worker} ({type(error).__name__}: {first}): {again}")
+
+
+def _last_frames(text: str) -> str:
+    """The end of a traceback: its last frames, and the exception."""
+    lines = text.rstrip().splitlines()
+    frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    return "\n".join(lines[frames[-FRAMES:][0] :] if frames else lines[-FRAMES:])
+
+
+def wait_any(pending: Sequence[Pending[Any]], timeout: float | None = None) -> list[Pending[Any]]:
+    """Wait until one of the calls has ended, or for `timeout` seconds; returns those that have, in order.
+
+    Raises `ClusterError` if Ray itself is gone.
+    """
+    references = [p.reference for p in pending if p.reference is not None]
+    if len(references) < len(pending) or not references:  # what ran in this process has ended
+        return [p for p in pending if p.reference is None]
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        health.check()
+        left = SLICE if deadline is None else min(SLICE, max(0.0, deadline - time.monotonic()))
+        if ray.wait(references, num_returns=1, timeout=left, fetch_local=False)[0]:
+            break
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+    ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+    return [p for p in pending if p.reference in ready]
+
+
+class WorkerGroup(Generic[W]):
+    """Workers of one plain class; calls are queued per worker in the order they are submitted.
+
+    A call is given as the method of the class, `group.submit(0, Worker.method, argument)`: its arguments and its result
+    have types, over Ray too.
+    """
+
+    def __init__(self, name: str, count: int, start: Callable[[int], W], end: Callable[[W], None] | None) -> None:
+        self.name, self._start, self._end = name, start, end
+        self.remote = end is not None
+        self.workers = [start(rank) for rank in range(count)]  # over Ray: the handles of actors of that class
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def submit(
+        self, index: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        """Queue `method(*args)` on worker `index`; an argument that is `Pending.later()` arrives as its value."""
+        label = f"{self.name} {index}"
+        bound = getattr(self.workers[index], method.__name__)
+        if self.remote:
+            return Pending(label, reference=bound.remote(*map(_reference, args), **kwargs))
+        return Pending(label, call=lambda: bound(*map(_value, args), **kwargs))
+
+    def restart(self, index: int) -> None:
+        """End worker `index`, whatever it is doing, and start it anew; in this process there is nothing to end."""
+        if self._end is not None:
+            self._end(self.workers[index])
+            self.workers[index] = self._start(index)
+
+    def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Run `method(*args)` on all workers at once and return what they returned, in order.
+
+        Raises the first exception that comes; where a worker died, that it did, and not what others say who miss it.
+        """
+        pending = [self.submit(i, method, *args, **kwargs) for i in range(len(self))]
+        left, error = list(pending), None
+        while left:
+            ended = wait_any(left, None if error is None else LAST_WORDS)
+            if not ended:
+                break
+            for call in ended:
+                left.remove(call)
+                try:
+                    call.result()
+                except WorkerDied:
+                    raise
+                except Exception as other:  # noqa: BLE001 - raised below
+                    error = error or other
+            if isinstance(error, GerlError):
+                break
+        if error is not None:
+            raise error
+        return [p.result() for p in pending]
+
+
+def _value(argument: object) -> object:
+    return argument.result() if isinstance(argument, Pending) else argument
+
+
+def _reference(argument: object) -> object:
+    if isinstance(argument, Pending) and argument.reference is not None:
+        return argument.reference
+    return _value(argument)

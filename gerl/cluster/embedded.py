@@ -1,0 +1,206 @@
+"""A Ray of our own on this machine: nothing but this process tree reaches it, and it ends with the command.
+
+It listens on the loopback only and asks for a token. Its processes do not see SIGINT and SIGTERM, which a terminal,
+timeout(1), SLURM and systemd send to all processes of a command: they must live until the newest step is saved.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import ray
+from ray._private import ray_constants
+from ray._raylet import Config  # type: ignore[attr-defined]
+
+from gerl.cluster import reaper
+from gerl.cluster.reaper import MARK, kill
+from gerl.commandline import signals
+from gerl.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+ATTEMPTS = 2  # to start Ray, which has 30 s for it: on a busy machine that is not always enough
+LOOPBACK = "127.0.0.1"
+LINUX = sys.platform == "linux"
+W = TypeVar("W")  # the class of a worker
+
+
+def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
+    """Start Ray with `options` of `ray.init`; `ends` gets what ends it, whatever state it is in then.
+
+    Raises `ClusterError` if it does not start.
+    """
+    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+    ends.enter_context(signals.before_leaving(lambda: kill(mark)))
+    ends.callback(_end, mark)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            _guard(mark)
+            # the loopback is the address that Ray takes on macOS and Windows; on Linux it has no option for that
+            with constant("ENABLE_RAY_CLUSTER", False), environment(_variables(mark)), shielded():
+                initialize(address="local", include_dashboard=False, **options)
+            break
+        except Exception as error:  # its start-up time-out is a plain Exception
+            if attempt == ATTEMPTS or isinstance(error, TypeError | ValueError):
+                raise ClusterError(
+                    f"Ray does not start ({_short(error)}): try again when the machine has less to do, or use "
+                    "cluster.launcher=local"
+                ) from error
+            logger.warning("Ray did not start (%s): trying once more", _short(error))
+            _end(mark)
+    addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
+    if addresses != {LOOPBACK}:
+        raise ClusterError(
+            f"ray {ray.__version__} listens on {', '.join(addresses)}, not on the loopback only: install another one, "
+            "or use cluster.launcher=local"
+        )
+
+
+def _guard(mark: str) -> None:
+    """Start the process that ends Ray's when this one is gone without having done so, after a kill -9 for example."""
+    if not LINUX:
+        return
+    command = [sys.executable, "-I", "-S", reaper.__file__, mark]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, MARK: mark},  # it is one of those that `kill` ends
+        stdin=subprocess.PIPE,  # which ends with this process
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _guards.append(process)
+
+
+_guards: list["subprocess.Popen[bytes]"] = []  # whose pipes must stay open
+
+
+def _end(mark: str) -> None:
+    if LINUX:
+        node = getattr(ray._private.worker, "_global_node", None)
+        if node is not None:  # Ray would end one after the other by SIGTERM, which they do not see
+            node.kill_all_processes = lambda **_: None
+    ray.shutdown()
+    kill(mark)
+    while _guards:
+        _guards.pop().communicate()
+
+
+@cache
+def _token() -> str:
+    return secrets.token_hex(32)  # one for all clusters of this process: Ray reads it once
+
+
+def initialize(**options: object) -> None:
+    """Call `ray.init`; the handlers of signals stay what they are, Python's and those in C."""
+    with constant("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True), signals.kept():
+        ray.init(**options)
+    worker = ray._private.worker
+    if worker.print_to_stdstream is not _print_but_dumps:
+        _printed.append(worker.print_to_stdstream)
+        worker.print_to_stdstream = _print_but_dumps
+
+
+_printed: list[Any] = []
+
+
+def _print_but_dumps(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
+    """Print what Ray has to say, but not the log of a node service that died: an error says so in a sentence."""
+    if data.get("pid") != "raylet":
+        _printed[-1](data, *arguments, **keywords)
+
+
+def _variables(mark: str) -> dict[str, str]:
+    """The environment of Ray's processes; what the user has set stays."""
+    # without SPT_NOENV Ray's agents write their titles over the environment in which they are found
+    values = {MARK: mark, "SPT_NOENV": "1", "RAY_AUTH_MODE": "token"}
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        values["RAY_AUTH_TOKEN"] = _token()
+    return values
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables that are not set, which Ray reads while it starts and its processes inherit."""
+    new = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(new)
+    Config.initialize("")  # it has read them when it was imported
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def constant(name: str, value: bool) -> Iterator[None]:
+    """A constant of Ray, which it reads from the environment when it is imported, with another value."""
+    before = getattr(ray_constants, name, None)
+    setattr(ray_constants, name, value)
+    try:
+        yield
+    finally:
+        setattr(ray_constants, name, before)
+
+
+_shield = threading.local()
+
+
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """A block in which this thread starts processes that do not see SIGINT and SIGTERM, nor do those they start."""
+    _install()
+    _shield.active = True
+    try:
+        yield
+    finally:
+        _shield.active = False
+
+
+@cache
+def _install() -> None:
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
+
+
+def _before_fork() -> None:
+    if getattr(_shield, "active", False):
+        _shield.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
+
+
+def _after_fork() -> None:
+    if getattr(_shield, "active", False):
+        signal.pthread_sigmask(signal.SIG_SETMASK, _shield.mask)
+
+
+def unshielded(cls: type[W]) -> type[W]:
+    """The class of a worker that lets SIGINT and SIGTERM in again, and does nothing for them.
+
+    What is blocked stays blocked in processes that a scorer starts, which could then not be ended by SIGTERM; what has
+    a handler does not.
+    """
+
+    class Worker(cls):  # type: ignore[valid-type, misc]
+        def __init__(self, *arguments: object) -> None:
+            for number in signals.NUMBERS:
+                signal.signal(number, _nothing)
+                signal.siginterrupt(number, False)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)
+            super().__init__(*arguments)
+
+    Worker.__name__ = Worker.__qualname__ = cls.__name__
+    return Worker
+
+
+def _nothing(number: int, frame: Any) -> None:
+    pass
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

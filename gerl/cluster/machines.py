@@ -1,0 +1,177 @@
+"""The cluster of a command: a Ray of its own, one that is joined, or this process."""
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import ray
+import torch
+
+from gerl.cluster import embedded, health
+from gerl.cluster.calls import WorkerGroup
+from gerl.commandline import signals
+from gerl.config import ClusterConfig
+from gerl.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+W = TypeVar("W")  # the class of a worker
+
+
+class Cluster:
+    """A Ray session or this process; as a context manager it ends what it started, and nothing else.
+
+    Joins the Ray cluster of the environment variable RAY_ADDRESS if it is set, otherwise starts an embedded one.
+    """
+
+    def __init__(self, config: ClusterConfig, scorers: Sequence[float] = ()) -> None:
+        """`scorers`: the share of a GPU that each of their processes takes."""
+        self.config = config
+        self.scorers = list(scorers)
+        self.remote = config.launcher == "ray"
+        self._actors: list[object] = []
+        self._ends = contextlib.ExitStack()
+        self.device = self._device()
+        self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
+        self.num_workers = config.num_workers or self._default_workers()
+
+    def _default_workers(self) -> int:
+        if self.device == "cuda":
+            return torch.cuda.device_count()
+        # on a CPU two processes beat one with as many threads, which wait for each other at every operation
+        return min(2, _cores()) if self.remote else 1
+
+    def _device(self) -> str:
+        if self.config.device == "cuda" and not torch.cuda.is_available():
+            raise ClusterError("cluster.device=cuda, but torch sees no GPU: use cluster.device=auto or cpu")
+        if self.config.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.config.device
+
+    def __enter__(self) -> "Cluster":
+        with contextlib.ExitStack() as stack:
+            if self.remote and not ray.is_initialized():
+                options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
+                if joined := os.environ.get("RAY_ADDRESS"):
+                    join(joined, options)
+                    stack.callback(self._leave)
+                else:
+                    embedded.start(options, stack)
+                stack.enter_context(health.watched(own=not joined))
+            self._check_devices()
+            self._ends = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with signals.deferred():  # a process must not be left
+            self._ends.close()
+
+    def _leave(self) -> None:
+        """Leave a cluster that is not ours, without our workers on it."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        ray.shutdown()
+
+    def _check_devices(self) -> None:
+        if self.device != "cuda":
+            return
+        devices = int(ray.cluster_resources().get("GPU", 0)) if self.remote else torch.cuda.device_count()
+        if self.num_workers > devices:
+            raise ClusterError(
+                f"cluster.num_workers={self.num_workers}, but there are only {devices} GPUs: lower it or use more GPUs"
+            )
+        if self.remote:
+            self.gpus = worker_share(devices, self.num_workers, self.scorers)
+
+    def worker_device(self, rank: int) -> str:
+        """The torch device of worker `rank`; Ray shows each worker its own GPU only."""
+        return "cuda" if self.device == "cuda" and self.remote else f"cuda:{rank}" if self.device == "cuda" else "cpu"
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of one rollout and actor worker."""
+        return self.config.threads_per_worker or max(1, _cores() // self.num_workers)
+
+    def workers(
+        self,
+        name: str,
+        cls: type[W],
+        count: int,
+        arguments: Callable[[int], tuple[object, ...]],
+        *,
+        gpus: float = 0.0,
+        threads: int = 1,
+    ) -> WorkerGroup[W]:
+        """Start `count` workers `cls(*arguments(rank))`, each with `threads` CPU threads and a share of a GPU.
+
+        `gpus` is the share where there are GPUs; without one a worker sees none. Constructors must be light: Ray
+        reports what they raise as a dead worker, without the exception.
+        """
+        if not self.remote:
+            return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
+        # shares that always fit: the CPU is shared by design, Ray's accounting must not leave a worker unplaced
+        total = ray.cluster_resources().get("CPU", 1.0)
+        share = int(1000 * total / (self.num_workers + len(self.scorers) + 1)) / 1000
+        environment = {"OMP_NUM_THREADS": str(threads)}
+        options: dict[str, object] = {"num_cpus": min(share, 1.0), "runtime_env": {"env_vars": environment}}
+        if gpus and self.device == "cuda":
+            options["num_gpus"] = gpus
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
+        actor_class = ray.remote(**options)(embedded.unshielded(cls))
+
+        def start(rank: int) -> W:
+            actor = actor_class.remote(*arguments(rank))
+            self._actors.append(actor)
+            return cast(W, actor)
+
+        def end(actor: W) -> None:
+            self._actors.remove(actor)
+            ray.kill(actor)
+
+        return WorkerGroup(name, count, start, end)
+
+
+def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
+    """The share of a GPU for each of `workers`, one a GPU, so that processes with the shares `scorers` find a place.
+
+    Raises `ClusterError` if scorers would have to take half a GPU or more from a worker.
+    """
+    largest = max(scorers, default=0.0)
+    count = sum(share > 0 for share in scorers)
+    if not count or int(1 / largest) * (devices - workers) >= count:
+        return 1.0
+    left = round(1 - largest * -(-count // devices), 3)
+    if left <= 0.5:  # Ray would put two workers on one GPU
+        raise ClusterError(
+            f"{count} processes of scorers with up to {largest:g} of a GPU each do not fit beside {workers} workers on "
+            f"{devices} GPUs: lower reward.scorers.NAME.gpus or cluster.num_workers"
+        )
+    return left
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def join(address: str, options: dict[str, object]) -> None:
+    """Join the cluster at `address`; raises `ClusterError` if that is not possible."""
+    try:
+        check_reachable(address)
+        embedded.initialize(**options)
+    except Exception as error:  # Ray raises what its many parts raise
+        reason = " ".join(str(error).split())
+        raise ClusterError(
+            f"RAY_ADDRESS={address}: this Ray cluster cannot be joined ({reason}); start it, unset RAY_ADDRESS to "
+            "start a local Ray, or set RAY_AUTH_MODE=token if it asks for a token"
+        ) from error
+
+
+def check_reachable(address: str) -> None:
+    """Raise `OSError` if nothing listens at `host:port`, where Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=10).close()

@@ -1,0 +1,42 @@
+"""The processes of an embedded Ray, found by a mark in their environment, and ended with the command.
+
+Also a program, which waits until its standard input ends: that of a command that is gone, however it ended, after
+which some processes of Ray would stay for a minute. It uses nothing but the standard library, to start quickly.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+MARK = "GERL_RAY"  # the environment variable that all processes of an embedded Ray have, and no other
+GONE = 10.0  # seconds in which processes that were killed are gone
+
+
+def kill(mark: str) -> None:
+    """Kill all processes that were started with this `mark`, and wait until they are gone."""
+    deadline = time.monotonic() + GONE
+    while (found := processes(mark)) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def processes(mark: str) -> list[int]:
+    """The processes that were started with this `mark` and live, but for this one; none where there is no /proc."""
+    wanted, found = f"{MARK}={mark}\0".encode(), list[int]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended, or is not ours
+            if wanted in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+    return found
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.read()
+    kill(sys.argv[1])

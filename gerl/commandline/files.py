@@ -1,0 +1,47 @@
+"""The yaml files of users: read with errors that name line and column; and names near to one that is wrong."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gerl.errors import ConfigError
+
+
+def read_yaml(path: Path, where: str) -> DictConfig:
+    """The keys in a yaml file; raises `ConfigError` beginning with `where`."""
+    try:
+        content = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{where}: {_place(error)}; correct it there") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: it is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
+    except (yaml.YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{where}: it is no yaml file ({' '.join(str(error).split())})") from None
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{where}: expected blocks of keys, such as 'trainer: {{steps: 5}}', got a list")
+    return content
+
+
+def _place(error: yaml.MarkedYAMLError) -> str:
+    """Line, column and what is wrong there."""
+    mark = error.problem_mark or error.context_mark
+    problem = " ".join((error.problem or error.context or "it is no yaml").split())
+    if "'\\t'" in problem:
+        problem = "a tab, where yaml wants spaces"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
+
+
+def near_names(name: str, names: Sequence[str]) -> list[str]:
+    """At most three of `names` that are near to `name`: spelt alike, or that it is a part of."""
+    near = difflib.get_close_matches(name.lower(), names, n=3)
+    return near or [known for known in names if name and name.lower() in known][:3]
+
+
+def either(names: Sequence[str]) -> str:
+    """Names as a sentence offers them: 'a', 'b' or 'c'."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,189 @@
+"""SIGINT and SIGTERM: the first ends the command in order, a second one at once.
+
+A process has one set of signal handlers, so this is a module and not an object: `run_command` sets them before anything
+heavy is imported. Outside the main thread, and where no command runs, nothing is set and nothing here has an effect.
+"""
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn
+
+from gerl.errors import Interrupted
+
+SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
+NUMBERS = (SIGINT, SIGTERM)
+SAME = 1.0  # seconds in which a further signal is the same one: timeout(1) sends it to the process, then to its group
+AGAIN = 0.1  # seconds after which an interruption that somebody swallowed comes again
+
+
+@dataclass
+class _State:
+    process: int = 0  # that the handlers are for: a fork has them too, but is not the command
+    received: int | None = None
+    since: float = 0.0
+    deferred: int = 0
+    answered: bool = False  # the command is ending: nothing is left to be interrupted
+    previous: dict[int, Any] = field(default_factory=dict)
+    last: list[Callable[[], None]] = field(default_factory=list)  # before a process ends at once
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def handled() -> Iterator[None]:
+    """A block in which SIGINT and SIGTERM raise `Interrupted` in the main thread, or after the `deferred` block.
+
+    A second signal ends the process at once, after what `before_leaving` was given.
+    """
+    global _state
+    if threading.current_thread() is not threading.main_thread() or _state.process == os.getpid():  # or set already
+        yield
+        return
+    outer, hook = _state, sys.unraisablehook
+    _state = _State(os.getpid(), previous={number: signal.getsignal(number) for number in NUMBERS})
+    sys.unraisablehook = _unraisable(hook)
+    for number in NUMBERS:
+        signal.signal(number, _handle)
+    try:
+        yield
+    finally:
+        for number in NUMBERS:
+            signal.signal(number, _state.previous[number])
+        sys.unraisablehook = hook
+        _state = outer
+
+
+def received() -> int | None:
+    """The number of the signal that ends this command, or None."""
+    return _state.received
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """A block that a first signal does not interrupt; `Interrupted` is raised when it ends."""
+    state = _state
+    state.deferred += 1
+    try:
+        yield
+    finally:
+        state.deferred -= 1
+    if not state.deferred:
+        check()
+
+
+def check() -> None:
+    """Raise `Interrupted` if a signal has arrived, also where a library has swallowed the first exception."""
+    if _state.received is not None and not _state.answered:
+        raise Interrupted(_state.received)
+
+
+def answered() -> None:
+    """Say that the command is ending: `deferred` blocks end without an exception from now on."""
+    _state.answered = True
+
+
+@contextlib.contextmanager
+def before_leaving(end: Callable[[], None]) -> Iterator[None]:
+    """A block in which a second signal calls `end` before the process is gone."""
+    state = _state
+    state.last.append(end)
+    try:
+        yield
+    finally:
+        state.last.remove(end)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """A block in which no library replaces the handlers: Ray sets one for SIGTERM when it starts, and one in C."""
+    replace = signal.signal
+
+    def refuse(number: int, handler: Any) -> Any:
+        return signal.getsignal(number) if number in NUMBERS else replace(number, handler)
+
+    signal.signal = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = replace
+        if threading.current_thread() is threading.main_thread():
+            for number in NUMBERS:
+                signal.signal(number, signal.getsignal(number))
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    del frame
+    state = _state
+    if os.getpid() != state.process:  # a fork of a library or of a scorer, which knows nothing of this command
+        signal.signal(number, state.previous.get(number) or signal.SIG_DFL)
+        signal.raise_signal(number)
+    elif state.received is None:
+        state.received, state.since = number, time.monotonic()
+        if not state.deferred and not state.answered:
+            raise Interrupted(number)
+    elif time.monotonic() - state.since > SAME:
+        leave(number)
+
+
+def leave(number: int) -> None:
+    """End the process at once, with a sentence and the exit code of the signal."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\nstopped at once by a second {name(number)}: what was in progress is lost\n".encode())
+    try:
+        for end in reversed(_state.last):
+            end()
+    finally:
+        os._exit(128 + number)
+
+
+def exit_with(code: int) -> NoReturn:
+    """End the process, whose work is done, with this exit code; a signal meanwhile only ends it sooner."""
+
+    with contextlib.suppress(OSError):  # Python tries it again and says what is wrong
+        sys.stdout.flush()
+    _exit_codes.append(code)
+    for number in NUMBERS:
+        signal.signal(number, lambda *_: os._exit(code))
+    sys.exit(code)
+
+
+_exit_codes: list[int] = []
+
+
+@atexit.register  # before all others, and so the last to be called
+def _ignore() -> None:
+    """Once modules are torn down, Python takes handlers of its own away, and a signal would be the exit code."""
+    for number in NUMBERS if _exit_codes else ():
+        signal.signal(number, signal.SIG_IGN)
+
+
+def name(number: int) -> str:
+    """SIGINT or SIGTERM."""
+    return signal.Signals(number).name
+
+
+def _unraisable(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    def again() -> None:
+        if not _state.answered and (number := _state.received) is not None:
+            _state.received = None
+            os.kill(os.getpid(), number)
+
+    def report(unraisable: Any) -> None:
+        """An exception in a finalizer or a callback is printed and lost; an interruption must not be."""
+        if not isinstance(unraisable.exc_value, Interrupted):
+            hook(unraisable)
+            return
+        timer = threading.Timer(AGAIN, again)
+        timer.daemon = True
+        timer.start()
+
+    return report

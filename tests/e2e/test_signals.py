@@ -1,0 +1,153 @@
+"""SIGINT and SIGTERM at random moments of a run: one sentence, the exit code, a checkpoint, no process left behind.
+
+A run is signalled and carried on until it is finished, and must then be, bit for bit, the one that nothing interrupted.
+`GERL_SIGNALS=100 pytest tests/e2e/test_signals.py` sends that many over Ray in place of 20: each costs a start.
+"""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+STEPS = 24
+SIGNALS = int(os.environ.get("GERL_SIGNALS", "20"))
+OFTEN = "validation.every=2 checkpoint.every=3 actor.lr=0.01 rollout.micro_batch_size=2".split()
+OF_RAY = re.compile(r"\(raylet|\(gcs_server|\(\w+ pid=|Stack trace|core_worker|ray::|\[[\d:, -]+ [EWI] \d+ \d+\]")
+
+
+@dataclass
+class Moments:
+    """When signals come: half of them before the first step, at any time of as long as that takes."""
+
+    random: random.Random
+    sent: int = 0
+    start: float = 0.0  # seconds to the first step
+
+
+@dataclass
+class Drill:
+    """A run that is signalled, carried on, and signalled again until it is finished."""
+
+    run: Any
+    begin: Callable[[], "subprocess.Popen[str]"]
+    mark: str
+    moments: Moments
+
+    def once(self) -> bool:
+        """Start or carry on, signal at a random moment; returns whether the run was finished before."""
+        moments, steps = self.moments, self.steps()
+        choose, loaded = moments.random, moments.sent % 2 == 0
+        began, process = time.monotonic(), self.begin()
+        while process.poll() is None and not listens(process.pid):  # before that it is Python that starts
+            time.sleep(0.005)
+        if loaded:
+            while process.poll() is None and self.steps() == steps:
+                time.sleep(0.02)
+            moments.start = time.monotonic() - began
+            time.sleep(choose.uniform(0, 0.8))
+        else:
+            time.sleep(choose.uniform(0, moments.start))
+        number, group = choose.choice([signal.SIGINT, signal.SIGTERM]), choose.random() < 0.5
+        alive = process.poll() is None
+        if alive:
+            (os.killpg if group else os.kill)(process.pid, number)
+        moments.sent += alive
+        out, log = process.communicate(timeout=300)
+        what = f"signal {moments.sent}: {number} to {'the group' if group else 'it'}, after step {steps}\n{out}{log}"
+        left = processes_with(self.mark)
+        assert not left, f"{what}\n{left}"
+        assert "Traceback" not in log and "Exception ignored" not in log and not OF_RAY.search(log), what
+        if process.returncode == 0:
+            assert "finished in" in log, what
+            return True
+        assert process.returncode == 128 + number, what
+        said = [line for line in log.splitlines() if "stopped by" in line]
+        assert len(said) == 1 and signal.Signals(number).name in said[0] and log.strip().endswith(said[0]), what
+        if (finished := self.steps()) > 0:
+            newest = max(int(path.name[5:]) for path in (self.run.folder / "checkpoints").glob("step_*"))
+            assert newest >= finished, what  # a step may be trained and not yet logged
+            if finished > steps:  # otherwise it may have been stopped before it looked for checkpoints
+                assert f"step_{newest}" in said[0] and "checkpoint.resume=" in said[0], what
+        return False
+
+    def steps(self) -> int:
+        """Finished steps, by the metrics."""
+        try:
+            return max((int(step) for step in re.findall(r'"step": (\d+)', self.text())), default=0)
+        except OSError:
+            return 0
+
+    def text(self) -> str:
+        return (self.run.folder / "metrics.jsonl").read_text()
+
+
+def listens(process: int) -> bool:
+    """Whether SIGTERM has a handler there."""
+    try:
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
+    except OSError:
+        return True  # it has ended
+    return caught is None or bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def processes_with(mark: str) -> list[str]:
+    """Command lines of the processes that have this in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # it ended, or is not ours
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(train: Callable[..., Any], workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return train(folder, *OFTEN, trainer__steps=STEPS, validation__data=workplace / "val.txt", cluster__num_workers=2)
+
+
+@pytest.fixture
+def drill(
+    arguments: Callable[..., list[str]], start: Callable[..., Any], run_of: Any, workplace: Path, tmp_path: Path
+) -> Callable[[str, Moments], Iterator[Drill]]:
+    def build(launcher: str, moments: Moments) -> Iterator[Drill]:
+        for number in range(1000):
+            run, mark = run_of(tmp_path / f"{number}" / "run"), f"GERL_TEST={tmp_path}/{number}"
+            settings = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt", "cluster__num_workers": 2}
+            command = arguments(run.folder, *OFTEN, "checkpoint.resume=auto", cluster__launcher=launcher, **settings)
+            yield Drill(run, lambda c=command, m=mark: start(c, GERL_TEST=m.split("=")[1]), mark, moments)
+
+    return build
+
+
+def assert_same(run: Any, whole: Any) -> None:
+    state, expected = run.state(STEPS), whole.state(STEPS)
+    assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+    assert run.untimed() == whole.untimed()
+
+
+@pytest.mark.parametrize(("launcher", "count"), [("ray", SIGNALS), ("local", 4)])
+def test_signals_at_random_moments(drill: Any, whole: Any, launcher: str, count: int) -> None:
+    moments = Moments(random.Random(count))
+    for one in drill(launcher, moments):
+        while not (finished := one.once()) and moments.sent < count:
+            pass
+        if not finished:
+            process = one.begin()
+            _, log = process.communicate(timeout=300)
+            assert process.returncode == 0, log
+        assert_same(one.run, whole)
+        if moments.sent >= count:
+            break

@@ -1,0 +1,65 @@
+"""Arguments in the style of other programs: the sentence has the line to write."""
+
+import pytest
+
+from gerl.commandline.form import check_form
+from gerl.errors import ConfigError
+
+KEYS = {"trainer.steps", "data.train", "out"}
+SHORT = {"steps": "trainer.steps", "stepz": "trainer.steps", "data_train": "data.train"}
+
+
+def check(*arguments: str) -> None:
+    check_form(arguments, lambda name: name if name in KEYS else SHORT.get(name), "out")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["trainer.steps=5", "out=x"],
+        ["out=", "trainer.steps=5"],  # an empty value, and the next key
+        ["+out=a=b", "~trainer.steps", "out=-1", "out==x"],
+        ["zebra=1"],  # unknown keys are for others to refuse
+    ],
+)
+def test_what_is_key_value_passes(arguments: list[str]) -> None:
+    check(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "written"),
+    [
+        (["--trainer.steps", "5"], "--trainer.steps 5: ", "trainer.steps=5"),
+        (["-trainer.steps=5"], "-trainer.steps=5: ", "trainer.steps=5"),
+        (["--stepz=5", "out=x"], "--stepz=5: ", "trainer.steps=5"),
+        (["--data-train", "a b.txt"], "--data-train a b.txt: ", "'data.train=a b.txt'"),
+        (["--steps", "--out", "x"], "--steps: ", "trainer.steps=VALUE"),
+        (["--steps", "out=x"], "--steps: ", "trainer.steps=VALUE"),
+        (["out=x", "steps", "=", "5"], "steps = 5: ", "steps=5"),
+        (["steps", "="], "steps = VALUE: ", "steps=VALUE"),
+        (["steps=", "5"], "steps= 5: ", "steps=5"),
+        (["steps", "=5"], "steps =5: ", "steps=5"),
+        (["trainer.steps", "5"], "trainer.steps 5: ", "trainer.steps=5"),
+        (["trainer.steps"], "trainer.steps: ", "trainer.steps=VALUE"),
+        (["trainer.steps 5"], "trainer.steps 5: ", "trainer.steps=5"),
+    ],
+)
+def test_the_line_to_write_is_in_the_sentence(arguments: list[str], named: str, written: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(*arguments)
+    assert str(caught.value).startswith(named) and f"write {written}" in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--multirun"], "--multirun: there is no such option"),
+        (["data.train=my", "file.txt"], "put quotes: 'data.train=my file.txt'"),
+        (["some/folder"], "some/folder: expected key=value, such as out=some/folder"),
+    ],
+)
+def test_where_it_is_not_known_what_was_meant(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(*arguments)
+    assert words in str(caught.value)

@@ -1,0 +1,47 @@
+"""Workers that Ray, or the system, ends for want of memory."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+WORKER = """
+import os, time
+from gerl.cluster import Cluster
+from gerl.config import ClusterConfig
+from gerl.errors import WorkerDied
+
+class Worker:
+    def hold(self):
+        self.memory = bytearray(300_000_000)
+        time.sleep(120)
+
+    def vanish(self):
+        os.kill(os.getpid(), 9)
+
+with Cluster(ClusterConfig(num_workers=1, device="cpu")) as machines:
+    group = machines.workers("worker", Worker, 1, lambda rank: ())
+    try:
+        group.submit(0, Worker.CALL).result()
+    except WorkerDied as error:
+        print("found", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "environment", "named"),
+    [
+        ("hold", {"RAY_memory_usage_threshold": "0.001"}, ["memory was nearly full", "rollout.micro_batch_size"]),
+        ("vanish", {}, ["worker 0 died", "memory is full", "restart the command"]),
+    ],
+)
+def test_a_worker_that_is_ended_for_want_of_memory(call: str, environment: dict[str, str], named: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER.replace("CALL", call)],
+        env=os.environ | {"RAY_memory_monitor_refresh_ms": "100"} | environment,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    (message,) = [line for line in done.stdout.splitlines() if line.startswith("found")] or [done.stderr]
+    assert all(part in message for part in named), message
+    assert (done.returncode == 0 and "cluster.num_workers" in message) or call == "vanish"
