@@ -5,6 +5,7 @@ The tree is flat: one dataclass a block, composed by Hydra (`configs/`), checked
 
 import dataclasses
 import difflib
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +27,18 @@ from gerl.config.blocks import (
     ValidationConfig,
 )
 from gerl.config.sampling import SamplingConfig
+from gerl.config.schema import shown
 from gerl.errors import ConfigError
 
 __all__ = [
     "ActorConfig", "AlgorithmConfig", "AnyAlgorithm", "CheckpointConfig", "ClusterConfig", "Config", "DataConfig",
     "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig", "TrainerConfig",
-    "ValidationConfig", "algorithm_config", "did_you_mean", "from_mapping", "keys", "readers",
+    "ValidationConfig", "algorithm_config", "did_you_mean", "expected", "from_mapping", "keys",
+    "nearest_key", "readers", "shown",
 ]  # fmt: skip
+
+
+MOST_IMAGES = 10**6  # of a trainer step, which is planned, drawn and kept as a whole
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,11 @@ class Config:
 
     def _check_batches(self) -> None:
         rollout, actor, algorithm = self.rollout, self.actor, self.algorithm
+        if (images := rollout.prompts_per_step * rollout.n) > MOST_IMAGES:
+            raise ConfigError(
+                f"rollout.prompts_per_step={rollout.prompts_per_step} times rollout.n={rollout.n} are {images} images "
+                f"a trainer step, at most {MOST_IMAGES} are planned: lower one"
+            )
         micro = actor.micro_batch_size
         if micro is not None and micro > rollout.micro_batch_size:
             raise ConfigError(
@@ -104,14 +115,41 @@ def _sentence(first: ErrorDetails) -> str:
     name = ".".join(location)
     if first["type"] == "union_tag_invalid":
         *names, last = map(repr, BY_NAME)
-        return f"algorithm.name={first['ctx']['tag']!r}: it must be {', '.join(names)} or {last}"
+        return f"algorithm.name={shown(first['ctx']['tag'])}: it must be {', '.join(names)} or {last}"
     if first["type"] != "unexpected_keyword_argument":
-        return f"{name}={first['input']!r}: it must be {first['msg'].removeprefix('Input should be ')}"
+        return f"{name}={shown(first['input'])}: {expected(first, name)}"
     if chosen and (others := readers(location[-1])):
-        return f"{name}={first['input']}: {chosen} does not read it, only {', '.join(others)}"
+        given = first["input"]
+        text = given if isinstance(given, str) else shown(given)
+        return f"{name}={text:.200}: {chosen} does not read it, only {', '.join(others)}; leave it out"
     return (
         f"{name}: there is no such key{did_you_mean(name, BY_NAME[chosen] if chosen else None)}; --help all lists all"
     )
+
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a text",
+    "string_pattern_mismatch": "a name of letters, digits and underscores",
+    "list_type": "a list, such as [1,2]",
+    "dict_type": "a dictionary, such as {NAME: VALUE}",
+}  # by the type of pydantic's error
+
+
+def expected(error: ErrorDetails, name: str) -> str:
+    """The kind of value that is expected, in the words of somebody who writes a command line."""
+    if error["type"] == "dataclass_type":
+        leaf = "path" if name.startswith("reward.scorers.") else next(k for k, _ in keys() if k.startswith(f"{name}."))
+        return f"it is a block of keys, set one of them, such as {name}.{leaf.removeprefix(f'{name}.')}=VALUE"
+    if name == "reward.scorers":
+        return "it must be a dictionary, such as {ocr: {weight: 1}}"
+    return f"it must be {EXPECTED.get(error['type']) or error['msg'].removeprefix('Input should be ')}"
 
 
 def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str:
@@ -119,17 +157,37 @@ def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> s
 
     `algorithm`: the one that is to read it; None: any.
     """
+    if near := nearest_key(name, algorithm):
+        return f", did you mean {near!r}"
+    block, scorer = _block(name)
+    leaves = [known.rpartition(".")[2] for known, _ in keys(algorithm) if known.rpartition(".")[0] == block]
+    return f"; {block.replace('NAME', scorer)} has {', '.join(leaves)}" if block and leaves else ""
+
+
+def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str | None:
+    """The key nearest to `name`, itself if it is one, None if none is near; `algorithm` as in `did_you_mean`."""
     names = [known for known, _ in keys(algorithm)]
-    block, _, leaf = name.rpartition(".")
+    block, scorer = _block(name)
+    leaf = name.rpartition(".")[2].lower()
     leaves = [known.rpartition(".")[2] for known in names if block and known.rpartition(".")[0] == block]
     if leaves:  # only the last part is compared: the common beginning would make everything look near
         near = difflib.get_close_matches(leaf, leaves, n=1)
-        return f", did you mean {f'{block}.{near[0]}'!r}" if near else f"; {block} has {', '.join(leaves)}"
-    if inside := [known for known in names if not block and known.rpartition(".")[2] == name]:
-        return f", did you mean {inside[0]!r}"
-    candidates = names if block else sorted({known.split(".")[0] for known in names})
-    near = difflib.get_close_matches(name, candidates, n=1)
-    return f", did you mean {near[0]!r}" if near else ""
+        return f"{block}.{near[0]}".replace("NAME", scorer) if near else None
+    if inside := [known for known in names if not block and known.rpartition(".")[2] == leaf]:
+        return inside[0]
+    candidates = {known: known for known in names}
+    if not block:  # a block, or the last part of a key
+        candidates = {known.rpartition(".")[2]: known for known in reversed(names)}
+        candidates |= {known: known for known in {known.split(".")[0] for known in names}}
+    near = difflib.get_close_matches(name.lower(), sorted(candidates), n=1)
+    return candidates[near[0]] if near else None
+
+
+def _block(name: str) -> tuple[str, str]:
+    """The block of a key, and the name of the scorer for which it has NAME."""
+    block = name.rpartition(".")[0].lower()
+    scorer = re.fullmatch(r"reward\.scorers\.([^.]+)", block)
+    return ("reward.scorers.NAME", name.split(".")[2]) if scorer else (block, "NAME")
 
 
 def keys(algorithm: type[AlgorithmConfig] | None = None) -> list[tuple[str, dataclasses.Field[Any]]]:

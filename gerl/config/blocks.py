@@ -1,5 +1,6 @@
 """The other blocks: model, rollout, actor, reward, data, validation, checkpoint, cluster, logger, trainer."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ class ModelConfig(Block):
         "auto",
         "precision of the frozen weights; auto is bfloat16 on a GPU and float32 on a CPU; LoRA is always float32",
     )
-    lora_rank: int = main_key(32, "LoRA rank", low=1)
+    lora_rank: int = main_key(32, "LoRA rank", low=1, high=2**16)
     lora_alpha: float = main_key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)
     lora_targets: str | None = main_key(
         None, "regular expression on names of linear layers; null: attention and feed-forward of the repeated blocks"
@@ -27,6 +28,15 @@ class ModelConfig(Block):
     )
     gradient_checkpointing: bool = main_key(False, "recompute activations in the backward pass: less memory, more time")
     compile: str | None = key(None, "torch.compile backend for the denoiser, such as inductor; null: not compiled")
+
+    def check(self) -> None:
+        try:
+            re.compile(self.lora_targets or "")
+        except re.error as error:
+            hint = "write '.*' for any text and a backslash before brackets and stars that are meant as such"
+            raise ConfigError(
+                f"model.lora_targets={self.lora_targets!r} is no regular expression ({error}): {hint}, or use null"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -96,18 +106,32 @@ class ScorerConfig(Block):
 
 @dataclass(frozen=True)
 class RewardConfig(Block):
-    scorers: dict[str, ScorerConfig] = main_key({}, "name -> scorer; the total is the weighted sum")
+    scorers: dict[str, ScorerConfig] = main_key(
+        {},
+        "name -> scorer; the total is the weighted sum. '={mine: {path: F.py}}' replaces the experiment's, "
+        "'+reward.scorers.mine={path: F.py}' adds one, '~reward.scorers.ocr' leaves one out",
+    )
     on_error: Literal["drop_group", "stop"] = key(
         "drop_group", "what a scorer that fails after its retries does: drop the sample's group, or stop the run"
     )
+    trial: bool = key(
+        True,
+        "call every scorer once on grey images before a model is loaded; false: not, for one that cannot score them",
+    )
     retries: int = key(1, "times a failed scoring call is repeated, with a new process if it died or hung", low=0)
     max_failed: float = key(
-        0.5, "share of a step's images without a reward above which the run stops with a checkpoint", low=0, high=1
+        0.5,
+        "share of the images of a step, or of a validation, without a reward above which the run stops with a "
+        "checkpoint",
+        low=0,
+        high=1,
     )
 
     def check(self) -> None:
         if not any(scorer.weight for scorer in self.scorers.values()):
-            raise ConfigError("reward.scorers has no scorer with a weight: name one, such as '+reward.scorers.ocr={}'")
+            raise ConfigError(
+                "reward.scorers has no scorer with a weight: give one, such as reward.scorers.ocr.weight=1"
+            )
         if "reward" in self.scorers:
             raise ConfigError("reward.scorers.reward: this name is taken by the total, choose another")
 
@@ -120,10 +144,12 @@ class RewardConfig(Block):
 @dataclass(frozen=True)
 class DataConfig(Block):
     train: str = main_key(
-        "signs_train", "training prompts: .txt, .jsonl or .parquet file, or the name of a list of gerl's"
+        "signs_train", "training prompts: .txt, .jsonl, .csv or .parquet file, or the name of a list of gerl's"
     )
     shuffle: bool = key(True, "shuffle the prompts every epoch")
-    prompt_key: str = key("prompt", "column of the prompt in .jsonl and .parquet rows; other columns are metadata")
+    prompt_key: str = key(
+        "prompt", "column of the prompt in .jsonl, .csv and .parquet rows; other columns are metadata"
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +157,10 @@ class ValidationConfig(Block):
     data: str | None = main_key("signs_val", "held-out prompts, in the same formats as data.train; null: no validation")
     every: int = main_key(10, "trainer steps between validations; 0: only at the start and the end", low=0)
     max_prompts: int | None = key(None, "use only the first so many prompts; null: all", low=1)
-    num_inference_steps: int | None = key(None, "denoising steps; null: as in sampling", low=1)
+    images: int | None = key(
+        32, "prompts whose pictures are kept and shown, spread evenly over the file; null: all", low=1
+    )
+    num_inference_steps: int | None = key(None, "denoising steps; null: as in sampling", low=1, high=10**4)
     guidance_scale: float | None = key(None, "guidance scale; null: as in sampling", low=0)
     micro_batch_size: int = key(32, "images denoised together", low=1)
 
@@ -141,7 +170,10 @@ class CheckpointConfig(Block):
     every: int = main_key(10, "trainer steps between checkpoints; 0: only at the end", low=0)
     keep: int = key(2, "newest checkpoints kept; the one with the best validation reward is kept besides", low=1)
     resume: str = main_key(
-        "never", "'auto': carry on the newest unfinished run of this experiment; or a run folder; 'never': start anew"
+        "never",
+        "'auto': carry on the newest unfinished run of this experiment, or the one in hydra.run.dir; or the folder of "
+        "a run or of a checkpoint; 'never': start anew. A run goes on from its own config.yaml, keys given are changes "
+        "to it; experiment, algorithm, model, LoRA, prompts and seed cannot change",
     )
 
 

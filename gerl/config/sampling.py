@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from gerl.config.choices import KernelName, SigmaSpacing, SolverName, WindowSchedule, WindowScope
-from gerl.config.schema import Block, key, main_key
+from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class SamplingConfig(Block):
-    height: int | None = main_key(None, "image height in pixels; null: the pipeline's own default", low=8)
-    width: int | None = main_key(None, "image width in pixels; null: the pipeline's own default", low=8)
-    num_inference_steps: int = main_key(10, "denoising steps of a training rollout", low=2)
+    height: int | None = main_key(None, "image height in pixels; null: the pipeline's own default", low=8, high=2**15)
+    width: int | None = main_key(None, "image width in pixels; null: the pipeline's own default", low=8, high=2**15)
+    num_inference_steps: int = main_key(10, "denoising steps of a training rollout", low=2, high=10**4)
     guidance_scale: float | None = main_key(None, "passed to the pipeline; null: the pipeline's own default", low=0)
     sigmas: SigmaSpacing = key(
         "scheduler", "noise levels of a training rollout: the scheduler's own, or linspace(1, 1/steps) before its shift"
@@ -54,11 +54,11 @@ class SamplingConfig(Block):
         if self.window_range is not None:
             if len(self.window_range) != 2 or not 0 <= self.window_range[0] < self.window_range[1]:
                 raise ConfigError(
-                    f"sampling.window_range={list(self.window_range)}: give [first, end) with 0 <= first < end"
+                    f"sampling.window_range={shown(list(self.window_range))}: give [first, end) with 0 <= first < end"
                 )
             if self.window_range[1] > last:
                 raise ConfigError(
-                    f"sampling.window_range={list(self.window_range)}: it covers step {last}, the last of "
+                    f"sampling.window_range={shown(list(self.window_range))}: it covers step {last}, the last of "
                     f"{self.num_inference_steps}, which has no noise and no log-probability; end at {last} or before"
                 )
         if self.window_size is not None:

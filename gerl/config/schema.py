@@ -10,6 +10,9 @@ from pydantic import ConfigDict
 
 from gerl.errors import ConfigError
 
+DEEPEST = 32  # mappings and lists inside each other in a value
+SHOWN = 200  # characters of a value that a message quotes
+
 
 def key(
     default: Any,
@@ -33,6 +36,23 @@ def key(
 main_key = partial(key, often=True)  # one of the most used, which `--help` alone shows
 
 
+def is_flat(value: object, levels: int = DEEPEST) -> bool:
+    """Whether at most `levels` mappings and lists lie inside each other: what copies or packs a value recurses."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    return inner is None or (levels > 0 and all(is_flat(part, levels - 1) for part in inner))
+
+
+def shown(value: object) -> str:
+    """A value as the command line has it, on one line, cut where it is long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
+        return f"{type(value).__name__} without end"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 4 :]}"
+
+
 class Block:
     """Checks the ranges given to `key`; blocks add what concerns several of their keys in `check`."""
 
@@ -41,6 +61,7 @@ class Block:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
+            self._check_form(f.name, value)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             low, high, above = (f.metadata.get(bound) for bound in ("low", "high", "above"))
@@ -53,6 +74,16 @@ class Block:
             if above is not None and value <= above:
                 raise ConfigError(f"{self._path(f.name)}={value}: it must be greater than {above}")
         self.check()
+
+    def _check_form(self, name: str, value: object) -> None:
+        if isinstance(value, int) and abs(value) >= 2**64:
+            raise ConfigError(f"{self._path(name)}={shown(value)}: it must be less than 2**64")
+        if isinstance(value, str) and any(c < " " or c == "\x7f" or "\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigError(f"{self._path(name)}={shown(value)}: it has a control character, remove it")
+        if not is_flat(value):
+            raise ConfigError(
+                f"{self._path(name)} has more than {DEEPEST} mappings or lists inside each other: use fewer"
+            )
 
     def _path(self, name: str) -> str:
         block = type(self).__name__.removesuffix("Config").lower()

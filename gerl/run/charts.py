@@ -1,17 +1,18 @@
 """The curves of a run as SVG that follows the page's colours."""
 
+from __future__ import annotations  # of matplotlib, which is only imported when something is drawn
+
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import markupsafe
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Rows = list[dict[str, Any]]
 
@@ -23,12 +24,16 @@ MAX_POINTS = 400
 LOG_FLOOR = 1e-9
 
 SIGNALS = (
-    ("KL to the base model", "actor/kl"),
-    ("clipped fraction", "actor/clip_fraction"),
-    ("gradient norm before clipping", "actor/grad_norm"),
-    ("groups with equal rewards (no signal)", "group/zero_std_fraction"),
+    ("standard deviation of the step's rewards", "reward/std"),
+    ("groups with equal rewards, share (no signal)", "group/zero_std_fraction"),
+    ("distance to the base model, mean per latent value", "actor/kl"),
+    ("clipped, share of (image, timestep) pairs", "actor/clip_fraction"),
+    ("mean log-ratio, per latent value", "actor/log_ratio_mean"),
+    ("norm of the gradient before clipping", "actor/grad_norm"),
+    ("largest weight of the LoRA", "actor/lora_max"),
     ("learning rate", "actor/lr"),
 )
+DEVIATION = "actor/ratio_deviation"
 TIMING_TOTALS = ("timing/step_s", "timing/total_s")
 
 
@@ -37,6 +42,21 @@ class Chart(NamedTuple):
 
     title: str
     svg: markupsafe.Markup
+
+
+class Constant(NamedTuple):
+    """A metric that had one value at all `steps` steps that have it: nothing to draw."""
+
+    name: str
+    value: str
+    steps: int
+
+
+class Labels(NamedTuple):
+    """Names of the two curves of a reward."""
+
+    training: str = "training"
+    held_out: str = "held-out"
 
 
 def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -54,6 +74,11 @@ def timing_parts(rows: Rows) -> list[str]:
 
 def _chart(title: str, draw: Callable[[Axes], None], size: tuple[float, float] = NARROW) -> Chart:
     """An SVG whose colours are variables of the page and which refers to nothing outside it; size in inches."""
+    # Here and not above: a wrong argument of a command is said before matplotlib is imported.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif", "font.size": 10}
     with rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
@@ -111,46 +136,84 @@ def _smooth_line(axes: Axes, rows: Rows, name: str, colour: int, label: str) -> 
     axes.plot(x, [w.mean() if len(w) else np.nan for w in finite], color=SERIES[colour], label=label, linewidth=2.2)
 
 
-def reward_charts(rows: Rows) -> list[Chart]:
-    """The reward curve for a wide and for a narrow page; nothing if there is no reward yet."""
+def reward_charts(rows: Rows, labels: Labels, errors: Mapping[int, float]) -> list[Chart]:
+    """The reward curve for a wide and for a narrow page; nothing if there is no reward yet.
+
+    errors: step -> standard error of the held-out mean, drawn as a bar. The best held-out step is marked.
+    """
     if not any(np.isfinite(series(rows, name)[1]).any() for name in ("reward/mean", "val/reward/mean")):
         return []
 
     def draw(axes: Axes) -> None:
-        _smooth_line(axes, rows, "reward/mean", 0, "training, with noise")
-        _line(axes, rows, "val/reward/mean", 1, "held-out, without noise", linewidth=2.2, markersize=5)
+        _smooth_line(axes, rows, "reward/mean", 0, labels.training)
+        x, y = series(rows, "val/reward/mean")
+        _line(axes, rows, "val/reward/mean", 1, labels.held_out, linewidth=2.2, markersize=5)
+        known = [(step, value, errors[int(step)]) for step, value in zip(x, y, strict=True) if int(step) in errors]
+        if 0 < len(known) <= MAX_POINTS:
+            steps, means, bars = zip(*known, strict=True)
+            axes.errorbar(steps, means, bars, fmt="none", ecolor=SERIES[1], elinewidth=1.2, capsize=3)
+        if best := best_step(rows):
+            style: dict[str, Any] = {"marker": "o", "markersize": 11, "fillstyle": "none", "linestyle": "none"}
+            axes.plot(*best, color=SERIES[1], label=f"best: {best[1]:.3f} at step {best[0]}", **style)
         axes.set_xlabel("step", color=INK)
+        axes.set_ylabel("reward", color=INK)
 
     return [_chart("reward", draw, size) for size in (WIDE, NARROW)]
 
 
-def small_charts(rows: Rows) -> list[Chart]:
-    """Each scorer, the signals that tell a healthy update from a sick one, and where the time went; no empty ones."""
+def best_step(rows: Rows) -> tuple[int, float] | None:
+    """The step with the highest held-out reward, of equals the last; None where fewer than two were measured."""
+    x, y = series(rows, "val/reward/mean")
+    known = [(float(value), int(step)) for step, value in zip(x, y, strict=True) if np.isfinite(value)]
+    return max(known)[::-1] if len(known) > 1 else None
+
+
+def small_charts(rows: Rows, labels: Labels) -> tuple[list[Chart], list[Constant]]:
+    """Each scorer, the signals that tell a healthy update from a sick one, and where the time went.
+
+    What was not measured is left out; what never changed is in the second list.
+    """
     names = {name for row in rows for name in row}
     scorers = sorted({m[1] for name in names if (m := re.fullmatch(r"(?:reward|val)/(.+)/mean", name))} - {"reward"})
     charts: list[tuple[str, list[str], Callable[[Axes], None]]] = []
 
     def draw_pair(axes: Axes, names: Sequence[str]) -> None:
-        _smooth_line(axes, rows, names[0], 0, "training")
-        _line(axes, rows, names[1], 1, "held-out")
+        _smooth_line(axes, rows, names[0], 0, labels.training)
+        _line(axes, rows, names[1], 1, labels.held_out)
 
     for scorer in scorers:
         pair = [f"reward/{scorer}/mean", f"val/{scorer}/mean"]
-        charts.append((f"scorer {scorer}", pair, partial(draw_pair, names=pair)))
-    for colour, (title, name) in enumerate(SIGNALS, start=2):
-        charts.append((title, [name], partial(_line, rows=rows, name=name, colour=colour)))
+        charts.append((f"score of {scorer}, mean", pair, partial(draw_pair, names=pair)))
+    for colour, (title, name) in enumerate(SIGNALS):
+        charts.append((title, [name], partial(_line, rows=rows, name=name, colour=colour % len(SERIES))))
 
     def draw_deviation(axes: Axes) -> None:
-        measured = [row for row in rows if isinstance(row.get(deviation), int | float)]
-        floored = [row | {deviation: max(row[deviation], LOG_FLOOR)} for row in measured]
+        measured = [row for row in rows if isinstance(row.get(DEVIATION), int | float)]
+        floored = [row | {DEVIATION: max(row[DEVIATION], LOG_FLOOR)} for row in measured]
         axes.set_yscale("log")
-        _line(axes, floored, deviation, 7, reduce=np.max, linestyle="none", markersize=3)
+        _line(axes, floored, DEVIATION, 7, reduce=np.max, linestyle="none", markersize=3)
 
-    deviation = "actor/ratio_deviation"
-    charts.append(("max |ratio - 1| on policy (0 drawn at 1e-9)", [deviation], draw_deviation))
-    charts.append(("seconds a step", timing_parts(rows), lambda axes: _stack_timing(axes, rows)))
-    drawable = (c for c in charts if any(np.isfinite(series(rows, name)[1]).any() for name in c[1]))
-    return [_chart(title, draw) for title, _, draw in drawable]
+    charts.append(("max |ratio - 1| on policy (0 drawn at 1e-9)", [DEVIATION], draw_deviation))
+    drawn, constants = list[Chart](), list[Constant]()
+    for title, wanted, draw in charts:
+        found = [constant(rows, name) for name in wanted]
+        if all(found):
+            constants += [value for value in found if value]
+        elif any(np.isfinite(series(rows, name)[1]).any() for name in wanted):
+            drawn.append(_chart(title, draw))
+    parts = timing_parts(rows)
+    if any(np.isfinite(series(rows, name)[1]).any() for name in parts):
+        drawn.append(_chart("time of a step, seconds", lambda axes: _stack_timing(axes, rows)))
+    return drawn, [value for value in constants if value.steps]
+
+
+def constant(rows: Rows, name: str) -> Constant | None:
+    """The metric `name` if it never changes, with 0 steps if it was never measured; one value is no constant."""
+    _, y = series(rows, name)
+    known = y[np.isfinite(y)]
+    if len(known) == 1 or (len(known) and known.min() < known.max()):
+        return None
+    return Constant(name, f"{known[0]:.4g}" if len(known) else "", len(known))
 
 
 def _stack_timing(axes: Axes, rows: Rows) -> None:

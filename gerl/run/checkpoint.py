@@ -1,6 +1,7 @@
 """Checkpoints on disk: complete or absent, verified when read, never pickle.
 
-A checkpoint is the folder `step_N` with the caller's files, `state.json` and `manifest.json` (sha256 and size of each).
+A checkpoint is the folder `step_N` with the caller's files, `state.json` and `manifest.json` (the number of the format,
+and sha256 and size of each file).
 """
 
 import contextlib
@@ -17,13 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from gerl.config.changes import flat_settings
 from gerl.errors import CheckpointError, ConfigError
+from gerl.run.lock import alive_since
 from gerl.utils.files import reason
 
 log = logging.getLogger(__name__)
 
 STATE = "state.json"
 MANIFEST = "manifest.json"
+FORMAT = 2  # 1, without a number in the manifest: its state.json has no settings
+
+
+class NewerFormat(CheckpointError):
+    """A checkpoint is sound, but of a format that this version does not know."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     files: tuple[str, ...]  # relative names, without state.json and manifest.json
+    format: int = FORMAT
 
     def read(self, name: str) -> bytes:
         """The bytes of the file `name`; `CheckpointError` if the checkpoint has none or it cannot be read."""
@@ -54,6 +63,7 @@ def save_checkpoint(root: Path, step: int, files: dict[str, bytes], state: dict[
             raise ValueError(f"file name {name!r}: give a path inside the checkpoint other than {STATE} and {MANIFEST}")
     contents = {**files, STATE: json.dumps(state, indent=1).encode()}
     manifest = {
+        "format": FORMAT,
         "step": step,
         "files": {name: {"sha256": hashlib.sha256(c).hexdigest(), "size": len(c)} for name, c in contents.items()},
     }
@@ -85,6 +95,14 @@ def save_checkpoint(root: Path, step: int, files: dict[str, bytes], state: dict[
 def load_checkpoint(path: Path) -> Checkpoint:
     """Open a checkpoint and compare every file with the manifest; `CheckpointError` names the file that is wrong."""
     manifest = _read_json(path, MANIFEST)
+    number = manifest.get("format", 1)
+    if type(number) is not int or number < 1:
+        raise _damaged(path, f"{MANIFEST} has no usable format, but {number!r}")
+    if number > FORMAT:
+        raise NewerFormat(
+            f"the checkpoint {path} was written by a newer gerl (format {number}; this one reads up to {FORMAT}): "
+            "update gerl"
+        )
     try:
         step = int(manifest["step"])
         expected = {str(name): (str(e["sha256"]), int(e["size"])) for name, e in manifest["files"].items()}
@@ -98,7 +116,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         with _reading(path, name):
             if (path / name).stat().st_size != size or _digest(path / name) != digest:
                 raise _damaged(path, f"{name!r} is not the file that was written")
-    return Checkpoint(path, step, _read_json(path, STATE), tuple(name for name in expected if name != STATE))
+    return Checkpoint(path, step, _read_json(path, STATE), tuple(name for name in expected if name != STATE), number)
 
 
 def checkpoint_paths(root: Path) -> list[Path]:
@@ -116,12 +134,15 @@ def checkpoint_paths(root: Path) -> list[Path]:
 def newest_checkpoint(root: Path) -> Checkpoint | None:
     """The newest checkpoint under `root` that verifies, or None if there is none at all.
 
-    A damaged one is logged as a warning with its name and reason. Raises `CheckpointError` if all are damaged.
+    A damaged one is logged as a warning with its name and reason. Raises `CheckpointError` if all are damaged, or if
+    the newest sound one is of a newer format: one before it would take back what a newer gerl has trained.
     """
     reasons = []
     for path in reversed(checkpoint_paths(root)):
         try:
             return load_checkpoint(path)
+        except NewerFormat:
+            raise
         except CheckpointError as error:
             log.warning("%s; the checkpoint before it is tried", error)
             reasons.append(str(error))
@@ -184,18 +205,17 @@ def prune(root: Path, keep: int) -> None:
             log.warning("%s is no longer needed but cannot be deleted: %s", path, reason(error))
 
 
-def find_run_to_resume(experiment_dir: Path, exclude: Path | None = None) -> Path | None:
-    """The run folder below `experiment_dir` whose newest checkpoint was written last, or None.
+def find_run_to_resume(experiment_dir: Path) -> Path | None:
+    """The run folder below `experiment_dir` that was written last, or None.
 
-    exclude: a run folder that is passed over, such as the one of the run that asks.
+    That is the one with the newest checkpoint, or one whose run is alive and has started after that.
     """
     runs = []
     for run in sorted(experiment_dir.iterdir()) if experiment_dir.is_dir() else []:
-        paths = checkpoint_paths(run / "checkpoints")
-        if not paths or (exclude is not None and run.resolve() == exclude.resolve()):
-            continue
-        # The folder's name (its time) decides between runs whose times were lost in copying.
-        runs.append((_written_at(paths[-1]), run.name, run))
+        paths, started = checkpoint_paths(run / "checkpoints"), alive_since(run)
+        if paths or started is not None:
+            # The folder's name (its time) decides between runs whose times were lost in copying.
+            runs.append((max(_written_at(paths[-1]) if paths else 0, started or 0), run.name, run))
     return max(runs)[2] if runs else None
 
 
@@ -280,14 +300,27 @@ def _intact(paths: Iterable[Path], level: int) -> list[Checkpoint]:
 
 
 def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The one with the largest held-out reward, of equals the newest; None where none was validated."""
+    """The one with the largest held-out reward, of equals the newest; None where none was validated.
+
+    Only those count whose reward was measured as that of the newest: a resumed run may have changed how.
+    """
     validated = [c for c in checkpoints if _held_out_reward(c) is not None]
+    validated = [c for c in validated if _measure(c) in (None, _measure(validated[-1]))]
     return max(validated, key=lambda c: (_held_out_reward(c), c.step), default=None)
 
 
 def _held_out_reward(checkpoint: Checkpoint) -> float | None:
     value = checkpoint.state.get("val_reward")
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The settings that decide a held-out reward; None: not known, as in a checkpoint of format 1."""
+    settings = checkpoint.state.get("settings")
+    found = flat_settings(settings) if isinstance(settings, dict) else {}
+    idle = ("replicas", "gpus", "timeout", "every", "micro_batch_size", "on_error", "retries", "max_failed")
+    blocks = ("model", "sampling", "reward", "validation")
+    return {k: v for k, v in found.items() if k.startswith(blocks) and not k.endswith(idle)} or None
 
 
 def _written_at(checkpoint: Path) -> int:

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,9 @@ class Sink(Protocol):
 
     def image(self, step: int, name: str, picture: Image.Image) -> None:
         """Take a picture, such as `samples/train`."""
+
+    def text(self, step: int, name: str, content: str) -> None:
+        """Take a text, such as the configuration."""
 
     def close(self) -> None:
         """Write out what is buffered; may be called twice."""
@@ -52,6 +57,9 @@ class TensorBoard:
     def image(self, step: int, name: str, picture: Image.Image) -> None:
         self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
+    def text(self, step: int, name: str, content: str) -> None:
+        self._writer.add_text(name, "".join(f"    {line}\n" for line in content.splitlines()), step)  # Markdown of code
+
     def close(self) -> None:
         self._writer.close()
 
@@ -77,7 +85,12 @@ class Tracker:
             if self._path.exists():
                 self._cut(start_step)
             self._file = self._path.open("a", encoding="utf-8")
+            settings = run_dir / "config.yaml"
+            text = settings.read_text(encoding="utf-8", errors="replace") if settings.exists() else None
         self._sinks = open_sinks(run_dir, config, start_step)
+        if text is not None:
+            for sink in self._sinks:
+                sink.text(max(start_step, 0), "config.yaml", text)
 
     def _cut(self, start_step: int) -> None:
         kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
@@ -85,18 +98,27 @@ class Tracker:
         self._last_step = max((row["step"] for row in kept), default=-1)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line, `step` first; a value that is not finite becomes null. Steps must rise from call to call."""
+        """Append one line, `step` and `time` (ISO 8601, UTC) first; a value that is not finite becomes null.
+
+        Steps must rise from call to call. Raises `GerlError` if the line cannot be written, or its file is gone.
+        """
         if step <= self._last_step:
             raise ValueError(f"step {step} was logged after step {self._last_step}: merge what belongs to one step")
         self._last_step = step
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        row = {"step": step, **{name: finite.get(name) for name in values}}
+        time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        row = {"step": step, "time": time, **{name: finite.get(name) for name in values}}
         with writing(self._path):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
             for sink in self._sinks:
                 sink.log(step, finite)
+        if not self._path.exists():  # the system lets a process write to a file that was deleted
+            raise GerlError(
+                f"{self._path} is gone, with the metrics up to step {step}: the run folder was deleted or moved while "
+                "the run wrote to it; start the run anew, in a folder that stays"
+            )
 
     def images(self, step: int, name: str, grid: Image.Image) -> Path:
         """Save a picture as `samples/{name}_{step:06d}.png` and show it in every sink; returns its path."""
@@ -109,10 +131,15 @@ class Tracker:
         return path
 
     def close(self) -> None:
-        """Write out what is buffered; may be called twice."""
-        self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        """Write out what is buffered; may be called twice. While another error ends the run, none is raised here."""
+        ending = sys.exception()
+        try:
+            with writing(self._path), contextlib.ExitStack() as stack:
+                for close in (self._file.close, *(sink.close for sink in self._sinks)):
+                    stack.callback(close)
+        except GerlError:
+            if ending is None:
+                raise
 
 
 class Progress:

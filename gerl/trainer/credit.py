@@ -11,8 +11,8 @@ from gerl.algorithms.core_algos import batch_advantages, group_advantages, group
 from gerl.algorithms.planning import group_ids
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.protocol import Group, Sample, ScorerFailure, Scores
-from gerl.rewards.checks import usable_groups
-from gerl.rewards.total import shaped
+from gerl.rewards.checks import check_failures, unscored, usable_groups
+from gerl.rewards.total import applies, shaped
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -40,17 +40,31 @@ class Scored:
     def metrics(self, config: RewardConfig, validation: bool = False) -> Metrics:
         """Mean of the total and of each score, the share of successes, and the mean best image of a group.
 
-        Each over the samples that have one. In validation a prompt has one image, so that there is no best.
+        Each over the samples that have one. In validation, where a prompt has one image and so no best, means are
+        compared with those of other steps: one that lacks a failed prompt would be of other prompts, and is NaN.
         """
-        metrics: Metrics = {}
+        metrics: Metrics = {"val/failures": float(self.unscored)} if validation else {}
         for name, values in {"reward": self.totals, **self.by_scorer}.items():
             key = f"val/{name}" if validation else "reward" if name == "reward" else f"reward/{name}"
+            if validation and not self._whole(config, name, values):
+                values = []
             metrics[f"{key}/mean"] = mean(values)
             if not validation:
                 metrics[f"{key}/best_of_n"] = mean(self._best(values))
             if (scorer := config.scorers.get(name)) is not None and scorer.success is not None:
                 metrics[f"{key}/success_rate"] = mean([None if v is None else v >= scorer.success for v in values])
         return metrics
+
+    @property
+    def unscored(self) -> int:
+        """The samples without a total."""
+        return sum(total is None for total in self.totals)
+
+    def _whole(self, config: RewardConfig, column: str, values: Sequence[float | None]) -> bool:
+        """Whether all samples have a value in `column` to which its scorer applies."""
+        scorer = config.scorers.get(column.split("/")[0])  # None: the total, which every sample has
+        prompts = (sample.prompt for sample, value in zip(self.samples, values, strict=True) if value is None)
+        return not any(scorer is None or applies(scorer, prompt) for prompt in prompts)
 
     def _best(self, values: Sequence[float | None]) -> list[float]:
         groups: dict[Group, list[float]] = {}
@@ -89,7 +103,7 @@ def credit_step(
         totals = columns @ weights
     metrics = scored.metrics(config.reward) | {
         "reward/std": float(totals.std(correction=0)),
-        "reward/failures": float(sum(total is None for total in scored.totals)),
+        "reward/failures": float(scored.unscored),
         "group/zero_std_fraction": zero_std_fraction(totals, ids),
         "group/dropped": float(len(report)),
     }
@@ -103,6 +117,27 @@ def credit_step(
         credit[[sample.group not in chosen for sample in scored.samples]] = torch.nan
         metrics["group/further_prompts"] = float(scored.further_prompts)
     return metrics, credit
+
+
+def conclude_validation(config: Config, scored: Scored, step: int) -> tuple[Metrics, float | None]:
+    """Log a validation; its metrics, and the mean reward, None unless all held-out prompts have one.
+
+    Raises `RewardError` if too many have none, or any has with `reward.on_error=stop`.
+    """
+    metrics, count, failed = scored.metrics(config.reward, validation=True), len(scored.samples), scored.unscored
+    if not failed:
+        logger.info("step %d: reward on %d held-out prompts %.3f", step, count, metrics["val/reward/mean"])
+        return metrics, metrics["val/reward/mean"]
+    i = scored.totals.index(None)
+    first = unscored(f"held-out {scored.samples[i].prompt.text!r}", scored.failures[i])
+    logger.warning(
+        "step %d: reward on %d of %d held-out prompts %.3f, %d not scored; it is compared with no other validation; %s",
+        *(step, count - failed, count, mean(scored.totals), failed, first),
+    )
+    check_failures(
+        scored.totals, first, config.reward, f"held-out images of step {step}", "let such prompts be left out"
+    )
+    return metrics, None
 
 
 def _counted(scorer: ScorerConfig, scores: Sequence[float | None], ids: torch.Tensor) -> torch.Tensor:

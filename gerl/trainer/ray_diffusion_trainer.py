@@ -1,36 +1,41 @@
 """The training loop: draw and score, credit, train, log, validate, save."""
 
-import contextlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from gerl.algorithms import Algorithm, build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule
 from gerl.algorithms.signal_checks import probe_warnings
 from gerl.cluster import Cluster, WorkerGroup
+from gerl.commandline import signals
+from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
-from gerl.errors import CheckpointError, GerlError, Interrupted
-from gerl.pages.images import grid, still
+from gerl.config.changes import settings_of
+from gerl.errors import CheckpointError
+from gerl.model.hub import Downloads
 from gerl.protocol import Prompt, RolloutTask
 from gerl.rewards.manager import RewardManager
+from gerl.rewards.total import described
+from gerl.rewards.trial import try_scorers
 from gerl.run.checkpoint import Checkpoint, prune, save_checkpoint
-from gerl.run.report import save_validation
-from gerl.run.signals import Signals
+from gerl.run.health import Health
 from gerl.run.state import RunState
 from gerl.run.timing import Stopwatch
-from gerl.run.tracking import Progress, Tracker
-from gerl.trainer.credit import Metrics, Scored, credit_step
+from gerl.run.tracking import Progress, Tracker, read_metrics
+from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
+from gerl.trainer.folder import RunFolder, check_identity
+from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
+from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.rollouts import Rollouts
 from gerl.trainer.update import Update
-from gerl.workers.hybrid import HybridWorker
+from gerl.workers.hybrid import HybridWorker, ModelFacts
 
 logger = logging.getLogger(__name__)
-GRID = 32  # images in a sample grid
+NO_CREDIT = 1e-6  # what rounding leaves of the credit of equal rewards
 
 
 @dataclass
@@ -53,23 +58,28 @@ class RayDiffusionTrainer:
         prompts: Sequence[Prompt],
         held_out: Sequence[Prompt],
         identity: dict[str, str],
-        signals: Signals | None = None,
     ) -> None:
         self.config, self.run_dir, self.cluster = config, run_dir, cluster
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
-        self.signals = signals or Signals()
         self.algorithm: Algorithm = build_algorithm(config)
-        self.state = RunState(identity=identity)
+        self.state = RunState(identity=identity, settings=settings_of(config))
         self.val_reward: float | None = None  # of the last validation, after step `validated_step`
         self.validated_step: int | None = None
         self.saved_step: int | None = None
+        self.downloads = Downloads()  # of the scorers' models, too
+        self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
         self.workers: WorkerGroup[HybridWorker]
+        self.model: ModelFacts
         self.rewards: RewardManager
         self.update: Update
         self.tracker: Tracker
+        self.health: Health
 
-    def fit(self, resume: Checkpoint | None = None) -> None:
-        """Train to `trainer.steps`, from `resume` if given; a run that is stopped early leaves a checkpoint."""
+    def fit(self, resume: RunFolder | None = None) -> None:
+        """Train to `trainer.steps`, from the checkpoint of `resume` if it has one.
+
+        However it ends, the last finished step is saved.
+        """
         self.setup(resume)
         config, state, total = self.config, self.state, self.config.trainer.steps
         try:
@@ -83,13 +93,13 @@ class RayDiffusionTrainer:
                     with watch("step"):
                         drawn = self.draw(step, watch)
                         metrics, credit = self.credit(drawn, watch)
-                        with self.signals.deferred():
+                        with signals.deferred():
                             state.unlogged = metrics | self.train(drawn, credit, watch) | watch.metrics()
-                            state.step = step
+                            state.step, state.algorithm = step, self.algorithm.state()
                     self.conclude(watch)
                     progress.update(metrics["reward/mean"], **self.postfix())
-        except GerlError:
-            self.rescue()
+        except BaseException as error:
+            self.rescue(error)
             raise
         finally:
             self.tracker.close()
@@ -97,21 +107,28 @@ class RayDiffusionTrainer:
     def conclude(self, watch: Stopwatch) -> None:
         """End a step: validate, log its line, save."""
         state, total = self.state, self.config.trainer.steps
+        self.patience = REMINDER
         if _due(state.step, self.config.validation.every, total):
             with watch("step"):
                 state.unlogged |= self.validate(state.step, watch)
-        with self.signals.deferred():
-            self.tracker.log(state.step, {**state.unlogged, **watch.metrics()})
+        with signals.deferred():
+            row = {**state.unlogged, **watch.metrics()}
+            self.tracker.log(state.step, row)
             state.unlogged = {}
+        for sentence in self.health.observe({"step": state.step, **row}):
+            logger.warning("%s", sentence)
         if _due(state.step, self.config.checkpoint.every, total):
             self.save()
 
-    def setup(self, resume: Checkpoint | None) -> None:
+    def setup(self, resume: RunFolder | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
         config, cluster = self.config, self.cluster
         per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
+        logger.info("reward: %s", described(config.reward.scorers))
         self.rewards = RewardManager(config.reward, cluster)
+        with waiting("trying the scorers on grey images", self.downloads):
+            try_scorers(self.rewards, config, self.prompts)
         self.workers = cluster.workers(
             "worker",
             HybridWorker,
@@ -120,7 +137,8 @@ class RayDiffusionTrainer:
             gpus=cluster.gpus,
             threads=cluster.threads,
         )
-        model = self.workers.run(HybridWorker.setup)[0]
+        with waiting(f"loading {config.model.path} on {len(self.workers)} worker(s)", self.downloads):
+            self.model = model = self.workers.run(HybridWorker.setup)[0]
         for sentence in model.notes:
             logger.info("%s", sentence)
         if cluster.remote and len(self.workers) > 1:
@@ -132,12 +150,18 @@ class RayDiffusionTrainer:
             *(len(self.workers), cluster.device, len(self.prompts), per_epoch),
         )
         self.state.identity |= {"model.path": model.weights}
-        if resume is not None:
-            self.load(resume)
+        if resume is not None and resume.checkpoint is not None:
+            self.load(resume.checkpoint)
+            resume.carry_on()
         self.update = Update(config, self.algorithm, self.workers, self.state, model.half_precision)
         self.check_sampling()
-        # a run that was stopped at step 0 validates again: -1 cuts what it had logged
-        self.tracker = Tracker(self.run_dir, config.logger, start_step=self.state.step or -1)
+        # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
+        kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
+        self.tracker = Tracker(self.run_dir, config.logger, start_step=kept)
+        logger.info("run folder: %s", self.run_dir)  # not sooner: a start that fails leaves none
+        self.health = Health(asdict(config))
+        for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
+            self.health.observe(row)
 
     def check_sampling(self) -> None:
         """Warn of settings that cannot work with the loaded model, in numbers measured on a first micro-batch."""
@@ -146,7 +170,8 @@ class RayDiffusionTrainer:
             return
         samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.state.policy_version)
         task = Algorithm.plan(algorithm, samples)[0]
-        probe = self.workers.submit(0, HybridWorker.probe, task).result()
+        with waiting(f"measuring the numerical noise of the ratio on {len(task.samples)} images"):
+            probe = self.workers.submit(0, HybridWorker.probe, task).result()
         logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
         clip = min(bounds) if (bounds := config.algorithm.clip_range) else None
         for sentence in probe_warnings(probe, clip):
@@ -173,13 +198,22 @@ class RayDiffusionTrainer:
             lambda i: workers.submit(owners[i], HybridWorker.generate, tasks[i]),
             len(workers),
         )
-        with watch("rollout"):
+        count = sum(len(task.samples) for task in tasks)
+        with watch("rollout"), waiting(f"drawing {count} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
-        with watch("reward_wait"):
-            for task, scores in zip(tasks, rollouts.finish(), strict=True):
-                drawn.scored.add(task.samples, scores)
+        with watch("reward_wait"), waiting(f"scoring {count} images", self.progress_of(rollouts), self.patience):
+            found = rollouts.finish()
+        for task, scores in zip(tasks, found, strict=True):
+            drawn.scored.add(task.samples, scores)
+        step = tasks[0].samples[0].step
+        if not drawn.tasks and (step == 1 or _due(step, self.config.validation.every, self.config.trainer.steps)):
+            training_sheet(self.tracker, tasks[0].samples, rollouts.images[0].result().pixels, found[0])
         drawn.tasks += tasks
         drawn.owners += owners
+
+    def progress_of(self, rollouts: Rollouts) -> Callable[[], str]:
+        """Words for how much is drawn and downloaded so far."""
+        return lambda: ", ".join(filter(None, (rollouts.progress(), self.downloads())))
 
     def credit(self, drawn: Drawn, watch: Stopwatch) -> tuple[Metrics, torch.Tensor]:
         """The metrics of the rewards, and the credit `[B, T]` that they give the samples."""
@@ -198,14 +232,16 @@ class RayDiffusionTrainer:
 
     def train(self, drawn: Drawn, credit: torch.Tensor, watch: Stopwatch) -> Metrics:
         """Take the step's optimizer steps; returns their metrics."""
-        with watch("update"):
-            return self.update.run(drawn.tasks, credit)
+        with watch("update"), waiting("updating the LoRA", after=self.patience):
+            metrics = self.update.run(drawn.tasks, credit)
+        signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
+        return metrics | self.health.measure(drawn.scored.by_scorer, signal)
 
     def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
         """Mean rewards on the held-out prompts: fixed noise, ODE sampling, averaged LoRA."""
         if not self.held_out:
             return {}
-        scored, pixels = Scored(), list[np.ndarray]()
+        scored, shown = Scored(), shown_prompts(len(self.held_out), self.config.validation.images)
         with (watch or Stopwatch())("validation"):
             batches, workers = plan_validation(self.config, self.held_out, step), self.workers
             rollouts = Rollouts(
@@ -214,77 +250,59 @@ class RayDiffusionTrainer:
                 lambda i: workers.submit(i % len(workers), HybridWorker.validate, i, batches[i]),
                 len(workers),
             )
-            for batch, scores in zip(batches, rollouts.finish(), strict=True):
+            with waiting(f"validating {len(self.held_out)} prompts", self.progress_of(rollouts)):
+                found = rollouts.finish()
+            for batch, scores in zip(batches, found, strict=True):
                 scored.add(batch, scores)
-            for image in rollouts.images[: -(-GRID // len(batches[0]))]:
-                pixels += [still(drawn) for drawn in image.result().pixels]
-            metrics = scored.metrics(self.config.reward, validation=True)
-        texts = [s.prompt.text for s in scored.samples]
-        save_validation(self.run_dir, step, texts, np.stack(pixels[:GRID]), scored.totals, scored.by_scorer)
-        captions = [_caption(text, total) for text, total in zip(texts, scored.totals, strict=True)]
-        self.tracker.images(step, "validation", grid(pixels[:GRID], captions[:GRID], columns=4))
-        self.val_reward, self.validated_step = metrics["val/reward/mean"], step
-        logger.info("step %d: reward on %d held-out prompts %.3f", step, len(texts), self.val_reward)
+            pixels = chosen_pixels(rollouts.images, batches, shown)
+        keep_pictures(self.tracker, step, scored, pixels, shown, self.model, self.cluster.device)
+        metrics, self.val_reward = conclude_validation(self.config, scored, step)
+        self.validated_step = step
         return metrics
 
     def postfix(self) -> dict[str, str]:
         """The entries of the progress bar besides the reward of the step."""
         return {} if self.val_reward is None else {"held-out": f"{self.val_reward:.3f}"}
 
-    def save(self) -> None:
-        """Write a checkpoint of the last finished step and remove those no longer wanted."""
-        with self.signals.deferred():
-            files, worker = self.workers.submit(0, HybridWorker.checkpoint).result()
+    def save(self, worker: int = 0) -> None:
+        """Write a checkpoint of the last finished step, as `worker` has it, and remove those no longer wanted."""
+        with signals.deferred(), waiting(f"saving the checkpoint of step {self.state.step}"):
+            files, numbers = self.workers.submit(worker, HybridWorker.finished, self.state.step).result()
             state = replace(
                 self.state,
                 finished=self.state.step == self.config.trainer.steps and not self.state.unlogged,
                 val_reward=self.val_reward if self.validated_step == self.state.step else None,
-                worker=worker,
-                algorithm=self.algorithm.state(),
+                worker=numbers,
             )
             root = self.run_dir / "checkpoints"
             save_checkpoint(root, state.step, files, state.to_json())
             prune(root, self.config.checkpoint.keep)
             self.saved_step = state.step
 
+    def rescue(self, error: BaseException) -> None:
+        """Save the last finished step of a run that `error` ends, and add to `error` how to carry on."""
+        signals.answered()
+        nothing_new = self.state.step in (0, self.saved_step)
+        failure = "" if nothing_new else save_from_any(self.workers, self.save)
+        say_how_to_go_on(error, self.run_dir, self.state.step, failure)
+
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""
         check_identity(checkpoint, self.state.identity)
-        self.state = replace(RunState.of(checkpoint), identity=self.state.identity)
-        self.workers.run(HybridWorker.load_checkpoint, checkpoint.read("state.safetensors"), self.state.worker)
-        self.algorithm.load_state(self.state.algorithm)
+        state = RunState.of(checkpoint)
+        self.state = replace(state, identity=self.state.identity, settings=self.state.settings)
+        assert state.worker is not None
+        try:
+            self.algorithm.load_state(state.algorithm)
+            self.workers.run(HybridWorker.load_checkpoint, checkpoint.read("state.safetensors"), state.worker)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start anew with "
+                "checkpoint.resume=never"
+            ) from None
         self.val_reward, self.validated_step = self.state.val_reward, self.state.step
         self.saved_step = self.state.step
-        logger.info("resumed from %s", checkpoint.path)
-
-    def rescue(self) -> None:
-        """A run that stops keeps its last finished step, if the workers still hold it."""
-        step = self.state.step
-        if self.saved_step == step or self.update.unfinished:
-            return
-        try:
-            self.workers.run(HybridWorker.forget)
-            with contextlib.suppress(Interrupted):  # the signal that ended the run is raised again when the save ends
-                self.save()
-            logger.info("stopped after step %d: checkpoint in %s", step, self.run_dir / "checkpoints")
-        except GerlError as second:
-            logger.warning("no checkpoint of step %d could be written: %s", step, second)
-
-
-def check_identity(checkpoint: Checkpoint, identity: dict[str, str]) -> None:
-    """Raise `CheckpointError` if something has changed that a resumed run must share with the one before."""
-    changed = [key for key, value in identity.items() if checkpoint.state["identity"].get(key) != value]
-    if changed:
-        raise CheckpointError(
-            f"{checkpoint.path} cannot be resumed: {' and '.join(changed)} changed since it was written; restore it, "
-            "or start anew with checkpoint.resume=never"
-        )
 
 
 def _due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
-
-
-def _caption(text: str, total: float | None) -> str:
-    quoted = text.split('"')  # the text to be drawn says more than the beginning of the prompt
-    return f"{'failed' if total is None else f'{total:.2f}'} {quoted[1] if len(quoted) > 2 else text}"

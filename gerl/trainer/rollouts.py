@@ -23,6 +23,8 @@ class Rollouts:
         workers: int,
     ) -> None:
         self.draw, self.workers, self.count = draw, workers, len(samples)
+        self.sizes = [len(batch) for batch in samples]
+        self.scorers = list(manager.config.scorers)
         self.scoring = manager.open(samples)
         self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
         self.drawn: set[int] = set()
@@ -37,6 +39,13 @@ class Rollouts:
         """The scores of all micro-batches, in order; raises what drawing and scoring raise."""
         self.wait_until_drawn()
         return self.scoring.finish()
+
+    def progress(self) -> str:
+        """In words, how many images are drawn, and which scorers are waited for; for another thread."""
+        drawn, total = sum(self.sizes[i] for i in tuple(self.drawn)), sum(self.sizes)
+        if drawn < total:
+            return f"{drawn} of {total} images are drawn"
+        return f"all {total} images are drawn, waiting for {' and '.join(self.scorers)}"
 
     def advance(self) -> None:
         """Submit what can be, wait until something has ended, and deal with it."""

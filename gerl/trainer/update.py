@@ -12,6 +12,7 @@ from gerl.cluster import WorkerGroup
 from gerl.config import Config
 from gerl.errors import TrainingError
 from gerl.protocol import RolloutTask, StepResult, UpdateStats
+from gerl.run.health import weights_problem
 from gerl.run.state import RunState
 from gerl.trainer.credit import Metrics
 from gerl.utils.seeding import seed_everything
@@ -34,7 +35,6 @@ class Update:
     ) -> None:
         self.config, self.algorithm, self.workers, self.state = config, algorithm, workers, state
         self.ratio_limit = ratio_limit(config.actor, half_precision)
-        self.unfinished = False  # some, but not all, optimizer steps of a trainer step are taken
 
     def run(self, tasks: Sequence[RolloutTask], credit: torch.Tensor) -> Metrics:
         """Take the step's optimizer steps for the `credit` `[B, T]` of its samples; returns their metrics.
@@ -42,28 +42,36 @@ class Update:
         The first one is on policy, where the ratio must be 1. Raises `TrainingError` if it is not, or if too many
         gradients are not finite.
         """
+        state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
+        try:
+            return self._run(tasks, credit)
+        except BaseException:
+            state.policy_version, state.nonfinite = counts  # the record is that of the finished step
+            raise
+
+    def _run(self, tasks: Sequence[RolloutTask], credit: torch.Tensor) -> Metrics:
         seed_everything("update", self.config.trainer.seed, self.state.step)
         by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
-        stats, result, deviation = UpdateStats(), StepResult(0.0, 0.0, False), 0.0
+        stats, result = UpdateStats(), None
+        deviation: float | None = None
         for number, part in enumerate(update_parts(tasks, self.config.actor.updates_per_step)):
             given = {task.id: by_task[task.id] for task in part}
             if not self.has_signal(torch.cat(list(given.values()))):
                 continue  # decided here for all workers, which must take the same steps
             pairs = count_pairs((task, given[task.id]) for task in part)
             new = sum(self.workers.run(HybridWorker.accumulate, given, pairs), UpdateStats())
-            if number == 0 and self.config.algorithm.scores_steps:
+            if number == 0 and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)
             self._reduce_gradients()
-            result = self.workers.run(HybridWorker.step)[0]
-            self.unfinished |= result.applied
+            result = self.workers.run(HybridWorker.step, self.state.step)[0]
             self.count(result)
             stats += new
-        self.workers.run(HybridWorker.finish_step, self.state.step + 1)
-        self.unfinished = False
+        blank = sum(self.workers.run(HybridWorker.finish_step, self.state.step + 1))
         return actor_metrics(stats, result, deviation) | {
             "actor/nonfinite_updates": float(self.state.nonfinite),
             "actor/policy_version": float(self.state.policy_version),
+            "health/blank_fraction": blank / len(credit),
         }
 
     def has_signal(self, credit: torch.Tensor) -> bool:
@@ -77,8 +85,10 @@ class Update:
             raise TrainingError(ratio_problem(deviation, self.ratio_limit))
 
     def count(self, result: StepResult) -> None:
-        """Count an optimizer step; raises `TrainingError` if too many were skipped."""
+        """Count an optimizer step; raises `TrainingError` if too many were skipped, or if it broke the weights."""
         self.state.policy_version += result.applied
+        if result.lora_max is not None and (problem := weights_problem(result.lora_max, result.lr)):
+            raise TrainingError(problem)
         if not result.applied:
             self.state.nonfinite += 1
             logger.warning("update skipped: its gradient is not finite (%d so far)", self.state.nonfinite)
@@ -98,18 +108,19 @@ class Update:
             self.workers.run(HybridWorker.set_flat_gradient, total)
 
 
-def actor_metrics(stats: UpdateStats, result: StepResult, deviation: float) -> Metrics:
-    """Averages over the trained pairs, the last optimizer step, and the `deviation` of the ratio on policy."""
-    pairs = max(stats.pairs, 1)
-    return {
-        "actor/ratio_deviation": deviation,
-        "actor/clip_fraction": (stats.clip_low + stats.clip_high) / pairs,
-        "actor/clip_fraction_low": stats.clip_low / pairs,
-        "actor/clip_fraction_high": stats.clip_high / pairs,
-        "actor/log_ratio_mean": stats.log_ratio / pairs,
-        "actor/loss": stats.loss / pairs,
-        "actor/kl": stats.kl / pairs,
-        "actor/grad_norm": result.grad_norm,
-        "actor/lr": result.lr,
-        **{f"actor/{name}": value / pairs for name, value in stats.extra.items()},
-    }
+def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: float | None) -> Metrics:
+    """Averages over the trained pairs, the last optimizer step, and the `deviation` of the ratio on policy.
+
+    What was not measured is left out: `result` is None if no optimizer step was tried, `deviation` if there is no ratio
+    to the rollout.
+    """
+    measured = {name: value / stats.pairs for name, value in stats.sums.items()}
+    if "clip_fraction_low" in stats.sums:
+        measured["clip_fraction"] = (stats.sums["clip_fraction_low"] + stats.sums["clip_fraction_high"]) / stats.pairs
+    if deviation is not None:
+        measured["ratio_deviation"] = deviation
+    if result is not None:
+        measured |= {"grad_norm": result.grad_norm, "lr": result.lr}
+        if result.lora_max is not None:
+            measured["lora_max"] = result.lora_max
+    return {f"actor/{name}": value for name, value in measured.items()}

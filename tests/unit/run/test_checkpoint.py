@@ -9,6 +9,7 @@ import pytest
 from gerl.errors import CheckpointError
 from gerl.run import checkpoint as module
 from gerl.run.checkpoint import (
+    FORMAT,
     checkpoint_paths,
     find_checkpoint,
     find_run_to_resume,
@@ -17,6 +18,7 @@ from gerl.run.checkpoint import (
     prune,
     save_checkpoint,
 )
+from gerl.run.lock import RunLock
 
 FILES = {"lora/pytorch_lora_weights.safetensors": b"weights", "optimizer.safetensors": b"moments" * 100}
 
@@ -157,6 +159,22 @@ def test_of_checkpoints_with_the_same_reward_the_newer_is_the_best(tmp_path: Pat
     assert names(tmp_path / "checkpoints") == ["step_10", "step_11"]
 
 
+def test_rewards_that_were_measured_otherwise_are_not_compared(tmp_path: Path) -> None:
+    def save(step: int, reward: float, weight: float, **more: int) -> None:
+        scorers = {"ocr": {"weight": weight, **more}}
+        save_checkpoint(
+            tmp_path / "checkpoints", step, FILES, {"val_reward": reward, "settings": {"reward": {"scorers": scorers}}}
+        )
+
+    save_checkpoint(tmp_path / "checkpoints", 1, FILES, {"val_reward": 0.5})  # of the first format: not known
+    save(2, 8.0, 10.0)
+    save(3, 0.7, 1.0, replicas=2)
+    save(4, 0.6, 1.0)
+    assert find_checkpoint(tmp_path)[1].step == 3
+    save(5, 6.0, 10.0)
+    assert find_checkpoint(tmp_path)[1].step == 2
+
+
 def test_prune_does_not_count_damaged(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_checkpoint(tmp_path, step, FILES, {})
@@ -172,10 +190,38 @@ def test_find_run_to_resume(tmp_path: Path) -> None:
         os.utime(path / "manifest.json", (1000 + number, 1000 + number))
     (tmp_path / "2024-01-04" / "checkpoints" / ".tmp-step_1-x").mkdir(parents=True)
     (tmp_path / "note.txt").write_text("")
-    newest = tmp_path / "2024-01-03"
-    assert find_run_to_resume(tmp_path) == newest
-    assert find_run_to_resume(tmp_path, exclude=newest) == tmp_path / "2024-01-01"
+    assert find_run_to_resume(tmp_path) == tmp_path / "2024-01-03"
     for name in ("2024-01-01", "2024-01-02", "2024-01-03"):
         os.utime(tmp_path / name / "checkpoints" / "step_1" / "manifest.json", (1000, 1000))
-    assert find_run_to_resume(tmp_path, exclude=newest) == tmp_path / "2024-01-02"
+    (tmp_path / "2024-01-03" / "checkpoints" / "step_1" / "manifest.json").unlink()
+    assert find_run_to_resume(tmp_path) == tmp_path / "2024-01-02"
     assert checkpoint_paths(tmp_path / "2024-01-04" / "checkpoints") == []
+
+
+def test_a_run_that_has_just_started_is_newer_than_a_checkpoint(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "old" / "checkpoints", 1, FILES, {})
+    os.utime(path / "manifest.json", (1000, 1000))
+    (tmp_path / "new").mkdir()
+    lock = RunLock(tmp_path / "new")
+    lock.acquire()
+    assert find_run_to_resume(tmp_path) == tmp_path / "new"
+    lock.release()
+    assert find_run_to_resume(tmp_path) == tmp_path / "old"
+
+
+@pytest.mark.parametrize(("number", "said"), [(FORMAT + 1, "newer gerl.*: update"), ("two", "damaged"), (0, "damaged")])
+def test_the_format_of_a_checkpoint(tmp_path: Path, number: object, said: str) -> None:
+    old, new = (save_checkpoint(tmp_path, step, FILES, {"step": step}) for step in (1, 2))
+    manifest = json.loads((new / "manifest.json").read_text())
+    assert manifest.pop("format") == FORMAT
+    (old / "manifest.json").write_text(json.dumps(manifest | {"step": 1}))
+    (old / "state.json").write_bytes((new / "state.json").read_bytes())
+    assert load_checkpoint(old).format == 1  # from before there was a number
+    (new / "manifest.json").write_text(json.dumps(manifest | {"format": number}))
+    with pytest.raises(CheckpointError, match=said):
+        load_checkpoint(new)
+    if isinstance(number, int) and number:
+        with pytest.raises(CheckpointError, match=r"newer gerl"):  # the one before it is not taken instead
+            newest_checkpoint(tmp_path)
+        prune(tmp_path, 1)
+        assert names(tmp_path) == ["step_1", "step_2"]

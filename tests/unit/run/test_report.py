@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from html_page import Page
 
-from gerl.errors import GerlError
 from gerl.run import charts
-from gerl.run.report import load_validation, main, save_validation, validation_steps, write_report
+from gerl.run.report import main, write_report
+from gerl.run.validation import save_validation
 
 CONFIG = "model:\n  path: signs\n  lora_rank: 8\ntrainer:\n  steps: 20\nrollout:\n  prompts_per_step: 4\n  n: 6\n"
 PROMPTS = ['a sign that reads "<b>&482"', "a sign that reads 12", "a sign that reads 7", "not drawn"]
@@ -54,42 +54,82 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def test_validation_round_trip(tmp_path: Path) -> None:
-    pixels = validate(tmp_path, 12, [0.5, None, float("nan"), 1.0])
-    assert validation_steps(tmp_path) == [12]
-    assert sorted(p.name for p in (tmp_path / "validation").iterdir()) == ["step_000012.json", "step_000012.npz"]
-    loaded = load_validation(tmp_path, 12)
-    assert (loaded.step, loaded.prompts, loaded.rewards) == (12, PROMPTS, [0.5, None, None, 1.0])
-    assert loaded.by_scorer == {"ocr": loaded.rewards}
-    assert np.array_equal(loaded.pixels, pixels)
-    (tmp_path / "validation" / "step_000012.npz").write_bytes(b"torn")
-    with pytest.raises(GerlError, match="step_000012"):
-        load_validation(tmp_path, 12)
-
-
-def test_validation_shapes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="uint8"):
-        save_validation(tmp_path, 0, ["a"], np.zeros((2, 4, 4, 3), dtype=np.uint8), [1.0], {})
-    with pytest.raises(ValueError, match="1 rewards"):
-        save_validation(tmp_path, 0, ["a"], np.zeros((1, 4, 4, 3), dtype=np.uint8), [1.0], {"ocr": []})
-
-
 def test_whole_run(run_dir: Path) -> None:
     validate(run_dir, 0, [0.2, 0.9, None, 0.3])
     validate(run_dir, 10, [0.5, 0.5, 0.5, 0.5])
     validate(run_dir, 20, [0.8, 0.4, 0.1, 0.9])
     (run_dir / "checkpoints" / "step_20" / "lora").mkdir(parents=True)
     text, page = read(run_dir)
-    assert page.tags.count("img") == 6
-    assert page.tags.count("svg") >= 9
+    assert page.tags.count("img") == 2 * 2 * 3  # the pairs on top and those in the sections
+    assert page.tags.count("svg") >= 7
     assert "<b>&482" not in text and "&lt;b&gt;&amp;482" in text
     # Means of the scored prompts, and the mean gain of those scored in both.
     assert ">0.467<" in text and ">0.550<" in text and "+0.233" in text and "4 held-out prompts" in text
-    gains = re.findall(r'class="gain">([^<]*)<', text)
-    assert gains == ["+0.600", "-0.500"]
+    top, sections = text.split("<h2>Before and after</h2>")
+    assert re.findall(r'class="gain">([^<]*)<', top) == ["+0.600", "-0.500"]  # in the order of the file
+    assert re.findall(r'class="gain">([^<]*)<', sections) == ["+0.600", "-0.500"]
+    # of all four prompts, one of which was not scored before and one of which has no picture
+    assert "2 better, 0 equal, 1 worse of 4 held-out prompts, 1 without a reward, step 20 against step 0" in top
+    assert "3 of 4 shown" in sections and 'href="#worse"' in sections and 'id="worse"' in sections
+    assert "1 better of the 3 shown" in sections and "largest losses of all 4 held-out prompts" in sections
     assert "not scored" in text and "1 min 10 s" in text
     assert "step_20/lora" in text and "load_lora_weights" in text and "lora_rank: 8" in text
     assert read(run_dir)[0] == text
+
+
+def test_the_best_step_is_named_where_it_is_not_the_last(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows[10]["val/reward/mean"] = 0.99
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    validate(run_dir, 0, [0.1] * 4)
+    validate(run_dir, 20, [0.2] * 4)
+    text, _ = read(run_dir)
+    assert "the best held-out reward was 0.990, at step 10" in text and "best: 0.990 at step 10" in text
+
+
+def test_constants_stand_in_a_table_and_are_not_drawn(run_dir: Path) -> None:
+    text, page = read(run_dir)
+    constants = dict(re.findall(r"<tr><td>(\w+/[^<]*)</td><td>([^<]*)</td><td>\d+</td></tr>", text))
+    assert constants == {"actor/clip_fraction": "0.2", "group/zero_std_fraction": "0.1"}
+    assert "clipped, share" not in text and "norm of the gradient before clipping" in text
+    assert "learning rate" not in page.words and "LoRA rank" in page.words
+
+
+def test_the_configuration_is_shown_by_what_differs_from_the_defaults(run_dir: Path) -> None:
+    text, _ = read(run_dir)
+    rows = re.findall(r"<tr><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td></tr>", text)
+    assert ("model.lora_rank", "8", "32") in rows and ("rollout.n", "6", "12") in rows
+    assert not [row for row in rows if row[0] == "model.path"] and "config.yaml, all keys" in text
+
+
+def test_a_run_card_is_shown_whatever_is_in_it(run_dir: Path) -> None:
+    assert "Run card" not in read(run_dir)[0]
+    card = {"command": "train <x>", "versions": {"torch": "2.13", "gerl": None}, "gpus": ["H200", "H200"]}
+    (run_dir / "run.json").write_text(json.dumps(card))
+    text, _ = read(run_dir)
+    for name, value in (
+        ("command", "train &lt;x&gt;"), ("versions torch", "2.13"), ("versions gerl", "-"), ("gpus", "H200, H200")
+    ):  # fmt: skip
+        assert f"<tr><td>{name}</td><td>{value}</td></tr>" in text
+    (run_dir / "run.json").write_text("{")
+    assert "Run card" not in read(run_dir)[0]
+
+
+@pytest.mark.parametrize("suffix", ["npz", "json"])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b'{"step": 1}', b"[]"])
+def test_a_damaged_validation_is_left_out_with_a_warning(
+    suffix: str, content: bytes, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step, reward in ((0, 0.1), (10, 0.2), (20, 0.3)):
+        validate(run_dir, step, [reward] * 4)
+    (run_dir / "validation" / f"step_000020.{suffix}").write_bytes(content)
+    text, _ = read(run_dir)
+    assert "step 10 against step 0" in text
+    (warned,) = caplog.messages
+    assert "step_000020.json cannot be read" in warned and "delete it" in warned
+    for step in (0, 10):
+        (run_dir / "validation" / f"step_{step:06d}.npz").write_bytes(content)
+    assert "Before and after" not in read(run_dir)[0]
 
 
 def test_without_validation_pictures(run_dir: Path) -> None:
@@ -100,8 +140,8 @@ def test_without_validation_pictures(run_dir: Path) -> None:
 
 def test_one_validation(run_dir: Path) -> None:
     validate(run_dir, 0, [0.2, 0.9, None, 0.3])
-    _, page = read(run_dir)
-    assert page.tags.count("img") == 3
+    text, page = read(run_dir)
+    assert page.tags.count("img") == 2 * 3 and "better" not in text
 
 
 def test_one_step(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ import json
 import logging
 import math
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -24,7 +25,9 @@ def test_one_valid_json_object_per_step(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()  # before close: every line is flushed
 
     rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]  # a NaN is no JSON
-    assert rows == [
+    times = [datetime.fromisoformat(row["time"]) for row in rows]
+    assert times[0] <= times[1] <= datetime.now(UTC)
+    assert [{name: value for name, value in row.items() if name != "time"} for row in rows] == [
         {"step": 0, "val/reward/mean": 0.5},
         {"step": 1, "reward/mean": None, "actor/kl": None, "actor/lr": 1.0},
     ]
@@ -69,10 +72,35 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
         Tracker(tmp_path / "run", PLAIN)
 
 
+def test_a_folder_that_is_deleted_while_the_run_writes_to_it(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "run", PLAIN)
+    tracker.log(1, {"x": 1})
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    with pytest.raises(GerlError, match=r"run/metrics\.jsonl is gone.* step 2.*deleted or moved"):
+        tracker.log(2, {"x": 1})
+    tracker.close()
+
+
+def test_closing_after_an_error_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sinks = [Mock(), Mock()]
+    sinks[1].close.side_effect = OSError(28, "No space left on device")
+    monkeypatch.setattr(tracking, "open_sinks", lambda *_: sinks)
+    tracker = Tracker(tmp_path, PLAIN)
+    with pytest.raises(KeyError):
+        try:
+            raise KeyError("first")
+        finally:
+            tracker.close()
+    with pytest.raises(GerlError, match="No space left"):
+        tracker.close()
+    assert sinks[0].close.call_count == 2
+
+
 def test_images_and_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     picture = Image.new("RGB", (8, 4), (255, 0, 0))
+    (tmp_path / "config.yaml").write_text("trainer:\n  steps: 3\n")
     tracker = Tracker(tmp_path, LoggerConfig())
     tracker.log(3, {"reward/mean": 0.25, "actor/kl": math.nan})
     assert tracker.images(3, "train", picture) == tmp_path / "samples" / "train_000003.png"
@@ -83,6 +111,8 @@ def test_images_and_tensorboard(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.25)]
     assert events.Tags()["scalars"] == ["reward/mean"]
     assert events.Tags()["images"] == ["samples/train"]
+    (text,) = events.Tensors("config.yaml/text_summary")
+    assert text.tensor_proto.string_val == [b"    trainer:\n      steps: 3\n"]
 
 
 def test_every_sink_gets_what_is_finite_and_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

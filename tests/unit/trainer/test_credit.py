@@ -10,8 +10,9 @@ import torch
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig, algorithm_config
+from gerl.errors import RewardError
 from gerl.protocol import Group, Prompt, ScorerFailure, Scores
-from gerl.trainer.credit import Scored, credit_step
+from gerl.trainer.credit import Scored, conclude_validation, credit_step
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
 
@@ -65,6 +66,50 @@ def test_a_failed_group_is_not_trained_on_and_counted() -> None:
     assert credit[:2].tolist() == [[-1.0] * 3, [1.0] * 3] and credit[2:].isnan().all()
     assert (metrics["reward/failures"], metrics["group/dropped"]) == (1.0, 1.0)
     assert metrics["group/zero_std_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.25])
+def test_a_validation_without_all_scores_is_a_warning_and_has_no_mean(
+    kept: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    totals = [None, None, None, 5.0] if kept else [None] * 4
+    c = replace(config(), reward=replace(config().reward, max_failed=1.0))
+    metrics, reward = conclude_validation(c, scored(c, totals), 6)
+    assert reward is None and metrics["val/failures"] == sum(total is None for total in totals)
+    assert math.isnan(metrics["val/reward/mean"]) and math.isnan(metrics["val/a/mean"])
+    assert math.isnan(metrics["val/a/success_rate"])
+    assert (metrics["val/b/mean"], metrics["val/c/mean"]) == (7.0, 0.0)  # these are of all prompts
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"step 6: reward on {1 if kept else 0} of 4 held-out prompts" in record.getMessage()
+    assert f"{3 if kept else 4} not scored" in record.getMessage()
+    assert "scorer a has no score for held-out 'prompt 0': it broke" in record.getMessage()
+
+
+def test_a_whole_validation_has_its_mean(caplog: pytest.LogCaptureFixture) -> None:
+    c, found = config(), scored(config(), [1.0, 3.0, 5.0, 5.0])
+    with caplog.at_level("INFO"):
+        metrics, reward = conclude_validation(c, found, 6)
+    assert reward == metrics["val/reward/mean"] == 3.5 and metrics["val/failures"] == 0
+    assert caplog.messages == ["step 6: reward on 4 held-out prompts 3.500"]
+    routed = replace(c.reward, scorers={**c.reward.scorers, "b": ScorerConfig(0, data_sources=["signs"])})
+    found.by_scorer["b"] = [None, 7.0, None, None]  # it applies to one of them
+    for i, sample in enumerate(found.samples):
+        prompt = Prompt(sample.prompt.id, sample.prompt.text, {"data_source": "signs" if i == 1 else "photos"})
+        found.samples[i] = replace(sample, prompt=prompt)
+    metrics, reward = conclude_validation(replace(c, reward=routed), found, 6)
+    assert metrics["val/b/mean"] == 7.0 and reward == 3.5
+
+
+def test_a_validation_stops_the_run_as_a_step_does() -> None:
+    c = config()
+    with pytest.raises(
+        RewardError, match=r"75% of the held-out images of step 6 .*max_failed=0\.5; .*it broke; .*resume"
+    ):
+        conclude_validation(c, scored(c, [None, None, None, 5.0]), 6)
+    c = replace(c, reward=replace(c.reward, on_error="stop"))
+    with pytest.raises(RewardError, match=r"^scorer a has no score for held-out 'prompt 1': .*on_error=drop_group"):
+        conclude_validation(c, scored(c, [1.0, 2.0, 3.0, None]), 6)
 
 
 def test_gdpo_sees_the_scorers_with_a_weight() -> None:

@@ -52,14 +52,19 @@ def test_an_update_without_any_signal_is_decided_by_the_driver() -> None:
 
 def test_a_nan_among_the_ratios_is_not_lost() -> None:
     total = sum([UpdateStats(ratio_deviation=float("nan")), UpdateStats(ratio_deviation=0.5)], UpdateStats())
-    assert math.isnan(total.ratio_deviation)
+    assert total.ratio_deviation is not None and math.isnan(total.ratio_deviation)
 
 
 def test_actor_metrics_are_averages_over_pairs() -> None:
-    stats = UpdateStats(
-        pairs=4, loss=2.0, kl=1.0, clip_low=1.0, clip_high=2.0, log_ratio=-4.0, ratio_deviation=0.5, extra={"a": 8.0}
-    )
-    metrics = actor_metrics(stats, StepResult(3.0, 1e-3, True), deviation=1e-6)
+    sums = {
+        "loss": 2.0,
+        "kl": 1.0,
+        "clip_fraction_low": 1.0,
+        "clip_fraction_high": 2.0,
+        "log_ratio_mean": -4.0,
+        "a": 8.0,
+    }
+    metrics = actor_metrics(UpdateStats(4, sums, 0.5), StepResult(3.0, 1e-3, True), deviation=1e-6)
     assert metrics == {
         "actor/ratio_deviation": 1e-6,
         "actor/clip_fraction": 0.75,
@@ -72,3 +77,12 @@ def test_actor_metrics_are_averages_over_pairs() -> None:
         "actor/lr": 1e-3,
         "actor/a": 2.0,
     }
+
+
+def test_what_was_not_measured_has_no_metric() -> None:
+    assert actor_metrics(UpdateStats(), None, None) == {}
+    assert set(actor_metrics(UpdateStats(2, {"loss": 1.0}), StepResult(1.0, 1e-3, True), None)) == {
+        "actor/loss", "actor/grad_norm", "actor/lr"
+    }  # fmt: skip
+    both = UpdateStats(1, {"loss": 1.0}) + UpdateStats(1, {"loss": 2.0, "kl": 3.0}, 0.5)
+    assert both == UpdateStats(2, {"loss": 3.0, "kl": 3.0}, 0.5)

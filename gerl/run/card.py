@@ -1,0 +1,145 @@
+"""`run.json` of a run folder, the card of the run: command, code, versions, machine, times and how it ended.
+
+Every start of the run, the first and those that resume it, is an entry of `sessions`.
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from gerl.errors import Interrupted
+from gerl.run.redaction import redact
+from gerl.utils.files import reason, write_file
+
+CARD = "run.json"
+FORMAT = 1
+PACKAGES = ("torch", "diffusers", "peft", "transformers", "huggingface_hub", "ray", "numpy")
+PROGRAM = "python -m gerl.trainer.main_flowgrpo"
+SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
+End = Literal["finished", "interrupted", "error"]
+
+
+class Card:
+    """The card of a run that is going on; `end` completes it."""
+
+    def __init__(self, run_dir: Path, arguments: Sequence[str], workers: str, started: str | None = None) -> None:
+        """Add a session, which `started` at that time or now; raises `GerlError` if the card cannot be written."""
+        self.path = run_dir / CARD
+        self.sessions = read_sessions(self.path)
+        self.sessions.append(
+            {
+                "command": redact(f"{PROGRAM} {shlex.join(arguments)}".strip()),
+                "folder": str(Path.cwd()),
+                "started": started or now(),
+                "ended": None,
+                "end": None,
+                "workers": workers,
+                **software(),
+                **hardware(),
+            }
+        )
+        self._write()
+
+    def end(self, how: End, why: BaseException | None = None) -> None:
+        """Note when and how the session ended; raises `GerlError` if the card cannot be written."""
+        ended: dict[str, Any] = {"ended": now(), "end": how}
+        if isinstance(why, Exception | Interrupted):  # the latter says which signal came
+            words = reason(why) if isinstance(why, Exception) else str(why)
+            ended["error"] = redact(f"{type(why).__name__}: {words}")
+        self.sessions[-1] |= ended
+        self._write()
+
+    def _write(self) -> None:
+        write_file(self.path, json.dumps({"format": FORMAT, "sessions": self.sessions}, indent=2) + "\n")
+
+
+def read_sessions(path: Path) -> list[dict[str, Any]]:
+    """The sessions of a card, none if there is no card or it is damaged: it must not keep a run from going on."""
+    try:
+        sessions = json.loads(path.read_bytes())["sessions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [session for session in sessions if isinstance(session, dict)] if isinstance(sessions, list) else []
+
+
+def now() -> str:
+    """The time as ISO 8601 in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def software() -> dict[str, Any]:
+    """gerl and its commit, the commit of the current folder, Python, the operating system, versions of packages."""
+    checkout = Path(__file__).resolve().parents[2]
+    return {
+        "gerl": {"version": _version("gerl"), **(commit_of(checkout, at_top=True) or {})},
+        "repository": commit_of(Path.cwd()),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def commit_of(folder: Path, at_top: bool = False) -> dict[str, Any] | None:
+    """Commit of the repository that `folder` lies in, and whether tracked files differ from it; None if it is in none.
+
+    at_top: only if it is the repository's top folder: an installed package may lie in somebody else's repository.
+    """
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    commit = _git(folder, "rev-parse", "HEAD")
+    if top is None or commit is None or (at_top and Path(top).resolve() != folder.resolve()):
+        return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # a repository's own settings can name programs that git runs: this one is not run for a status
+    return _output("git", "-C", str(folder), "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments)
+
+
+def hardware() -> dict[str, Any]:
+    """CPU, cores that this process may use, main memory and GPUs of this machine."""
+    cpu = _first(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$") or platform.processor() or platform.machine()
+    memory = _first(Path("/proc/meminfo"), r"^MemTotal:\s*(\d+)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    lines = (_output(*SMI) or "").splitlines()
+    gpus = [found for line in lines if (found := re.fullmatch(r"(.+), (\d+), (.+)", line.strip()))]
+    return {
+        "cpu": cpu,
+        "cores": cores,
+        "memory_gib": round(int(memory) / 2**20, 1) if memory else None,
+        "gpus": [f"{gpu[1]}, {int(gpu[2]) / 1024:.0f} GiB, driver {gpu[3]}" for gpu in gpus],
+    }
+
+
+def _first(path: Path, pattern: str) -> str | None:
+    """The first match in a file of the system, None where there is no such file."""
+    try:
+        found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1].strip() if found else None
+
+
+def _output(*command: str) -> str | None:
+    """Stdout of a program, None if it is not installed, fails or takes long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

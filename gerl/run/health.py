@@ -1,0 +1,169 @@
+"""Signs that a run cannot learn, or has stopped to: measured at every step, said in numbers and with remedies."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gerl.run.settings import get, is_stochastic
+
+Row = Mapping[str, Any]
+PATIENCE = 5  # steps in a row without a signal, or with one and the same reward, before it is said
+LARGE_WEIGHT = 10.0  # of a LoRA; usual ones are below 1
+ABSURD_WEIGHT = 1000.0  # no picture is left of the model long before
+BLOCK, FALL = 20, 4.0  # steps that are averaged, and how many standard errors the average has to fall
+BLANK = 0.5  # share of images of a single colour
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that keeps a run from learning: the sentence of the last step at which it was so."""
+
+    kind: str
+    step: int
+    text: str
+
+
+class Health:
+    """Follows the rows of `metrics.jsonl`, in order: all it knows is in them, so that a resumed run knows the same.
+
+    config: as in config.yaml.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.last: Row = {}
+        self.found: dict[str, Finding] = {}  # the latest of each kind
+        self._said: dict[str, int] = {}  # kind -> step
+        self._rewards: list[float] = []
+        self._blocks: list[tuple[float, float, int]] = []  # mean, standard error, last step
+
+    @property
+    def scorers(self) -> list[str]:
+        """The scorers that count in the reward."""
+        entries = get(self.config, "reward", "scorers") or {}
+        return [name for name in entries if get(entries, name, "weight") != 0]
+
+    def measure(self, by_scorer: Mapping[str, Sequence[float | None]], signal: bool) -> dict[str, float]:
+        """The `health/` metrics of the step after the last row: for how many steps in a row something has been wrong.
+
+        by_scorer: the scores of the step's images. signal: whether any image has a credit that is not 0.
+        """
+        metrics = {"health/no_signal_steps": 0.0 if signal else 1.0 + self.last.get("health/no_signal_steps", 0.0)}
+        for name in self.scorers:
+            values = [value for value in by_scorer.get(name, []) if value is not None]
+            if values:
+                metrics[f"health/{name}/constant_steps"] = self._constant_steps(name, values)
+        return metrics
+
+    def _constant_steps(self, name: str, values: Sequence[float]) -> float:
+        if min(values) < max(values):
+            return 0.0
+        before = _number(self.last, f"reward/{name}/mean")
+        same = before is not None and math.isclose(before, values[0], rel_tol=1e-9, abs_tol=1e-12)
+        return 1.0 + (self.last.get(f"health/{name}/constant_steps", 0.0) if same else 0.0)
+
+    def observe(self, row: Row) -> list[str]:
+        """Take the row of a step; returns the sentences that are due: new ones, and old ones again now and then."""
+        self.last, step = row, int(row["step"])
+        due = []
+        for kind, text in [*self._equal_rewards(row), *self._broken(row), *self._falling(row)]:
+            self.found[kind] = Finding(kind, step, text)
+            # again when the run is more than twice as long: as often as somebody may have overlooked it
+            if kind not in self._said or step >= 2 * self._said[kind] + PATIENCE:
+                self._said[kind] = step
+                due.append(text)
+        return due
+
+    def _equal_rewards(self, row: Row) -> list[tuple[str, str]]:
+        step, scorers = int(row["step"]), self.scorers
+        counts = {name: _number(row, f"health/{name}/constant_steps") or 0.0 for name in scorers}
+        constant = {name: int(count) for name, count in counts.items() if count >= PATIENCE}
+        said = [(f"constant {name}", self._constant(row, name, count)) for name, count in constant.items()]
+        without = _number(row, "health/no_signal_steps") or 0.0
+        if without < PATIENCE or (scorers and len(constant) == len(scorers)):
+            return said
+        n, sampling = get(self.config, "rollout", "n"), get(self.config, "sampling") or {}
+        remedies = [f"raise rollout.n={n}"]
+        if get(self.config, "algorithm", "dynamic_sampling") == 0:
+            remedies.append("set algorithm.dynamic_sampling=2, which draws further prompts in place of such groups")
+        if is_stochastic(self.config):
+            remedies.append(f"raise sampling.noise_level={sampling.get('noise_level')}")
+        if sampling.get("same_init_noise"):
+            remedies.append("set sampling.same_init_noise=false")
+        text = (
+            f"step {step}: nothing to learn from for {without:.0f} steps, since all images of a prompt had the same "
+            f"reward; {', '.join(remedies)}, or choose prompts that are neither too easy nor too hard (data.train)"
+        )
+        return [*said, ("no signal", text)]
+
+    def _constant(self, row: Row, name: str, count: int) -> str:
+        value, key = _number(row, f"reward/{name}/mean") or 0.0, f"reward.scorers.{name}"
+        begin = f"step {row['step']}: {name} gave {value:.4g} to every image of the last {count} steps"
+        if value != 0:
+            return (
+                f"{begin}, so that there is nothing to learn from it: try it on pictures that differ (python -m "
+                f"gerl.score), correct {key}.kwargs, or, if they are all perfect, choose harder prompts (data.train)"
+            )
+        quotes = ", whether the text to be drawn is in quotes there" if name == "ocr" else ""
+        return (
+            f"{begin}: look at the pictures in samples/, at the prompts of data.train="
+            f"{get(self.config, 'data', 'train')}{quotes}, and at {key}.kwargs; prompts that are sometimes solved "
+            "give it something to start from"
+        )
+
+    def _broken(self, row: Row) -> list[tuple[str, str]]:
+        found, step = list[tuple[str, str]](), row["step"]
+        blank, largest = _number(row, "health/blank_fraction"), _number(row, "actor/lora_max")
+        if blank is not None and blank >= BLANK:
+            text = (
+                f"step {step}: {blank:.0%} of the images have a single colour: the model or its decoder overflowed; "
+                f"use model.dtype=float32 or bfloat16 in place of {get(self.config, 'model', 'dtype')}, or, if it came "
+                f"in training, lower actor.lr={get(self.config, 'actor', 'lr')} and start anew"
+            )
+            found.append(("blank images", text))
+        if largest is not None and largest > LARGE_WEIGHT:
+            text = (
+                f"step {step}: the largest weight of the LoRA is {largest:.3g}, where usual ones are below 1: lower "
+                f"actor.lr={get(self.config, 'actor', 'lr')}, or raise algorithm.kl_coef="
+                f"{get(self.config, 'algorithm', 'kl_coef')}; the run stops above {ABSURD_WEIGHT:g}"
+            )
+            found.append(("large weights", text))
+        return found
+
+    def _falling(self, row: Row) -> list[tuple[str, str]]:
+        """Whether the two latest blocks of steps have a mean reward clearly below that of the best block."""
+        value = _number(row, "reward/mean")
+        self._rewards += [] if value is None else [value]
+        if len(self._rewards) < BLOCK:
+            return []
+        mean = sum(self._rewards) / BLOCK
+        variance = sum((reward - mean) ** 2 for reward in self._rewards) / (BLOCK - 1)
+        self._blocks.append((mean, math.sqrt(variance / BLOCK), int(row["step"])))
+        self._rewards = []
+        best = max(self._blocks)
+        latest = self._blocks[-2:]
+        if any(best[0] - block[0] <= FALL * math.hypot(best[1], block[1]) for block in latest):
+            return []
+        text = (
+            f"step {row['step']}: the mean reward of the last {BLOCK} steps, {mean:.4g}, is below the {best[0]:.4g} of "
+            f"the {BLOCK} to step {best[2]} by more than {FALL:g} standard errors: go back to a checkpoint from then, "
+            f"lower actor.lr={get(self.config, 'actor', 'lr')}, or raise algorithm.kl_coef="
+            f"{get(self.config, 'algorithm', 'kl_coef')}"
+        )
+        return [("falling", text)]
+
+
+def weights_problem(largest: float, lr: float) -> str | None:
+    """The sentence for a LoRA whose largest weight is not finite or beyond all sense, None for any other."""
+    if largest <= ABSURD_WEIGHT:  # not for a NaN
+        return None
+    return (
+        f"the largest weight of the LoRA is {largest:.3g} after an optimizer step at learning rate {lr:.3g}, above "
+        f"{ABSURD_WEIGHT:g}, where usual ones are below 1: nothing of this step is kept; lower actor.lr"
+    )
+
+
+def _number(row: Row, name: str) -> float | None:
+    value = row.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,123 @@
+"""The configuration of a run as a reader wants it: what differs from the defaults, and what its curves show."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gerl.commandline.composition import compose_run, shipped
+from gerl.config import ScorerConfig
+from gerl.errors import ConfigError
+from gerl.run.charts import Labels
+
+log = logging.getLogger(__name__)
+Values = Mapping[str, Any]
+
+
+def read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a config.yaml and its values; empty where there is none, no values where it is no YAML."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return "", {}
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        log.warning("%s is not valid YAML: the report shows it as it is", path)
+        values = None
+    return text, values if isinstance(values, dict) else {}
+
+
+def get(config: Values, *names: str) -> Any:
+    """A nested value, None where there is none."""
+    value: Any = config
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def changes(config: Values) -> list[tuple[str, str, str]]:
+    """(key, value, default) of the keys that are not as in `experiment=plain` with the algorithm of `config`.
+
+    Empty where the algorithm is not known.
+    """
+    name = get(config, "algorithm", "name") or "flow_grpo"
+    preset = [f"algorithm={name}"] if name in shipped("algorithm") else [f"algorithm.name={name}"]
+    try:
+        defaults = dataclasses.asdict(compose_run(["experiment=plain", *preset]).config)
+    except ConfigError as error:
+        log.warning("the report shows no difference to the defaults: %s", error)
+        return []
+    scorer = dataclasses.asdict(ScorerConfig())
+    defaults["reward"]["scorers"] = {each: scorer for each in get(config, "reward", "scorers") or {}}
+    usual, own = _flat(defaults), _flat({key: value for key, value in config.items() if key != "experiment"})
+    found = [(key, _show(value), _show(usual[key]) if key in usual else "-") for key, value in own.items()
+             if key not in usual or value != usual[key]]  # fmt: skip
+    return found + [
+        (f"reward.scorers.{each}", "with its defaults", "-")
+        for each in get(config, "reward", "scorers") or {}
+        if each != "ocr" and not any(key.startswith(f"reward.scorers.{each}.") for key, *_ in found)
+    ]
+
+
+def labels(config: Values) -> Labels:
+    """The names of the curves: noise is mentioned where there is some."""
+    return Labels("training, with exploration noise" if is_stochastic(config) else "training")
+
+
+def is_stochastic(config: Values) -> bool:
+    """Whether steps of a training rollout draw noise."""
+    kernel, level = get(config, "sampling", "kernel"), get(config, "sampling", "noise_level")
+    return kernel not in (None, "ode") and bool(level)
+
+
+def explanation(config: Values) -> str:
+    """Sentences about what differs between the training and the held-out curve."""
+    if not config:
+        return (
+            "Training rewards are of that step's prompts; held-out rewards are always of the same prompts and starting "
+            "noise. Bars are standard errors."
+        )
+    sampling, validation = get(config, "sampling") or {}, get(config, "validation") or {}
+    average = get(config, "algorithm", "rollout_decay") is not None
+    weights = "an average of the trained weights (algorithm.rollout_decay)" if average else "the trained weights"
+    noise = (
+        f"with noise in the steps ({sampling.get('kernel')}, noise_level {sampling.get('noise_level')})"
+        if is_stochastic(config)
+        else "without noise in the steps (kernel ode)"
+    )
+    decay = get(config, "actor", "ema_decay")
+    ema = f"the averaged weights (actor.ema_decay {decay})" if decay else "the trained weights"
+    same = validation.get("data") == get(config, "data", "train")
+    other = [
+        f", {word} {validation[key]} instead of {sampling.get(key)}"
+        for key, word in (("num_inference_steps", "in denoising steps"), ("guidance_scale", "at guidance"))
+        if validation.get(key) not in (None, sampling.get(key))
+    ]
+    count = f"{get(config, 'rollout', 'n')} images of each of {get(config, 'rollout', 'prompts_per_step')} prompts"
+    return (
+        f"Training: {count}, other ones at every step, drawn by {weights} {noise}. Held-out: one image of each prompt "
+        f"of {'the training file' if same else 'another file'}, always from the same starting noise, drawn by {ema} "
+        f"without noise in the steps{''.join(other)}; bars are standard errors over these prompts."
+    )
+
+
+def _flat(values: Values, prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted key; an empty dictionary is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        nested = isinstance(value, Mapping) and value
+        flat |= _flat(value, f"{name}.") if nested else {name: _plain(value)}
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

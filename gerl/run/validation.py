@@ -1,0 +1,169 @@
+"""Validations on disk: the reward of every held-out prompt, and the pictures of some of them."""
+
+import io
+import json
+import logging
+import math
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from gerl.errors import GerlError
+from gerl.utils.files import finite, write_file, writing
+
+log = logging.getLogger(__name__)
+# what JSON and numpy raise for files that are cut, overwritten or of another kind
+DAMAGED = (
+    OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError, struct.error, zipfile.BadZipFile,
+    zlib.error,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the pictures of a validation were drawn, as far as it does not stand in config.yaml."""
+
+    seeds: list[int]  # [P] of the noise of each picture
+    given: list[dict[str, Any]]  # [P] arguments of the pipeline that are pictures, by their files
+    device: str
+    video: bool = False  # a picture is some frames of a video, side by side
+    scheduler: str | None = None  # the pipeline's own, if the run put another one in its place
+    lora_lines: list[str] = field(default_factory=list)  # Python that loads the LoRA in FOLDER, if it is not the usual
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One validation: a reward for each of N held-out prompts (None: not scored), and pictures of P of them."""
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
+
+    step: int
+    prompts: list[str]  # [N]
+    rewards: list[float | None]  # [N]
+    by_scorer: dict[str, list[float | None]]  # scorer -> [N]
+    shown: list[int]  # [P] the prompts that have a picture, rising
+    pixels: list[np.ndarray]  # [P] of [H, W, 3] uint8
+    drawing: Drawing | None = None  # None in runs of older versions
+
+
+def save_validation(
+    run_dir: Path,
+    step: int,
+    prompts: Sequence[str],
+    pixels: Sequence[np.ndarray] | np.ndarray,
+    totals: Sequence[float | None],
+    by_scorer: Mapping[str, Sequence[float | None]],
+    shown: Sequence[int] | None = None,
+    drawing: Drawing | None = None,
+) -> None:
+    """Keep a validation as `validation/step_N.json` and `.npz`.
+
+    pixels: `[H, W, 3]` uint8 of the prompts `shown`, by default the first ones. Raises `GerlError` if it cannot be
+    written.
+    """
+    chosen = list(range(len(pixels))) if shown is None else list(shown)
+    if any(image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 for image in pixels):
+        raise ValueError(f"pixels: expected [H, W, 3] uint8 each, got {[(i.shape, i.dtype) for i in pixels][:3]}")
+    if len(chosen) != len(pixels) or chosen != sorted(set(chosen)) or (chosen and chosen[-1] >= len(prompts)):
+        raise ValueError(f"shown: expected rising indices of {len(prompts)} prompts, one a picture, got {chosen}")
+    if any(len(values) != len(prompts) for values in (totals, *by_scorer.values())):
+        raise ValueError(f"expected {len(prompts)} rewards of each scorer, one per prompt")
+    values: dict[str, Any] = {"step": step, "rewards": totals, "by_scorer": by_scorer, "prompts": prompts}
+    values |= {"shown": chosen, "drawing": None if drawing is None else asdict(drawing)}
+    if len({image.shape for image in pixels}) == 1:
+        arrays = {"pixels": np.stack(list(pixels))}
+    else:
+        arrays = {f"picture_{i}": image for i, image in enumerate(pixels)}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    path = _path(run_dir, step)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    # The JSON comes last: where it is, the images are complete.
+    write_file(path.with_suffix(".npz"), buffer.getvalue())
+    write_file(path, json.dumps(finite(values)))
+
+
+def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validation:
+    """The validation of `step` that `save_validation` kept, without pixels unless `pictures`.
+
+    Raises `GerlError` if it is missing or damaged.
+    """
+    path = _path(run_dir, step)
+    try:
+        values = json.loads(path.read_bytes())
+        pixels = _read_pixels(path.with_suffix(".npz")) if pictures else []
+        # runs of older versions keep the pictures of the first prompts
+        values = {"shown": list(range(len(pixels))), "drawing": None, **values, "pixels": pixels}
+        found = TypeAdapter(Validation).validate_python(values)
+    except (*DAMAGED, ValidationError) as error:
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise GerlError(f"the validation {path} cannot be read ({said}); delete it to leave it out") from error
+    if any(len(column) != len(found.prompts) for column in (found.rewards, *found.by_scorer.values())):
+        raise GerlError(f"the validation {path} has not one reward a prompt; delete it to leave it out")
+    images = all(image.ndim == 3 and image.shape[2] == 3 and image.dtype == np.uint8 for image in pixels)
+    listed = len(found.shown) == len(pixels) and all(0 <= i < len(found.prompts) for i in found.shown)
+    if pictures and not (images and listed):
+        raise GerlError(f"the validation {path} has other pictures than it lists; delete it to leave it out")
+    return found
+
+
+def load_validations(run_dir: Path) -> list[Validation]:
+    """All validations of a run in order, with the pictures of the first and the last only.
+
+    One that is damaged is left out, which the log says.
+    """
+    found: dict[int, Validation] = {}
+    for step in validation_steps(run_dir):
+        _keep(found, run_dir, step, pictures=False)
+    for place in (0, -1):
+        while found and not _keep(found, run_dir, sorted(found)[place], pictures=True):
+            pass  # it is gone: the next one is tried
+    return [found[step] for step in sorted(found)]
+
+
+def _keep(found: dict[int, Validation], run_dir: Path, step: int, pictures: bool) -> bool:
+    """Put a validation into `found`, or take it out if it is damaged; returns whether it is there."""
+    try:
+        found[step] = load_validation(run_dir, step, pictures)
+    except GerlError as error:
+        log.warning("%s", error)
+        found.pop(step, None)
+    return step in found
+
+
+def validation_steps(run_dir: Path) -> list[int]:
+    """The trainer steps with a validation on disk, in order."""
+    names = (re.fullmatch(r"step_(\d+)\.json", p.name) for p in (run_dir / "validation").glob("step_*.json"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values there are."""
+    scored = [v for v in values if v is not None]
+    return sum(scored) / len(scored) if scored else None
+
+
+def standard_error(values: Sequence[float | None]) -> float | None:
+    """Standard error of the mean of the values there are; None for fewer than two."""
+    scored = np.array([v for v in values if v is not None], dtype=float)
+    return float(scored.std(ddof=1)) / math.sqrt(len(scored)) if len(scored) > 1 else None
+
+
+def _read_pixels(path: Path) -> list[np.ndarray]:
+    with np.load(path, allow_pickle=False) as arrays:
+        if "pixels" in arrays:
+            return list(arrays["pixels"])
+        return [arrays[f"picture_{i}"] for i in range(len(arrays.files))]
+
+
+def _path(run_dir: Path, step: int) -> Path:
+    return run_dir / "validation" / f"step_{step:06d}.json"

@@ -1,0 +1,59 @@
+"""The end of a run that does not finish: its last finished step is saved, from whichever worker still has it."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gerl.cluster import WorkerGroup
+from gerl.errors import CheckpointError, ClusterError, Interrupted
+from gerl.run.checkpoint import checkpoint_paths
+from gerl.workers.hybrid import HybridWorker
+
+logger = logging.getLogger(__name__)
+
+
+def save_from_any(workers: WorkerGroup[HybridWorker], save: Callable[[int], None]) -> str:
+    """Call `save` with the first worker that can give its state; returns why none could, or nothing.
+
+    All workers hold the same LoRA and optimizer, and the state before the update in which they may be.
+    """
+    reasons = list[str]()
+    for worker in range(len(workers)):
+        try:
+            workers.submit(worker, HybridWorker.forget)  # an out-of-memory error may be why we are here
+            save(worker)
+            return ""
+        except CheckpointError as error:
+            return str(error)
+        except ClusterError:
+            reasons.append(f"worker {worker} is gone")
+        # the run is ending for another reason, and what a worker in an unknown state raises must not hide it
+        except Exception as error:
+            logger.debug("worker %d has no checkpoint to give", worker, exc_info=True)
+            reasons.append(next(iter(str(error).splitlines()), type(error).__name__))
+    return "; ".join(dict.fromkeys(reasons))
+
+
+@contextlib.contextmanager
+def interruption_said(run_dir: Path) -> Iterator[None]:
+    """Add to an interruption before the first step or after the last one which checkpoint there is."""
+    try:
+        yield
+    except Interrupted as error:
+        if not hasattr(error, "__notes__") and checkpoint_paths(run_dir / "checkpoints"):
+            say_how_to_go_on(error, run_dir, 0, "")
+        raise
+
+
+def say_how_to_go_on(error: BaseException, run_dir: Path, step: int, failure: str) -> None:
+    """Add to the exception that ends a run which checkpoint is the newest, and how to carry on from it.
+
+    failure: why the finished `step` could not be saved, or nothing.
+    """
+    if failure:
+        error.add_note(f"no checkpoint of step {step} could be written ({failure})")
+    if paths := checkpoint_paths(run_dir / "checkpoints"):
+        error.add_note(f"the newest checkpoint is {paths[-1]}: carry on with checkpoint.resume={run_dir}")
+    elif step:  # before the first one nothing is lost
+        error.add_note("there is no checkpoint: start anew")

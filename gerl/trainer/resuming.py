@@ -1,0 +1,239 @@
+"""From a command line to the run that it starts or carries on, before a model is loaded or anything written."""
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+
+import yaml
+
+from gerl.commandline.composition import Asked, Composed, algorithm_of, asked_for, compose_changes, compose_run
+from gerl.config import Config
+from gerl.config.changes import (
+    CONTENT,
+    FIXED,
+    HARMLESS,
+    Change,
+    Settings,
+    changes,
+    settings_of,
+    shown,
+    unknown_keys,
+    without,
+)
+from gerl.errors import CheckpointError, ConfigError
+from gerl.run.checkpoint import (
+    MANIFEST,
+    STATE,
+    Checkpoint,
+    checkpoint_paths,
+    find_run_to_resume,
+    load_checkpoint,
+    newest_checkpoint,
+)
+from gerl.run.lock import RunLock, alive_since
+from gerl.run.state import RunState
+from gerl.trainer.folder import RunFolder, check_identity, configuration_at, identity
+from gerl.utils.files import reason
+
+logger = logging.getLogger("gerl")
+
+
+def open_run(arguments: Sequence[str]) -> RunFolder | None:
+    """The run that a command line asks for; None, after saying so, where it is finished.
+
+    A run that is carried on has the configuration of its own `config.yaml`; the keys of the command line are changes to
+    it. Its folder is locked; that of a new run is not there yet.
+
+    Raises:
+        ConfigError: a key is wrong, or cannot change; or the run is still alive.
+        CheckpointError: there is no checkpoint that can be used.
+        DataError: there is no such prompt file.
+    """
+    asked = asked_for(arguments)
+    run_dir, named = _place(asked)
+    if run_dir is None:
+        return _new_run(arguments)
+    with contextlib.ExitStack() as stack:
+        lock = RunLock(run_dir)
+        try:
+            lock.acquire()
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.resume={asked.resume}: the run folder {run_dir} cannot be written "
+                f"({reason(error)}); give another"
+            ) from None
+        stack.callback(lock.release)
+        checkpoint = load_checkpoint(named) if named else newest_checkpoint(run_dir / "checkpoints")
+        if checkpoint is None and asked.resume != "auto":
+            raise _nothing_there(asked)
+        if checkpoint is None or (asked.resume == "auto" and not asked.one_folder and _is_over(checkpoint, asked)):
+            stack.close()
+            logger.info("nothing to resume in %s: starting anew", run_dir if asked.one_folder else run_dir.parent)
+            return _new_run(arguments)
+        folder = _resumed(arguments, asked, run_dir, checkpoint, lock)
+        if folder is not None:
+            stack.pop_all()
+        return folder
+
+
+def _new_run(arguments: Sequence[str]) -> RunFolder:
+    composed = compose_run(arguments)
+    return RunFolder(composed, RunLock(composed.run_dir))
+
+
+def _place(asked: Asked) -> tuple[Path | None, Path | None]:
+    """The folder of the run to carry on, if any, and the checkpoint in it, if one is named."""
+    if asked.resume == "never":
+        return None, None
+    if asked.resume == "auto":
+        run_dir, looked = asked.run_dir, asked.run_dir if asked.one_folder else asked.run_dir.parent
+        exists = bool(checkpoint_paths(run_dir / "checkpoints")) or alive_since(run_dir) is not None
+        found = (run_dir if exists else None) if asked.one_folder else find_run_to_resume(looked)
+        if found is None:
+            logger.info("nothing to resume in %s: starting anew", looked)
+        return found, None
+    path = Path(asked.resume).expanduser()
+    if any((path / name).exists() for name in (MANIFEST, STATE)):
+        return path.resolve().parents[1], path
+    if not checkpoint_paths(path / "checkpoints") and alive_since(path) is None:
+        raise _nothing_there(asked)
+    return path, None
+
+
+def _nothing_there(asked: Asked) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint.resume={asked.resume}: there is no run with a checkpoint, nor a checkpoint; give its folder, auto "
+        "or never"
+    )
+
+
+def _is_over(checkpoint: Checkpoint, asked: Asked) -> bool:
+    """Whether a run has ended and the command line does not prolong it."""
+    steps = asked.values["trainer"]["steps"] if "trainer.steps" in asked.given else 0
+    return bool(checkpoint.state.get("finished")) and not (isinstance(steps, int) and steps > checkpoint.step)
+
+
+def _resumed(
+    arguments: Sequence[str], asked: Asked, run_dir: Path, checkpoint: Checkpoint, lock: RunLock
+) -> RunFolder | None:
+    """The run carried on from `checkpoint`; None, after saying so, if nothing is left to do."""
+    state = RunState.of(checkpoint)
+    file = configuration_at(run_dir, checkpoint.step)
+    settings, experiment, preset = read_configuration(file)
+    _check_choices(asked, file, experiment, preset, str(settings["algorithm"]["name"]))
+    config = compose_changes(settings, arguments)
+    before = state.settings or settings
+    found = changes(before, settings_of(config))
+    steps = config.trainer.steps
+    if steps < state.step:
+        raise ConfigError(
+            f"trainer.steps={steps}: {checkpoint.path} is of step {state.step}; give more steps, or an earlier "
+            f"checkpoint by checkpoint.resume={run_dir}/checkpoints/step_N"
+        )
+    if steps == state.step and not state.unlogged:
+        _say_finished(run_dir, steps, found)
+        return None
+    digests = identity(config)
+    _refuse(found, checkpoint.path, state.identity, digests)
+    check_identity(checkpoint, digests)
+    if asked.given & {"experiment", "algorithm"}:
+        _say_what_is_kept(config, asked)
+    old = yaml.safe_dump({"experiment": experiment, "preset": preset, **before}, sort_keys=False, allow_unicode=True)
+    return RunFolder(Composed(config, experiment, run_dir, preset), lock, checkpoint, found, old)
+
+
+def read_configuration(file: Path) -> tuple[Settings, str, str]:
+    """The settings of a run's `config.yaml`, its experiment and its preset; the latter two are empty if not known.
+
+    Keys that there are no longer are left out where they changed nothing. Raises `ConfigError` for others, or if the
+    file cannot be read.
+    """
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or not isinstance(values.get("algorithm"), dict):
+            raise ValueError("there is no block 'algorithm'")
+        experiment, preset = str(values.pop("experiment", "")), str(values.pop("preset", ""))
+        settings: Settings = {str(block): entries for block, entries in values.items()}
+        _ = settings["algorithm"]["name"]
+    except (OSError, yaml.YAMLError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{file} is not the configuration of a run ({reason(error)}): restore it, or start anew with "
+            "checkpoint.resume=never"
+        ) from None
+    gone = unknown_keys(settings)
+    idle = [key for key in gone if key.split(".")[0] in HARMLESS or _is_null(settings, key)]
+    if refused := [key for key in gone if key not in idle]:
+        raise ConfigError(
+            f"{file}: {' and '.join(refused)}: this version of gerl has no such key; remove it from the file to carry "
+            "the run on without it, or use the version that wrote it"
+        )
+    if idle:
+        logger.warning("%s: there is no %s any more, which changes nothing: left out", file, " and no ".join(idle))
+    return without(settings, idle), experiment, preset
+
+
+def _is_null(settings: Settings, key: str) -> bool:
+    block, _, name = key.partition(".")
+    entries = settings[block]
+    return isinstance(entries, Mapping) and name in entries and entries[name] is None
+
+
+def _check_choices(asked: Asked, file: Path, experiment: str, preset: str, algorithm: str) -> None:
+    """Raise `ConfigError` if `experiment=` or `algorithm=` is not that of the run; the same ones are no change."""
+    chosen = asked.preset if preset else algorithm_of(asked.preset)
+    for key, given, own in (("experiment", asked.experiment, experiment), ("algorithm", chosen, preset or algorithm)):
+        if key in asked.given and own and given != own:
+            raise ConfigError(
+                f"{key}={given}: the run was started with {key}={own} ({file}), which cannot change; leave it out and "
+                "give the keys that shall change, or start anew with checkpoint.resume=never"
+            )
+
+
+def _refuse(found: Sequence[Change], path: Path, saved: Mapping[str, str], digests: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if one of the changes is of a key that a run cannot change."""
+    reasons = []
+    for change in found:
+        if change.key in CONTENT:
+            digest, before = digests.get(change.key), saved.get(change.key)
+            if None not in (digest, before) and digest != before:  # held-out prompts may come and go
+                reasons.append(f"{change} (other prompts)")
+        elif change.key in FIXED and not _is_moved_model(change):
+            reasons.append(f"{change} ({FIXED[change.key]})")
+    if reasons:
+        raise ConfigError(
+            f"{path} cannot be resumed with {' and '.join(reasons)}: leave that as it was, or start anew "
+            "with checkpoint.resume=never"
+        )
+
+
+def _is_moved_model(change: Change) -> bool:
+    """Whether the model's folder may have another place now; its weights are compared once it is loaded."""
+    if change.key != "model.path" or not str(change.old).startswith(("/", "~", ".")):
+        return False
+    return not Path(change.old).expanduser().exists() and Path(str(change.new)).expanduser().is_dir()
+
+
+def _say_finished(run_dir: Path, steps: int, found: Sequence[Change]) -> None:
+    """Say that a run is finished; raises `ConfigError` if a change was asked for that can no longer take effect."""
+    more = f"to train on give trainer.steps=M with M above {steps}"
+    late = [str(c) for c in found if c.key != "trainer.steps" and c.key.split(".")[0] not in HARMLESS]
+    if late:
+        raise ConfigError(f"{run_dir} is finished at step {steps}, too late for {', '.join(late)}; {more}")
+    logger.info("%s is finished at step %d: nothing is left to do; %s", run_dir, steps, more)
+
+
+def _say_what_is_kept(config: Config, asked: Asked) -> None:
+    """Name the values of the run that its experiment or preset, given again, would set otherwise."""
+    own, values = settings_of(config), asked.values
+    if not values["reward"]["scorers"]:  # it names none
+        own = without(own, ["reward.scorers"])
+    if kept := changes(own, values):
+        given = " ".join(
+            f"{key}={value}"
+            for key, value in (("experiment", asked.experiment), ("algorithm", asked.preset))
+            if key in asked.given
+        )
+        said = ", ".join(f"{key} {shown(old)} (not {shown(new)})" for key, old, new in map(astuple, kept))
+        logger.info("kept from the run, where %s has other values: %s", given, said)

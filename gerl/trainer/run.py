@@ -1,0 +1,79 @@
+"""A run from its configuration to the report: check, start the cluster, train."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gerl.commandline import signals
+from gerl.commandline.waiting import waiting
+from gerl.errors import GerlError
+from gerl.model.paths import resolve
+from gerl.rewards.checks import read_prompts
+from gerl.run.log import RunLog
+from gerl.run.report import write_report
+from gerl.run.session import has_results, session
+from gerl.trainer.closing import closing_screen
+from gerl.trainer.folder import RunFolder, identity
+
+if TYPE_CHECKING:
+    from gerl.cluster import Cluster
+
+logger = logging.getLogger("gerl")
+
+
+def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
+    """Check everything that can be checked, train, write the report; returns the run folder.
+
+    `arguments`: those of the command line, for the run card.
+    """
+    config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
+    with RunLog() as log:
+        resolve(config.model.path)
+        prompts = read_prompts(config, "data.train", config.data.train)
+        held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
+        # Here and not above: these import torch, which takes seconds, and the keys and files come first.
+        from gerl.cluster import Cluster
+        from gerl.model.loading import check_model
+        from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+        from gerl.trainer.rescue import interruption_said
+
+        machines = Cluster(config.cluster, config.reward.gpu_shares)
+        if not (machines.remote and os.environ.get("RAY_ADDRESS")):  # else they may be on other machines
+            check_model(config.model, config.sampling)
+        workers = f"{machines.num_workers} on {machines.device}, {config.cluster.launcher}"
+        with session(run_dir, log, arguments, workers) as begin:
+            folder.open(begin)
+            with interruption_said(run_dir), _entered(machines) as cluster, _reported(folder):
+                trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))
+                trainer.fit(folder)
+            logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
+    return run_dir
+
+
+@contextlib.contextmanager
+def _entered(machines: "Cluster") -> Iterator["Cluster"]:
+    """The cluster, started; what that waits for is said."""
+    with contextlib.ExitStack() as stack:
+        with waiting("starting Ray" if machines.remote else "preparing the devices"):
+            stack.enter_context(machines)
+        yield machines
+
+
+@contextlib.contextmanager
+def _reported(folder: RunFolder) -> Iterator[None]:
+    """The report is written at the end, also of a run that stops early, whose error stays the one that is raised."""
+    try:
+        yield
+    except BaseException:
+        if folder.accepted and has_results(folder.path):
+            try:
+                write_report(folder.path)
+            except GerlError as second:
+                logger.warning("the report was not written: %s", second)
+        raise
+    with waiting("writing the report"), signals.deferred():
+        write_report(folder.path)

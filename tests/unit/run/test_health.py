@@ -1,0 +1,107 @@
+import math
+from typing import Any
+
+import pytest
+
+from gerl.run.health import ABSURD_WEIGHT, BLOCK, PATIENCE, Health, weights_problem
+
+CONFIG: dict[str, Any] = {
+    "reward": {"scorers": {"ocr": {"weight": 1.0}, "size": {"weight": 0.0}, "mine": {"weight": -0.5}}},
+    "rollout": {"n": 12},
+    "sampling": {"kernel": "ode", "noise_level": 0.7, "same_init_noise": False},
+    "algorithm": {"dynamic_sampling": 0, "kl_coef": 0.0},
+    "actor": {"lr": 1e-3},
+    "model": {"dtype": "float16"},
+    "data": {"train": "my.txt"},
+}
+DIFFERENT = {"ocr": [0.0, 1.0], "mine": [1.0, 2.0], "size": [3.0, 3.0]}
+
+
+def steps(health: Health, count: int, scores: dict[str, list[float | None]], signal: bool = False) -> list[list[str]]:
+    """The sentences that are due at each of the next steps."""
+    said = []
+    for _ in range(count):
+        metrics: dict[str, Any] = health.measure(scores, signal)
+        means = {f"reward/{n}/mean": sum(v or 0.0 for v in values) / len(values) for n, values in scores.items()}
+        said.append(health.observe({"step": health.last.get("step", 0) + 1, **means, **metrics}))
+    return said
+
+
+def test_a_signal_is_missed_after_some_steps_and_said_again_rarely() -> None:
+    health = Health(CONFIG)
+    said = steps(health, 100, DIFFERENT)
+    assert [i + 1 for i, sentences in enumerate(said) if sentences] == [5, 15, 35, 75]
+    assert all(len(sentences) <= 1 for sentences in said)
+    (first,) = said[PATIENCE - 1]
+    assert "rollout.n=12" in first and "dynamic_sampling" in first and "noise_level" not in first  # there is no noise
+    assert health.last["health/no_signal_steps"] == 100
+    assert steps(health, 1, DIFFERENT, signal=True) == [[]] and health.last["health/no_signal_steps"] == 0
+    assert health.found["no signal"].step == 100
+
+
+def test_a_constant_scorer_is_named_where_others_still_differ() -> None:
+    health = Health(CONFIG)
+    said = steps(health, PATIENCE, DIFFERENT | {"ocr": [0.0, None, 0.0]}, signal=True)
+    assert [len(sentences) for sentences in said] == [0] * (PATIENCE - 1) + [1]
+    assert "ocr gave 0 to every image" in said[-1][0] and "in quotes" in said[-1][0] and "my.txt" in said[-1][0]
+    assert set(health.found) == {"constant ocr"}  # a scorer that is only watched may be constant
+
+
+def test_where_all_scorers_are_constant_the_missing_signal_is_not_said_as_well() -> None:
+    health = Health(CONFIG)
+    steps(health, PATIENCE, {"ocr": [1.0, 1.0], "mine": [0.0, 0.0]})
+    assert set(health.found) == {"constant ocr", "constant mine"}
+    assert "harder prompts" in health.found["constant ocr"].text and "quotes" not in health.found["constant mine"].text
+
+
+def test_another_constant_is_not_the_same_and_failures_are_no_scores() -> None:
+    health = Health(CONFIG)
+    steps(health, 3, {"ocr": [1.0, 1.0]})
+    steps(health, 1, {"ocr": [0.5, 0.5]})
+    assert health.last["health/ocr/constant_steps"] == 1
+    assert "health/ocr/constant_steps" not in health.measure({"ocr": [None, None]}, signal=True)
+
+
+def test_all_it_knows_is_in_the_rows() -> None:
+    whole, resumed, rows = Health(CONFIG), Health(CONFIG), list[dict[str, Any]]()
+    said = []
+    for _ in range(20):
+        said += steps(whole, 1, DIFFERENT)
+        rows.append(dict(whole.last))
+    for row in rows[:7]:
+        resumed.observe(row)
+    assert steps(resumed, 13, DIFFERENT) == said[7:] and any(said[7:])
+    assert resumed.last == whole.last and resumed.found == whole.found
+
+
+@pytest.mark.parametrize(
+    ("means", "falls"),
+    [
+        ([0.2, 0.8, 0.5, 0.4], True),
+        ([0.2, 0.8, 0.5, 0.8], False),  # it came back
+        ([0.2, 0.8, 0.799, 0.799], False),  # less than the noise
+        ([0.8, 0.4], False),  # one block may be of hard prompts
+    ],
+)
+def test_rewards_that_fall_for_long_are_said(means: list[float], falls: bool) -> None:
+    health, said = Health(CONFIG), list[str]()
+    for k, mean in enumerate(means):
+        for i in range(BLOCK):
+            said += health.observe({"step": k * BLOCK + i + 1, "reward/mean": mean + 0.05 * (-1) ** i})
+    assert len(said) == falls
+    if falls:
+        assert "0.4" in said[0] and "0.8 of the 20 to step 40" in said[0] and "actor.lr=0.001" in said[0]
+
+
+def test_what_is_broken_is_said_with_its_number() -> None:
+    health = Health(CONFIG)
+    said = health.observe({"step": 3, "health/blank_fraction": 0.5, "actor/lora_max": 11.0})
+    assert len(said) == 2 and "50%" in said[0] and "float16" in said[0] and "is 11," in said[1]
+    assert health.observe({"step": 4, "health/blank_fraction": 0.4, "actor/lora_max": 9.0}) == []
+    assert health.observe({"step": 5, "health/blank_fraction": None, "actor/lora_max": None}) == []
+
+
+@pytest.mark.parametrize("largest", [ABSURD_WEIGHT * 2, math.inf, math.nan])
+def test_weights_beyond_all_sense_stop_a_run(largest: float) -> None:
+    assert "lower actor.lr" in (weights_problem(largest, 1e30) or "")
+    assert weights_problem(0.3, 1e-3) is None

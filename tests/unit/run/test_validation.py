@@ -1,0 +1,99 @@
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gerl.errors import GerlError
+from gerl.run.validation import Drawing, load_validation, load_validations, save_validation, standard_error
+from gerl.run.validation import validation_steps as steps_of
+
+PROMPTS = ["a", "b", "c", "d"]
+
+
+def pictures(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 255, (count, 8, 16, 3)).astype(np.uint8)
+
+
+def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
+    totals, drawing = [0.5, None, float("nan"), 1.0], Drawing([5, 7], [{}, {"image": "x.png"}], "cpu")
+    save_validation(tmp_path, 12, PROMPTS, pictures(2), totals, {"ocr": totals}, [1, 3], drawing)
+    assert steps_of(tmp_path) == [12]
+    assert sorted(p.name for p in (tmp_path / "validation").iterdir()) == ["step_000012.json", "step_000012.npz"]
+    loaded = load_validation(tmp_path, 12)
+    assert (loaded.step, loaded.prompts, loaded.rewards) == (12, PROMPTS, [0.5, None, None, 1.0])
+    assert loaded.by_scorer == {"ocr": loaded.rewards} and loaded.drawing == drawing
+    assert loaded.shown == [1, 3] and np.array_equal(loaded.pixels, pictures(2))
+    without = load_validation(tmp_path, 12, pictures=False)
+    assert without.pixels == [] and without.rewards == loaded.rewards
+
+
+def test_pictures_of_several_sizes(tmp_path: Path) -> None:
+    images = [np.zeros((4, 8, 3), np.uint8), np.ones((8, 4, 3), np.uint8)]
+    save_validation(tmp_path, 0, PROMPTS, images, [1.0] * 4, {}, [0, 2])
+    found = load_validation(tmp_path, 0).pixels
+    assert [image.shape for image in found] == [(4, 8, 3), (8, 4, 3)] and found[1].all() and not found[0].any()
+
+
+def test_runs_of_older_versions_show_their_first_prompts(tmp_path: Path) -> None:
+    save_validation(tmp_path, 3, PROMPTS, pictures(2), [0.1, 0.2, 0.3, 0.4], {})
+    path = tmp_path / "validation" / "step_000003.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({name: values[name] for name in ("step", "rewards", "by_scorer", "prompts")}))
+    found = load_validation(tmp_path, 3)
+    assert found.shown == [0, 1] and found.drawing is None and np.array_equal(found.pixels, pictures(2))
+
+
+def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="uint8"):
+        save_validation(tmp_path, 0, ["a"], np.zeros((1, 4, 4, 3)), [1.0], {})
+    with pytest.raises(ValueError, match="1 rewards"):
+        save_validation(tmp_path, 0, ["a"], pictures(1), [1.0], {"ocr": []})
+    for shown in ([0, 0], [1, 0], [0, 4], [0]):
+        with pytest.raises(ValueError, match="rising indices"):
+            save_validation(tmp_path, 0, PROMPTS, pictures(2), [1.0] * 4, {}, shown)
+
+
+def test_the_ends_have_pictures_and_a_damaged_end_gives_way_to_its_neighbour(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (0, 5, 10, 15):
+        save_validation(tmp_path, step, PROMPTS, pictures(2), [1.0] * 4, {})
+    assert [len(v.pixels) for v in load_validations(tmp_path)] == [2, 0, 0, 2]
+    (tmp_path / "validation" / "step_000015.npz").write_bytes(b"torn")
+    (tmp_path / "validation" / "step_000000.npz").unlink()
+    (tmp_path / "validation" / "step_000010.json").write_text('{"rewards": 3}')
+    found = load_validations(tmp_path)
+    assert [(v.step, len(v.pixels)) for v in found] == [(5, 2)]
+    assert [m.split("step_0000")[1][:2] for m in caplog.messages] == ["10", "00", "15"]
+    with pytest.raises(GerlError, match=r"step_000015.*delete it"):
+        load_validation(tmp_path, 15)
+
+
+def test_the_standard_error_is_that_of_the_scored() -> None:
+    assert standard_error([1.0, None, 3.0]) == pytest.approx(1.0)  # std sqrt(2) over sqrt(2)
+    assert standard_error([1.0, None]) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_file_is_one_sentence(tmp_path: Path, seed: int) -> None:
+    save_validation(tmp_path, 12, PROMPTS, pictures(4), [0.5, None, 0.0, 1.0], {})
+    draw, refused = random.Random(seed), 0
+    for file in sorted((tmp_path / "validation").iterdir()):
+        whole = file.read_bytes()
+        for _ in range(100):
+            damaged = bytearray(whole[: draw.choice([len(whole), draw.randrange(len(whole))])])
+            for _ in range(draw.randrange(4) if damaged else 0):
+                damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+            file.write_bytes(damaged)
+            try:
+                assert len(load_validation(tmp_path, 12).prompts) == 4
+            except GerlError as error:
+                refused += 1
+                assert "step_000012" in str(error) and "delete it" in str(error)
+        file.write_bytes(whole)
+    assert refused > 100
+    (tmp_path / "validation" / "step_000012.json").write_text("[" * 10**5)
+    with pytest.raises(GerlError, match=r"step_000012.*delete it"):
+        load_validation(tmp_path, 12)
