@@ -1,6 +1,9 @@
 """A reward of your own as a class, for what is loaded once and kept: here a table of colours, else a model.
 
+Alone, in place of the experiment's scorers, and beside them (the signs demo's is ocr):
+
 python -m gerl.trainer.main_flowgrpo 'reward.scorers={colour: {path: examples/scorer_class.py}}'
+python -m gerl.trainer.main_flowgrpo '+reward.scorers.colour={path: examples/scorer_class.py}'
 
 gerl calls `compute_score`, which may be any object that can be called so; an instance keeps what it has loaded.
 """

@@ -25,7 +25,9 @@ from PIL import Image, ImageStat
 
 NAME = "saturation"
 VERSION = "1"  # of the protocol; gerl refuses another
-MAX_BODY = 64 * 10**6
+MAX_BODY = 64 * 10**6  # bytes of a request
+MAX_PIXELS = 64 * 10**6  # of the images of a request together
+MAX_REQUESTS = 4  # at a time; others are asked to come back
 
 
 def load() -> Any:
@@ -46,7 +48,9 @@ class Handler(BaseHTTPRequestHandler):
 
     model: Any = None
     token = ""
-    lock = threading.Lock()  # one request at a time has the model
+    lock = threading.Lock()  # one request at a time has the model, and its images in memory
+    places = threading.BoundedSemaphore(MAX_REQUESTS)
+    timeout = 60  # seconds for a piece of a request to come
 
     def do_GET(self) -> None:
         if self.path == "/v1/health":
@@ -55,19 +59,34 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, {"error": "there is no " + self.path})
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        if length > MAX_BODY:
+        refusal = self.refusal()  # before any of the body is read
+        if refusal is None and not self.places.acquire(blocking=False):
+            refusal = 429, "too many requests: send fewer at a time"
+        if refusal is not None:
             self.close_connection = True
-            self.answer(413, {"error": f"at most {MAX_BODY} bytes may come"})
+            self.answer(refusal[0], {"error": refusal[1]})
             return
-        body = self.rfile.read(length)
+        try:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(*self.scored(body))
+        except ConnectionError:  # the client is gone
+            self.close_connection = True
+        finally:
+            self.places.release()
+
+    def refusal(self) -> tuple[int, str] | None:
+        """Status and sentence for a request whose head already says that it cannot be answered."""
         given = self.headers.get("Authorization", "")
         if self.token and not hmac.compare_digest(given.encode(), ("Bearer " + self.token).encode()):
-            self.answer(401, {"error": "another token is wanted"})
-        elif self.path != "/v1/score":
-            self.answer(404, {"error": "there is no " + self.path})
-        else:
-            self.answer(*self.scored(body))
+            return 401, "another token is wanted"
+        if self.path != "/v1/score":
+            return 404, "there is no " + self.path
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()):
+            return 411, "the length of the body is wanted in Content-Length"
+        if len(length) > 12 or int(length) > MAX_BODY:
+            return 413, f"at most {MAX_BODY} bytes may come"
+        return None
 
     def scored(self, body: bytes) -> tuple[int, dict[str, Any]]:
         try:
@@ -75,15 +94,25 @@ class Handler(BaseHTTPRequestHandler):
             if asked["scorer"] != NAME:
                 return 404, {"error": "there is only the scorer " + NAME}
             files = [io.BytesIO(base64.b64decode(text, validate=True)) for text in asked["images"]]
-            images = [Image.open(file, formats=("PNG", "JPEG")).convert("RGB") for file in files]
             prompts, metadata = asked["prompts"], asked["metadata"]
-        except (ValueError, KeyError, TypeError, OSError) as error:
+            if not len(files) == len(prompts) == len(metadata):
+                return 422, {"error": "one prompt and one metadata an image are wanted"}
+            opened = [Image.open(file, formats=("PNG", "JPEG")) for file in files]  # reads only their heads
+            if sum(image.width * image.height for image in opened) > MAX_PIXELS:
+                return 413, {"error": f"the images have too many pixels: at most {MAX_PIXELS} may come"}
+        except Image.DecompressionBombError:
+            return 413, {"error": f"an image has too many pixels: at most {MAX_PIXELS} may come"}
+        except (ValueError, KeyError, TypeError, OSError, SyntaxError, RecursionError) as error:
             return 422, {"error": f"the request cannot be read: {error}"}
-        try:
-            with self.lock:
+        with self.lock:
+            try:
+                images = [image.convert("RGB") for image in opened]
+            except (ValueError, OSError, SyntaxError) as error:
+                return 422, {"error": f"an image is broken: {error}"}
+            try:
                 return 200, {"scores": score(self.model, images, prompts, metadata)}
-        except Exception as error:  # noqa: BLE001 - whatever your model raises is told to whoever asked
-            return 500, {"error": f"{type(error).__name__}: {error}"}
+            except Exception as error:  # noqa: BLE001 - whatever your model raises is told to whoever asked
+                return 500, {"error": f"{type(error).__name__}: {error}"}
 
     def answer(self, status: int, content: dict[str, Any]) -> None:
         body = json.dumps({**content, "version": VERSION}).encode()

@@ -21,6 +21,8 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from gerl.cluster import embedded
+from gerl.cluster.machines import join as join_cluster
 from gerl.config import ScorerConfig
 from gerl.errors import ClusterError, RewardError
 from gerl.rewards.scorers import build_scorer
@@ -47,7 +49,6 @@ class Placement:
     threads: int | None = None
     max_batch_size: int = 16
     batch_wait_s: float = 0.01
-    max_megapixels: int = 256
     max_in_flight: int = 64
 
 
@@ -70,12 +71,16 @@ class Replica:
 
     async def score(self, images: list[bytes], prompts: list[str], metadata: list[Metadata]) -> Columns | Refusal:
         """The columns [B] for image files [B] of one request."""
-        pictures = await asyncio.to_thread(decode, images, self.placement.max_megapixels)
+        pictures = await asyncio.to_thread(decode, images)
         if isinstance(pictures, Refusal):
             return pictures
         number = next(self._numbers)
         rows = enumerate(zip(pictures, prompts, metadata, strict=True))
-        return join(self.name, await asyncio.gather(*(self._batched(Item(number, i, *row)) for i, row in rows)))
+        try:
+            return join(self.name, await asyncio.gather(*(self._batched(Item(number, i, *row)) for i, row in rows)))
+        finally:
+            for picture in pictures:
+                picture.close()  # Serve holds on to the last batch until the next one comes
 
     @serve.batch
     async def _batched(self, items: list[Item]) -> list[Row]:
@@ -145,29 +150,28 @@ def deployed(
     Raises:
         ClusterError: Ray does not start, or has fewer GPUs than asked for.
     """
-    joined = "RAY_ADDRESS" in os.environ
+    joined = os.environ.get("RAY_ADDRESS")
     options: dict[str, object] = {"logging_level": logging.ERROR}
-    if not joined:
-        options |= {"address": "local", "include_dashboard": False}
-    try:
-        ray.init(**options)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"Ray does not start or cannot be joined: {' '.join(str(error).split())}") from error
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     application = f"gerl_reward_{name}_{os.getpid()}"
-    try:
+    with contextlib.ExitStack() as ends:  # a cluster of our own ends, with Serve and the replicas; a joined one is left
+        if joined:
+            join_cluster(joined, options)
+            ends.callback(ray.shutdown)
+            ends.callback(_delete, application)
+        else:
+            embedded.start(options, ends)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         deployment = _deployment(placement).bind(name, config, placement, warm)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(proxy_location="Disabled", logging_config=quiet)
         target = serve.RunTarget(deployment, name=application, route_prefix=None, logging_config=quiet)
         (handle,) = serve.run_many([target], wait_for_applications_running=False)
         yield RayScoring(application, handle, warm is not None)
-    finally:
-        if joined:
-            # Ray may be the reason why we are here.
-            with contextlib.suppress(ray.exceptions.RayError, RayServeException):
-                serve.delete(application)
-        ray.shutdown()  # a cluster of our own ends, with Serve and the replicas; a joined one is only left
+
+
+def _delete(application: str) -> None:
+    with contextlib.suppress(ray.exceptions.RayError, RayServeException):  # Ray may be the reason why we are here
+        serve.delete(application)
 
 
 def _deployment(placement: Placement) -> serve.Deployment:
@@ -180,7 +184,12 @@ def _deployment(placement: Placement) -> serve.Deployment:
         )
     threads = placement.threads or max(1, int(resources.get("CPU", 1.0)) // placement.replicas)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(paths),
+        # Else glibc keeps the memory of large images for ever after they were freed.
+        "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
+    }
     return serve.deployment(
         Replica,
         name=DEPLOYMENT,

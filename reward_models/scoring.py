@@ -8,6 +8,7 @@ import io
 import logging
 import math
 import struct
+import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from typing import Protocol
 
 from PIL import Image
 
-from gerl.errors import DataError, GerlError, Interrupted, RewardError
+from gerl.errors import DataError, GerlError, RewardError
 from gerl.rewards.scorers import Scorer, columns_of, number_of
-from gerl.rewards.scorers.base import JSON, Columns, Metadata
+from gerl.rewards.scorers.base import JSON, Columns, Metadata, ReturnError
 
 log = logging.getLogger(__name__)
 
@@ -61,29 +62,58 @@ class Scoring(Protocol):
         """Facts about the running scorer, or, with status 503, why it cannot score yet."""
 
 
-def decode(images: Sequence[bytes], max_megapixels: int) -> list[Image.Image] | Refusal:
-    """RGB images [B] of PNG or JPEG files [B]; together they may have `max_megapixels` million pixels."""
-    opened = []
+@dataclass(frozen=True)
+class ImageLimits:
+    """How many images a request may have, and how many million pixels each of them and all together."""
+
+    max_images: int = 256
+    max_image_megapixels: int = 64
+    max_megapixels: int = 256
+
+
+def measure(images: Sequence[bytes], limits: ImageLimits) -> int | Refusal:
+    """The number of pixels of PNG or JPEG files [B] by their headers: a small file may hold what fills the memory."""
+    if len(images) > limits.max_images:
+        return Refusal(
+            413,
+            f"{len(images)} images came, at most {limits.max_images} may: send fewer at a time, or start the service "
+            "with a larger max_images",
+        )
     pixels = 0
     for i, data in enumerate(images):
         try:
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-        except (*BROKEN, Image.DecompressionBombError):
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                own = image.width * image.height
+        except Image.DecompressionBombError:
+            own = sys.maxsize
+        except BROKEN:
             return Refusal(422, f"image {i} of {len(images)} is neither a PNG nor a JPEG file: send one of these")
-        # Only the headers are read so far: a small file may hold an image that fills the memory.
-        pixels += image.width * image.height
-        if pixels > max_megapixels * MEGAPIXEL:
+        if own > limits.max_image_megapixels * MEGAPIXEL:
             return Refusal(
                 413,
-                f"images 0 to {i} of {len(images)} have more than {max_megapixels} million pixels together: send fewer "
-                "or smaller ones, or start the service with a larger max_megapixels",
+                f"image {i} of {len(images)} has too many pixels, more than {limits.max_image_megapixels} million: "
+                "send a smaller one, or start the service with a larger max_image_megapixels",
             )
-        opened.append(image)
+        pixels += own
+        if pixels > limits.max_megapixels * MEGAPIXEL:
+            return Refusal(
+                413,
+                f"images 0 to {i} of {len(images)} have more than {limits.max_megapixels} million pixels together: "
+                "send fewer or smaller ones, or start the service with a larger max_megapixels",
+            )
+    return pixels
+
+
+def decode(images: Sequence[bytes]) -> list[Image.Image] | Refusal:
+    """RGB images [B] of PNG or JPEG files [B] that `measure` has admitted."""
     pictures = []
-    for i, image in enumerate(opened):
+    for i, data in enumerate(images):
         try:
-            pictures.append(image.convert("RGB"))
-        except BROKEN as error:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image.load()
+            # A conversion would be a second copy; another mode's first one is dropped before the next is decoded.
+            pictures.append(image if image.mode == "RGB" else image.convert("RGB"))
+        except (*BROKEN, Image.DecompressionBombError) as error:
             reason = " ".join(str(error).split())[:SHOWN]
             return Refusal(422, f"image {i} of {len(images)} is a broken file ({reason}): send it whole")
     return pictures
@@ -142,14 +172,12 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
             [copy.deepcopy(item.metadata) for item in items],
         )
         lists = columns_of(returned, name)
-    except Interrupted:
-        raise
     except DataError as error:  # the request asks for what cannot be scored
         return Refusal(422, str(error))
     # The scorer may be a user's code and raise anything; the client is told in a refusal.
     except Exception as error:
         log.exception("scorer %s raised", name)
-        what = str(error) if isinstance(error, GerlError) else f"{type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, GerlError | ReturnError) else f"{type(error).__name__}: {error}"
         return Refusal(500, f"the scorer {name} failed: {' '.join(what.split())[:SHOWN]}")
     for column, values in lists.items():
         if len(values) != len(items):

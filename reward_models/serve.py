@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
-from gerl.config import ScorerConfig
+from gerl.config import ScorerConfig, expected, shown
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
@@ -59,14 +59,27 @@ class Options:
     max_batch_size: Count = key("images scored at a time, from however many requests", 16)
     batch_wait_s: Annotated[float, Field(ge=0, le=10)] = key("how long an image waits for others", 0.01)
     max_body_mb: Count = key("largest request", 64)
+    max_images: Count = key("most images of a request", 256)
+    max_image_megapixels: Annotated[int, Field(ge=1, le=178)] = key("most pixels of an image, in millions", 64)
     max_megapixels: Count = key("most pixels of the images of a request, in millions", 256)
     max_in_flight: Count = key("most requests at a time; more are answered 429", 64)
+    max_in_flight_mb: Count = key("most bytes of them together, in millions; more are answered 429", 256)
+    max_in_flight_megapixels: Count = key("most pixels of them together, in millions; more wait, 30 s at most", 256)
     rate_per_minute: Annotated[int, Field(ge=0)] = key(
         "most requests a minute; more are answered 429; 0: any number", 0
     )
     warm_prompt: str | None = key("prompt of an image scored before the first request")
     warm_metadata: dict[str, Any] = key("metadata of that image, as warm_metadata.KEY=VALUE", {})
     warm_up: bool = key("false: start without that image", True)
+
+    def __post_init__(self) -> None:
+        for all_name, one_name in (
+            ("max_in_flight_mb", "max_body_mb"),
+            ("max_in_flight_megapixels", "max_megapixels"),
+        ):
+            whole, one = getattr(self, all_name), getattr(self, one_name)
+            if whole < one:
+                raise ConfigError(f"{all_name}={whole} is less than {one_name}={one} of a single request: raise it")
 
     def config(self) -> ScorerConfig:
         """The scorer as a run would be given it; its file absolute, as replicas may start elsewhere."""
@@ -113,9 +126,8 @@ def parse(arguments: Sequence[str]) -> Options:
         return TypeAdapter(Options).validate_python(values, strict=False)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(
-            f"{'.'.join(map(str, first['loc']))}={first['input']!r} is wrong ({first['msg']}): correct it"
-        ) from None
+        name = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{name}={shown(first['input'])}: {expected(first, name)}") from None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -155,7 +167,8 @@ def run(options: Options, stop: threading.Event) -> None:
     """
     for module in ("ray.serve", "uvicorn", "prometheus_client"):
         require(module, "serve")
-    from reward_models.app import Limits, build_app
+    from reward_models.app import build_app
+    from reward_models.guard import Limits
     from reward_models.replicas import Placement, deployed
 
     token = options.token()
@@ -166,7 +179,7 @@ def run(options: Options, stop: threading.Event) -> None:
         )
     warm = warm_row(options)
     placement = Placement(**{f.name: getattr(options, f.name) for f in fields(Placement)})
-    limits = Limits(token, options.max_body_mb, options.rate_per_minute, options.max_in_flight)
+    limits = Limits(token=token, **{f.name: getattr(options, f.name) for f in fields(Limits) if f.name != "token"})
     with listen(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host

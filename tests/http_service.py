@@ -5,7 +5,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,8 @@ from PIL import Image
 class Answer:
     """`body` is sent as it is if bytes, else as JSON, `delay` seconds late; `drop` closes the connection instead.
 
-    `pieces` are sent after it one by one, chunked, each after `delay` seconds.
+    `pieces` are sent after it one by one, chunked, each after `delay` seconds. `raw` is sent instead of all this, piece
+    by piece as it is, each after `delay` seconds, and then the connection closed.
     """
 
     body: Any = field(default_factory=dict)
@@ -28,6 +29,7 @@ class Answer:
     delay: float = 0.0
     drop: bool = False
     pieces: tuple[bytes, ...] = ()
+    raw: Iterable[bytes] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class HttpService:
                 self._in_flight -= 1
         with suppress(BrokenPipeError, ConnectionResetError):  # the client had waited long enough
             _send(handler, answer)
-        handler.close_connection = handler.close_connection or answer.drop
+        handler.close_connection = handler.close_connection or answer.drop or bool(answer.raw)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -102,6 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _send(handler: BaseHTTPRequestHandler, answer: Answer) -> None:
     if answer.drop:
+        return
+    if answer.raw:
+        for piece in answer.raw:
+            handler.wfile.write(piece)
+            time.sleep(answer.delay)
         return
     body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
     handler.send_response(answer.status)

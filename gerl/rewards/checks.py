@@ -50,22 +50,10 @@ def usable_groups(
     dropped: dict[Group, str] = {}
     for sample, total, causes in zip(samples, totals, failures, strict=True):
         if total is None and sample.group not in dropped:
-            cause = causes[0]
-            dropped[sample.group] = (
-                f"scorer {cause.scorer} has no score for image {sample.index} of {sample.prompt.text!r}: {cause.reason}"
-            )
-    if dropped and config.on_error == "stop":
-        raise RewardError(
-            f"{next(iter(dropped.values()))}; repair the scorer, or let such groups be dropped with "
-            "reward.on_error=drop_group"
-        )
-    failed = sum(total is None for total in totals) / len(totals)
-    if failed > config.max_failed:
-        raise RewardError(
-            f"{failed:.0%} of the images of step {samples[0].step} have no reward, more than reward.max_failed="
-            f"{config.max_failed:g}; the first failure: {next(iter(dropped.values()))}; repair the scorer and carry on "
-            "with checkpoint.resume=auto"
-        )
+            dropped[sample.group] = unscored(f"image {sample.index} of {sample.prompt.text!r}", causes)
+    if dropped:
+        first = next(iter(dropped.values()))
+        check_failures(totals, first, config, f"images of step {samples[0].step}", "let such groups be dropped")
     keep = [sample.group not in dropped for sample in samples]
     if not any(keep):
         raise RewardError(
@@ -73,3 +61,23 @@ def usable_groups(
             f"failure: {next(iter(dropped.values()))}; repair the scorer"
         )
     return keep, [f"group dropped: {reason}" for reason in dropped.values()]
+
+
+def unscored(image: str, causes: Sequence[ScorerFailure]) -> str:
+    """Why an image has no total, by its first failure."""
+    return f"scorer {causes[0].scorer} has no score for {image}: {causes[0].reason}"
+
+
+def check_failures(totals: Sequence[float | None], first: str, config: RewardConfig, images: str, instead: str) -> None:
+    """Raise `RewardError` if too many of `totals` [B] are missing, or any is and `reward.on_error` is `stop`.
+
+    `first` is the first failure, `images` what was scored, `instead` what `reward.on_error=drop_group` would do.
+    """
+    failed = sum(total is None for total in totals) / len(totals)
+    if failed and config.on_error == "stop":
+        raise RewardError(f"{first}; repair the scorer, or {instead} with reward.on_error=drop_group")
+    if failed > config.max_failed:
+        raise RewardError(
+            f"{failed:.0%} of the {images} have no reward, more than reward.max_failed={config.max_failed:g}; the "
+            f"first failure: {first}; repair the scorer and carry on with checkpoint.resume=auto"
+        )

@@ -59,6 +59,15 @@ class Pool:
         """Have a new process build its scorers."""
         self.starting[self.workers.submit(process, RewardWorker.ready)] = process
 
+    def started(self, pending: Pending[None]) -> int:
+        """The process whose scorers are built; raises `RewardError` if it could not start or build them."""
+        process = self.starting.pop(pending)
+        try:
+            pending.result()
+        except WorkerDied as error:
+            raise RewardError(f"a process does not start: {error}") from None
+        return process
+
 
 @dataclass(frozen=True)
 class Call:
@@ -198,7 +207,7 @@ class ScoringRound:
         """
         for pool in self.pools:
             for pending in [p for p in pool.starting if p in ended]:
-                self._started(pool, pending)
+                pool.idle.append(pool.started(pending))
         now = time.perf_counter()
         for answer, call in list(self.running.items()):
             if answer in ended:
@@ -218,14 +227,6 @@ class ScoringRound:
             awaited, seconds = self.awaited()
             self.collect(set(wait_any(awaited, seconds)))
         return [self._scores(batch, rows) for batch, rows in zip(self.samples, self.rows, strict=True)]
-
-    def _started(self, pool: Pool, pending: Pending[None]) -> None:
-        process = pool.starting.pop(pending)
-        try:
-            pending.result()
-        except WorkerDied as error:
-            raise RewardError(f"a process does not start: {error}") from None
-        pool.idle.append(process)
 
     def _score(self, job: Job, pool: Pool, process: int) -> Pending[Answer]:
         batches = list(dict.fromkeys(i for i, _ in job.places))
@@ -279,12 +280,16 @@ class ScoringRound:
 
     def _scores(self, batch: Sequence[Scorable], rows: list[Row]) -> Scores:
         scorers = self.manager.config.scorers
-        totals = [total(scorers, sample.prompt, row) for sample, row in zip(batch, rows, strict=True)]
+        sums = [total(scorers, sample.prompt, row) for sample, row in zip(batch, rows, strict=True)]
+        totals = [None if isinstance(value, ScorerFailure) else value for value in sums]
         found = list(dict.fromkeys(label for row in rows for label in row))
         labels = [label for name in scorers for label in (name, *(c for c in found if c.startswith(f"{name}/")))]
         # Weighted scorers first: the first failure of a sample without a total is why it has none.
         order = sorted(labels, key=lambda label: label not in scorers or scorers[label].weight == 0)
-        failures = [[v for label in order if isinstance(v := row.get(label), ScorerFailure)] for row in rows]
+        failures = [
+            [v for v in (value, *map(row.get, order)) if isinstance(v, ScorerFailure)]
+            for value, row in zip(sums, rows, strict=True)
+        ]
         by_scorer = {
             label: [value if isinstance(value := row.get(label), float) else None for row in rows] for label in labels
         }

@@ -29,6 +29,17 @@ def row_of(scores: Scores, i: int) -> tuple[dict[str, float | None], str]:
     return {TOTAL: scores.totals[i]} | {name: column[i] for name, column in scores.by_scorer.items()}, "; ".join(causes)
 
 
+def distinct_columns(rows: Sequence[Row]) -> dict[str, str]:
+    """The columns without those that repeat another one in every row, each with its label, such as `total = ocr`.
+
+    With a single scorer the total is its score, and a table would say everything twice.
+    """
+    labels: dict[tuple[float | None, ...], list[str]] = {}
+    for name in dict.fromkeys(name for row in rows for name in row.values):
+        labels.setdefault(tuple(row.values.get(name) for row in rows), []).append(name)
+    return {names[0]: " = ".join(names) for names in labels.values()}
+
+
 def check_columns(reward: RewardConfig, columns: Collection[str]) -> None:
     """Raise `ConfigError` for a scorer whose name is that of another column of scores.csv."""
     if taken := [name for name in reward.scorers if name in columns]:

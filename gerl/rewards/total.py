@@ -7,6 +7,7 @@ from gerl.config import ScorerConfig
 from gerl.errors import DataError
 from gerl.protocol import Prompt, ScorerFailure
 
+LARGEST = 3.4028234663852886e38  # of a float32, in which rewards are trained on
 DATA_SOURCE = "data_source"  # column of a prompt file that picks the scorers of a row
 
 
@@ -24,20 +25,44 @@ def shaped(scorer: ScorerConfig, score: float) -> float:
 
 def total(
     scorers: Mapping[str, ScorerConfig], prompt: Prompt, scores: Mapping[str, float | ScorerFailure]
-) -> float | None:
+) -> float | ScorerFailure | None:
     """Weighted sum of the shaped scores of the scorers that apply to `prompt`; None if one of them failed.
 
-    A scorer of weight 0 is only watched: its failure changes nothing.
+    A scorer of weight 0 is only watched: its failure changes nothing. What float32 cannot hold is a failure.
     """
-    parts = []
+    parts: dict[str, float] = {}
     for name, scorer in scorers.items():
         if scorer.weight == 0 or not applies(scorer, prompt):
             continue
         score = scores[name]
         if isinstance(score, ScorerFailure):
             return None
-        parts.append(scorer.weight * shaped(scorer, score))
-    return math.fsum(parts)
+        counted = shaped(scorer, score)
+        parts[name] = scorer.weight * counted
+        if max(abs(counted), abs(parts[name])) > LARGEST:
+            return _too_large(name, counted if abs(counted) > abs(parts[name]) else parts[name])
+    value = math.fsum(parts.values())
+    return value if abs(value) <= LARGEST else _too_large(max(parts, key=lambda name: abs(parts[name])), value)
+
+
+def _too_large(name: str, value: float) -> ScorerFailure:
+    return ScorerFailure(
+        name, f"its part of the total is {value:g}, above the {LARGEST:.2g} that float32 holds: lower scale or weight"
+    )
+
+
+def described(scorers: Mapping[str, ScorerConfig]) -> str:
+    """Which scorers count how much, in one line, such as `1 x ocr + 0.1 x bright; watched: sharpness`."""
+    parts = [f"{scorer.weight:g} x {name}{_notes(scorer)}" for name, scorer in scorers.items() if scorer.weight]
+    watched = [name for name, scorer in scorers.items() if not scorer.weight]
+    return " + ".join(parts).replace("+ -", "- ") + (f"; watched: {', '.join(watched)}" if watched else "")
+
+
+def _notes(scorer: ScorerConfig) -> str:
+    notes = ["scaled"] if (scorer.scale, scorer.offset, scorer.clip) != (1, 0, None) else []
+    notes += [f"normalised by {scorer.normalise}"] if scorer.normalise != "none" else []
+    notes += [f"for {' and '.join(scorer.data_sources)}"] if scorer.data_sources else []
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def check_routes(scorers: Mapping[str, ScorerConfig], prompts: list[Prompt]) -> None:

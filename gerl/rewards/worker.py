@@ -15,10 +15,10 @@ import numpy as np
 from PIL import Image
 
 from gerl.config import ScorerConfig
-from gerl.errors import Interrupted
 from gerl.protocol import Images, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
-from gerl.rewards.scorers.base import Metadata
+from gerl.rewards.scorers.base import Metadata, ReturnError
+from gerl.rewards.total import LARGEST
 from gerl.utils.logs import capture_logs
 
 log = logging.getLogger(__name__)
@@ -87,20 +87,29 @@ class RewardWorker:
         try:
             returned = scorer(pictures, [prompts[i] for i in owners], [copy.deepcopy(metadata[i]) for i in owners])
             columns = columns_of(returned, name)
-        except Interrupted:
-            raise
         # A scorer is the user's code and may raise anything; its failure becomes a value with a reason, for which the
-        # driver drops the group or stops, as `reward.on_error` says.
-        except Exception as error:
+        # driver drops the group or stops, as `reward.on_error` says. sys.exit belongs to scripts.
+        except (Exception, SystemExit) as error:
+            if hasattr(error, "ray_terminate_msg"):  # Ray ends this process
+                raise
             log.debug("scorer %s raised", name, exc_info=True)
-            failure = ScorerFailure(name, f"{type(error).__name__}: {' '.join(str(error).split())}")
+            failure = ScorerFailure(name, _reason(error, scorer))
             return [{name: failure} for _ in pixels]
         rows: list[Row] = [{} for _ in pixels]
         for number, (column, scores) in enumerate(columns.items()):
             label = f"{name}/{column}" if number else name
-            for i, value in enumerate(_by_image(name, scores, owners, len(pixels))):
+            for i, value in enumerate(_by_image(name, scores, owners, len(pixels), scorer.place())):
                 rows[i][label] = value
         return rows
+
+
+def _reason(error: BaseException, scorer: Scorer) -> str:
+    """Why a call failed, in one line, and where in the user's own code."""
+    if isinstance(error, ReturnError):
+        return f"{error}{scorer.place()}"
+    said = " ".join(str(error).split())
+    what = f"it called sys.exit({said})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {said}"
+    return f"{what}{scorer.place(error)}"
 
 
 def _pictures(pixels: np.ndarray, whole: bool) -> list[Any]:
@@ -117,13 +126,16 @@ def _shown(video: np.ndarray) -> int:
     return min(len(video), FRAMES)
 
 
-def _by_image(name: str, scores: list[object], owners: list[int], count: int) -> list[float | ScorerFailure]:
+def _by_image(
+    name: str, scores: list[object], owners: list[int], count: int, place: str
+) -> list[float | ScorerFailure]:
     """One value per image: the score, the mean over the frames that were shown, or why there is none."""
     if len(scores) != len(owners):
-        return [ScorerFailure(name, f"returned {len(scores)} scores for {len(owners)} images")] * count
+        reason = f"returned {len(scores)} scores for {len(owners)} images, expected one per image{place}"
+        return [ScorerFailure(name, reason)] * count
     values: list[list[float | ScorerFailure]] = [[] for _ in range(count)]
     for owner, score in zip(owners, scores, strict=True):
-        values[owner].append(_checked(name, score))
+        values[owner].append(_checked(name, score, place))
     return [_mean(parts) for parts in values]
 
 
@@ -132,11 +144,15 @@ def _mean(parts: list[float | ScorerFailure]) -> float | ScorerFailure:
     return failures[0] if failures else fmean(part for part in parts if isinstance(part, float))
 
 
-def _checked(name: str, score: object) -> float | ScorerFailure:
+def _checked(name: str, score: object, place: str) -> float | ScorerFailure:
     number = number_of(score)
     if number is None:
-        return ScorerFailure(name, f"returned {score!r}, which is not a number")
-    return number if math.isfinite(number) else ScorerFailure(name, f"returned {number}, which is not finite")
+        return ScorerFailure(name, f"returned {score!r:.80}, which is not a number{place}")
+    if not math.isfinite(number):
+        return ScorerFailure(name, f"returned {number}, which is not finite{place}")
+    if abs(number) > LARGEST:
+        return ScorerFailure(name, f"returned {number:g}, above the {LARGEST:.2g} that float32 holds{place}")
+    return number
 
 
 def _failures(rows: list[Row]) -> list[ScorerFailure]:

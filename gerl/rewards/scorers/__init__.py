@@ -1,52 +1,44 @@
 """The scorers: each turns images and their prompts into numbers, one an image, or several by name."""
 
+import pkgutil
 from inspect import signature
 
 from pydantic import TypeAdapter, ValidationError
 
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
-from gerl.rewards.scorers.aesthetic import AestheticScore
 from gerl.rewards.scorers.base import Scorer, columns_of, number_of, require
-from gerl.rewards.scorers.clipscore import ClipScore
-from gerl.rewards.scorers.colourfulness import Colourfulness
 from gerl.rewards.scorers.custom import CustomScorer
-from gerl.rewards.scorers.deqa import DeqaScorer
-from gerl.rewards.scorers.diversity import Diversity
-from gerl.rewards.scorers.geneval import GenEvalScorer
-from gerl.rewards.scorers.hpsv2 import HpsV2
-from gerl.rewards.scorers.image_similarity import ImageSimilarity
-from gerl.rewards.scorers.imagereward import ImageReward
-from gerl.rewards.scorers.jpeg import JpegCompressibility, JpegIncompressibility
-from gerl.rewards.scorers.ocr import OcrScorer
-from gerl.rewards.scorers.pickscore import PickScore
-from gerl.rewards.scorers.remote import RemoteScorer
-from gerl.rewards.scorers.sharpness import Sharpness
-from gerl.rewards.scorers.unified_reward import UnifiedRewardScorer
-from gerl.rewards.scorers.vlm_judge import VlmJudge
 
-__all__ = ["SCORERS", "Scorer", "build_scorer", "columns_of", "number_of", "require"]
+__all__ = ["SCORERS", "Scorer", "build_scorer", "columns_of", "number_of", "require", "scorer_class"]
 
-# Each is a dataclass whose fields are the scorer's kwargs.
-SCORERS: dict[str, type[Scorer]] = {
-    "ocr": OcrScorer,
-    "pickscore": PickScore,
-    "clipscore": ClipScore,
-    "aesthetic": AestheticScore,
-    "imagereward": ImageReward,
-    "hpsv2": HpsV2,
-    "geneval": GenEvalScorer,
-    "image_similarity": ImageSimilarity,
-    "diversity": Diversity,
-    "vlm_judge": VlmJudge,
-    "unified_reward": UnifiedRewardScorer,
-    "deqa": DeqaScorer,
-    "remote": RemoteScorer,
-    "sharpness": Sharpness,
-    "colourfulness": Colourfulness,
-    "jpeg_compressibility": JpegCompressibility,
-    "jpeg_incompressibility": JpegIncompressibility,
+# The module and class of each; a class is a dataclass whose fields are the scorer's kwargs. Names and not the classes:
+# some need torch, and only those that take part are imported.
+SCORERS = {
+    "ocr": "ocr:OcrScorer",
+    "pickscore": "pickscore:PickScore",
+    "clipscore": "clipscore:ClipScore",
+    "aesthetic": "aesthetic:AestheticScore",
+    "imagereward": "imagereward:ImageReward",
+    "hpsv2": "hpsv2:HpsV2",
+    "geneval": "geneval:GenEvalScorer",
+    "image_similarity": "image_similarity:ImageSimilarity",
+    "diversity": "diversity:Diversity",
+    "vlm_judge": "vlm_judge:VlmJudge",
+    "unified_reward": "unified_reward:UnifiedRewardScorer",
+    "deqa": "deqa:DeqaScorer",
+    "remote": "remote:RemoteScorer",
+    "sharpness": "sharpness:Sharpness",
+    "colourfulness": "colourfulness:Colourfulness",
+    "jpeg_compressibility": "jpeg:JpegCompressibility",
+    "jpeg_incompressibility": "jpeg:JpegIncompressibility",
 }
+
+
+def scorer_class(name: str) -> type[Scorer]:
+    """The class of gerl's scorer `name`, one of `SCORERS`."""
+    found: type[Scorer] = pkgutil.resolve_name(f"{__name__}.{SCORERS[name]}")
+    return found
 
 
 def build_scorer(name: str, config: ScorerConfig) -> Scorer:
@@ -65,7 +57,7 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
             f"{key}: gerl has no such scorer, only {', '.join(SCORERS)}; for your own, give its file in {key}.path"
         )
     try:
-        return TypeAdapter(SCORERS[name]).validate_python(config.kwargs)
+        return TypeAdapter(scorer_class(name)).validate_python(config.kwargs)
     except RewardError as error:
         raise RewardError(f"{key}: {error}") from error.__cause__
     except ValidationError as error:
@@ -73,5 +65,5 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
         kwarg = ".".join(str(part) for part in first["loc"])
         raise RewardError(
             f"{key}.kwargs: {kwarg}={first['input']!r} is wrong ({first['msg']}); "
-            f"{name} takes {', '.join(signature(SCORERS[name]).parameters)}"
+            f"{name} takes {', '.join(signature(scorer_class(name)).parameters) or 'none'}"
         ) from None

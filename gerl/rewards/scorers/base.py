@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -43,6 +43,13 @@ class Scorer(ABC):
         because a user's own function may return anything; `columns_of` and the reward worker check it.
         """
 
+    def place(self, error: BaseException | None = None) -> str:
+        """` (FILE, line N: code)` of the user's own code that raised `error` or, without one, of the function called.
+
+        Empty for the scorers of gerl, and where no line of the user's file took part.
+        """
+        return ""
+
     def check_prompts(self, prompts: list[Prompt]) -> None:
         """Raise `DataError` naming the first prompt whose images could not be scored."""
         for prompt in prompts:
@@ -55,17 +62,37 @@ class Scorer(ABC):
         """Raise `DataError` if images of this row could not be scored; does nothing unless a scorer overrides it."""
 
 
+class ReturnError(TypeError):
+    """A scorer returned something that is no list of numbers, nor a dict of such lists."""
+
+
 def columns_of(returned: object, name: str) -> dict[str, list[object]]:
     """The values that the scorer `name` returned, as lists by column; one list alone is the column `name`.
 
-    Raises `TypeError` for what is neither a list nor a dict of lists.
+    Raises `ReturnError` for what is neither a list nor a dict of lists.
     """
     columns: dict[str, Any] = dict(returned) if isinstance(returned, Mapping) else {name: returned}
-    wrong = [type(values).__name__ for values in columns.values() if isinstance(values, str | bytes | Mapping)]
+    wrong = next((f"{kind}{_of(column, returned)}" for column, v in columns.items() if (kind := _no_list(v))), None)
     if wrong or not columns:
-        what = f"a {wrong[0]}" if wrong else "an empty dict"
-        raise TypeError(f"returned {what}, expected a list of floats, or a dict of them by name")
+        raise ReturnError(
+            f"returned {wrong or 'an empty dict'}, expected a list with one number per image, or a dict of such lists "
+            "by name"
+        )
     return {str(column): list(values) for column, values in columns.items()}
+
+
+def _no_list(values: object) -> str | None:
+    """In words, why `values` are no list with a number per image; None if they are one."""
+    shape = getattr(values, "shape", None)
+    if isinstance(values, str | bytes | Mapping):
+        return f"a {type(values).__name__}"
+    if shape is not None and len(shape) != 1:
+        return f"a {type(values).__name__} of shape {list(shape)}"
+    return None if isinstance(values, Iterable) else f"{values!r:.80}"
+
+
+def _of(column: object, returned: object) -> str:
+    return f" as {str(column)!r}" if isinstance(returned, Mapping) else ""
 
 
 def number_of(score: object) -> float | None:

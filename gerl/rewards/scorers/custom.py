@@ -4,13 +4,14 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from PIL import Image
 
-from gerl.errors import Interrupted, RewardError
+from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer
 
 
@@ -26,7 +27,7 @@ class CustomScorer(Scorer):
     """
 
     def __init__(self, key: str, path: str, function: str, kwargs: dict[str, object]) -> None:
-        self.kwargs = kwargs
+        self.kwargs, self.path = kwargs, path
         self.function = _function(key, path, function)
         self.groupwise = bool(getattr(self.function, "groupwise", False))
         self.takes_frames = bool(getattr(self.function, "takes_frames", False))
@@ -40,6 +41,25 @@ class CustomScorer(Scorer):
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
         return self.function(images, prompts, metadata, **self.kwargs)
+
+    def place(self, error: BaseException | None = None) -> str:
+        """Where in the user's file `error` was raised or, without one, the function begins; see `Scorer.place`."""
+        if error is not None:
+            return raised_at(error, self.path)
+        code = getattr(self.function, "__code__", None) or getattr(type(self.function).__call__, "__code__", None)
+        if not isinstance(code, CodeType) or Path(code.co_filename) != _absolute(self.path):
+            return f" ({self.path})"  # it comes from elsewhere
+        return f" ({self.path}, line {code.co_firstlineno}: {code.co_name})"
+
+
+def raised_at(error: BaseException, path: str) -> str:
+    """` (PATH, line N: code)` of the last line of the file `path` that took part in `error`; empty if none did."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == _absolute(path)]
+    return f" ({path}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().absolute()
 
 
 def _function(key: str, path: str, function: str) -> Callable[..., object]:
@@ -60,7 +80,7 @@ def _function(key: str, path: str, function: str) -> Callable[..., object]:
 
 def load_module(key: str, path: str) -> ModuleType:
     """Import the Python file `path`; two files never share a module, and an unchanged file is run once a process."""
-    file = Path(path).expanduser().absolute()
+    file = _absolute(path)
     if not file.is_file() or file.suffix != ".py":
         raise RewardError(f"{key}.path={path}: there is no Python file {file}; correct the path")
     digest = hashlib.sha256(str(file).encode() + b"\0" + file.read_bytes()).hexdigest()
@@ -73,11 +93,11 @@ def load_module(key: str, path: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a class's module up here
     try:
         spec.loader.exec_module(module)
-    except Interrupted:
+    # The file is the user's: whatever it raises is reported as its failure, sys.exit as well.
+    except BaseException as error:
         del sys.modules[name]
-        raise
-    # The file is the user's: whatever it raises is reported as its failure.
-    except Exception as error:
-        del sys.modules[name]
-        raise RewardError(f"{key}.path={path}: importing it failed with {type(error).__name__}: {error}") from error
+        if not isinstance(error, Exception | SystemExit):
+            raise
+        what = f"{type(error).__name__}: {error}{raised_at(error, path)}"
+        raise RewardError(f"{key}.path={path}: importing it failed with {what}") from error
     return module

@@ -5,6 +5,7 @@ import io
 import ipaddress
 import json
 import logging
+import math
 import os
 import random
 import threading
@@ -21,15 +22,16 @@ from urllib.parse import urlsplit
 import requests
 from PIL import Image
 from pydantic import Field
-from requests.adapters import HTTPAdapter
 
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import JSON, Scorer
+from gerl.rewards.scorers.transport import Deadline, WatchedAdapter
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0  # seconds; a machine that is there answers at once, however long it then computes
 LONGEST_WAIT = 60.0  # seconds between two attempts; a service that asks for more is out of order or out of quota
+MAX_ANSWER = 16 * 10**6  # bytes; scores of a batch, or a judge's text with log-probabilities, are a hundredth of it
 SHOWN = 200  # characters of an answer that a message quotes
 
 Item = TypeVar("Item")
@@ -49,11 +51,11 @@ class HttpScorer(Scorer):
     """The kwargs of every scorer that asks a service.
 
     `token_file` or `token_env` names the file or the environment variable with the bearer token, which itself belongs
-    in no configuration; driver and reward workers read it. `timeout` is the number of seconds an answer may take,
-    `concurrency` the requests in flight of one reward worker, `retries` how often a request is repeated after a
-    connection error, a time-out or a status of 408, 429 or 5xx: after `backoff` seconds, then twice as many each time,
-    or after what the service asks for in `Retry-After`. The proxy settings of the environment apply, except to this
-    machine itself.
+    in no configuration; driver and reward workers read it. `timeout` is the number of seconds an attempt may take, from
+    connecting to the last byte of the answer, `concurrency` the requests in flight of one reward worker, `retries` how
+    often a request is repeated after a connection error, a time-out or a status of 408, 429 or 5xx: after `backoff`
+    seconds, then twice as many each time, or after what the service asks for in `Retry-After`. The proxy settings of
+    the environment apply, except to this machine itself.
     """
 
     token_file: str | None = None
@@ -119,7 +121,7 @@ class Client:
         self._session = requests.Session()
         self._session.trust_env = not is_loopback(urlsplit(url).hostname or "")
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
+            self._session.mount(scheme, WatchedAdapter(pool_maxsize=config.concurrency))
 
     def __enter__(self) -> Self:
         return self
@@ -162,45 +164,65 @@ class Client:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _once(self, url: str, body: bytes) -> JSON:
-        deadline = time.monotonic() + self.config.timeout
         asked = f"POST {url}"
-        try:
-            with self._session.post(
-                url,
-                data=body,
-                headers={"Content-Type": "application/json", "Accept": "application/json"},
-                auth=self._authorise,
-                timeout=(min(CONNECT_TIMEOUT, self.config.timeout), self.config.timeout),
-                allow_redirects=False,  # a redirected POST becomes a GET, and the token would travel on
-                stream=True,
-            ) as response:
-                content = b""
-                for chunk in response.iter_content(1 << 16):
-                    content += chunk
-                    # The time-out of requests is for each piece; some services send blanks to keep the line open.
-                    if time.monotonic() > deadline:
-                        raise requests.Timeout
-                return self._answer(asked, response, content)
-        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
-            if isinstance(error, requests.exceptions.SSLError):
-                raise RewardError(f"{asked}: no secure connection ({_cause(error)}): correct the address") from None
-            raise _Transient(
-                f"{asked}: no connection, or a broken one ({_cause(error)}): start the service or correct the address"
-            ) from None
-        except requests.Timeout:
+        with Deadline(self.config.timeout) as deadline:
+            try:
+                response, content = self._exchange(asked, url, body)
+                late = deadline.passed  # then the answer may be cut off
+            except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
+                late = deadline.passed or isinstance(error, requests.Timeout)
+                if not late and isinstance(error, requests.exceptions.SSLError):
+                    raise RewardError(f"{asked}: no secure connection ({_cause(error)}): correct the address") from None
+                if not late:
+                    raise _Transient(
+                        f"{asked}: no connection, or a broken one ({_cause(error)}): start the service or correct the "
+                        "address"
+                    ) from None
+            except requests.Timeout:
+                late = True
+            except requests.RequestException as error:
+                raise RewardError(f"{asked} cannot be asked ({_cause(error)}): correct the address") from None
+        if late:
             raise _Transient(
                 f"{asked} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
                 "if the service is overloaded"
-            ) from None
-        except requests.RequestException as error:
-            raise RewardError(f"{asked} cannot be asked ({_cause(error)}): correct the address") from None
+            )
+        return self._answer(asked, response, content)
+
+    def _exchange(self, asked: str, url: str, body: bytes) -> tuple[requests.Response, bytes]:
+        """One request and its answer, which is read as it comes and no further than `MAX_ANSWER`."""
+        with self._session.post(
+            url,
+            data=body,
+            # Compressed, a small answer could fill the memory.
+            headers={"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"},
+            auth=self._authorise,
+            timeout=(min(CONNECT_TIMEOUT, self.config.timeout), self.config.timeout),
+            allow_redirects=False,  # a redirected POST becomes a GET, and the token would travel on
+            stream=True,
+        ) as response:
+            coding = response.headers.get("Content-Encoding", "identity").strip().lower()
+            if coding not in ("", "identity"):
+                raise RewardError(
+                    f"{asked} answered with Content-Encoding {self.shown(coding)}, which was not asked for: switch "
+                    "compression off at the service or its proxy"
+                )
+            content = bytearray()
+            for chunk in response.iter_content(1 << 16):
+                content += chunk
+                if len(content) > MAX_ANSWER:
+                    raise RewardError(
+                        f"{asked} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or look into "
+                        "the log of the service"
+                    )
+            return response, bytes(content)
 
     def _answer(self, asked: str, response: requests.Response, content: bytes) -> JSON:
         status, text = response.status_code, self.shown(content.decode(errors="replace"))
         if 200 <= status < 300:
             try:
                 return json.loads(content)
-            except ValueError:
+            except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, lists in lists in lists
                 raise RewardError(
                     f"{asked} answered {status} without JSON: {text}: correct the address, or look into the log of the "
                     "service"
@@ -239,6 +261,13 @@ class Client:
     def shown(self, text: str) -> str:
         """The first `SHOWN` characters of a service's answer, on one line, for a message; without the token."""
         return repr(" ".join(self.redacted(text).split())[:SHOWN])
+
+    def quoted(self, answer: JSON) -> str:
+        """The same of an answer that was JSON."""
+        try:
+            return self.shown(json.dumps(answer))
+        except RecursionError:
+            return "lists in lists without end"
 
     def redacted(self, text: str) -> str:
         """`text` without the token."""
@@ -292,6 +321,8 @@ def _retry_after(value: str) -> float:
     try:
         wait = int(value) if value.isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
         return max(0.0, float(wait))
+    except OverflowError:
+        return math.inf
     except ValueError:
         return 0.0
 

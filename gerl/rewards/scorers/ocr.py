@@ -1,6 +1,6 @@
 """Reward for rendered text: what a real OCR model reads, compared with what should be written.
 
-Source: the text-rendering reward of Flow-GRPO (arXiv 2505.05470).
+Source: the text-rendering reward of Flow-GRPO (arXiv 2505.05470), which is `match: contains`.
 """
 
 import re
@@ -15,13 +15,18 @@ from pydantic import Field
 from rapidfuzz.distance import Levenshtein
 
 from gerl.errors import DataError, RewardError
-from gerl.rewards.scorers.base import Metadata, Scorer, require
+from gerl.rewards.scorers.base import Columns, Metadata, Scorer, require
 
 PACKAGES = {"rapidocr": ("cv2", "onnxruntime", "rapidocr"), "paddleocr": ("paddle", "paddleocr")}
 EXTRAS = {"rapidocr": "ocr", "paddleocr": "paddleocr"}
+Match = Literal["exact", "contains"]
 FRAME_STEP = 4  # of the frames of a video every fourth is read
 
-QUOTED = re.compile(r'["“]([^"“”]*)["”]')
+# Opening and closing marks of a pair. Single straight ones are too often an apostrophe.
+PAIRS = ('""', "“”", "„“", "„”", "””", "‟”", "«»", "»«", "＂＂")
+QUOTED = re.compile("|".join(f"{p[0]}([^{p}]*){p[1]}" for p in PAIRS))
+# Single typographic ones, where neither can be an apostrophe: ’ inside a word is one, before and after one may be.
+QUOTED_SINGLE = re.compile(r"(?<!\w)[‘‚]((?:[^‘’‚]|’(?=\w))*)[’‘](?!\w)")
 
 
 def normalised(text: str) -> str:
@@ -29,24 +34,32 @@ def normalised(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def text_reward(recognised: str, target: str) -> float:
-    """1 - min(edit distance, n) / n with n the length of `target`, in [0, 1]; 1 where `target` is part of `recognised`.
+def is_exact(recognised: str, target: str) -> bool:
+    """Whether exactly `target` is read, but for case and whitespace."""
+    return normalised(recognised) == normalised(target)
 
+
+def quoted(prompt: str) -> str:
+    """The first text in double quotes, straight or typographic, of which both must be there; else in ‘single’ ones."""
+    match = QUOTED.search(prompt) or QUOTED_SINGLE.search(prompt)
+    return next((text for text in match.groups() if text is not None), "") if match else ""
+
+
+def text_reward(recognised: str, target: str, match: Match = "exact") -> float:
+    """1 - min(edit distance, n) / n with n the length of `target`, in [0, 1]: 1 only where exactly `target` is read.
+
+    With `contains` also 1 where `target` is part of `recognised`, whatever else is read: Flow-GRPO's rule for images.
     Case and whitespace do not count. `target` must have a character that is not whitespace.
     """
-    return 1.0 if normalised(target) in normalised(recognised) else edit_reward(recognised, target)
-
-
-def edit_reward(recognised: str, target: str) -> float:
-    """`text_reward` without the rule for a `target` that is part of `recognised`: further text costs."""
     recognised, target = normalised(recognised), normalised(target)
-    distance = Levenshtein.distance(recognised, target)
-    return 1 - min(distance, len(target)) / len(target)
+    if match == "contains" and target in recognised:
+        return 1.0
+    return 1 - min(Levenshtein.distance(recognised, target), len(target)) / len(target)
 
 
 def video_reward(recognised: list[str], target: str) -> float:
-    """Mean of the `edit_reward` of those frames that have one above 0, so that the text may come and go; 0 if none."""
-    rewards = [reward for text in recognised if (reward := edit_reward(text, target)) > 0]
+    """Mean of the `text_reward` of those frames that have one above 0, so that the text may come and go; 0 if none."""
+    rewards = [reward for text in recognised if (reward := text_reward(text, target)) > 0]
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
@@ -77,15 +90,22 @@ def paddle_text(results: Sequence[Mapping[str, Any]]) -> str:
 class OcrScorer(Scorer):
     """`text_reward` of what PP-OCR reads on the image, or `video_reward` of what it reads on every fourth frame.
 
+    A second column, `exact`, is 1 where exactly the target is read, else 0; of a video the share of the read frames.
+    `match`: whether all that is read must be the target, or may contain it (only of images: Flow-GRPO compares the
+    frames of videos whole). Punctuation counts: a line read as "135," is not "135".
+
     The image is taken as one line of text (about 4 ms for a small sign); with `detect` text is first searched for, line
-    by line, and joined from top to bottom: for pages and photos. The target is the row's `metadata_key`, else the first
-    text in double quotes of the prompt. `threads` are the CPU threads of the OCR model; `min_width` is the least width
-    in pixels, at a height of 48, that a line is padded to by rapidocr. The weights of `rapidocr` are inside its wheel;
-    `paddleocr` is the original, English, downloads its weights, and also runs on the CPU.
+    by line, and joined from top to bottom: for pages and photos. A target of several lines is then compared as one
+    text, and what else is written in the picture counts against it: where a scene may have other texts, take
+    `contains`. The target is the row's `metadata_key`, else the first text in double quotes of the prompt, straight or
+    typographic. `threads` are the CPU threads of the OCR model; `min_width` is the least width in pixels, at a height
+    of 48, that a line is padded to by rapidocr. The weights of `rapidocr` are inside its wheel; `paddleocr` is the
+    original, English, downloads its weights, and also runs on the CPU.
     """
 
     threads: Annotated[int, Field(ge=1)] = 1
     metadata_key: str = "text"
+    match: Match = "exact"
     detect: bool = False
     # PP-OCR's own default is 320. At 48 a 64x32 sign takes a third of the time and is read about as well: 100 of 100
     # clean ones, 99 (320: 100) blurred ones, 97 (320: 100) under strong noise.
@@ -99,17 +119,20 @@ class OcrScorer(Scorer):
 
     def __call__(
         self, images: Sequence[Image.Image | Sequence[Image.Image]], prompts: list[str], metadata: list[Metadata]
-    ) -> list[float]:
-        """Scores [B]; an image may be a list of the frames of a video."""
+    ) -> Columns:
+        """The rewards [B] and the column `exact` [B]; an image may be a list of the frames of a video."""
         targets = [self.target(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
-        return [self._score(image, target) for image, target in zip(images, targets, strict=True)]
+        found = [self._score(image, target) for image, target in zip(images, targets, strict=True)]
+        return {"ocr": [reward for reward, _ in found], "exact": [exact for _, exact in found]}
 
-    def _score(self, image: Image.Image | Sequence[Image.Image], target: str) -> float:
+    def _score(self, image: Image.Image | Sequence[Image.Image], target: str) -> tuple[float, float]:
         if isinstance(image, Image.Image):
-            return text_reward(self.read(image), target)
+            text = self.read(image)
+            return text_reward(text, target, self.match), float(is_exact(text, target))
         if not image:
             raise RewardError("the ocr scorer was given a video without frames: give at least one")
-        return video_reward([self.read(frame) for frame in image[::FRAME_STEP]], target)
+        texts = [self.read(frame) for frame in image[::FRAME_STEP]]
+        return video_reward(texts, target), sum(is_exact(text, target) for text in texts) / len(texts)
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
         self.target(prompt, metadata)
@@ -117,8 +140,7 @@ class OcrScorer(Scorer):
     def target(self, prompt: str, metadata: Metadata) -> str:
         """The text that should be written; raises `DataError` if there is none."""
         given = metadata.get(self.metadata_key)
-        quoted = QUOTED.search(prompt)
-        text = str(given) if given is not None else quoted.group(1) if quoted else ""
+        text = str(given) if given is not None else quoted(prompt)
         if not normalised(text):
             raise DataError(
                 f"{prompt!r} has no text for the ocr scorer to look for: put it in double quotes, as in "

@@ -14,7 +14,7 @@ from PIL import Image
 from pydantic import Field
 
 from gerl.errors import DataError, RewardError
-from gerl.rewards.scorers.base import JSON, Columns, Metadata
+from gerl.rewards.scorers.base import JSON, Columns, Metadata, number_of
 from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
 
 VERSION = "1"
@@ -93,7 +93,7 @@ def _checked(client: Client, answer: JSON) -> dict[str, JSON]:
     if isinstance(answer, dict) and answer.get("version") == VERSION:
         return answer
     raise RewardError(
-        f"{client.url} answered {client.shown(json.dumps(answer))}, expected an object with version {VERSION!r}: "
+        f"{client.url} answered {client.quoted(answer)}, expected an object with version {VERSION!r}: "
         "give the address of a reward service of gerl, of the same release"
     )
 
@@ -103,18 +103,23 @@ def _columns(client: Client, answer: JSON, size: int) -> Columns:
     scores = _checked(client, answer).get("scores")
     if not isinstance(scores, dict) or not scores:
         raise RewardError(
-            f"{client.url} answered {client.shown(json.dumps(answer))}, expected scores by column: correct the service"
+            f"{client.url} answered {client.quoted(answer)}, expected scores by column: correct the service"
         )
     columns: Columns = {}
     for name, values in scores.items():
+        if not name.isprintable():
+            raise RewardError(
+                f"{client.url} gave a column the name {name!r:.80}, which cannot be shown: correct it there"
+            )
         if not isinstance(values, list) or len(values) != size:
             count = f"{len(values)} scores" if isinstance(values, list) else f"a {type(values).__name__}"
             raise RewardError(f"{client.url} gave {count} for {size} images in column {name}: correct the scorer there")
         for i, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            number = None if isinstance(value, bool) else number_of(value)
+            if number is None or not math.isfinite(number):
                 raise RewardError(
-                    f"{client.url} gave {client.shown(json.dumps(value))} for image {i} of {size} in column {name}, "
+                    f"{client.url} gave {client.quoted(value)} for image {i} of {size} in column {name}, "
                     "expected a finite number: correct the scorer there"
                 )
-            columns.setdefault(name, []).append(float(value))
+            columns.setdefault(name, []).append(number)
     return columns

@@ -12,10 +12,9 @@ from pydantic import Field
 
 from gerl.rewards.scorers.base import Metadata
 from gerl.rewards.scorers.http import Client, png_base64
-from gerl.rewards.scorers.vlm_judge import ChatScorer, Choice, fill, number_in
+from gerl.rewards.scorers.vlm_judge import WHOLE_NUMBER, ChatScorer, Choice, fill, number_in
 
-# No digit may follow: an answer on another scale, such as 45, is not a 4.
-FINAL_SCORE = r"Final Score:\s*([1-5](?:\.\d+)?)(?!\d)"
+FINAL_SCORE = rf"Final Score:\s*({WHOLE_NUMBER})"
 BEST = 5.0
 POINTWISE = (
     "Here are a text caption and an image that was generated from it. Judge the image by two criteria:\n"

@@ -18,7 +18,7 @@ from PIL import Image
 from pydantic import Field
 
 from gerl.errors import DataError, RewardError
-from gerl.rewards.scorers.base import JSON, Columns, Metadata
+from gerl.rewards.scorers.base import JSON, Columns, Metadata, number_of
 from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,9 @@ ASPECT = (
 )
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 PLACE = re.compile(r"\{(\w+)\}")
+# To its end: the beginning of 1e999, 7,5 or 1,000 is another number.
+WHOLE_NUMBER = r"(?>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![.,]?\d)"
+READ = 10**5  # characters at the end of an answer that are searched for a JSON object
 
 
 class Unreadable(RewardError):
@@ -98,7 +101,7 @@ def first_choice(client: Client, completion: JSON) -> Choice:
         case {"choices": [dict() as choice, *_]} if isinstance(choice.get("message"), dict):
             return choice
     raise RewardError(
-        f"{client.url} answered with something other than a chat completion, {client.shown(json.dumps(completion))}: "
+        f"{client.url} answered with something other than a chat completion, {client.quoted(completion)}: "
         "give the address of an OpenAI-compatible endpoint, which mostly ends in /v1"
     )
 
@@ -124,7 +127,7 @@ def within(value: JSON, limits: tuple[float, float], text: str) -> float:
         number = math.nan
     if not limits[0] <= number <= limits[1]:
         raise Unreadable(
-            f"the answer {_end(text)} gives {value!r}, expected a number from {limits[0]:g} to {limits[1]:g}: "
+            f"the answer {_end(text)} gives {value!r:.80}, expected a number from {limits[0]:g} to {limits[1]:g}: "
             "change the template or limits"
         )
     return number
@@ -164,19 +167,22 @@ def probability_of_yes(choice: Choice, yes: list[str], no: list[str], min_mass: 
 def _entry(entry: JSON) -> tuple[str, float]:
     match entry:
         # Rounding may leave it a little above 0; NaN is not below anything.
-        case {"token": str() as token, "logprob": float() | int() as logprob} if logprob < 0.01:
-            return token, float(logprob)
-    raise Unreadable(f"the answer has {entry!r} among its top_logprobs: expected a token and a log-probability")
+        case {"token": str() as token, "logprob": float() | int() as given}:
+            logprob = number_of(given)
+            if logprob is not None and logprob < 0.01:
+                return token, logprob
+    raise Unreadable(f"the answer has {entry!r:.200} among its top_logprobs: expected a token and a log-probability")
 
 
 def last_object(text: str, keys: list[str]) -> dict[str, JSON] | None:
     """The last JSON object in `text` that has all `keys`; whatever stands around it does not matter."""
     found = None
+    text = text[-READ:]
     decoder = json.JSONDecoder()
     for match in re.finditer(r"\{", text):
         try:
             value, _ = decoder.raw_decode(text, match.start())
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and all(key in value for key in keys):
             found = value
@@ -219,7 +225,7 @@ class VlmJudge(ChatScorer):
     mode: Literal["regex", "yes_no", "rubric"] = "regex"
     template: str | None = None
     image_size: Annotated[int, Field(ge=1)] | None = 1024
-    pattern: str = r"[Ss]core:[\s*_]*(-?\d+(?:\.\d+)?)"
+    pattern: str = rf"[Ss]core:[\s*_]*(-?{WHOLE_NUMBER})"
     scale: Annotated[float, Field(gt=0)] = 10.0
     limits: tuple[float, float] = (0.0, 10.0)
     yes: list[str] = field(default_factory=lambda: ["yes"])

@@ -6,8 +6,10 @@ import io
 import json
 import logging
 import socket
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +26,9 @@ from gerl.rewards.scorers import Scorer
 from gerl.rewards.scorers.http import png_base64
 from gerl.rewards.scorers.jpeg import JpegIncompressibility
 from gerl.rewards.scorers.remote import RemoteScorer
-from reward_models.app import Limits, TokenBucket, build_app
-from reward_models.scoring import Columns, Item, Refusal, decode, join, score_items, warm_up
+from reward_models.app import build_app
+from reward_models.guard import Limits, Room, TokenBucket
+from reward_models.scoring import Columns, ImageLimits, Item, Refusal, decode, join, measure, score_items, warm_up
 
 IMAGES = [Image.new("RGB", (4, 2), (10 * i, 0, 0)) for i in range(5)]
 ROWS: tuple[list[str], list[dict[str, Any]]] = (list("abcde"), [{} for _ in range(5)])
@@ -33,14 +36,14 @@ TOKEN = "secret-42"
 
 
 class LocalScoring:
-    """Scores in a thread of this process, one request at a time, images of at most a million pixels together."""
+    """Scores in a thread of this process, one request at a time."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
         self._lock = asyncio.Lock()  # a scorer need not be thread-safe
 
     async def score(self, images: list[bytes], prompts: list[str], metadata: list[dict[str, Any]]) -> Columns | Refusal:
-        pictures = decode(images, max_megapixels=1)
+        pictures = decode(images)
         if isinstance(pictures, Refusal):
             return pictures
         items = [Item(0, i, *row) for i, row in enumerate(zip(pictures, prompts, metadata, strict=True))]
@@ -78,7 +81,7 @@ class Red(Scorer):
 @contextmanager
 def serving(scorer: Any = None, limits: Limits | None = None) -> Iterator[str]:
     """The URL of the application under uvicorn in a thread."""
-    app = build_app("red", LocalScoring(scorer or Red()), limits)
+    app = build_app("red", LocalScoring(scorer or Red()), limits or Limits(max_megapixels=1))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, lifespan="off"))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -99,6 +102,33 @@ def body(**changes: Any) -> dict[str, Any]:
 
 
 IMAGE, TWO = png_base64(Image.effect_noise((64, 64), 50)), {"prompts": ["a", "b"], "metadata": [{}, {}]}
+
+
+def huge_png(width: int, height: int) -> str:
+    """The file of an image without its pixels, in base64."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = b"IDAT" + zlib.compress(b"")
+    chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (header, pixels, b"IEND")]
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def talk(url: str, *pieces: bytes) -> bytes:
+    """All that the service answers to bytes on a socket."""
+    host, port = url.removeprefix("http://").split(":")
+    answer = b""
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        for piece in pieces:
+            client.sendall(piece)
+        while b"\r\n\r\n" not in answer and (part := client.recv(4096)):
+            answer += part
+    return answer
 
 
 def post(url: str, content: Any, token: str | None = None) -> requests.Response:
@@ -162,6 +192,13 @@ def test_jpeg_files_and_images_with_alpha_are_taken_as_rgb() -> None:
         (body(images=[base64.b64encode(b"GIF89a").decode()]), 422, "image 0 of 1 is neither a PNG nor a JPEG"),
         (body(images=[IMAGE, IMAGE[:-500]], **TWO), 422, "image 1 of 2 is a broken file"),
         (body(images=[png_base64(Image.new("RGB", (1001, 1000)))]), 413, "more than 1 million pixels"),
+        (body(images=[IMAGE] * 257, prompts=["a"] * 257, metadata=[{}] * 257), 413, "at most 256 may"),
+        (body(images=[huge_png(13000, 13800)]), 413, "image 0 of 1 has too many pixels, more than 64 million"),
+        (body(images=[huge_png(8000, 8001)]), 413, "image 0 of 1 has too many pixels, more than 64 million"),
+        (body(images=[1] * 10**5), 422, "images.0: Input should be a valid string (see"),
+        (body(metadata=[nested(40)]), 422, "metadata 0 has more than 32 objects or lists inside each other"),
+        (b'{"scorer": ' + b"[" * 10**5, 400, "parsing the body"),
+        (b'{"scorer": ' + b"1" * 10**4 + b"}", 400, "body"),
         (body(metadata=[{"data": 1}]), 422, "the row cannot be scored: write another"),
         (body(metadata=[{"raise": 1}]), 500, "the scorer red failed: KeyError: 'lost'"),
         (body(metadata=[{"score": "7"}]), 500, "gave '7' for image 0 in column red, expected a finite number"),
@@ -339,10 +376,10 @@ def test_requests_that_share_a_batch_do_not_share_failures() -> None:
     ("returned", "message"),
     [
         ([1.0], "gave 1 scores for 2 images"),
-        ("ab", "expected a list of floats"),
-        ({}, "expected a list of floats"),
-        ({"a": "xy"}, "expected a list of floats"),
-        (3.0, "failed: TypeError"),
+        ("ab", "expected a list with one number"),
+        ({}, "expected a list with one number"),
+        ({"a": "xy"}, "expected a list with one number"),
+        (3.0, "failed: returned 3.0, expected a list"),
         ([1.0, float("nan")], "gave nan for image 1 in column red"),
         ([None, 1.0], "gave None for image 0"),
     ],
@@ -360,11 +397,109 @@ def test_rows_with_other_columns_are_refused() -> None:
 
 
 def test_pixels_are_counted_over_the_request_before_any_is_decoded() -> None:
+    limits = ImageLimits(max_megapixels=1)
     file = base64.b64decode(png_base64(Image.new("RGB", (600, 1000))))
     headers_only = file[:100]  # decoding this one would fail
-    assert isinstance(decode([file], 1), list)
-    refused = decode([headers_only, headers_only], 1)
+    assert measure([file], limits) == 600_000
+    refused = measure([headers_only, headers_only], limits)
     assert isinstance(refused, Refusal) and refused.status == 413 and "images 0 to 1 of 2" in refused.message
+
+
+REQUEST = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (b"Content-Length: -1\r\n", b"400"),
+        (b"Content-Length: many\r\n", b"400"),
+        (b"Content-Length: 1\r\nContent-Length: 2\r\n", b"400"),
+        (b"Content-Length: " + b"9" * 30 + b"\r\n", b"4"),
+        (b"", b"411"),
+    ],
+)
+def test_a_length_that_is_none_is_refused_before_the_body(header: bytes, status: bytes) -> None:
+    with serving() as url:
+        assert talk(url, REQUEST + header + b"\r\n").startswith(b"HTTP/1.1 " + status)
+        assert post(url, body()).status_code == 200
+
+
+@pytest.mark.parametrize("header", [b"Content-Length: 1000000\r\n", b"Transfer-Encoding: chunked\r\n"])
+def test_without_the_token_no_byte_of_the_body_is_waited_for(header: bytes) -> None:
+    with serving(limits=Limits(token=TOKEN)) as url:
+        start = time.monotonic()
+        assert talk(url, REQUEST + header + b"\r\n").startswith(b"HTTP/1.1 401 ")
+        assert time.monotonic() - start < 5
+
+
+def test_a_body_that_does_not_come_gives_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reward_models.guard.BODY_SECONDS", 0.3)
+    with serving(limits=Limits(max_in_flight=1)) as url:
+        answer = talk(url, REQUEST + b"Content-Length: 100\r\n\r\n{")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert post(url, body()).status_code == 200
+
+
+def test_bodies_under_way_have_a_limit_together() -> None:
+    scorer = Red()
+    with serving(scorer, Limits(max_body_mb=1, max_in_flight_mb=1)) as url:
+        first = threading.Thread(target=post, args=(url, body(prompts=["x" * 600_000], metadata=[{"wait": 1}])))
+        first.start()
+        assert scorer.entered.wait(5)
+        answer = post(url, body(prompts=["x" * 600_000]))
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+        assert "at most 1 MB may come together" in answer.json()["error"]
+        assert post(url, body(prompts=["x" * 900_000])).status_code == 429
+        scorer.leave.set()
+        first.join()
+        assert post(url, body(prompts=["x" * 600_000])).status_code == 200
+
+
+def test_pixels_under_way_have_a_limit_together_and_more_wait() -> None:
+    scorer = Red()
+    large = png_base64(Image.new("RGB", (1000, 600), (7, 0, 0)))
+    with serving(scorer, Limits(max_megapixels=1, max_in_flight_megapixels=1)) as url:
+        first = threading.Thread(target=post, args=(url, body(images=[large], metadata=[{"wait": 1}])))
+        first.start()
+        assert scorer.entered.wait(5)
+        answers: list[Any] = []
+        second = threading.Thread(target=lambda: answers.append(post(url, body(images=[large]))))
+        second.start()
+        eventually(lambda: metric(url, "gerl_reward_requests_in_flight") == 2)
+        assert metric(url, "gerl_reward_queue_images") == 1 and scorer.batches == [1]  # not handed on yet
+        scorer.leave.set()
+        first.join()
+        second.join()
+        assert answers[0].json()["scores"]["red"] == [7.0]
+
+
+def test_waiting_for_pixels_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reward_models.app.WAIT_SECONDS", 0.1)
+    scorer = Red()
+    large = png_base64(Image.new("RGB", (1000, 600)))
+    with serving(scorer, Limits(max_megapixels=1, max_in_flight_megapixels=1)) as url:
+        first = threading.Thread(target=post, args=(url, body(images=[large], metadata=[{"wait": 1}])))
+        first.start()
+        assert scorer.entered.wait(5)
+        answer = post(url, body(images=[large]))
+        scorer.leave.set()
+        first.join()
+        assert answer.status_code == 429 and "max_in_flight_megapixels" in answer.json()["error"]
+        assert post(url, body(images=[large])).status_code == 200
+
+
+def test_room_is_given_back_whatever_happens() -> None:
+    async def use() -> list[bool]:
+        room, entered = Room(10), []
+        with pytest.raises(ValueError, match="lost"):
+            async with room.hold(10, 1):
+                raise ValueError("lost")
+        async with room.hold(6, 1), room.hold(4, 1) as fits, room.hold(1, 0.01) as more:
+            entered += [fits, more]
+        async with room.hold(10, 0.01) as again:
+            return [*entered, again]
+
+    assert asyncio.run(use()) == [True, False, True]
 
 
 def test_a_warm_up_that_fails_says_what_to_give() -> None:

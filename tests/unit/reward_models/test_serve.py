@@ -51,7 +51,7 @@ def test_the_file_of_a_scorer_is_found_from_any_folder(tmp_path: Path, monkeypat
     [
         ([], 2, "scorer is missing: give scorer="),
         (["ocr"], 2, "ocr: expected key=value"),
-        (["scorer=ocr", "--port=1"], 2, "--port: the service has no such key; did you mean 'port'"),
+        (["scorer=ocr", "--port=1"], 2, "--port=1: drop the dashes, write port=1"),
         (["scorer=ocr", "replica=2"], 2, "replica: the service has no such key; did you mean 'replicas'"),
         (["scorer=ocr", "qqqq=2"], 2, "it has scorer, path, function"),
         (["scorer=ocr", "port.x=2"], 2, "port.x: the service has no such key; did you mean 'port'"),
@@ -59,11 +59,11 @@ def test_the_file_of_a_scorer_is_found_from_any_folder(tmp_path: Path, monkeypat
         (["scorer=ocr", "port=1", "port=2"], 2, "port is given twice"),
         (["scorer=ocr", "kwargs.a=1", "kwargs.a=2"], 2, "kwargs.a is given twice"),
         (["scorer=ocr", "kwargs=3", "kwargs.a=2"], 2, "kwargs is given twice"),
-        (["scorer=ocr", "port=70000"], 2, "port=70000 is wrong"),
-        (["scorer=ocr", "replicas=0"], 2, "replicas=0 is wrong"),
-        (["scorer=ocr", "rate_per_minute=many"], 2, "rate_per_minute='many' is wrong"),
-        (["scorer=a/b"], 2, "scorer='a/b' is wrong"),
-        (["scorer=ocr", "warm_metadata=3"], 2, "warm_metadata=3 is wrong"),
+        (["scorer=ocr", "port=70000"], 2, "port=70000: it must be less than or equal to 65535"),
+        (["scorer=ocr", "replicas=0"], 2, "replicas=0: it must be greater than or equal to 1"),
+        (["scorer=ocr", "rate_per_minute=many"], 2, "rate_per_minute='many': it must be a whole number"),
+        (["scorer=a/b"], 2, "scorer='a/b': it must be a name of letters"),
+        (["scorer=ocr", "warm_metadata=3"], 2, "warm_metadata=3: it must be a dictionary"),
         (["scorer=orc"], 1, "gerl has no such scorer"),
         (["scorer=ocr", "kwargs.detekt=1"], 1, "detekt=1 is wrong"),
         (["scorer=mine", "path=nowhere.py"], 1, "there is no Python file"),
@@ -118,6 +118,20 @@ def test_the_warm_up_uses_a_row_the_scorer_can_score(caplog: pytest.LogCaptureFi
         assert warm_row(parse(["scorer=image_similarity"])) is None
     assert "no warm-up" in caplog.text and "give warm_prompt or warm_metadata" in caplog.text
     assert "image_similarity" in SCORERS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["max_body_mb=300"], "max_in_flight_mb=256"),
+        (["max_in_flight_mb=1"], "max_in_flight_mb=1"),
+        (["max_megapixels=300"], "max_in_flight_megapixels=256"),
+        (["max_image_megapixels=179"], "max_image_megapixels=179"),
+    ],
+)
+def test_limits_that_no_request_could_meet_are_refused(arguments: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        parse(["scorer=ocr", *arguments])
 
 
 def test_the_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:

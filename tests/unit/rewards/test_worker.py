@@ -27,7 +27,7 @@ class Fake(Scorer):
     def __call__(self, images: list[Any], prompts: list[str], metadata: list[dict[str, Any]]) -> Any:
         answer = self.answers[min(self.calls, len(self.answers) - 1)]
         self.calls += 1
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer(images, prompts, metadata) if callable(answer) else answer
 
@@ -71,10 +71,13 @@ def test_numbers_of_any_kind_become_floats(answer: Any) -> None:
     [
         ([1.0], "returned 1 scores for 2 images"),
         ([1.0, 2.0, 3.0], "returned 3 scores for 2 images"),
-        (0.5, "TypeError: "),
-        (None, "TypeError: "),
-        ({"a": 1.0, "b": 2.0}, "TypeError: "),
-        ({"a": "12"}, "returned a str, expected a list"),
+        (0.5, "returned 0.5, expected a list with one number per image"),
+        (None, "returned None, expected a list with one number per image"),
+        ({"a": 1.0, "b": 2.0}, "returned 1.0 as 'a', expected a list"),
+        ({"a": "12"}, "returned a str as 'a', expected a list"),
+        (np.ones((2, 1)), "returned a ndarray of shape [2, 1], expected a list"),
+        (torch.ones(()), "returned a Tensor of shape [], expected a list"),
+        (SystemExit(3), "it called sys.exit(3)"),
         ({}, "returned an empty dict"),
         ({"score": [1.0], "detail": [1.0, 2.0]}, "returned 1 scores for 2 images"),
         (ValueError("no\nmodel"), "ValueError: no model"),
@@ -85,7 +88,7 @@ def test_a_failed_call_fails_every_image(answer: Any, reason: str) -> None:
     assert len(found) == 2 and all(r is not None and reason in r for r in found)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "0.5", [1.0, 2.0], torch.ones(2), 10**400])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None, "0.5", [1.0, 2.0], torch.ones(2), 10**400, -1e300])
 def test_a_bad_score_fails_its_image_only(bad: Any) -> None:
     first, second = reasons(score(Fake([bad, 2.0])))
     assert first is not None and "returned " in first and second is None
@@ -127,6 +130,13 @@ def test_a_scorer_cannot_change_what_a_retry_sees() -> None:
 def test_an_interrupt_is_no_failure_of_the_scorer() -> None:
     with pytest.raises(Interrupted):
         score(Fake(Interrupted(2)), retries=3)
+
+
+def test_the_end_of_a_process_by_ray_is_no_failure_of_the_scorer() -> None:
+    end = SystemExit(1)
+    end.ray_terminate_msg = "the process receives a SIGTERM"  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit):
+        score(Fake(end))
 
 
 def test_images_come_from_several_micro_batches() -> None:

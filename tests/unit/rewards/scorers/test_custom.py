@@ -58,12 +58,14 @@ def test_bad_entry_is_one_sentence(tmp_path: Path, changes: dict[str, object], m
         build_scorer("mine", ScorerConfig(**values))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("content", ["def compute_score(:", "import no_such_package_here", "1 / 0"])
-def test_file_that_cannot_be_imported_is_named_each_time(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", ["def compute_score(:", "import no_such_package_here", "1 / 0", "raise SystemExit"])
+def test_file_that_cannot_be_imported_is_named_each_time_with_the_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "broken.py"
-    path.write_text(content)
+    path.write_text(f"import sys\n{content}\n")
     for _ in range(2):
-        with pytest.raises(RewardError, match=r"broken\.py: importing it failed with \w+Error"):
+        with pytest.raises(
+            RewardError, match=r"broken\.py: importing it failed with \w+(Error|Exit): .*broken\.py, line 2"
+        ):
             build_scorer("mine", ScorerConfig(path=str(path)))
 
 

@@ -1,4 +1,5 @@
 import email.utils
+import gzip
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from http_service import Answer, Asked, HttpService, picture, serving
 from PIL import Image
 
 from gerl.errors import RewardError
-from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
+from gerl.rewards.scorers.http import MAX_ANSWER, Client, HttpScorer, at_most, check_url, png_base64
 
 SECRET = "sk-very-secret-482"
 GOOD = Answer({"ok": 1})
@@ -72,6 +73,7 @@ def test_a_passing_trouble_is_asked_again(trouble: Answer) -> None:
         (Answer({}, 422), "correct the kwargs"),
         (Answer({}, 429, {"Retry-After": "3600"}), "asks to wait 3600 s"),
         *((Answer(body), "without JSON") for body in (b'{"a": ', b"<html>busy</html>", b"", b"\xff\xfe\xfa")),
+        *((Answer(body), "without JSON") for body in (b"[" * 10**5, b'{"a":' * 10**5, b"1" * 5000)),
     ],
 )
 def test_a_refusal_is_not_repeated_and_says_what_to_do(answer: Answer, remedy: str) -> None:
@@ -129,6 +131,76 @@ def test_blanks_that_keep_the_line_open_do_not_defer_the_time_out() -> None:
         with pytest.raises(RewardError, match=r"within 0\.4 s"):
             client.post("/", {})
         assert time.perf_counter() - start < 1.5
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        [bytes([byte]) for byte in HEAD],
+        [HEAD + b"Content-Length: 100\r\n\r\n", *[b" "] * 40],
+        [HEAD + b"Connection: close\r\n\r\n", *[b" "] * 40],
+        [b"HTTP/1.1 100 Continue\r\n\r\n"] * 40,
+    ],
+    ids=["header", "body", "body without length", "continue"],
+)
+def test_a_service_that_drips_has_no_more_time_than_one_that_is_silent(raw: list[bytes]) -> None:
+    with asking(Answer(raw=raw, delay=0.1), timeout=0.4, retries=0) as (_, client):
+        start = time.perf_counter()
+        with pytest.raises(RewardError, match=r"no answer within 0\.4 s.*timeout"):
+            client.post("/", {})
+        assert time.perf_counter() - start < 2
+
+
+def test_a_connection_kept_open_is_watched_again() -> None:
+    drip = Answer(raw=[bytes([byte]) for byte in HEAD], delay=0.1)
+    with asking(GOOD, drip, timeout=0.4, retries=0) as (service, client):
+        assert client.post("/", {}) == {"ok": 1}
+        start = time.perf_counter()
+        with pytest.raises(RewardError, match=r"no answer within 0\.4 s"):
+            client.post("/", {})
+        assert time.perf_counter() - start < 2
+    assert len(service.asked) == 2
+
+
+def test_a_proxy_has_no_more_time_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Answer(raw=[bytes([byte]) for byte in HEAD], delay=0.1)) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        start = time.perf_counter()
+        with (
+            quick(timeout=0.4, retries=0).client("http://judge.invalid") as client,
+            pytest.raises(RewardError, match=r"no answer within 0\.4 s"),
+        ):
+            client.post("/", {})
+        assert time.perf_counter() - start < 2
+
+
+def test_an_answer_without_end_is_read_to_the_limit_and_not_asked_again() -> None:
+    def endless() -> Iterator[bytes]:
+        yield HEAD + b"\r\n"
+        for _ in range(4 * MAX_ANSWER >> 20):
+            yield b" " * (1 << 20)
+
+    with asking(Answer(raw=endless(), delay=0.001), timeout=30.0) as (service, client):
+        with pytest.raises(RewardError, match=r"answered with more than 16 MB.*log of the service"):
+            client.post("/", {})
+        assert len(service.asked) == 1
+
+
+def test_an_answer_that_grows_when_unpacked_is_refused_unread() -> None:
+    packed = Answer(gzip.compress(b" " * 10**6), headers={"Content-Encoding": "gzip"})
+    with asking(packed) as (service, client), pytest.raises(RewardError, match=r"Content-Encoding 'gzip'.*switch"):
+        client.post("/", {})
+    assert [asked.headers["Accept-Encoding"] for asked in service.asked] == ["identity"]
+
+
+@pytest.mark.parametrize("wait", ["9" * 400, "9" * 5000, "Mon, 01 Jan 0001 00:00:00 GMT", "\u00b2"])
+def test_an_impossible_wait_is_no_crash(wait: str) -> None:
+    answer = Answer({}, 503, {"Retry-After": wait})
+    with asking(answer, retries=0) as (_, client), pytest.raises(RewardError, match="answered 503"):
+        client.post("/", {})
 
 
 def test_an_answer_in_pieces_is_put_together() -> None:

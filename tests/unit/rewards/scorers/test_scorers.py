@@ -12,7 +12,7 @@ from torchvision_ops import importable_open_clip
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import SCORERS, build_scorer
+from gerl.rewards.scorers import SCORERS, Scorer, build_scorer, scorer_class
 
 CHAT = {"base_url": "http://127.0.0.1:1/v1", "model": "m"}
 SERVICE = {"url": "http://127.0.0.1:8100"}
@@ -36,13 +36,13 @@ def build(name: str, **kwargs: Any) -> Any:
 )
 def test_kwargs_as_a_configuration_gives_them_are_taken(name: str, kwargs: dict[str, Any]) -> None:
     given = kwargs | ({"limits": (1.0, 5.0)} if "limits" in kwargs else {})
-    assert build(name, **json.loads(json.dumps(kwargs))) == SCORERS[name](**given)
+    assert build(name, **json.loads(json.dumps(kwargs))) == scorer_class(name)(**given)
 
 
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("ocr", {"thread": 1}, "thread=1 is wrong .*; ocr takes threads, metadata_key, detect, min_width"),
+        ("ocr", {"thread": 1}, "thread=1 is wrong .*; ocr takes threads, metadata_key, match, detect, min_width"),
         ("ocr", {"threads": 0}, "threads=0 is wrong"),
         ("ocr", {"backend": "tesseract"}, "backend='tesseract' is wrong"),
         ("jpeg_compressibility", {"quality": 101}, "quality=101 is wrong.*takes quality"),
@@ -129,3 +129,8 @@ def test_without_kwargs_the_published_weights_are_looked_for(name: str, model: s
         scorer.check_prompts([Prompt(0, "anything")])
         with pytest.raises(RewardError, match=f"^model={model} cannot be loaded .* {what}"):
             scorer(pictures(1), ["anything"], [{}])
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_every_scorer_of_the_table_is_there(name: str) -> None:
+    assert issubclass(scorer_class(name), Scorer)

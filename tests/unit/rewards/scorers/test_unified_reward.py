@@ -28,7 +28,16 @@ def test_the_final_score_is_divided_by_five(text: str, score: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["Score: 4", "Final Score: 0", "Final Score: 45", "Final Score: 5.5", "Final Score: 10"]
+    "text",
+    [
+        "Score: 4",
+        "Final Score: 0",
+        "Final Score: 45",
+        "Final Score: 5.5",
+        "Final Score: 10",
+        "Final Score: 1e999",
+        "Final Score: 1.5e9",
+    ],
 )
 def test_no_score_of_one_to_five_is_an_error(text: str) -> None:
     with serving(*judge_says(text)) as service, pytest.raises(RewardError, match="Final Score"):

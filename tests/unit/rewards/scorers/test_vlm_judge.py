@@ -68,6 +68,8 @@ def test_scores_belong_to_their_images_whatever_the_order_of_the_answers() -> No
         ("**Score:** 7.5/10.", {}, 0.75),
         ("The colours earn Score: 3, all in all\nscore: 8", {}, 0.8),  # the last one
         ("Score: 10", {}, 1.0),
+        ("Score: 8. Two hats, 1 cat", {}, 0.8),
+        ("Score: 7e-1", {}, 0.07),
         ("Score: -3", {"limits": (-5, 5), "scale": 5}, -0.6),
         ("<Score>4</Score>", {"pattern": r"<Score>(\d+)</Score>", "limits": (1, 5), "scale": 5}, 0.8),
     ],
@@ -85,6 +87,10 @@ def test_the_number_in_the_text_is_divided_by_the_scale(text: str, kwargs: dict[
         (None, "has no match"),
         ("Score: 85", r"gives '85', expected a number from 0 to 10"),
         ("Score: -3", r"gives '-3', expected a number from 0 to 10"),
+        ("Score: 1e999", r"gives '1e999', expected a number from 0 to 10"),
+        ("Score: " + "1" * 5000, r"gives '1111.*expected a number from 0 to 10"),
+        ("Score: 1,000", "has no match"),
+        ("Score: 7,5", "has no match"),
     ],
 )
 def test_an_answer_without_a_usable_number_is_asked_again_and_then_an_error(text: Any, message: str) -> None:
@@ -152,6 +158,7 @@ def test_yes_no_words_may_be_those_of_another_language_and_count_once() -> None:
         (first_token(The=0.9, Yes=0.004, No=0.004), r"probability of 0\.008, less than min_mass=0\.01.*'The', 'Yes'"),
         ({"content": [{"top_logprobs": [{"token": "Yes", "logprob": None}]}]}, "expected a token and a log-prob"),
         ({"content": [{"top_logprobs": [{"token": "Yes", "logprob": math.nan}]}]}, "expected a token and a log-prob"),
+        ({"content": [{"top_logprobs": [{"token": "Yes", "logprob": -(10**400)}]}]}, "expected a token and a log-prob"),
     ],
 )
 def test_yes_no_without_usable_probabilities_is_an_error(logprobs: Any, message: str) -> None:
@@ -193,6 +200,8 @@ def test_a_rubric_may_ask_for_each_aspect_by_itself() -> None:
         ('{"shape": 9, "colour": true}', "gives True"),
         ('{"shape": 9, "colour": NaN}', "gives nan"),
         ('{"shape": 9, "colour": null}', "gives None"),
+        ('{"shape": 9, "colour": 1%s}' % ("0" * 400), "gives 1000"),
+        ('{"shape":' * 2000, "no JSON object"),
         ('{"shape": [9], "colour": 4}', r"gives \[9\]"),
     ],
 )
