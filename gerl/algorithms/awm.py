@@ -26,6 +26,7 @@ class AWM(ForwardProcess):
 
     settings: AWMConfig
     uses_old = True
+    compared_with_old = ("clip_fraction_low", "clip_fraction_high", "log_ratio_mean")
     needs_all_samples = True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:

@@ -105,7 +105,7 @@ class Algorithm:
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from what `state` returned; raises `CheckpointError` if it is something else."""
 
     # --- on a worker
 

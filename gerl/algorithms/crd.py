@@ -23,6 +23,7 @@ class CRD(ForwardProcess):
     settings: CRDConfig
     guided_reference = True
     uses_old = True
+    compared_with_old = ("implicit_reward",)
     needs_all_samples = True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:

@@ -23,6 +23,7 @@ class DGPO(ForwardProcess):
 
     settings: DGPOConfig
     uses_old = True
+    compared_with_old = ("stopped_fraction",)
     uses_reference = True
     shared_noise = True
 

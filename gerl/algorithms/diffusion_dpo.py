@@ -22,6 +22,7 @@ class DiffusionDPO(ForwardProcess):
 
     settings: DiffusionDPOConfig
     uses_old = True
+    compared_with_old = ("preference_margin",)
     shared_noise = True
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:

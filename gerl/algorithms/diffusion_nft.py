@@ -25,6 +25,7 @@ class DiffusionNFT(ForwardProcess):
 
     settings: DiffusionNFTConfig
     uses_old = True
+    compared_with_old = ("old_distance",)
     needs_all_samples = True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:

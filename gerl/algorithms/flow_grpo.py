@@ -6,6 +6,7 @@ Flow-GRPO-Fast, DanceGRPO, MixGRPO and DDPO differ in how they sample (`configs/
 from typing import Any, ClassVar
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from gerl.algorithms.base import Batch, Rewards
 from gerl.algorithms.planning import drawn_steps
@@ -13,6 +14,7 @@ from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config import Config
 from gerl.config.algorithm import ChainConfig
 from gerl.engine import ReplayedStep, replay
+from gerl.errors import CheckpointError
 from gerl.model.loading import Policy
 from gerl.model.lora import lora_disabled
 
@@ -64,4 +66,7 @@ class FlowGRPO(PolicyGradient):
         return {"past": {str(prompt): values for prompt, values in self.past.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.past = {int(prompt): values for prompt, values in state.get("past", {}).items()}
+        try:
+            self.past = TypeAdapter(dict[int, list[float]]).validate_python(state.get("past", {}))
+        except ValidationError:
+            raise CheckpointError("state.json has no usable algorithm.past: prompt -> its latest rewards") from None

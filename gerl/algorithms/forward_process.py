@@ -7,7 +7,7 @@ trained weights, the reference is the base model.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from gerl.config import Config
 from gerl.config.algorithm import ForwardProcessConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.engine.kernels import Rule
+from gerl.errors import ReplayError
 from gerl.model.loading import Policy
 from gerl.model.lora import lora_disabled
 from gerl.protocol import Sample, UpdateStats
@@ -43,6 +44,27 @@ class Noised:
         """The output that would lead back to `x0`, `[B, ...]`."""
         return self.rule.target(self.x0, self.noise)
 
+    def without(self, written: torch.Tensor) -> "Noised":
+        """Each row without its elements `written` `[B, ...]`: all tensors as `[B, N]`.
+
+        These the pipeline sets itself (the frame of a picture, what surrounds an inpainted part): there is nothing to
+        learn. Raises `ReplayError` if that leaves nothing, or more of one row than of another.
+        """
+        left = (~written).flatten(1)
+        counts = left.sum(1).unique().tolist()
+        if counts == [0] or len(counts) > 1:
+            raise ReplayError(
+                f"the pipeline's condition leaves {' and '.join(str(n) for n in counts)} values of a sample to learn: "
+                "samples of one micro-batch need as many, and at least one"
+            )
+
+        def part(values: torch.Tensor) -> torch.Tensor:
+            return values.flatten(1)[left].view(len(left), -1)
+
+        old, reference = (None if values is None else part(values) for values in (self.old, self.reference))
+        x0, noise, x, output = (part(values) for values in (self.x0, self.noise, self.x, self.output))
+        return replace(self, x0=x0, noise=noise, x=x, output=output, old=old, reference=reference)
+
 
 def per_sample(values: torch.Tensor) -> torch.Tensor:
     """Mean over all non-batch dimensions: `[B, ...]` -> `[B]`."""
@@ -63,12 +85,16 @@ class ForwardProcess(Algorithm):
     uses_reference: ClassVar[bool] = False
     guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
     shared_noise: ClassVar[bool] = False  # the samples of a group get the same noise at each level
+    compared_with_old: ClassVar[tuple[str, ...]] = ()  # what `loss` reports that is 0 if the old policy is the trained
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.needs_old = self.uses_old or self.settings.old_kl_coef > 0
         self.old_decay = self.settings.old_decay if self.needs_old else None
         self.rollout_decay = self.settings.rollout_decay
+        _, start, slope, limit = self.settings.old_decay
+        follows = start == 0 and slope * limit == 0  # it is the trained policy again after every trainer step
+        self.old_differs = not follows or self.settings.old_every > 1 or config.actor.updates_per_step > 1
 
     def renews_old(self, step: int) -> bool:
         return step % self.settings.old_every == 0
@@ -98,15 +124,17 @@ class ForwardProcess(Algorithm):
             output = step.model_output
             known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
             s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups)
+            if step.written is not None:
+                s = s.without(step.written)
             loss, metrics = self.loss(s)
-            to_base = _distance(output, s.reference, settings.kl_coef)
-            total = loss + settings.kl_coef * to_base + settings.old_kl_coef * _distance(output, known, 1.0)
-            stats += UpdateStats(
-                pairs=len(rows),
-                loss=float(total.detach().sum()),
-                kl=float(to_base.detach().sum()),
-                extra={name: value * len(rows) for name, value in metrics.items()},
-            )
+            to_base = _distance(s.output, s.reference, settings.kl_coef)
+            total = loss + settings.kl_coef * to_base + settings.old_kl_coef * _distance(s.output, s.old, 1.0)
+            sums = {"loss": float(total.detach().sum())}
+            if s.reference is not None and settings.kl_coef > 0:
+                sums["kl"] = float(to_base.detach().sum())
+            left_out = () if self.old_differs else self.compared_with_old
+            sums |= {name: value * len(rows) for name, value in metrics.items() if name not in left_out}
+            stats += UpdateStats(len(rows), sums)
             return total.sum() / num_pairs
 
         replay(policy.pipe, tape, on_step, cfg=settings.cfg, **options)

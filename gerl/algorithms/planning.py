@@ -2,19 +2,51 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
+import numpy as np
 import torch
 
 from gerl.config import Config, SamplingConfig
 from gerl.protocol import Group, Prompt, RolloutTask, Sample
 from gerl.utils.condition_images import pictures_of
-from gerl.utils.dataset import PromptSchedule
 from gerl.utils.seeding import derive_seed
 
 # MixGRPO's decay strategy (arXiv 2507.21802, section 4.2): a window stays exp(-RATE * steps past the threshold) as long
 DECAY_RATE = 0.1
 VALIDATION_SEED = 42  # of the fixed noise of each held-out prompt
+
+
+@dataclass(frozen=True)
+class PromptSchedule:
+    """Which of `count` prompts a trainer step uses, as a pure function of the step, so that resuming needs no state.
+
+    Within an epoch each prompt comes exactly once, and the epoch's last batch holds what is left. With `shuffle` every
+    epoch has its own order, drawn from (seed, epoch).
+    """
+
+    count: int
+    per_step: int
+    shuffle: bool
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.count // self.per_step)
+
+    def epoch(self, step: int) -> int:
+        """The epoch (from 0) that `step` (from 0) belongs to."""
+        return step // self.steps_per_epoch
+
+    def batch(self, step: int) -> list[int]:
+        """Indices of the prompts of `step` (from 0): `per_step` of them, or fewer at the end of an epoch."""
+        start = step % self.steps_per_epoch * self.per_step
+        order = np.arange(self.count)
+        if self.shuffle:
+            sequence = np.random.SeedSequence(self.seed, spawn_key=(self.epoch(step),))
+            order = np.random.default_rng(sequence).permutation(self.count)
+        return [int(i) for i in order[start : start + self.per_step]]
 
 
 def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[int, ...]:

@@ -49,24 +49,21 @@ class PolicyGradient(Algorithm):
         reference = self._reference(policy, tape, options) if self.needs_all_samples else {}
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
         credit = batch.credit[rows].to(tape.steps[0].x.device)
+        compared = settings.cfg != "off"  # else the ratio is that to the same forward pass, and 1 by construction
         stats = UpdateStats()
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
             losses, metrics = self.policy_loss(step, credit[:, k])
-            kl = torch.zeros((), device=credit.device)
+            deviation = metrics.pop("ratio_deviation")
+            total, measured = weights[k] * losses.mean(), metrics if compared else {}
             if reference:
                 kl = self._kl(reference[k], step.mean, step.log_prob, step.model_output).mean()
-            total = weights[k] * losses.mean() + settings.kl_coef * kl
-            stats += UpdateStats(
-                pairs=len(rows),
-                loss=float(total.detach()) * len(rows),
-                kl=float(kl.detach()) * len(rows),
-                clip_low=metrics["clip_fraction_low"] * len(rows),
-                clip_high=metrics["clip_fraction_high"] * len(rows),
-                log_ratio=metrics["log_ratio_mean"] * len(rows),
-                ratio_deviation=metrics["ratio_deviation"],
-            )
+                total = total + settings.kl_coef * kl
+                measured = measured | {"kl": float(kl.detach())}
+            measured = {"loss": float(total.detach())} | measured
+            sums = {name: value * len(rows) for name, value in measured.items()}
+            stats += UpdateStats(len(rows), sums, deviation if compared else None)
             return total * (len(rows) / num_pairs)
 
         replay(policy.pipe, tape, on_step, **options)

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.errors import ReplayError
-
 Tree = object  # tensors and other values, in nested lists, tuples and dictionaries
 Arguments = tuple[tuple[object, ...], dict[str, object]]  # positional and named
 Nested = TypeVar("Nested")
@@ -55,13 +53,14 @@ def rows(tensor: torch.Tensor, index: Sequence[int], n: int) -> torch.Tensor:
 
 
 def batch_size(call: Mapping[str, object]) -> int:
-    """Number of samples of a pipeline call: the length of its prompt list, or of its prompt embeddings."""
+    """Number of samples of a pipeline call: the length of its prompt list, or of its prompt embeddings.
+
+    A prompt that is a string, for pipelines that take no list, is one sample.
+    """
     for name in ("prompt", "prompt_embeds"):
         value = call.get(name)
         if isinstance(value, list | torch.Tensor):
             return len(value)
-    if isinstance(call.get("prompt"), str):
-        raise ReplayError("the call's prompt is a single string: give one prompt per sample, as a list")
     return 1
 
 

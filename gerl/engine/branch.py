@@ -117,7 +117,10 @@ class BranchRecorder(Recorder):
             # the shape serves for a ControlNet, whose only reader is the denoiser, which does not run; but not for the
             # denoiser itself, nor for what was called once before the loop, which has to run again
             if name in self.denoisers:
-                raise ReplayError(f"the output of {name} is too large for the tape, and cannot be branched from")
+                raise ReplayError(
+                    f"the output of {name} was too large to be kept: record what is to be branched from with stop="
+                    f"{self.fork}, which keeps it"
+                )
             if name not in self.looped:
                 return super().on_component(name, forward, *args, **kwargs)
         self.tape.component_calls.append(replace(recorded))
@@ -137,6 +140,17 @@ class BranchRecorder(Recorder):
         self.tape.steps.append(step)
         self.carried[id(scheduler)] = step.x_next
         return step.x_next
+
+    def on_companion_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        if self._is_live():
+            return super().on_companion_step(scheduler, model_output, timestep, sample)
+        recorded = self.parents.companion(len(self.tape.companions), sample)
+        advance(scheduler, timestep)
+        self.tape.companions.append(recorded)
+        self.carried[id(scheduler)] = recorded.x_next
+        return recorded.x_next
 
     def _parents_step(self, k: int, sample: torch.Tensor) -> TapeStep | None:
         """The parents' step `k`, None where the tape was stopped at it; `sample` are the latents the pipeline has."""

@@ -4,9 +4,12 @@ A replay runs the denoiser at trained steps only, so what an untrained step woul
 of one step would reach into another. An object that has tensors inside, but is no container of them, may be a cache.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator
 
+import diffusers
 import torch
+from diffusers import DiffusionPipeline
 from torch.utils._pytree import tree_leaves
 
 from gerl.engine.batching import Tree
@@ -19,7 +22,17 @@ class Caches:
     """Watches what a pipeline's components are given and give back, in one rollout."""
 
     def __init__(self) -> None:
+        self.way = "if the pipeline has an argument that switches it off, set it in sampling.call"
         self.filled: dict[int, tuple[object, int]] = {}  # id of an object -> the object and the step that filled it
+
+    def belong_to(self, pipe: DiffusionPipeline) -> None:
+        """Say in errors how `pipe` does without, where that can be told."""
+        name = type(pipe).__name__
+        switches = [p for p in inspect.signature(type(pipe).__call__).parameters if "cache" in p]
+        if switches:
+            self.way = f"set sampling.call.{switches[0]}=false"
+        elif hasattr(diffusers, sibling := name.replace("KV", "")) and sibling != name:
+            self.way = f"no argument switches it off, but {sibling} does without: use it with these weights"
 
     def check_arguments(self, step: int, component: str, arguments: Tree) -> dict[int, set[int]]:
         """The tensors that each object in `arguments` holds, by id.
@@ -31,8 +44,7 @@ class Caches:
             if self.filled.get(id(value), (None, step))[1] != step:
                 raise ModelError(
                     f"{component} reads at step {step} what an earlier step left in a {type(value).__name__}, and a "
-                    "cache cannot be replayed: if the pipeline has an argument that switches it off, set it in "
-                    "sampling.call"
+                    f"cache cannot be replayed: {self.way}"
                 )
             held[id(value)] = {id(tensor) for tensor in _tensors(value)}
         return held

@@ -3,7 +3,7 @@
 A guided step makes of a conditional output `c` and an unconditional one `u` the model output `u + w (c - u)`, possibly
 rescaled or negated. Its gradient with respect to `c` is as `w`, with respect to `u` as `1 - w`: for any `w` above 1/2
 the conditional output has the larger one. So the roles are found, not assumed: once per pipeline and kind of step, by
-running the pipeline's own arithmetic on the recorded outputs, without the denoiser.
+running the pipeline's own arithmetic on the recorded outputs (made nearly equal), without the denoiser.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ Roles = dict[int, Role]  # by number of the call within its step; without the ca
 Structure = tuple[tuple[str, float], ...]  # component and rows per row of latents, of each call of a step
 
 CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; the two norms agree to rounding errors otherwise
+NEAR = 1e-2  # of their standard deviation, how far two outputs are apart when their weights are compared
 _FOUND: "WeakKeyDictionary[DiffusionPipeline, dict[Structure, Roles]]" = WeakKeyDictionary()
 
 
@@ -265,6 +266,7 @@ class _Inspector:
         self.calls = _looped_calls(tape)
         self.looped = tape.looped_components()
         self.step = 0
+        self.accompanied = 0
         self.served = -1  # step of the latest calls: several scheduler streams may share them
         self.outputs: list[Tree] = []  # of the latest calls
         self.influence: dict[int, list[torch.Tensor | None]] = {}
@@ -291,7 +293,8 @@ class _Inspector:
                 return value.requires_grad_()
             return value
 
-        self.outputs.append(tree_map(leaf, tree_map(self._with_values, detached_copy(recorded[0].output))))
+        output = self._nearly_equal(tree_map(self._with_values, detached_copy(recorded[0].output)))
+        self.outputs.append(tree_map(leaf, output))
         return self.outputs[-1]
 
     def on_scheduler_step(
@@ -310,12 +313,51 @@ class _Inspector:
             raise StopPipeline
         return self.tape.steps[self.step - 1].x_next
 
+    def on_companion_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        del model_output
+        recorded = self.tape.companion(self.accompanied, sample)
+        self.accompanied += 1
+        advance(scheduler, timestep)
+        return recorded.x_next
+
+    def _nearly_equal(self, output: Tree) -> Tree:
+        """`output`, if guidance takes it apart, with the values of the step's first one: of its first half, or call.
+
+        Adaptive projected guidance leaves out the part of `c - u` along `c`, so that the weight of `c` falls with that
+        part: below that of `u`, with outputs of a model as far apart as an untrained one's. Where `c` is nearly `u`
+        there is next to none. Nearly, since the norm of 0 has no derivative.
+        """
+        half = len(self.tape.steps[self.step].x)
+        first = next((o for o in self.outputs if _shapes(o) == _shapes(output)), None)
+        if first is None and len(_leading(output)) != 2 * half:
+            return output
+
+        def near(value: object, other: object) -> object:
+            if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and value.is_floating_point()):
+                return value
+            noise = torch.randn(other.shape, generator=self.generator).to(other.device, other.dtype)
+            return other.detach() + NEAR * other.detach().std() * noise
+
+        if first is not None:
+            return tree_map(near, output, first)
+        in_list = has_rows_in_list(output)
+        one, two = (_slice_rows(output, part, 2 * half, in_list) for part in (slice(0, half), slice(half, None)))
+        if _shapes(one) != _shapes(two):
+            return output
+        return _join_rows(one, tree_map(near, two, one), half, in_list)
+
     def _with_values(self, value: object) -> object:
         """`value` itself, or noise where only the shape was kept: with zeros, rescaled guidance has no gradient."""
         if not (isinstance(value, torch.Tensor) and value.is_meta):
             return value
         noise = torch.randn(value.shape, generator=self.generator)
         return noise.to(value.dtype).to(self.tape.steps[0].x.device)
+
+
+def _shapes(tree: Tree) -> list[object]:
+    return [v.shape if isinstance(v, torch.Tensor) else type(v) for v in tree_leaves(tree)]
 
 
 def _squared_gradients(loss: torch.Tensor, output: Tree) -> torch.Tensor | None:

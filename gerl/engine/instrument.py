@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SchedulerMixin
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SchedulerMixin, SCMScheduler
 from diffusers.models.autoencoders import vae as vae_module
+from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
+
+from gerl.errors import ModelError
 
 # what `__call__` computes or draws outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
 # `prepare_extra_step_kwargs` inspects the scheduler's signature and must run.
@@ -28,7 +31,7 @@ Timestep = torch.Tensor | float
 
 
 class Head(Protocol):
-    """Receives the three kinds of calls that are routed: a rollout, a branch or a replay."""
+    """Receives the kinds of calls that are routed: a rollout, a branch or a replay."""
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object: ...
 
@@ -38,16 +41,23 @@ class Head(Protocol):
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor: ...
 
+    def on_companion_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor: ...
+
 
 class _Step:
     """`scheduler.step` routed to a head.
 
-    Pipelines with two modalities deep-copy their scheduler; the copy carries a copy of this object, bound to the copied
-    scheduler but to the same head, so that all streams write on one tape.
+    Pipelines with two modalities (video and sound) deep-copy their scheduler; the copy carries a copy of this object,
+    bound to the copied scheduler but to the same head. Where the pipeline's own scheduler steps first, the steps of its
+    copies are its companions: they belong to the modality that goes along.
     """
 
     def __init__(self, head: Head, scheduler: SchedulerMixin) -> None:
         self.head, self.scheduler = head, scheduler
+        self.own = scheduler
+        self.first: list[SchedulerMixin] = []  # that stepped, of all copies together
         functools.update_wrapper(self, scheduler.step)  # pipelines inspect its signature
 
     def __deepcopy__(self, memo: dict[int, SchedulerMixin]) -> "_Step":
@@ -63,12 +73,26 @@ class _Step:
         sample: torch.Tensor,
         *_: object,
         return_dict: bool = True,
+        per_token_timesteps: torch.Tensor | None = None,
         **__: object,
-    ) -> SchedulerOutput | tuple[torch.Tensor]:
-        x_next = self.head.on_scheduler_step(self.scheduler, model_output, timestep, sample)
+    ) -> SchedulerOutput | SCMSchedulerOutput | tuple[torch.Tensor, ...]:
+        if per_token_timesteps is not None:
+            raise ModelError(
+                "the pipeline steps every token at a noise level of its own (per_token_timesteps), for which gerl has "
+                "no transition kernel: use a pipeline of this model without (LTXImageToVideoPipeline for LTX)"
+            )
+        if not self.first:
+            self.first.append(self.scheduler)
+        goes_along = self.first[0] is self.own is not self.scheduler
+        step = self.head.on_companion_step if goes_along else self.head.on_scheduler_step
+        x_next = step(self.scheduler, model_output, timestep, sample)
         euler = isinstance(self.scheduler, FlowMatchEulerDiscreteScheduler)  # which gives what it gets from the model
         dtype = model_output.dtype if euler else sample.dtype
         x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
+        if isinstance(self.scheduler, SCMScheduler):  # its pipelines decode the clean latents of the last step
+            t = torch.as_tensor(timestep).flatten()[0]
+            clean = torch.cos(t) * sample - torch.sin(t) * model_output
+            return SCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
         return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
 
 

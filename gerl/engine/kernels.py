@@ -140,11 +140,70 @@ class FlowRule:
 
 
 @dataclass(frozen=True)
+class EDMRule:
+    """One step of a schedule of `x = x0 + c eps` (EDM, arXiv 2206.00364), whose model output is the predicted noise.
+
+    With `s = c / (1 + c)`, `x / (1 + c)` is on the path of flow matching at sigma `s`. So its transition to `c'` is
+
+        x' ~ Normal(x0h + (1 + c') kappa eps_h, (1 + c') std),    x0h = x - c eps_h
+
+    with the `(kappa, std)` of `coefficients` at `s` and `s'`, which are `sigma` and `sigma_next` here. At noise 0 that
+    is the Euler step `x + (c' - c) eps_h`.
+    """
+
+    scale: float  # c, any positive number
+    scale_next: float  # c'
+    kappa: float
+    std: float  # of x', hence times 1 + c'
+
+    @property
+    def sigma(self) -> float:
+        """Noise level in [0, 1], that of flow matching."""
+        return self.scale / (1 + self.scale)
+
+    @property
+    def sigma_next(self) -> float:
+        """Noise level after the step, in [0, 1]."""
+        return self.scale_next / (1 + self.scale_next)
+
+    @property
+    def dt(self) -> float:
+        """`sigma_next - sigma`, negative."""
+        return self.sigma_next - self.sigma
+
+    @property
+    def jacobian(self) -> float:
+        """`|d mean / d model_output|`."""
+        return abs((1 + self.scale_next) * self.kappa - self.scale)
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """Mean of the next latents, fp32, shape of `x`; at noise 0 bitwise the scheduler's."""
+        deviation = (1 + self.scale_next) * (self.kappa - self.sigma_next)
+        return x.float() + ((self.scale_next - self.scale) + deviation) * model_output.float()
+
+    def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Clean latents noised: `x0 + c noise`, fp32, shape of `x0`."""
+        return x0.float() + self.scale * noise.float()
+
+    def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """The output of a perfect model at `noised(x0, noise)`: the noise, fp32, shape of `x0`."""
+        del x0
+        return noise.float()
+
+    def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """The clean latents that `model_output` predicts at `x`: `x - c eps_h`, fp32, shape of `x`."""
+        return x.float() - self.scale * model_output.float()
+
+
+@dataclass(frozen=True)
 class DDIMRule:
     """One DDIM step (arXiv 2010.02502, equations 12 and 16) of an epsilon-, v- or sample-prediction model.
 
     The coefficients are fp32 numbers, computed as `DDIMScheduler.step` computes them: at `std` 0 the result is bitwise
     the same. `sigma` is sqrt(1 - alpha_bar). Raises `ValueError` for other prediction types.
+
+    TrigFlow (arXiv 2410.11081), x = cos(t) x0 + sin(t) z with z ~ Normal(0, noise_scale), is a v prediction with
+    sqrt(alpha_bar) = cos(t).
     """
 
     sigma: float
@@ -155,6 +214,7 @@ class DDIMRule:
     std: float
     prediction_type: str
     clip_range: float | None
+    noise_scale: float = 1.0  # std of what is added at noise level 1
 
     def __post_init__(self) -> None:
         if self.prediction_type not in ("epsilon", "v_prediction", "sample"):
@@ -183,21 +243,24 @@ class DDIMRule:
 
     def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """Clean latents noised to `sigma`: `sqrt(alpha_bar) x0 + sigma noise`, fp32, shape of `x0`."""
-        return self.sqrt_alpha * x0.float() + self.sigma * noise.float()
+        return self.sqrt_alpha * x0.float() + self.sigma * self._scaled(noise)
 
     def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """The output of a perfect model at `noised(x0, noise)`, fp32, shape of `x0`."""
         match self.prediction_type:
             case "epsilon":
-                return noise.float()
+                return self._scaled(noise)
             case "v_prediction":
-                return self.sqrt_alpha * noise.float() - self.sigma * x0.float()
+                return self.sqrt_alpha * self._scaled(noise) - self.sigma * x0.float()
             case _:  # sample
                 return x0.float()
 
     def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
         """The clean latents that `model_output` predicts at `x`, clipped as in `mean`, fp32, shape of `x`."""
         return self._predictions(x.float(), model_output.float())[0]
+
+    def _scaled(self, noise: torch.Tensor) -> torch.Tensor:
+        return noise.float() * self.noise_scale if self.noise_scale != 1.0 else noise.float()
 
     def _predictions(self, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Predicted clean latents, clipped, and predicted noise."""
@@ -214,4 +277,4 @@ class DDIMRule:
         return x0, epsilon
 
 
-Rule = FlowRule | DDIMRule
+Rule = FlowRule | EDMRule | DDIMRule

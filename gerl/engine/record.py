@@ -13,7 +13,7 @@ from gerl.engine.caches import Caches
 from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.kernels import gaussian_log_prob
 from gerl.engine.solver import ONE_STEP, OdeSolver, Span, compressed_spans
-from gerl.engine.tape import Answer, ComponentCall, Tape, TapeStep
+from gerl.engine.tape import Answer, CompanionStep, ComponentCall, Tape, TapeStep
 from gerl.engine.transitions import Sampler, Transitions
 from gerl.errors import ModelError
 
@@ -37,7 +37,8 @@ def record(
 ) -> tuple[BaseOutput | None, Tape]:
     """Run `pipe(**call)` without gradient; return its output and the tape that `replay` needs.
 
-    `call`: keyword arguments of the pipeline with one prompt per sample (a list). `kernel`, `noise_level`: the
+    `call`: keyword arguments of the pipeline with one prompt per sample: a list, or a string for a pipeline that takes
+    one prompt a call. `kernel`, `noise_level`: the
     transition kernel of the stochastic steps, see `kernels.coefficients`; `window`: their indices, None: all but the
     last. `solver`: how the other steps are taken, see `solver.OdeSolver`; `compression`: which part of those after the
     window is taken at all, see `solver.compressed_spans` (an empty window compresses nothing).
@@ -48,7 +49,8 @@ def record(
     that of an earlier call of the same kind, False goes without.
 
     `stop`: leave the pipeline where it is about to take this step: the tape ends before it, but has what the denoiser
-    said there, so that `branch` can go on from it. The output is None.
+    said there, so that `branch` can go on from it; it keeps the denoiser's outputs however large (those of FLUX Kontext
+    have the reference picture's tokens). The output is None.
 
     Raises `ModelError` where the scheduler has no transition kernel, the solver is not for it, or `window` or `stop`
     name a step that cannot be.
@@ -113,7 +115,9 @@ class Recorder:
     ) -> BaseOutput | None:
         """The output of `pipe(**arguments)`, None where it was stopped."""
         if generators is not None:
-            arguments = {**arguments, "generator": list(generators)}
+            one = isinstance(arguments.get("prompt"), str)  # what takes no list of prompts takes none of generators
+            arguments = {**arguments, "generator": generators[0] if one else list(generators)}
+        self.caches.belong_to(pipe)
         with torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
             output = pipe(**arguments)
             self._finish()
@@ -150,9 +154,10 @@ class Recorder:
     ) -> torch.Tensor:
         k = len(self.tape.steps)
         self._arrive(k, scheduler, timestep, sample)
-        x = self.carried.get(id(scheduler))
-        if x is None or x.shape != sample.shape or not torch.equal(x.to(sample.dtype), sample):
-            x = sample.float().clone()  # the first step, or the pipeline edited the latents in between
+        x = self._carried_to(scheduler, sample)
+        before = self.carried.get(id(scheduler), x)
+        edited = before is not x and before.shape == x.shape
+        written = before.to(sample.dtype) != sample if edited else None
         stochastic = None if self.window is None else k in self.window
         rule = self.transitions.next_rule(scheduler, timestep, stochastic, self.spans.get(k, ONE_STEP))
         mean, log_prob = None, None
@@ -163,9 +168,27 @@ class Recorder:
             self.solver.observe(scheduler, rule, x, model_output)
         else:
             x_next = x if self._is_skipped(k) else self.solver.step(scheduler, rule, x, model_output)
-        self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers)))
+        self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers), written))
         self.carried[id(scheduler)] = x_next
         return x_next
+
+    def on_companion_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        taken = len(self.tape.steps)
+        x, span = self._carried_to(scheduler, sample), self.spans.get(taken - 1, ONE_STEP)
+        rule = self.transitions.next_rule(scheduler, timestep, False, span)
+        x_next = x if span[0] > 0 else self.solver.step(scheduler, rule, x, model_output)
+        self.tape.companions.append(CompanionStep(taken, x, x_next))
+        self.carried[id(scheduler)] = x_next
+        return x_next
+
+    def _carried_to(self, scheduler: SchedulerMixin, sample: torch.Tensor) -> torch.Tensor:
+        """The latents of `scheduler`, which the pipeline has as `sample`, before they were rounded to its dtype."""
+        x = self.carried.get(id(scheduler))
+        if x is None or x.shape != sample.shape or not torch.equal(x.to(sample.dtype), sample):
+            return sample.float().clone()  # the first step, or the pipeline edited the latents in between
+        return x
 
     def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:
         """Prepare for step `k`, whoever takes it: drop large outputs, plan the compression, stop where asked to."""
@@ -220,6 +243,9 @@ class Recorder:
         return torch.cat([torch.randn(shape, generator=g, device=g.device).to(x.device) for g in self.generators])
 
     def _drop_large_outputs(self, step: int, limit: int) -> None:
-        for call in self.tape.component_calls:
-            if call.step == step and num_elements(call.output) > limit:
+        calls = [c for c in self.tape.component_calls if c.step == step]
+        # a rollout that is stopped is branched from, and a branch reads what the denoiser, called last, said
+        kept = {c.component for c in calls[-1:]} if self.stop is not None else set()
+        for call in calls:
+            if call.component not in kept and num_elements(call.output) > limit:
                 call.output = shapes(call.output)

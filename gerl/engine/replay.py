@@ -28,7 +28,8 @@ from gerl.engine.differentiable import Differentiable
 from gerl.engine.guidance import CfgMode, Role, check_stands_for, guidance_roles, guided, has_rows_in_list
 from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.kernels import Rule, gaussian_log_prob
-from gerl.engine.tape import Tape
+from gerl.engine.start import started_at
+from gerl.engine.tape import Tape, TapeStep
 from gerl.engine.transitions import advance
 from gerl.errors import ReplayError
 
@@ -43,6 +44,7 @@ class ReplayedStep:
     recorded_log_prob: torch.Tensor | None  # [B] fp32; None there and where the step was deterministic
     tape_mean: torch.Tensor | None  # [B, ...] fp32; None as recorded_log_prob, on the device meta where not kept
     model_output: torch.Tensor  # [B, ...] fp32, with graph
+    written: torch.Tensor | None = None  # [B, ...] bool, where the pipeline wrote its condition over `latents` given
 
     @property
     def recorded_mean(self) -> torch.Tensor | None:
@@ -96,8 +98,9 @@ def replay(
 
     A returned loss (scalar) is back-propagated at once; gradients accumulate in the parameters. `steps`: the trained
     steps, None: all stochastic ones. `index`: which samples of the tape, None: all. `latents`: `{k: x_k [B, ...]}` to
-    train on instead of the recorded ones (forward-process algorithms), in the order of `index`. `grad`: False runs
-    without gradient, for reference outputs.
+    train on instead of the recorded ones (forward-process algorithms), in the order of `index`. A pipeline that writes
+    a condition into the latents (a first frame, what surrounds an inpainted part) gets them before it does, and
+    `ReplayedStep.written` says where it did. `grad`: False runs without gradient, for reference outputs.
 
     `cfg`: what becomes of classifier-free guidance `u + w (c - u)` at the trained steps that have it. joint: gradient
     through the conditional output `c` and the unconditional one `u`. detach_uncond: the same values, but `u` is
@@ -110,6 +113,8 @@ def replay(
     part = tape if index is None else tape.rows(index)
     player = Player(part, on_step, steps, latents or {}, grad, cfg)
     player.components = pipe.components
+    if latents and 0 in latents:
+        player.start = started_at(pipe, part, latents[0])
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
     call = select_call(part.call, range(part.batch_size))  # fresh lists: some pipelines write into theirs
@@ -150,8 +155,10 @@ class Player:
                     f"latents of step {k} have shape {list(given.shape)}, the replayed ones "
                     f"{list(tape.steps[k].x.shape)}: give one row per replayed sample"
                 )
+        self.start: dict[int, Tree] = {}  # answers that start at the caller's latents, by position
         self.step = 0
         self.answered = 0
+        self.accompanied = 0
         self.looped = tape.looped_components()
         loop = [c for c in tape.component_calls if c.component in self.looped]
         if not loop:
@@ -169,9 +176,9 @@ class Player:
         del method, args, kwargs
         if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
             raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
-        value = detached_copy(self.tape.answers[self.answered].value)
+        value = self.start.get(self.answered, self.tape.answers[self.answered].value)
         self.answered += 1
-        return self._with_given_start(value) if 0 in self.latents and self.step == 0 else value
+        return detached_copy(value)
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:
@@ -216,9 +223,7 @@ class Player:
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         k, recorded = self.step, self.tape.steps[self.step]
-        x = self.latents[k].float() if k in self.latents else recorded.x
-        if sample.shape != x.shape or not torch.equal(x.to(sample.dtype), sample):
-            raise ReplayError(f"the pipeline did not arrive at the recorded latents at step {k}: it cannot be replayed")
+        x, written = self._arrived(k, recorded, sample)
         if self.answered != recorded.num_answers:
             raise ReplayError(
                 f"the pipeline had {self.answered} answers at step {k}, {recorded.num_answers} in the rollout: it "
@@ -226,14 +231,49 @@ class Player:
             )
         advance(scheduler, timestep)
         if k in self.trained:
-            self._train(k, x, model_output)
+            self._train(k, x, model_output, written)
         self.step += 1
         if self.step > max(self.trained):
             self._backward_through_denoiser()
             raise StopPipeline
         return self.latents[k + 1].float() if k + 1 in self.latents else recorded.x_next
 
-    def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor) -> None:
+    def on_companion_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        del model_output
+        recorded = self.tape.companion(self.accompanied, sample)
+        self.accompanied += 1
+        advance(scheduler, timestep)
+        return recorded.x_next
+
+    def _arrived(self, k: int, recorded: TapeStep, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The fp32 latents of step `k`, and where the pipeline wrote its condition over the caller's (None: nowhere).
+
+        Such values have to be those of the recording.
+        """
+        given = self.latents.get(k)
+        x = recorded.x if given is None else given.float()
+        if sample.shape == x.shape and torch.equal(x.to(sample.dtype), sample):
+            return x, None if given is None else recorded.written
+        if given is not None and (sample.shape != x.shape or recorded.x.is_meta):
+            raise ReplayError(
+                f"the pipeline did not arrive at the latents given for step {k} (it steps several latents in turn, or "
+                "edits them): algorithms that noise images again cannot train it, policy gradients can"
+            )
+        if given is None:
+            raise ReplayError(f"the pipeline did not arrive at the recorded latents at step {k}: it cannot be replayed")
+        written = sample != x.to(sample.dtype)
+        if recorded.written is not None:
+            written = written | recorded.written
+        if not torch.equal(torch.where(written, recorded.x.to(sample.dtype), x.to(sample.dtype)), sample):
+            raise ReplayError(
+                f"the pipeline did not arrive at the latents given for step {k}: it mixes its condition with them, "
+                "and cannot be trained on noised images"
+            )
+        return torch.where(written, recorded.x, x), written
+
+    def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
         if self.grad and not model_output.requires_grad:
             raise ReplayError(f"no gradient reaches the model output at step {k}: nothing of the denoiser is trained")
         recorded = self.tape.steps[k]
@@ -241,7 +281,7 @@ class Player:
         x_next, log_prob, mean = (
             None if given else value for value in (recorded.x_next, recorded.log_prob, recorded.mean)
         )
-        loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, model_output.float()))
+        loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, model_output.float(), written))
         if loss is not None:
             leaves = [leaf for _, cut in self.cuts for _, leaf in cut]
             # retain_graph: a second scheduler stream may share this denoiser call
@@ -254,18 +294,6 @@ class Player:
             if reached:
                 torch.autograd.backward([v for v, _ in reached], [g for _, g in reached])
         self.cuts = []
-
-    def _with_given_start(self, value: Tree) -> Tree:
-        """`value` with the recorded initial latents, where it holds them, replaced by the caller's."""
-        start, given = self.tape.steps[0].x, self.latents[0]
-
-        def swap(v: object) -> object:
-            if isinstance(v, torch.Tensor) and v.shape == start.shape and torch.equal(v, start.to(v.dtype)):
-                return given.to(v.dtype, copy=True)
-            return v
-
-        swapped: Tree = tree_map(swap, value)
-        return swapped
 
 
 def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor], cfg: CfgMode) -> None:

@@ -21,6 +21,19 @@ class TapeStep:
     log_prob: torch.Tensor | None  # [B] fp32, None where the step was deterministic
     mean: torch.Tensor | None  # [B, ...] fp32 mean that x_next was drawn around, None where deterministic
     num_answers: int  # answers the pipeline had received when it took the step
+    written: torch.Tensor | None = None  # [B, ...] bool, what of x the pipeline wrote over since the last step
+
+
+@dataclass
+class CompanionStep:
+    """A step of the modality that goes along with the trained one: the sound of a video. Always deterministic.
+
+    It was taken after `step` steps of the trained modality.
+    """
+
+    step: int
+    x: torch.Tensor  # [B, ...] fp32 latents before the step
+    x_next: torch.Tensor  # [B, ...] fp32 latents after it
 
 
 @dataclass
@@ -68,6 +81,7 @@ class Tape:
     steps: list[TapeStep] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     component_calls: list[ComponentCall] = field(default_factory=list)
+    companions: list[CompanionStep] = field(default_factory=list)
     probe: "Tape | None" = None
     reads: Reads | None = None
 
@@ -93,6 +107,18 @@ class Tape:
         looped = self.looped_components()
         called = {c.step for c in self.component_calls if c.component in looped}
         return {max(before) for k in steps if (before := [c for c in called if c <= k])}
+
+    def companion(self, position: int, sample: torch.Tensor) -> CompanionStep:
+        """Step `position` of the modality that goes along; raises `ReplayError` where it does not start at `sample`."""
+        recorded = self.companions[position] if position < len(self.companions) else None
+        if recorded is None or recorded.x.shape != sample.shape:
+            raise ReplayError("the pipeline steps a second modality, which it did not do in the rollout")
+        if not torch.equal(recorded.x.to(sample.dtype), sample):
+            raise ReplayError(
+                f"the latents of the second modality are not the recorded ones after step {recorded.step - 1}: the "
+                "pipeline cannot be replayed"
+            )
+        return recorded
 
     def rows(self, index: Sequence[int]) -> "Tape":
         """The tape of the samples `index`, repeats allowed: it can be replayed, branched and pickled by itself.
@@ -134,7 +160,9 @@ class Tape:
         def step(recorded: TapeStep) -> TapeStep:
             log_prob = None if recorded.log_prob is None else pick(recorded.log_prob)
             mean = None if recorded.mean is None else pick(recorded.mean)
-            return replace(recorded, x=pick(recorded.x), x_next=pick(recorded.x_next), log_prob=log_prob, mean=mean)
+            written = None if recorded.written is None else pick(recorded.written)
+            x, x_next = pick(recorded.x), pick(recorded.x_next)
+            return replace(recorded, x=x, x_next=x_next, log_prob=log_prob, mean=mean, written=written)
 
         def answer(position: int, recorded: Answer) -> Answer:
             # past the probe's end (later loops of a long pipeline) the last value of that name shows where rows are
@@ -160,5 +188,6 @@ class Tape:
             steps=[step(s) for s in self.steps],
             answers=[answer(i, a) for i, a in enumerate(self.answers)],
             component_calls=calls,
+            companions=[replace(c, x=pick(c.x), x_next=pick(c.x_next)) for c in self.companions],
             probe=probe,
         )

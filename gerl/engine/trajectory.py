@@ -31,8 +31,9 @@ def lean(tape: Tape, reads: Reads) -> Tape:
     steps = [
         replace(
             step,
-            # the initial latents are recognised by their values
-            x=step.x if k <= last and (k == 0 or k not in given) else shapes(step.x),
+            # the initial latents are recognised by their values, as is what a pipeline writes into later ones
+            x=step.x if k <= last and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
+            written=step.written if k in given else shapes(step.written),
             x_next=step.x_next if is_left(k) or (reads.forward and k == final) else shapes(step.x_next),
             mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
         )
@@ -45,7 +46,8 @@ def lean(tape: Tape, reads: Reads) -> Tape:
         for c in tape.component_calls
     ]
     answers = [a if i < num_answers else replace(a, value=shapes(a.value)) for i, a in enumerate(tape.answers)]
-    return replace(tape, steps=steps, answers=answers, component_calls=calls, reads=reads)
+    companions = [c if c.step <= last else replace(c, x=shapes(c.x), x_next=shapes(c.x_next)) for c in tape.companions]
+    return replace(tape, steps=steps, answers=answers, component_calls=calls, companions=companions, reads=reads)
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,21 @@ class Trajectory:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that are held; the probe, which is shared by all trajectories, has shapes only."""
-        steps = ([s.x, s.x_next, s.mean, s.log_prob] for tape in self.tapes for s in tape.steps)
+        steps = ([s.x, s.x_next, s.mean, s.log_prob, s.written] for tape in self.tapes for s in tape.steps)
+        companions = ([c.x, c.x_next] for tape in self.tapes for c in tape.companions)
         answers = (a.value for tape in self.tapes for a in tape.answers)
         outputs = (c.output for tape in self.tapes for c in tape.component_calls)
-        return tensor_bytes([*steps, *answers, *outputs])
+        return tensor_bytes([*steps, *companions, *answers, *outputs])
 
     def rows(self, index: Sequence[int]) -> "Trajectory":
         """The part of the samples `index`, as a trajectory of its own; raises `ReplayError` for a tree."""
-        if len(self.task.segments) > 1:
+        several = len(self.task.segments) > 1
+        if several and any(s.parent is not None or len(s.seeds) > 1 for s in self.task.segments):
             raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
+        if several:  # one for each sample
+            segments = tuple(replace(self.task.segments[i], leaves=(n,)) for n, i in enumerate(index))
+            task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=segments)
+            return replace(self, task=task, tapes=tuple(self.tapes[i] for i in index))
         (segment,), (tape,) = self.task.segments, self.tapes
         segment = replace(segment, seeds=tuple(segment.seeds[i] for i in index), leaves=tuple(range(len(index))))
         task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=(segment,))

@@ -1,12 +1,13 @@
 """From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not."""
 
+import math
 from dataclasses import dataclass
 
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, SchedulerMixin
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, SchedulerMixin, SCMScheduler
 
 from gerl.engine.instrument import Timestep
-from gerl.engine.kernels import DDIMRule, FlowRule, Rule, coefficients
+from gerl.engine.kernels import DDIMRule, EDMRule, FlowRule, Rule, coefficients
 from gerl.engine.solver import ONE_STEP, SOLVERS, Span
 from gerl.errors import ModelError
 
@@ -45,16 +46,20 @@ class Transitions:
         check_scheduler(scheduler, self.sampler)
         if is_flow_matching(scheduler):
             return self._flow(scheduler, timestep, stochastic, span)
+        if isinstance(scheduler, SCMScheduler):
+            return self._trigflow(scheduler, timestep, stochastic, span)
         return self._ddim(scheduler, int(timestep), stochastic, span)
 
     def num_steps(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
-        total = len(scheduler.sigmas) - 1 if is_flow_matching(scheduler) else len(scheduler.timesteps)
+        total = len(scheduler.timesteps)
+        if counts_steps(scheduler):  # its schedule has the noise level after the last step
+            total = len(scheduler.sigmas if is_flow_matching(scheduler) else scheduler.timesteps) - 1
         return total - self._position(scheduler, timestep)
 
     def _position(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Index in the schedule of the step that `scheduler` is about to take at `timestep`."""
-        if not is_flow_matching(scheduler):
+        if not counts_steps(scheduler):
             return self._table(scheduler.timesteps).index(float(timestep))
         return _step_index(scheduler, timestep)
 
@@ -65,22 +70,54 @@ class Transitions:
             )
         return self.sampler.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
 
-    def _flow(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> FlowRule:
+    def _flow(
+        self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span
+    ) -> FlowRule | EDMRule:
         i = self._position(scheduler, timestep)
         advance(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
         s, s_next, s_one = sigmas[i + span[0]], sigmas[i + span[1]], sigmas[1]
+        if max(sigmas) > 1.001:  # of flow matching they lie in [0, 1]
+            return self._edm(s, s_next, s_one, stochastic)
         inverted = sigmas[i + 1] > sigmas[i]
         if inverted:
             s, s_next, s_one = 1 - s, 1 - s_next, 1 - s_one
-        if s > 1.001:
-            raise ModelError(
-                f"the scheduler's sigma is {s:.3g}: sigmas of flow matching lie in [0, 1], those of EDM have no kernel"
-            )
         s = min(s, 1.0)
         noise = self._noise(stochastic, last=s_next <= 0)
         kappa, std = coefficients(self.sampler.kernel, s, s_next, noise, s_one)
         return FlowRule(s, s_next, kappa, std, inverted)
+
+    def _edm(self, c: float, c_next: float, c_one: float, stochastic: bool | None) -> EDMRule:
+        """Euler steps along the sigmas of EDM (Cosmos 2): see `EDMRule`."""
+        if self.sampler.solver != "euler":
+            raise ModelError(
+                f"sampling.solver={self.sampler.solver} is for sigmas in [0, 1], those of this scheduler go up to "
+                f"{c_one:.3g} and beyond: use euler"
+            )
+        s, s_next, s_one = (value / (1 + value) for value in (c, c_next, c_one))
+        kappa, std = coefficients(self.sampler.kernel, s, s_next, self._noise(stochastic, last=c_next in (0, c)), s_one)
+        return EDMRule(c, c_next, kappa, (1 + c_next) * std)
+
+    def _trigflow(self, scheduler: SCMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
+        """A step of a consistency model in TrigFlow; with noise level 1 of the kernel cps it is the scheduler's own."""
+        i = self._position(scheduler, timestep)
+        advance(scheduler, timestep)
+        times = self._table(scheduler.timesteps)
+        t, t_next = times[i + span[0]], times[i + span[1]]
+        s, s_next = math.sin(t), math.sin(t_next)
+        kappa, std = coefficients(self.sampler.kernel, s, s_next, self._noise(stochastic, last=s_next <= 0), s)
+        scale = float(scheduler.config.sigma_data)
+        return DDIMRule(
+            sigma=s,
+            sigma_next=s_next,
+            sqrt_alpha=math.cos(t),
+            sqrt_alpha_next=math.cos(t_next),
+            direction=kappa,
+            std=std * scale,
+            prediction_type="v_prediction",
+            clip_range=None,
+            noise_scale=scale,
+        )
 
     def _ddim(self, scheduler: DDIMScheduler, timestep: int, stochastic: bool | None, span: Span) -> DDIMRule:
         kernel, config = self.sampler.kernel, scheduler.config
@@ -121,12 +158,12 @@ def advance(scheduler: SchedulerMixin, timestep: Timestep) -> None:
 
     Pipelines that noise an image for the next step (inpainting) let the scheduler look its sigma up by step index.
     """
-    if is_flow_matching(scheduler):
+    if counts_steps(scheduler):
         scheduler._step_index = _step_index(scheduler, timestep) + 1
 
 
 def _step_index(scheduler: SchedulerMixin, timestep: Timestep) -> int:
-    """Index of the step that a flow-matching scheduler is about to take at `timestep`."""
+    """Index of the step that a scheduler that counts them is about to take at `timestep`."""
     if scheduler.step_index is None:
         scheduler._init_step_index(timestep)
     index: int = scheduler.step_index
@@ -140,6 +177,18 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
         if config.get("stochastic_sampling", False):
             raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
         return
+    if isinstance(scheduler, SCMScheduler):
+        if sampler.kernel not in ("cps", "ode") or sampler.solver != "euler":
+            raise ModelError(
+                f"sampling.kernel={sampler.kernel} with sampling.solver={sampler.solver} is for flow matching: this "
+                "pipeline has an SCMScheduler, use cps (noise_level=1 is its own sampler) and euler"
+            )
+        return
+    if type(scheduler).__name__ == "FlowMapEulerDiscreteScheduler":
+        raise ModelError(
+            f"the pipeline's scheduler is {name}, whose model jumps between noise levels by an average velocity and "
+            "has no transition kernel: train the model it was distilled from"
+        )
     if not isinstance(scheduler, DDIMScheduler):
         raise ModelError(
             f"the pipeline's scheduler is {name}, which has no transition kernel: set "
@@ -155,6 +204,11 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
         )
     if config.thresholding or config.rescale_betas_zero_snr:
         raise ModelError("DDIM with thresholding or rescale_betas_zero_snr has no transition kernel")
+
+
+def counts_steps(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler looks its noise level up by the number of the step."""
+    return is_flow_matching(scheduler) or isinstance(scheduler, SCMScheduler)
 
 
 def is_flow_matching(scheduler: SchedulerMixin) -> bool:

@@ -5,11 +5,11 @@ import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
@@ -17,13 +17,16 @@ from diffusers.loaders import PeftAdapterMixin
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
 from gerl.model.ema import EMA
+from gerl.model.failures import check_backend, is_full
+from gerl.model.hub import fetch, refusal_of_code
+from gerl.model.libraries import quiet_messages
 from gerl.model.lora import add_lora, lora_file
+from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
 from gerl.model.schedulers import trainable_scheduler
 from gerl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
-SHIPPED = ("signs",)
 DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for those that do not show what they are
 TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # an argument of a denoiser
 
@@ -62,47 +65,52 @@ class Policy:
             return lora_file(self.denoisers)
 
 
-def resolve(path: str) -> str:
-    """The folder of a pipeline, or `path` itself if it is a hub id; raises `ModelError` for a folder that is none."""
-    if path in SHIPPED:
-        return str(resources.files("gerl") / "assets" / path)
-    folder = Path(path).expanduser()
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists()
-    if not looks_local:
-        if path.count("/") != 1:
-            raise ModelError(
-                f"model.path={path!r} is no pipeline: give a folder, a hub id such as 'owner/name', or 'signs'"
-            )
-        return path
-    if not (folder / "model_index.json").is_file():
-        raise ModelError(f"model.path={path!r} is no pipeline: the folder does not exist or has no model_index.json")
-    return str(folder)
-
-
 def read_pipeline(path: str, dtype: torch.dtype) -> DiffusionPipeline:
     """The pipeline of a hub id or folder, on the CPU, as diffusers loads it.
 
     Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, or
     if a hub id would run code.
     """
-    folder = resolve(path)
-    refused = (
-        f"model.path={path!r} comes with code of its own, and gerl runs none from the hub: download it with "
-        f"'hf download {path} --local-dir FOLDER', read the code, and set model.path=FOLDER"
-    )
-    try:
+    given = resolve(path)
+    own = Path(given).is_dir()
+    with _loading(path):
+        folder = given if own else fetch(given)
         index = DiffusionPipeline.load_config(folder)
-        code = own_code(Path(folder), index) if Path(folder).is_dir() else []
+        code = own_code(Path(folder), index) if own else []
         if code:
             logger.info("model.path=%r: running the code in %s", path, ", ".join(code))
         elif isinstance(index["_class_name"], list):
-            raise ModelError(refused)
+            raise ModelError(refusal_of_code(path))
         return DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=bool(code))
+
+
+@contextlib.contextmanager
+def _loading(path: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError, KeyError, TypeError) as error:
+        if is_full(error):
+            raise
         if "trust_remote_code" in str(error):
-            raise ModelError(refused) from None
+            raise ModelError(refusal_of_code(path)) from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model.path={path!r} cannot be loaded as a diffusers pipeline: {reason}") from error
+
+
+def check_model(config: ModelConfig, sampling: SamplingConfig) -> None:
+    """Find out what can be known before the weights are loaded; a pipeline of the hub is fetched into its cache.
+
+    Raises `ModelError` if there is no such pipeline or if it does not take the arguments of `sampling`, `ConfigError`
+    for a compiler that torch does not have.
+    """
+    check_backend(config.compile)
+    quiet_messages()
+    given = resolve(config.path)
+    with _loading(config.path):
+        index = DiffusionPipeline.load_config(given if Path(given).is_dir() else fetch(given))
+        name = index["_class_name"]
+    if isinstance(name, str) and isinstance(kind := getattr(diffusers, name, None), type):
+        check_arguments(kind, sampling)
 
 
 def own_code(folder: Path, index: dict[str, object]) -> list[str]:
@@ -136,9 +144,7 @@ def load_pipeline(config: ModelConfig, device: str) -> DiffusionPipeline:
         raise ModelError(f"{type(pipe).__name__} has no component 'scheduler': there are no denoising steps to train")
     pipe.scheduler = trainable_scheduler(pipe.scheduler)
     pipe.set_progress_bar_config(disable=True)
-    if getattr(pipe, "safety_checker", None) is not None:  # the images it blackens would be scored all the same
-        pipe.safety_checker = None
-        logger.info("left out the safety checker: it would hand black images to the scorers")
+    leave_out_safety_checker(pipe)
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module):
             component.requires_grad_(False).eval()
@@ -148,12 +154,26 @@ def load_pipeline(config: ModelConfig, device: str) -> DiffusionPipeline:
     return pipe
 
 
+def leave_out_safety_checker(pipe: DiffusionPipeline) -> None:
+    """Remove the safety checker of `pipe`, whose black images would be scored all the same.
+
+    Pipelines that draw nothing without (Cosmos, by its licence) keep theirs.
+    """
+    if getattr(pipe, "safety_checker", None) is None:
+        return
+    if hasattr(pipe, "run_safety_checker"):
+        pipe.safety_checker = None
+        logger.info("left out the safety checker: it would hand black images to the scorers")
+    else:
+        logger.info("kept the safety checker, which %s does not draw without", type(pipe).__name__)
+
+
 def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
     """The components that get a LoRA, by name: diffusers models with repeated blocks that are called with a timestep.
 
-    Autoencoders and ControlNets are none. A pipeline may have several: Wan 2.2 has one for high and one for low noise
-    levels, Ideogram 4 one for the conditional and one for the unconditional prediction. Raises `ModelError` if there is
-    none.
+    The blocks have linear layers (a vocoder's have none). Autoencoders and ControlNets are none. A pipeline may have
+    several: Wan 2.2 has one for high and one for low noise levels, Ideogram 4 one for the conditional and one for the
+    unconditional prediction. Raises `ModelError` if there is none.
     """
     models = {
         name: component
@@ -172,7 +192,9 @@ def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
 
 def _is_denoiser(model: torch.nn.Module) -> bool:
     timed = any(TIMESTEP.search(name) for name in inspect.signature(model.forward).parameters)
-    return timed and any(isinstance(module, torch.nn.ModuleList) for module in model.modules())
+    blocks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    # a vocoder is told how to handle time, and has repeated blocks of convolutions: there is nothing for a LoRA
+    return timed and any(isinstance(layer, torch.nn.Linear) for block in blocks for layer in block.modules())
 
 
 def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -> Policy:
@@ -192,11 +214,9 @@ def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -
             _checkpoint_gradients(denoiser)
         if config.compile is not None:
             denoiser.compile(backend=config.compile)
-    for name in sorted(denoisers.keys() - loadable_loras(pipe)):
-        way = "gerl.utils.lora.load_lora(pipe, FOLDER)"
-        if isinstance(denoisers[name], PeftAdapterMixin):
-            way = f"pipe.{name}.load_lora_adapter(FOLDER, prefix={name!r}, use_safetensors=True)"
-        logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, name, way)
+    if missing := sorted(denoisers.keys() - loadable_loras(pipe)):
+        names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
+        logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay))
 
 
@@ -205,6 +225,22 @@ def loadable_loras(pipe: DiffusionPipeline) -> set[str]:
     save = getattr(type(pipe), "save_lora_weights", None)
     parameters = inspect.signature(save).parameters if save else {}
     return {name.removesuffix("_lora_layers") for name in parameters if name.endswith("_lora_layers")}
+
+
+def lora_lines(pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin]) -> list[str]:
+    """Python that puts a LoRA of all `denoisers`, in the folder FOLDER, on `pipe` as plain diffusers loads it."""
+    loadable = loadable_loras(pipe)
+    others = sorted(denoisers.keys() - loadable)
+    if any(not isinstance(denoisers[name], PeftAdapterMixin) for name in others):
+        return ["load_lora(pipe, Path(FOLDER))"]  # of gerl.model.lora, which takes all denoisers
+    lines = ["pipe.load_lora_weights(FOLDER)"] if loadable & denoisers.keys() else []
+    return lines + [f"pipe.{name}.load_lora_adapter(FOLDER, prefix={name!r}, use_safetensors=True)" for name in others]
+
+
+def replaced_scheduler(pipe: DiffusionPipeline, path: str) -> str | None:
+    """The class of the scheduler that the pipeline of `path` came with, if `pipe` has another one in its place."""
+    own = DiffusionPipeline.load_config(resolve(path)).get("scheduler", [None, None])[1]
+    return None if own in (None, type(pipe.scheduler).__name__) else str(own)
 
 
 def _checkpoint_gradients(denoiser: ModelMixin) -> None:
@@ -218,26 +254,54 @@ def pipeline_call(
     pipe: DiffusionPipeline, sampling: SamplingConfig, prompts: list[str], **overrides: object
 ) -> dict[str, object]:
     """Keyword arguments of the pipeline for `prompts`; raises `ModelError` for one that it does not take."""
-    optional: dict[str, object] = {
+    given = _arguments(sampling, **overrides)
+    _check_prompt(pipe)
+    _check_names(type(pipe), given)
+    for name in given:  # not every pipeline repeats a text for the prompts
+        if "prompt" in name and isinstance(given[name], str):
+            given[name] = [given[name]] * len(prompts)
+    return {"prompt": prompts, "output_type": "np", **given}
+
+
+def check_arguments(kind: type, sampling: SamplingConfig) -> None:
+    """Raise `ModelError` if pipelines of class `kind` do not take an argument that a rollout gives them."""
+    _check_names(kind, _arguments(sampling, sigmas=training_sigmas(sampling)))
+
+
+def _arguments(sampling: SamplingConfig, **overrides: object) -> dict[str, object]:
+    """The arguments of a call besides prompts and output type."""
+    arguments: dict[str, object] = {
         "height": sampling.height,
         "width": sampling.width,
         "guidance_scale": sampling.guidance_scale,
         "num_inference_steps": sampling.num_inference_steps,
         **sampling.call,
     }
-    optional |= {name: value for name, value in overrides.items() if value is not None}
-    given = {name: value for name, value in optional.items() if value is not None}
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    unknown = [name for name in given if name not in accepted]
+    arguments |= {name: value for name, value in overrides.items() if value is not None}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _check_prompt(pipe: DiffusionPipeline) -> None:
+    """Raise `ModelError` if the pipeline takes no prompt, and say which of the pipelines that it is made of does."""
+    if "prompt" in inspect.signature(type(pipe).__call__).parameters:
+        return
+    inner = {name: part for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)}
+    parts = [f"{name} ({type(part).__name__})" for name, part in inner.items()]
+    way = f"it is made of the pipelines {', '.join(parts)}, of which one that does can be trained" if parts else ""
+    raise ModelError(
+        f"{type(pipe).__name__} takes no argument 'prompt', to which gerl could give a prompt: "
+        f"{way or 'choose a pipeline that does'}"
+    )
+
+
+def _check_names(kind: type, names: Iterable[str]) -> None:
+    accepted = inspect.signature(kind.__call__).parameters
+    unknown = [name for name in names if name not in accepted]
     if unknown:
         place = (
             "set sampling.sigmas=scheduler" if unknown[0] == "sigmas" else "remove it from sampling or sampling.call"
         )
-        raise ModelError(f"{type(pipe).__name__} takes no argument {unknown[0]!r}: {place}")
-    for name in given:  # not every pipeline repeats a text for the prompts
-        if "prompt" in name and isinstance(given[name], str):
-            given[name] = [given[name]] * len(prompts)
-    return {"prompt": prompts, "output_type": "np", **given}
+        raise ModelError(f"{kind.__name__} takes no argument {unknown[0]!r}: {place}")
 
 
 def training_sigmas(sampling: SamplingConfig) -> list[float] | None:

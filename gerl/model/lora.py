@@ -11,15 +11,15 @@ from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import save
 
 from gerl.errors import ModelError
 from gerl.model.lora_weights import METADATA, check_components, inject, read_lora
+from gerl.model.paths import WEIGHTS
+from gerl.utils.tensors import pack_tensors
 
 # what in a repeated block is neither attention nor feed-forward: modulation, embeddings, resnets, routers
 NOT_TRAINED = re.compile(r"norm|embed|(?<![a-z])mod(?![a-z])|modulat|time|resnet|router|adaln", re.IGNORECASE)
 ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)  # in the name of a class
-WEIGHTS = "pytorch_lora_weights.safetensors"
 ADAPTER = "default"  # peft's name of the trained LoRA
 
 
@@ -128,10 +128,10 @@ def lora_file(denoisers: dict[str, ModelMixin]) -> bytes:
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, object] = {}
     for name, denoiser in denoisers.items():
-        weights |= {f"{name}.{key}": v.contiguous() for key, v in get_peft_model_state_dict(denoiser).items()}
+        weights |= {f"{name}.{key}": v for key, v in get_peft_model_state_dict(denoiser).items()}
         config = denoiser.peft_config[ADAPTER].to_dict()
         metadata |= {f"{name}.{key}": sorted(v) if isinstance(v, set) else v for key, v in config.items()}
-    return save(weights, metadata={"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)})
+    return pack_tensors(weights, {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)})
 
 
 def load_lora(pipe: DiffusionPipeline, path: Path) -> None:

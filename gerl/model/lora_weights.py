@@ -12,6 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from safetensors import SafetensorError, safe_open
 
 from gerl.errors import CheckpointError, ModelError
+from gerl.utils.files import reason
 
 METADATA = "lora_adapter_metadata"  # where diffusers keeps the LoRA's configuration in the header of its file
 KEY = re.compile(r"(?P<denoiser>\w+)\.(?P<layer>.+)\.lora_(?P<half>[AB])(\.default)?\.weight")
@@ -66,14 +67,17 @@ def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str
 def read_lora(file: Path) -> dict[str, Lora] | None:
     """The LoRA of each denoiser in a file that gerl wrote; None for one in another layout.
 
-    Raises `ModelError` if it is no safetensors file.
+    Raises `ModelError` if it is no safetensors file, or a damaged one.
     """
+    damaged = f"{file} is no LoRA that can be read ({{}}): give a .safetensors file that is whole"
     try:
         with safe_open(file, "pt") as opened:
             header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(f"{file} is no LoRA that can be read ({error}): give a .safetensors file") from None
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise ModelError(damaged.format(reason(error))) from None
+    if not isinstance(header, dict):
+        raise ModelError(damaged.format(f"its {METADATA} is no JSON object"))
     try:
         loras = collect_loras(tensors, alpha=0.0)
     except CheckpointError:
@@ -81,7 +85,24 @@ def read_lora(file: Path) -> dict[str, Lora] | None:
     alphas = {name: header.get(f"{name}.lora_alpha") for name in loras}
     if None in alphas.values() or any(header.get(f"{name}.{variant}") for name in loras for variant in VARIANTS):
         return None
-    return {name: replace(lora, alpha=alphas[name]) for name, lora in loras.items()} or None
+    for name, lora in loras.items():
+        if fault := _fault(lora, alphas[name]):
+            raise ModelError(damaged.format(f"{name}: {fault}"))
+    return {name: replace(lora, alpha=float(header[f"{name}.lora_alpha"])) for name, lora in loras.items()} or None
+
+
+def _fault(lora: Lora, alpha: object) -> str | None:
+    """The first thing in it that no file written by gerl has; None for a sound LoRA."""
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
+        return f"lora_alpha is {alpha!r:.40}"
+    for layer, (a, b) in lora.layers.items():
+        if not a.shape[0] == b.shape[1] == lora.rank > 0:
+            return f"{layer} has the ranks {a.shape[0]} and {b.shape[1]}, the first layer {lora.rank}"
+        if not (a.is_floating_point() and b.is_floating_point()):
+            return f"{layer} has numbers of type {a.dtype} and {b.dtype}"
+        if not (a.float().isfinite().all() and b.float().isfinite().all()):
+            return f"{layer} has numbers that are not finite"
+    return None
 
 
 def check_fit(lora: Lora, denoiser: torch.nn.Module, where: str) -> None:

@@ -10,6 +10,7 @@ from diffusers import (
     FlowMatchHeunDiscreteScheduler,
     FlowMatchLCMScheduler,
     SchedulerMixin,
+    SCMScheduler,
 )
 
 from gerl.engine.transitions import is_flow_matching
@@ -30,12 +31,17 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
     Flow matching with another solver than Euler (UniPC, DPM++, Heun, LCM ...) becomes `SameSigmas`, other schedulers
     DDIM on the same noise schedule. Raises `ModelError` for those that have neither.
     """
-    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler | DDIMScheduler):
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler | DDIMScheduler | SCMScheduler):
         return scheduler
     flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler | FlowMatchLCMScheduler) or is_flow_matching(scheduler)
     if not flow:
         return _ddim(scheduler)
-    return SameSigmas.of(scheduler) if _arguments(scheduler) <= USUAL else scheduler
+    if _arguments(scheduler) <= USUAL:
+        return SameSigmas.of(scheduler)
+    if scheduler.config.get("scheduler_type") == "unipc":  # Helios: the same steps in rollout and validation
+        scheduler.register_to_config(scheduler_type="euler")
+        logger.info("%s takes Euler steps, which have a transition kernel, not UniPC's", type(scheduler).__name__)
+    return scheduler
 
 
 class SameSigmas(FlowMatchEulerDiscreteScheduler):

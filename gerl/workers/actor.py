@@ -1,8 +1,7 @@
 """The actor worker: tapes and credit in, a LoRA update out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
@@ -10,9 +9,13 @@ from diffusers.optimization import get_scheduler
 from gerl.algorithms import Algorithm, Batch
 from gerl.algorithms.core_algos import decay_at
 from gerl.config import ActorConfig
+from gerl.errors import CheckpointError
 from gerl.model.ema import EMA
 from gerl.model.loading import Policy
 from gerl.protocol import StepResult, UpdateStats
+from gerl.run.state import ScheduleState, WorkerState
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter once it has been updated
 
 
 class Actor:
@@ -58,15 +61,17 @@ class Actor:
         """Clip the gradient and take an optimizer step; a non-finite gradient is dropped instead."""
         lr = self.schedule.get_last_lr()[0]
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
-        finite = norm == norm and norm != float("inf")
+        finite, largest = norm == norm and norm != float("inf"), None
         if finite:
             self.optimizer.step()
             self.policy.ema.update()
             self.policy.version += 1
             self.policy.old_is_current = False
+            with torch.no_grad():
+                largest = float(torch.nn.utils.get_total_norm(self.parameters, float("inf")))
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(norm, lr, finite)
+        return StepResult(norm, lr, finite, largest)
 
     def finish_step(self, step: int) -> None:
         """End of trainer step `step`: the old policies follow the trained one."""
@@ -77,7 +82,7 @@ class Actor:
         if policy.sampler is not None:
             policy.sampler.update()
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, torch.Tensor], WorkerState]:
         """Tensors and numbers from which `load_state` continues exactly."""
         tensors = {f"lora/{name}": p.detach() for name, p in self.policy.lora.items()}
         averages = self.policy.averages()
@@ -85,29 +90,68 @@ class Actor:
             tensors |= {f"{kind}/{name}": value for name, value in average.average.items()}
         for name, p in self.policy.lora.items():
             tensors |= {f"optimizer/{key}/{name}": value for key, value in self.optimizer.state.get(p, {}).items()}
-        numbers = {
-            "policy_version": self.policy.version,
-            "averages": {kind: average.updates for kind, average in averages.items()},
-            "old_is_current": self.policy.old_is_current,
-            "lr_schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
-        }
-        return tensors, numbers
+        return tensors, WorkerState(
+            self.policy.version,
+            {kind: average.updates for kind, average in averages.items()},
+            self.policy.old_is_current,
+            ScheduleState(self.schedule.last_epoch),
+        )
 
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
+    def load_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
+        """Continue from what `state` returned; the learning rate, betas and decays are those of the configuration.
+
+        Raises `CheckpointError`, before anything is changed, unless the tensors are exactly those of this LoRA and its
+        averages.
+        """
+        self.check_state(tensors, numbers)
         for name, p in self.policy.lora.items():
             p.copy_(tensors[f"lora/{name}"])
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"optimizer/{key}/{name}" in tensors]
-            # AdamW keeps its step counter on the CPU
-            restored = {k: tensors[f"optimizer/{k}/{name}"].to("cpu" if k == "step" else p.device) for k in keys}
-            if restored:
-                self.optimizer.state[p] = {k: v.clone() for k, v in restored.items()}
+            if f"optimizer/step/{name}" in tensors:
+                # AdamW keeps its step counter on the CPU
+                places = {key: "cpu" if key == "step" else p.device for key in MOMENTS}
+                restored = {key: tensors[f"optimizer/{key}/{name}"].to(place) for key, place in places.items()}
+                self.optimizer.state[p] = {key: value.clone() for key, value in restored.items()}
         for kind, average in self.policy.averages().items():
-            average.load({name: tensors[f"{kind}/{name}"] for name in self.policy.lora}, numbers["averages"][kind])
-        self.policy.old_is_current = numbers["old_is_current"]
-        self.policy.version = numbers["policy_version"]
-        # the lambdas are functions, made anew by the constructor
-        self.schedule.load_state_dict({**numbers["lr_schedule"], "lr_lambdas": [None]})
-        for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
+            average.load({name: tensors[f"{kind}/{name}"] for name in self.policy.lora}, numbers.averages[kind])
+        self.policy.old_is_current = numbers.old_is_current
+        self.policy.version = numbers.policy_version
+        taken, schedule = numbers.lr_schedule.last_epoch, self.schedule
+        rates = [base * rule(taken) for base, rule in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        # the rules are functions, made anew by the constructor: None leaves them
+        position = {"last_epoch": taken, "_step_count": taken + 1, "_last_lr": rates, "lr_lambdas": [None]}
+        schedule.load_state_dict(schedule.state_dict() | position)
+        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
+
+    def check_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
+        """Raise `CheckpointError` unless a saved state fits the LoRA, its averages and the optimizer."""
+        averages = self.policy.averages()
+        if set(numbers.averages) != set(averages):
+            raise CheckpointError(
+                f"state.json has averages {_listed(numbers.averages)} and the run has {_listed(averages)}"
+            )
+        if numbers.policy_version < 0 or numbers.lr_schedule.last_epoch < 0 or min(numbers.averages.values()) < 0:
+            raise CheckpointError("state.json has a negative count of updates")
+        lora: dict[str, torch.Tensor] = dict(self.policy.lora)
+        expected = {f"{kind}/{name}": p for kind in ("lora", *averages) for name, p in lora.items()}
+        scalar = torch.zeros((), dtype=torch.float32)
+        for name, p in lora.items():
+            moments = {f"optimizer/{key}/{name}": scalar if key == "step" else p for key in MOMENTS}
+            if any(moment in tensors for moment in moments):  # none before the first update
+                expected |= moments
+        for name, like in expected.items():
+            if name not in tensors:
+                raise CheckpointError(f"state.safetensors has no tensor {name}")
+            found = tensors[name]
+            if found.shape != like.shape or found.dtype != like.dtype:
+                raise CheckpointError(
+                    f"state.safetensors: {name} is {found.dtype} {list(found.shape)}, expected {like.dtype} "
+                    f"{list(like.shape)}"
+                )
+        if extra := [name for name in tensors if name not in expected]:
+            raise CheckpointError(f"state.safetensors has a tensor {extra[0]}, for which the run has no use")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

@@ -1,10 +1,10 @@
 """The hybrid worker: rollout and actor over one pipeline on one device, so that trajectories need not leave it."""
 
+import inspect
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,19 +12,30 @@ import torch.distributed as dist
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.config import Config
 from gerl.engine import Trajectory, replay
-from gerl.engine.kernels import FlowRule
+from gerl.engine.kernels import EDMRule, FlowRule
+from gerl.model.failures import model_errors
 from gerl.model.libraries import quiet_libraries
-from gerl.model.loading import Policy, load_policy, weights_fingerprint
-from gerl.model.lora import WEIGHTS
+from gerl.model.loading import (
+    Policy,
+    check_arguments,
+    load_policy,
+    lora_lines,
+    replaced_scheduler,
+    weights_fingerprint,
+)
+from gerl.model.paths import WEIGHTS
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepResult, UpdateStats
+from gerl.run.state import WorkerState
+from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
 from gerl.workers.collective import free_address, join
-from gerl.workers.rollout import Rollout
+from gerl.workers.rollout import Rollout, count_blank
 
 logger = logging.getLogger(__name__)
+State = tuple[dict[str, bytes], WorkerState]  # files and numbers of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,9 @@ class ModelFacts:
     half_precision: bool  # of the base weights
     weights: str  # fingerprint
     notes: list[str]  # sentences about what was replaced, left out or kept elsewhere
+    scheduler: str | None  # the pipeline's own, if another one took its place
+    lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers
+    picture_arguments: list[str]  # arguments of the pipeline that are pictures
 
 
 def batches_of(trajectory: Trajectory, credit: torch.Tensor) -> list[Batch]:
@@ -50,12 +64,14 @@ def batches_of(trajectory: Trajectory, credit: torch.Tensor) -> list[Batch]:
 
 
 class HybridWorker:
-    """One of the workers that share the images of a step; `rank` 0 also writes checkpoints."""
+    """One of the workers that share the images of a step, and hold the same LoRA and optimizer."""
 
     def __init__(self, config: Config, rank: int, device: str, threads: int, total_updates: int) -> None:
         self.config, self.rank, self.device, self.threads = config, rank, device, threads
         self.total_updates = total_updates
         self.drawn: dict[int, Trajectory] = {}  # by task id
+        self.before: tuple[int, State] | None = None  # of the last update: the finished step and its state
+        self.blank = 0  # images of this step that have a single colour
         self.policy: Policy
         self.rollout: Rollout
         self.actor: Actor
@@ -67,8 +83,9 @@ class HybridWorker:
         quiet_libraries()
         seed_everything("worker", self.config.trainer.seed)
         model, seed = self.config.model, self.config.trainer.seed
-        with capture_logs("gerl.model", logging.INFO) as notes:
+        with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
             self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed)
+        check_arguments(type(self.policy.pipe), self.config.sampling)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
         self.algorithm = build_algorithm(self.config)
         self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates)
@@ -79,6 +96,9 @@ class HybridWorker:
             any(d.dtype != torch.float32 for d in self.policy.denoisers.values()),
             weights_fingerprint(self.policy.denoisers),
             notes,
+            replaced_scheduler(self.policy.pipe, model.path),
+            lora_lines(self.policy.pipe, self.policy.denoisers),
+            [name for name in COLUMNS if name in inspect.signature(type(self.policy.pipe).__call__).parameters],
         )
 
     def address(self) -> str:
@@ -94,6 +114,7 @@ class HybridWorker:
         start = time.perf_counter()
         seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
         pixels, self.drawn[task.id] = self.rollout.generate(task, self.algorithm, self.rank)
+        self.blank += count_blank(pixels)
         return Images(task.id, pixels, time.perf_counter() - start)
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
@@ -104,30 +125,35 @@ class HybridWorker:
     def accumulate(self, credit: dict[int, torch.Tensor], num_pairs: int) -> UpdateStats:
         """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`."""
         batches = [batch for i, v in credit.items() if i in self.drawn for batch in batches_of(self.drawn[i], v)]
-        return self.actor.accumulate(batches, num_pairs)
+        with model_errors("update"):
+            return self.actor.accumulate(batches, num_pairs)
 
     def kl_to_base(self, task_id: int) -> list[float]:
         """KL `[B]` to the base model of the samples of a task that this worker drew."""
         drawn = self.drawn[task_id]
-        (batch,) = batches_of(drawn, torch.zeros(len(drawn.task.samples), self.config.sampling.num_inference_steps))
-        return [float(v) for v in self.algorithm.kl_to_base(self.policy, batch)]
+        batches = batches_of(drawn, torch.zeros(len(drawn.task.samples), self.config.sampling.num_inference_steps))
+        with model_errors("update"):
+            return [float(v) for batch in batches for v in self.algorithm.kl_to_base(self.policy, batch)]
 
     def probe(self, task: RolloutTask) -> SamplingProbe:
         """Measure what a policy gradient depends on: draws a micro-batch and replays half of it."""
-        (segment,), algorithm = task.segments, self.algorithm
-        (tape,) = self.rollout.generate(task, algorithm)[1].tapes
+        algorithm = self.algorithm
+        trajectory = self.rollout.generate(task, algorithm)[1]
+        segment, tape = trajectory.task.segments[0], trajectory.tapes[0]
         half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))
         found: list[torch.Tensor] = []
-        replay(
-            self.policy.pipe,
-            tape,
-            lambda k, step: found.append(algorithm.log_ratio(step).abs().cpu()),
-            steps=segment.trained,
-            index=half,
-            grad=False,
-        )
+        with model_errors("update"):
+            replay(
+                self.policy.pipe,
+                tape,
+                lambda k, step: found.append(algorithm.log_ratio(step).abs().cpu()),
+                steps=segment.trained,
+                index=half,
+                grad=False,
+            )
         rules = [(k, tape.steps[k].rule) for k in segment.window]
-        turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in rules if isinstance(r, FlowRule) and r.kappa < 0]
+        with_kappa = [(k, r) for k, r in rules if isinstance(r, FlowRule | EDMRule)]
+        turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in with_kappa if r.kappa < 0]
         return SamplingProbe(float(torch.cat(found).quantile(0.99)), turned)
 
     def reduce_gradient(self) -> None:
@@ -144,25 +170,39 @@ class HybridWorker:
         """Replace this worker's gradient."""
         self.actor.set_flat_gradient(flat)
 
-    def step(self) -> StepResult:
-        """Take an optimizer step with the accumulated gradient."""
+    def step(self, finished: int) -> StepResult:
+        """Take an optimizer step with the accumulated gradient; `finished`: the trainer step that was finished last."""
+        self.keep(finished)
         return self.actor.step()
 
-    def finish_step(self, step: int) -> None:
-        """End of trainer step `step`: the old policies follow, the trajectories go."""
+    def finish_step(self, step: int) -> int:
+        """End of trainer step `step`: the old policies follow, trajectories go; returns how many images were blank."""
+        self.keep(step - 1)
         self.actor.finish_step(step)
+        blank = self.blank
         self.forget()
+        return blank
 
     def forget(self) -> None:
         """Drop the trajectories and gradients of a finished or abandoned step."""
         self.drawn.clear()
+        self.blank = 0
         self.actor.optimizer.zero_grad(set_to_none=True)
 
-    def checkpoint(self) -> tuple[dict[str, bytes], dict[str, Any]]:
+    def keep(self, finished: int) -> None:
+        """Keep the state of trainer step `finished` while the next one changes it, for a run that ends meanwhile."""
+        if self.before is None or self.before[0] != finished:
+            self.before = finished, self.checkpoint()
+
+    def finished(self, step: int) -> State:
+        """The checkpoint of trainer step `step`, the last one that all workers finished; the same bytes on each."""
+        return self.before[1] if self.before is not None and self.before[0] == step else self.checkpoint()
+
+    def checkpoint(self) -> State:
         """Files and numbers of a checkpoint: the exact state, and the averaged LoRA for plain diffusers."""
         tensors, numbers = self.actor.state()
         return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file()}, numbers
 
-    def load_checkpoint(self, state: bytes, numbers: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
+    def load_checkpoint(self, state: bytes, numbers: WorkerState) -> None:
+        """Continue from a checkpoint; raises `CheckpointError` if it does not fit."""
         self.actor.load_state(unpack_tensors(state), numbers)

@@ -12,10 +12,12 @@ from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import Reads, Tape, Trajectory, branch, lean, record
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError
+from gerl.model.failures import model_errors, pipeline_errors
 from gerl.model.loading import Policy, pipeline_call, training_sigmas
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
+from gerl.workers.ways import Way, Ways, one_by_one
 
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ class Rollout:
         self.policy, self.sampling, self.validation = policy, sampling, validation
         check_scheduler(policy.pipe.scheduler, Sampler(sampling.kernel, sampling.noise_level, sampling.solver))
         self._picture_each = False
+        self.ways = Ways(policy.pipe)
         self._probe: Tape | None = None  # the structure of a call is the same in every rollout: probed once
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
@@ -34,24 +37,39 @@ class Rollout:
 
         `owner`: rank of this worker.
         """
-        pixels, tapes = self.draw(task)
+        with model_errors("rollout", len(task.samples)):
+            pixels, tapes = self.draw(task)
+        if len(tapes) > len(task.segments):
+            if algorithm.settings.whole_groups:
+                raise ModelError(
+                    f"{type(self.policy.pipe).__name__} takes one prompt a call, but algorithm.name="
+                    f"{algorithm.settings.name} compares the images of a group in its update: choose another algorithm"
+                )
+            task = one_by_one(task)
         # not before all is drawn: branches go on from outputs that no replay reads
         kept = tuple(lean(t, reads_of(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
         return pixels, Trajectory(task, kept, self.policy.version, owner)
 
     def draw(self, task: RolloutTask) -> tuple[np.ndarray, list[Tape]]:
-        """Images `[B, H, W, 3]` uint8 of the samples of `task`, and the whole tape of each segment."""
-        tapes: list[Tape] = []
-        images: list[np.ndarray] = []
-        with self.policy.as_sampler():
-            for segment in task.segments:
-                output, tape = self._draw(task, segment, tapes)
+        """Images `[B, H, W, 3]` uint8 of the samples of `task`, and the whole tape of each segment.
+
+        Of each segment of `one_by_one(task)` where the pipeline takes one prompt a call.
+        """
+
+        def drawn(way: Way) -> tuple[np.ndarray, list[Tape]]:
+            tapes: list[Tape] = []
+            images: list[np.ndarray] = []
+            for segment in (task if way.together else one_by_one(task)).segments:
+                output, tape = self._draw(task, segment, tapes, way)
                 tapes.append(tape)
                 if segment.stop is None:
                     images.append(to_uint8(output))
-        return np.concatenate(images), tapes
+            return np.concatenate(images), tapes
 
-    def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape]) -> tuple[BaseOutput | None, Tape]:
+        with self.policy.as_sampler():
+            return self.ways.attempt("rollout", len(task.segments[0].seeds), drawn)
+
+    def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape], way: Way) -> tuple[BaseOutput | None, Tape]:
         sampling, pipe = self.sampling, self.policy.pipe
         options: dict[str, Any] = {
             "kernel": sampling.kernel,
@@ -71,28 +89,64 @@ class Rollout:
         def draw(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
             return record(pipe, call, probe=self._probe or True, **options)
 
-        output, tape = self._called(draw, samples, sigmas=training_sigmas(sampling))
+        output, tape = self.called(draw, samples, way, sigmas=training_sigmas(sampling))
         self._probe = tape.probe
         return output, tape
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
         """Images `[B, H, W, 3]` uint8 of the plain pipeline (ODE sampling), with the averaged LoRA."""
-        with self.policy.ema.swapped_in():
-            return self._called(
-                lambda call: to_uint8(self.policy.pipe(**call, generator=sample_generators([s.seed for s in samples]))),
-                samples,
-                num_inference_steps=self.validation.num_inference_steps,
-                guidance_scale=self.validation.guidance_scale,
-            )
+        overrides = {
+            "num_inference_steps": self.validation.num_inference_steps,
+            "guidance_scale": self.validation.guidance_scale,
+        }
 
-    def _called(self, draw: Callable[[dict[str, object]], T], samples: Sequence[Sample], **overrides: object) -> T:
+        def drawn(way: Way) -> np.ndarray:
+            def images(part: Sequence[Sample]) -> np.ndarray:
+                generators = sample_generators([sample.seed for sample in part])
+                given = {"generator": generators[0] if way.text else generators}
+
+                def draw(call: dict[str, object]) -> np.ndarray:
+                    return to_uint8(self.policy.pipe(**call | given))
+
+                return self.called(draw, part, way, "validation", **overrides)
+
+            parts = [samples] if way.together else [[sample] for sample in samples]
+            return np.concatenate([images(part) for part in parts])
+
+        with self.policy.ema.swapped_in(), model_errors("validation", len(samples)):
+            return self.ways.attempt("validation", len(samples), drawn)
+
+    def called(
+        self,
+        draw: Callable[[dict[str, object]], T],
+        samples: Sequence[Sample],
+        way: Way,
+        block: str = "sampling",
+        **overrides: object,
+    ) -> T:
         """`draw` of the pipeline's arguments for samples that are drawn together, which have the same pictures if any.
+
+        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if the pipeline does not
+        draw with them.
+        """
+        pipe, sampling = self.policy.pipe, self.sampling
+        prompts = [sample.prompt.text for sample in samples]
+        call = way.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
+        keys = {name: f"sampling.{name}" for name in call if name not in ("prompt", "output_type")}
+        keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # a null is not given
+        keys |= {name: f"{block}.{name}" for name, value in overrides.items() if value is not None}
+        with pipeline_errors(pipe, {key: call[name] for name, key in keys.items()}):
+            return self._pictured(draw, call, samples)
+
+    def _pictured(
+        self, draw: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]
+    ) -> T:
+        """`draw` of `call` and the pictures of the samples.
 
         Some pipelines want a batch's picture once, others once for each prompt: where one is refused, the other is
         tried, and kept to.
         """
         pipe, count = self.policy.pipe, len(samples)
-        call = pipeline_call(pipe, self.sampling, [sample.prompt.text for sample in samples], **overrides)
         given = picture_arguments(pipe, samples[0].prompt)
         each = {name: [picture] * count for name, picture in given.items() if not isinstance(picture, list)}
         if count == 1 or not each or self._picture_each:
@@ -120,9 +174,10 @@ def reads_of(algorithm: Algorithm, segment: Segment) -> Reads:
 def to_uint8(output: BaseOutput) -> np.ndarray:
     """Images `[B, H, W, 3]` or videos `[B, F, H, W, 3]` of a pipeline output with `output_type="np"`, as uint8.
 
-    Rounds as diffusers does. A video of one frame is an image.
+    Rounds as diffusers does. A video of one frame is an image; the sound of a video is left out. Raises `ModelError`
+    where the output has no images, or several things that could be.
     """
-    pixels = np.asarray(output.images if "images" in output else output.frames)
+    pixels = pictures_in(output)
     if pixels.ndim == 5 and pixels.shape[1] == 1:
         pixels = pixels[:, 0]
     if pixels.ndim not in (4, 5):
@@ -131,3 +186,30 @@ def to_uint8(output: BaseOutput) -> np.ndarray:
             "videos [B, F, H, W, 3]"
         )
     return (pixels * 255).round().astype(np.uint8)
+
+
+def count_blank(images: Sequence[np.ndarray] | np.ndarray) -> int:
+    """How many images `[..., 3]` have a single colour, as those of a decoder that overflowed."""
+    return sum(_is_blank(image.reshape(-1, image.shape[-1])) for image in images)
+
+
+def _is_blank(colours: np.ndarray) -> bool:
+    some = colours[:: max(1, len(colours) // 256)]  # enough for all but the blank ones
+    return bool((some == some[0]).all() and (colours == colours[0]).all())
+
+
+def pictures_in(output: BaseOutput) -> np.ndarray:
+    """The array of an output that has the images, whatever its name."""
+    given = {name: np.asarray(value) for name, value in output.items() if value is not None}
+    for name in ("images", "frames"):
+        if name in given:
+            return given[name]
+    found = [value for value in given.values() if value.ndim in (4, 5) and value.shape[-1] in (1, 3, 4)]
+    if len(found) == 1:
+        return found[0]
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in given.items())
+    if any("audio" in name for name in given):
+        raise ModelError(
+            f"the pipeline returned sound ({shapes}), which gerl cannot score: it trains images and videos"
+        )
+    raise ModelError(f"the pipeline returned {shapes or 'nothing'}, of which no single one is an array of images")

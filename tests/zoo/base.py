@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 # what is checked of an entry, in this order; see `checks`
 CheckName = Literal[
-    "guided", "stock", "replay", "gradient", "derivative", "window", "encoders", "sub_batch", "micro_batch", "modes"
-]
+    "guided", "stock", "replay", "gradient", "derivative", "window", "encoders", "sub_batch", "micro_batch", "modes",
+    "noised",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Entry:
     call: dict[str, Any] = field(default_factory=dict)  # further arguments of every call
     inputs: Callable[[int], dict[str, Any]] | None = None  # arguments for a batch of so many: images, masks
     kernel: str = "flow_sde"
+    stock_noise: float = 0.0  # noise level at which the rollout is the stock pipeline's
     batch: int = 4
+    text: bool = False  # it takes its prompt as a string, not in a list: one prompt a call
     size: int = 16
     limit: str = ""
     fails: tuple[CheckName, ...] = ()

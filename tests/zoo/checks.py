@@ -1,11 +1,13 @@
 """The checks that every entry of the zoo has to pass, in a mode: with classifier-free guidance or without.
 
-`guided`: the call with guidance runs at all. `stock`: noise 0 gives the stock pipeline's output, bitwise. `replay`: the
+`guided`: the call with guidance runs at all. `stock`: noise 0 gives the stock pipeline's output, bitwise (for
+consistency models, whose own sampler is stochastic, noise 1, but for rounding). `replay`: the
 ratio of a full replay is 1, exactly. `gradient`: every LoRA gradient is finite and they are not zero. `derivative`: it
 is the change of the log-probs per change of the weights. `window`: ratio and gradient for a replay of one step.
 `encoders`: the same without the text and image encoders. `sub_batch`: a replay of some samples of a lean tape has a
 ratio within 1e-5 of 1. `micro_batch`: the gradients of sub-batches add up to that of the batch. `modes`: replays that
-treat guidance otherwise (`algorithm.cfg`) have the same ratio or are refused.
+treat guidance otherwise (`algorithm.cfg`) have the same ratio or are refused. `noised`: replays at latents of the
+caller's, as forward-process algorithms make them, have the gradient of their loss.
 """
 
 import contextlib
@@ -63,6 +65,11 @@ class Trial:
     def arguments(self) -> dict[str, Any]:
         """A copy of the call: some pipelines write into their lists."""
         return select_call(self.call, range(self.entry.batch))
+
+    def generators(self) -> Any:
+        """As the pipeline takes them."""
+        drawn = tiny.generators(self.entry.batch)
+        return drawn[0] if self.entry.text else drawn
 
     def halves(self) -> list[list[int]]:
         """The batch in two parts, out of order."""
@@ -123,23 +130,27 @@ def call_for(entry: Entry, pipe: Any, guided: bool) -> dict[str, Any]:
     call |= entry.call | ((entry.cfg or {}) if guided else entry.no_cfg)
     if "negative_prompt" in call:
         call["negative_prompt"] = tiny.NEGATIVE[: entry.batch]
+    if entry.text:
+        call |= {name: call[name][0] for name in ("prompt", "negative_prompt") if name in call}
     return call | (entry.inputs(entry.batch) if entry.inputs else {})
 
 
 def check_guided(trial: Trial) -> None:
-    trial.pipe(**trial.arguments(), generator=tiny.generators(trial.entry.batch))
+    trial.pipe(**trial.arguments(), generator=trial.generators())
 
 
 def check_stock(trial: Trial) -> None:
     torch.manual_seed(0)  # some draw from the global generator what they were given no generator for
-    stock = trial.pipe(**trial.arguments(), generator=tiny.generators(trial.entry.batch))
+    stock = trial.pipe(**trial.arguments(), generator=trial.generators())
     torch.manual_seed(0)
-    ours, _ = trial.record(0.0, probe=False)
+    noise = trial.entry.stock_noise
+    ours, _ = trial.record(noise, probe=False)
     pairs = list(zip(arrays(stock), arrays(ours), strict=True))
     assert pairs, "the pipeline's output has neither tensors nor images"
     for a, b in pairs:
         assert a.shape == b.shape and np.isfinite(a).all(), "the stock pipeline's output is not finite"
-        assert np.array_equal(a, b), f"noise 0 differs from the stock pipeline by {np.abs(a - b).max()}"
+        same = np.array_equal(a, b) if noise == 0 else np.allclose(a, b, atol=1e-5)
+        assert same, f"noise {noise:g} differs from the stock pipeline by {np.abs(a - b).max()}"
 
 
 def check_replay(trial: Trial) -> None:
@@ -184,7 +195,8 @@ def check_derivative(trial: Trial) -> None:
         return abs((value(size) - value(-size)) / (2 * size) - expected) / norm
 
     # experts are chosen anew where the weights move far, rounding errors show where they move little
-    assert off(1e-3) < 0.05 or off(1e-4) < 0.05, "the gradient is not the derivative"
+    # (those of Kandinsky's queries and keys, in bfloat16, still more)
+    assert min(off(1e-3), off(1e-4)) < 0.05 or off(1e-2) < 0.05, "the gradient is not the derivative"
 
 
 def check_window(trial: Trial) -> None:
@@ -244,6 +256,51 @@ def check_modes(trial: Trial) -> None:
             trial.modes.append(mode)
 
 
+def check_noised(trial: Trial) -> None:
+    """Latents of the caller's at two levels, on a lean tape and without its last sample."""
+    _, tape = trial.record(0.0)
+    x0, generator = tape.steps[-1].x_next, torch.Generator().manual_seed(6)
+    index = list(range(trial.entry.batch))
+    index = index if "sub_batch" in trial.entry.fails else index[:-1] or index
+    for k in (0, 1):  # by themselves: guidance with momentum has the outputs of earlier steps in later ones
+        noised = tape.steps[k].rule.noised(x0, torch.randn(x0.shape, generator=generator))
+        rows = noised.unflatten(0, (trial.entry.batch, -1))[index].flatten(0, 1)
+        kept = lean(tape, Reads(frozenset({k}), means=False, outputs=False, forward=True))
+        check_noised_step(trial, kept, rows, {"steps": [k], "index": index, "latents": {k: rows}})
+
+
+def check_noised_step(trial: Trial, kept: Tape, rows: torch.Tensor, options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(7)
+
+    def loss(k: int, step: ReplayedStep) -> torch.Tensor:
+        learnt = torch.ones_like(step.x, dtype=torch.bool) if step.written is None else ~step.written
+        assert learnt.any() and torch.equal(step.x[learnt], rows[learnt])
+        errors = (step.rule.clean(step.x, step.model_output) - 1).double() ** 2
+        return (errors * learnt).sum() / learnt.sum()
+
+    for p in trial.parameters:
+        p.grad = None
+    replay(trial.pipe, kept, loss, **options)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trial.parameters]
+    direction = [torch.randn(p.shape, generator=generator) for p in trial.parameters]
+    expected = sum(float((g * d).sum()) for g, d in zip(grads, direction, strict=True))
+    norm = float(torch.cat([g.flatten() for g in grads]).norm())
+
+    def value(move: float) -> float:
+        found: list[float] = []
+        with trial.weights_kept():
+            for p, d in zip(trial.parameters, direction, strict=True):
+                p.data.add_(d, alpha=move)
+            replay(trial.pipe, kept, lambda k, step: found.append(float(loss(k, step))), grad=False, **options)
+        return found[0]
+
+    def off(size: float) -> float:
+        return abs((value(size) - value(-size)) / (2 * size) - expected) / norm
+
+    best = next((size for size in (1e-3, 1e-2, 1e-4) if off(size) < 0.05), None)  # see check_derivative
+    assert best is not None, "the gradient at noised latents is not the derivative"
+
+
 CHECKS: dict[CheckName, Callable[[Trial], None]] = {
     "guided": check_guided,
     "stock": check_stock,
@@ -255,6 +312,7 @@ CHECKS: dict[CheckName, Callable[[Trial], None]] = {
     "sub_batch": check_sub_batch,
     "micro_batch": check_micro_batch,
     "modes": check_modes,
+    "noised": check_noised,
 }
 assert tuple(CHECKS) == get_args(CheckName)
 

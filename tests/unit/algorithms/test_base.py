@@ -18,7 +18,7 @@ from gerl.algorithms.planning import plan_samples, sde_window
 from gerl.config import ActorConfig, Config, RolloutConfig
 from gerl.config.algorithm import BY_NAME, ForwardProcessConfig
 from gerl.engine import Tape
-from gerl.errors import ConfigError
+from gerl.errors import CheckpointError, ConfigError
 from gerl.protocol import Prompt, Sample
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
@@ -168,6 +168,12 @@ def test_ddpo_normalises_by_the_history_of_a_prompt_once_it_is_long_enough() -> 
     again.load_state(a.state())
     a_next, b_next = advantages([one], [0.0]), again.advantages(rewards(again, [0.0])).tolist()
     assert a_next == pytest.approx([(0 - 8 / 3) / (38 / 9) ** 0.5], abs=1e-3) and b_next == pytest.approx(a_next)
+
+
+@pytest.mark.parametrize("past", [[1.0], {"a": [1.0]}, {"1": ["high"]}, {"1": 1.0}])
+def test_a_damaged_history_is_a_sentence(past: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"algorithm\.past"):
+        algorithm("ddpo", n=1, history=3, sampling_kernel="ddim").load_state({"past": past})
 
 
 # --- which rows are trained

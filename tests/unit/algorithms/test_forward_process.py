@@ -7,7 +7,10 @@ import torch
 from training import Training, chain_credit, config, new_policy, relative
 
 from gerl.algorithms import ForwardProcess, build_algorithm
+from gerl.algorithms.forward_process import Noised
 from gerl.engine import replay
+from gerl.engine.kernels import FlowRule
+from gerl.errors import ReplayError
 from gerl.utils.seeding import derive_seed
 
 NAMES = ["diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rwr", "best_of_n"]
@@ -36,12 +39,12 @@ def test_micro_batches_and_workers_do_not_change_the_gradient(name: str) -> None
     training = Training(settings(name, kl_coef=0.3, old_kl_coef=0.2))
     moved(training)
     whole, stats = training.gradient(CREDIT)
-    assert whole.norm() > 0 and stats.kl > 0 and stats.pairs == 8 * 3
+    assert whole.norm() > 0 and stats.sums["kl"] > 0 and stats.pairs == 8 * 3
     parts = build_algorithm(settings(name, kl_coef=0.3, old_kl_coef=0.2, actor_micro=4))  # one group at a time
     split, split_stats = training.gradient(CREDIT, algorithm=parts)
     assert relative(split, whole) < 1e-4
-    assert split_stats.pairs == stats.pairs and split_stats.loss == pytest.approx(stats.loss, rel=1e-4)
-    assert set(split_stats.extra) == set(stats.extra)
+    assert split_stats.pairs == stats.pairs and split_stats.sums["loss"] == pytest.approx(stats.sums["loss"], rel=1e-4)
+    assert set(split_stats.sums) == set(stats.sums)
     # two workers, each with the rollout of one group: their gradients add up
     total = torch.zeros_like(whole)
     samples = [s for task, _, _ in training.tasks for s in task.samples]
@@ -98,7 +101,7 @@ def test_the_gradient_is_that_of_flow_matching_written_by_hand() -> None:
     training.actor.optimizer.zero_grad(set_to_none=True)
     replay(training.policy.pipe, tape, on_step, steps=[k], latents={k: (1 - sigma) * x0 + sigma * noise})
     assert relative(found, training.actor.flat_gradient()) < 1e-6
-    assert stats.loss == pytest.approx(float(losses[0]), rel=1e-5)
+    assert stats.sums["loss"] == pytest.approx(float(losses[0]), rel=1e-5)
 
 
 def test_noise_is_per_sample_or_shared_by_the_group() -> None:
@@ -118,11 +121,11 @@ def test_the_distances_are_those_to_the_base_model_and_to_the_old_policy() -> No
     moved(training)
     base_only, _ = training.gradient(0 * CREDIT + 1e-9, algorithm=build_algorithm(settings("rwr", kl_coef=2.0)))
     both, stats = training.gradient(0 * CREDIT + 1e-9)
-    assert stats.kl > 0 and relative(both, base_only) > 1e-2
-    assert stats.loss > 2 * stats.kl * 1.0001  # the old policy adds to it
+    assert stats.sums["kl"] > 0 and relative(both, base_only) > 1e-2
+    assert stats.sums["loss"] > 2 * stats.sums["kl"] * 1.0001  # the old policy adds to it
     fresh = Training(settings("rwr", kl_coef=2.0), policy=new_policy(perturbed=False))
     none, stats = fresh.gradient(0 * CREDIT + 1e-9)
-    assert stats.kl == 0 and none.norm() < 1e-6
+    assert stats.sums["kl"] == 0 and none.norm() < 1e-6
 
 
 def test_samples_without_credit_are_left_out_and_zeros_where_nothing_needs_them() -> None:
@@ -146,3 +149,39 @@ def test_epsilon_prediction_is_trained_as_well() -> None:
     moved(training)
     gradient, stats = training.gradient(CREDIT)
     assert gradient.norm() > 0 and stats.pairs == 24
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_pipeline_writes_into_the_latents_does_not_count(name: str) -> None:
+    """The loss of what is left is that of smaller images; values that are written over may be anything."""
+    algorithm, generator = build_algorithm(settings(name)), torch.Generator().manual_seed(3)
+    assert isinstance(algorithm, ForwardProcess)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x0, noise, output, old, reference = (draw(4, 2, 3, 6) for _ in range(5))
+    rule, advantages, groups = FlowRule(0.6, 0.4, 0.4, 0.0), draw(4), torch.tensor([0, 0, 1, 1])
+    written = torch.zeros(4, 2, 3, 6, dtype=torch.bool)
+    written[..., 4:] = True
+
+    def noised(*values: torch.Tensor) -> Noised:
+        x0, noise, output, old, reference = values
+        x = rule.noised(x0, noise)
+        return Noised(rule, x0, noise, x, output, old, reference, advantages, groups)
+
+    values = (x0, noise, output, old, reference)
+    smaller = algorithm.loss(noised(*(v[..., :4] for v in values)))[0]
+    torch.testing.assert_close(algorithm.loss(noised(*values).without(written))[0], smaller)
+    other = [torch.where(written, 100.0, v) for v in values]
+    torch.testing.assert_close(algorithm.loss(noised(*other).without(written))[0], smaller)
+
+
+def test_samples_of_which_unequal_parts_are_left_are_refused() -> None:
+    x = torch.zeros(2, 1, 2, 2)
+    s = Noised(FlowRule(0.6, 0.4, 0.4, 0.0), x, x, x, x, None, None, torch.zeros(2), torch.zeros(2))
+    for left in (1, 0):
+        written = torch.ones(2, 1, 2, 2, dtype=torch.bool)
+        written[0, 0, 0, :left] = False
+        with pytest.raises(ReplayError, match="values of a sample to learn"):
+            s.without(written)

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gerl.algorithms.planning import (
+    PromptSchedule,
     drawn_steps,
     group_ids,
     plan_prompts,
@@ -202,3 +203,24 @@ def test_update_parts_is_a_partition_into_runs_of_nearly_equal_length(count: int
     assert len(parts) == min(count, updates)
     lengths = [len(part) for part in parts]
     assert not lengths or max(lengths) - min(lengths) <= 1
+
+
+schedules = st.builds(PromptSchedule, st.integers(1, 40), st.integers(1, 45), st.booleans(), st.integers(0, 2**70))
+
+
+@given(schedules, st.integers(0, 5))
+def test_an_epoch_is_a_permutation_in_batches(schedule: PromptSchedule, epoch: int) -> None:
+    first = epoch * schedule.steps_per_epoch
+    steps = range(first, first + schedule.steps_per_epoch)
+    batches = [schedule.batch(step) for step in reversed(steps)][::-1]  # any order: there is no state
+    assert sorted(i for batch in batches for i in batch) == list(range(schedule.count))
+    assert all(len(batch) == schedule.per_step for batch in batches[:-1])
+    assert 1 <= len(batches[-1]) <= schedule.per_step
+    assert {schedule.epoch(step) for step in steps} == {epoch}
+    assert schedule.shuffle or batches[0][0] == 0
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    orders = [PromptSchedule(50, 50, True, seed).batch(step) for seed in (0, 1) for step in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert PromptSchedule(3, 2, False, 0).batch(3) == [2]

@@ -21,8 +21,11 @@ from replaying import (
     with_controlnet,
 )
 from torch.utils._pytree import tree_leaves
+from zoo import conditioned
+from zoo.checks import build, call_for
 
-from gerl.engine import Tape
+from gerl.engine import Tape, replay
+from gerl.engine import branch as branch_function
 from gerl.engine import record as record_function
 from gerl.engine.batching import select_call
 from gerl.errors import ModelError, ReplayError
@@ -260,7 +263,7 @@ def test_residuals_of_which_only_the_shape_was_kept_are_not_computed_again(monke
     assert deviation(r, tape) <= 1e-5
     monkeypatch.setitem(record_function.__globals__, "MAX_KEPT_OUTPUT", 1)
     _, parent = r.record(generators=gens, probe=False)
-    with pytest.raises(ReplayError, match="the output of transformer is too large for the tape"):
+    with pytest.raises(ReplayError, match=r"the output of transformer was too large to be kept.*stop=1"):
         r.branch(parent, 1, range(4))
 
 
@@ -333,3 +336,22 @@ def test_steps_that_a_tape_does_not_have_cannot_be_branched_at() -> None:
     _, compressed = r.record(window=[0], compression=0.5)
     with pytest.raises(ReplayError, match=r"step 2 .*compression"):
         r.branch(compressed, 2, [0])
+
+
+def test_the_output_of_a_denoiser_is_kept_where_it_is_branched_from_however_large() -> None:
+    entry = next(e for e in conditioned.ENTRIES if e.name == "FluxKontextPipeline")
+    pipe, _ = build(entry)
+    large = {"image": conditioned.pictures(4, 96), "max_area": 16 * 16, "_auto_resize": False}
+    call = call_for(entry, pipe, guided=True) | large | {"height": 16, "width": 16}
+    noise: dict[str, Any] = {"kernel": "flow_sde", "noise_level": 0.7}
+    _, trunk = record_function(pipe, call, window=(), generators=tiny.generators(), stop=1, **noise)
+    tokens = trunk.component_calls[-1].output[0]
+    assert tokens.numel() > 16 * trunk.steps[0].x.numel() and not tokens.is_meta
+    _, tape = branch_function(pipe, trunk, 1, [1, 1, 3], window=[1], generators=tiny.generators(3), **noise)
+    found: list[float] = []
+    replay(pipe, tape, lambda k, s: found.append(float((s.log_prob - s.recorded_log_prob).abs().max())), grad=False)
+    assert found and max(found) < 1e-5
+
+    _, whole = record_function(pipe, call, window=(), generators=tiny.generators(), **noise)
+    with pytest.raises(ReplayError, match=r"transformer was too large to be kept.*stop=1"):
+        branch_function(pipe, whole, 1, [1, 1, 3], window=[1], generators=tiny.generators(3), **noise)

@@ -11,6 +11,7 @@ import diffusers
 import pytest
 import tiny
 import torch
+from diffusers.guiders.adaptive_projected_guidance import normalized_guidance
 from replaying import (
     EACH,
     WEIGHTS,
@@ -205,6 +206,11 @@ def halves_negated_and_rescaled(denoise: Denoise) -> torch.Tensor:
     return -m * (c.std(dim=(1, 2, 3), keepdim=True) / m.std(dim=(1, 2, 3), keepdim=True))
 
 
+def projected_calls(denoise: Denoise) -> torch.Tensor:
+    u, c = denoise("u"), denoise("c")
+    return normalized_guidance(c, u, 6.0, None, 0.0, use_original_formulation=True)
+
+
 def prompt_call_last(denoise: Denoise) -> torch.Tensor:
     u, c = denoise("u"), denoise("c")
     return u + 3 * (c - u)
@@ -279,11 +285,20 @@ def detaching_the_unconditional(r: Recorded) -> None:
     type(r.pipe).guide = staticmethod(detached_guide)
 
 
-@pytest.mark.parametrize("guide", [halves, halves_negated_and_rescaled, prompt_call_last])
+@pytest.mark.parametrize("guide", [halves, halves_negated_and_rescaled, prompt_call_last, projected_calls])
 def test_the_conditional_half_is_found(guide: Guide) -> None:
     r = guided_by(guide)
     grads, deviation, _ = gradients(r, cfg="detach_uncond")
     assert deviation <= 1e-5
+    detaching_the_unconditional(r)
+    assert distance(grads, gradients(r)[0]) < 1e-5
+
+
+def test_the_roles_in_projected_guidance_do_not_depend_on_how_far_the_outputs_are_apart() -> None:
+    r = guided_by(projected_calls)
+    for call in r.tape.component_calls[::2]:  # the unconditional ones: next to nothing of them lies along the others
+        call.output = tree_map(lambda v: v.flip(-1) if torch.is_tensor(v) else v, call.output)
+    grads, _, _ = gradients(r, cfg="detach_uncond")
     detaching_the_unconditional(r)
     assert distance(grads, gradients(r)[0]) < 1e-5
 

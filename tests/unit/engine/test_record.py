@@ -297,7 +297,6 @@ def test_a_scheduler_without_the_kernel_is_refused(
         ({"stop": 4}, ModelError, r"stop at step 4.* 4 steps"),
         ({"generators": tiny.generators(3)}, ValueError, "3 generators for 4 samples"),
         ({"init_generators": tiny.generators(3)}, ValueError, "3 generators for 4 samples"),
-        ({"call": {"prompt": "a cat"}}, ReplayError, "one prompt per sample"),
     ],
 )
 def test_recordings_that_cannot_be(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
 from gerl.model.loading import load_pipeline, load_policy, pipeline_call, read_pipeline
-from gerl.model.lora import WEIGHTS, load_lora
+from gerl.model.lora import load_lora
+from gerl.model.paths import WEIGHTS
 
 MODEL = '''
 import torch
@@ -111,7 +112,7 @@ def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, logger="gerl"):
         policy = load_policy(ModelConfig(path=str(folder), lora_rank=2), 0.0, "cpu", 0)
     assert caplog.messages[0].endswith("/mine': running the code in my_pipeline.py, transformer/my_transformer.py")
-    assert caplog.messages[-1].endswith("reads no LoRA of transformer: use gerl.utils.lora.load_lora(pipe, FOLDER)")
+    assert caplog.messages[-1].endswith("reads no LoRA of transformer: use load_lora(pipe, Path(FOLDER))")
     assert type(policy.pipe).__name__ == "MyPipeline" and list(policy.denoisers) == ["transformer"]
     layers = {name.split(".lora_")[0] for name in policy.lora}
     assert layers == {f"transformer.layers.{i}.{part}" for i in (0, 1) for part in ("inner", "outer")}

@@ -12,11 +12,19 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load
+from zoo import text_to_image_3
 
 from gerl.config import ModelConfig, SamplingConfig
-from gerl.errors import ModelError
+from gerl.errors import ConfigError, ModelError
 from gerl.model import loading
-from gerl.model.loading import find_denoisers, load_pipeline, load_policy, pipeline_call, resolve, weights_fingerprint
+from gerl.model.loading import (
+    find_denoisers,
+    leave_out_safety_checker,
+    load_pipeline,
+    load_policy,
+    pipeline_call,
+    weights_fingerprint,
+)
 
 Folders = dict[str, Path]
 
@@ -82,33 +90,6 @@ def test_pndm_becomes_ddim_of_the_same_noise_schedule(folders: Folders, caplog: 
 
 
 # --- what is no pipeline
-
-
-def test_resolve(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve(str(folders["sd3"])) == str(folders["sd3"])
-    assert resolve("stabilityai/stable-diffusion-3.5-medium") == "stabilityai/stable-diffusion-3.5-medium"
-    assert Path(resolve("signs")).parts[-3:] == ("gerl", "assets", "signs")
-    monkeypatch.chdir(folders["sd3"].parent)
-    assert Path(resolve(folders["sd3"].name)).samefile(folders["sd3"])
-    assert Path(resolve(f"./{folders['sd3'].name}")).samefile(folders["sd3"])
-
-
-@pytest.mark.parametrize("path", ["./missing", "/nowhere/at/all", "../missing", "~/missing-gerl-pipeline", "a/b/c"])
-def test_a_missing_folder(path: str) -> None:
-    with pytest.raises(ModelError, match=r"model\.path='.*folder does not exist"):
-        loaded(path)
-
-
-def test_a_name_that_is_neither_folder_nor_hub_id() -> None:
-    with pytest.raises(ModelError, match=r"model\.path='sings' .*folder.*hub id.*'signs'"):
-        loaded("sings")
-
-
-def test_a_folder_or_file_that_is_no_pipeline(folders: Folders, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    for path in (tmp_path, tmp_path / "file", folders["sd3"] / "transformer"):
-        with pytest.raises(ModelError, match=r"folder .*model_index"):
-            loaded(path)
 
 
 WEIGHTS, INDEX = "unet/diffusion_pytorch_model.safetensors", "model_index.json"
@@ -191,7 +172,7 @@ def test_targets_by_regular_expression(folders: Folders) -> None:
     p = policy(folders, lora_targets=r"attn\.to_q$")
     layers = {name.split(".lora_")[0] for name in p.lora}
     assert layers == {f"transformer.transformer_blocks.{i}.attn.to_q" for i in (0, 1)}
-    with pytest.raises(ModelError, match=r"model\.lora_targets='\(unclosed' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"model\.lora_targets='\(unclosed' is no regular expression"):
         policy(folders, lora_targets="(unclosed")
     with pytest.raises(ModelError, match=r"model\.lora_targets='no_such_layer' .*36 .*names"):
         policy(folders, lora_targets="no_such_layer")
@@ -260,3 +241,19 @@ def test_the_fingerprint_is_that_of_the_base_weights(folders: Folders) -> None:
     bias.data[0] = float("nan")
     assert len({first, changed, weights_fingerprint(p.denoisers)}) == 3
     assert weights_fingerprint(policy(folders, "sd15").denoisers) != first
+
+
+def test_a_safety_checker_is_kept_where_the_pipeline_does_not_draw_without(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = text_to_image_3.cosmos2()
+    with caplog.at_level("INFO", "gerl"):
+        leave_out_safety_checker(pipe)
+    assert pipe.safety_checker is not None
+    assert "kept the safety checker, which Cosmos2TextToImagePipeline does not draw without" in caplog.text
+
+
+def test_a_pipeline_that_takes_no_prompt_says_of_what_it_is_made() -> None:
+    parts = {name: part for name, part in tiny.flux().components.items() if part is not None}
+    pipe = diffusers.VisualClozePipeline(**parts)
+    made_of = r"generation_pipe \(VisualClozeGenerationPipeline\), upsampling_pipe \(FluxFillPipeline\)"
+    with pytest.raises(ModelError, match=rf"VisualClozePipeline takes no argument 'prompt'.* {made_of}"):
+        pipeline_call(pipe, SamplingConfig(), ["a sign"])

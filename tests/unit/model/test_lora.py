@@ -16,7 +16,8 @@ from safetensors.torch import load, save
 
 from gerl.algorithms.core_algos import gaussian_kl
 from gerl.errors import ModelError
-from gerl.model.lora import WEIGHTS, add_lora, default_targets, find_targets, load_lora, lora_disabled, lora_file
+from gerl.model.lora import add_lora, default_targets, find_targets, load_lora, lora_disabled, lora_file
+from gerl.model.paths import WEIGHTS
 
 # the first of the repeated blocks: its attention, and its feed-forward
 TARGETS = {

@@ -12,9 +12,10 @@ from replaying import randomise
 from safetensors.torch import load_file, save_file
 
 from gerl.errors import ModelError
-from gerl.model.lora import WEIGHTS, add_lora, lora_file
+from gerl.model.lora import add_lora, lora_file
 from gerl.model.lora_variants import attach, switch
 from gerl.model.lora_weights import read_lora
+from gerl.model.paths import WEIGHTS
 
 CASE = tiny.CASES["sd3"]
 
@@ -89,6 +90,36 @@ def test_settings_that_change_what_a_lora_computes_are_left_to_diffusers(tmp_pat
         found = read_lora(tmp_path / "x.safetensors")
         assert (found is not None) is ours
         assert found is None or found["transformer"].scale == 3.0
+
+
+ALPHA = '{"transformer.lora_alpha": 4}'
+PAIR = (torch.ones(2, 4), torch.ones(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("header", "pair", "message"),
+    [
+        *((header, PAIR, "no JSON object") for header in ("[]", "5", "null")),
+        *((header, PAIR, "is no LoRA that can be read") for header in ("", "[" * 5000, "1" * 5000)),
+        *(
+            (f'{{"transformer.lora_alpha": {alpha}}}', PAIR, "lora_alpha is")
+            for alpha in ('"x"', "[1]", "true", "0", "-1", "NaN", "1e999", "1" * 400)
+        ),
+        (ALPHA, (torch.ones(2, 4), torch.ones(4, 3)), "layer has the ranks 2 and 3"),
+        (ALPHA, (torch.ones(0, 4), torch.ones(4, 0)), "layer has the ranks 0 and 0"),
+        (ALPHA, (torch.ones(2, 4).int(), torch.ones(4, 2).int()), r"layer has numbers of type torch\.int32"),
+        (ALPHA, (torch.ones(2, 4), torch.full((4, 2), torch.nan)), "layer has numbers that are not finite"),
+    ],
+)
+def test_a_damaged_lora_is_one_sentence(
+    tmp_path: Path, header: str, pair: tuple[torch.Tensor, torch.Tensor], message: str
+) -> None:
+    file = tmp_path / "x.safetensors"
+    tensors = {f"transformer.layer.lora_{half}.weight": value for half, value in zip("AB", pair, strict=True)}
+    save_file(tensors, file, {"lora_adapter_metadata": header})
+    with pytest.raises(ModelError, match=message) as error:
+        read_lora(file)
+    assert str(file) in str(error.value) and "give a .safetensors file" in str(error.value)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -130,7 +130,6 @@ def test_ddim_keeps_what_the_replaced_scheduler_predicts_and_clips() -> None:
         (diffusers.EDMEulerScheduler, "scheduler EDMEulerScheduler has no transition kernel"),
         (diffusers.EDMDPMSolverMultistepScheduler, "has no transition kernel"),
         (diffusers.CMStochasticIterativeScheduler, "has no transition kernel"),
-        (diffusers.SCMScheduler, "has no transition kernel"),
         (diffusers.CogVideoXDPMScheduler, "CogVideoXDPMScheduler has another noise schedule than DDIM"),
         (
             partial(UniPC, prediction_type="flow_prediction"),

@@ -2,13 +2,15 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from pydantic import TypeAdapter
 from replaying import counted_rows
 from training import new_policy, relative
 
@@ -17,9 +19,11 @@ from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config import ActorConfig, Config, SamplingConfig, algorithm_config
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.batching import select_call
+from gerl.errors import CheckpointError
 from gerl.model.loading import Policy
 from gerl.model.lora import lora_disabled
 from gerl.protocol import Prompt, Sample, StepResult, UpdateStats
+from gerl.run.state import WorkerState
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
 
@@ -92,9 +96,10 @@ def test_the_micro_batch_size_does_not_change_the_gradient(policy: Policy, tape:
         parts, stats = gradient(new_actor(policy, kl_coef, micro_batch_size=size), batch)
         assert relative(parts, whole) < 1e-5
         assert stats.pairs == whole_stats.pairs == 8
-        for key in ("loss", "kl", "clip_low", "clip_high"):
-            assert getattr(stats, key) == pytest.approx(getattr(whole_stats, key), rel=1e-4, abs=1e-5)
-        assert stats.ratio_deviation <= 1e-5
+        assert set(stats.sums) == set(whole_stats.sums) and ("kl" in stats.sums) == (kl_coef > 0)
+        for key, value in whole_stats.sums.items():
+            assert stats.sums[key] == pytest.approx(value, rel=1e-4, abs=1e-5)
+        assert stats.ratio_deviation is not None and stats.ratio_deviation <= 1e-5
 
 
 def test_the_gradient_is_that_of_the_policy_gradient_written_by_hand(policy: Policy, tape: Tape) -> None:
@@ -104,8 +109,8 @@ def test_the_gradient_is_that_of_the_policy_gradient_written_by_hand(policy: Pol
     # at ratio 1 the gradient of -A ratio is that of -A log_prob; the mean is over 4 samples and 2 steps
     replay(policy.pipe, tape, lambda k, step: -(advantages * step.log_prob).sum() / 8)
     assert relative(found, actor.flat_gradient()) < 1e-6
-    assert stats.loss / stats.pairs == pytest.approx(-sum(ADVANTAGES) / 4, abs=1e-6)
-    assert stats.log_ratio == stats.kl == stats.clip_low == stats.clip_high == 0.0
+    assert stats.sums.pop("loss") / stats.pairs == pytest.approx(-sum(ADVANTAGES) / 4, abs=1e-6)
+    assert stats.sums == {"log_ratio_mean": 0, "clip_fraction_low": 0, "clip_fraction_high": 0}
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
@@ -120,7 +125,7 @@ def test_two_workers_sum_to_one(kl_coef: float) -> None:
     assert relative(parts[0][0] + parts[1][0], whole) < 1e-5
     assert relative(parts[0][0], whole) > 0.1
     summed = parts[0][1] + parts[1][1]
-    assert summed.pairs == stats.pairs and summed.loss == pytest.approx(stats.loss, abs=1e-5)
+    assert summed.pairs == stats.pairs and summed.sums["loss"] == pytest.approx(stats.sums["loss"], abs=1e-5)
     # both batches on one worker are the same as one on each
     tapes = [batch_of(roll_out(one, half), [ADVANTAGES[i] for i in half]) for half in (first, second)]
     assert relative(gradient(new_actor(one, kl_coef), tapes)[0], parts[0][0] + parts[1][0]) < 1e-6
@@ -172,14 +177,14 @@ def test_beyond_the_clip_range_there_is_no_gradient(policy: Policy, tape: Tape) 
     actor = new_actor(policy, clip=0.2)
     up, down = moved(tape, math.log(1.5)), moved(tape, math.log(0.5))
     high, stats = gradient(actor, [batch_of(up, [1.0, 1.0, -1.0, -1.0])])
-    assert (stats.pairs, stats.clip_high, stats.clip_low) == (8, 4, 0)
+    assert (stats.pairs, stats.sums["clip_fraction_high"], stats.sums["clip_fraction_low"]) == (8, 4, 0)
     assert stats.ratio_deviation == pytest.approx(0.5, rel=1e-5)
-    assert stats.log_ratio / stats.pairs == pytest.approx(math.log(1.5), rel=1e-5)
-    assert stats.loss / stats.pairs == pytest.approx((-1.2 - 1.2 + 1.5 + 1.5) / 4, rel=1e-5)
+    assert stats.sums["log_ratio_mean"] / stats.pairs == pytest.approx(math.log(1.5), rel=1e-5)
+    assert stats.sums["loss"] / stats.pairs == pytest.approx((-1.2 - 1.2 + 1.5 + 1.5) / 4, rel=1e-5)
     expected, _ = gradient(actor, [batch_of(tape, [0.0, 0.0, -1.5, -1.5])])
     assert relative(high, expected) < 1e-5
     _, stats = gradient(actor, [batch_of(down, [1.0, 1.0, 1.0, -1.0])])
-    assert (stats.clip_high, stats.clip_low) == (0, 2)
+    assert (stats.sums["clip_fraction_high"], stats.sums["clip_fraction_low"]) == (0, 2)
     assert not gradient(actor, [batch_of(up, [1.0] * 4)])[0].any()
     assert not gradient(actor, [batch_of(down, [-1.0] * 4)])[0].any()
 
@@ -191,7 +196,8 @@ def test_a_ratio_that_is_not_one_is_reported() -> None:
     )  # samples mix, as OmniGen
     tape = roll_out(policy)
     assert gradient(new_actor(policy), [batch_of(tape, ADVANTAGES)])[1].ratio_deviation == 0.0
-    assert gradient(new_actor(policy, micro_batch_size=2), [batch_of(tape, ADVANTAGES)])[1].ratio_deviation > 1e-3
+    found = gradient(new_actor(policy, micro_batch_size=2), [batch_of(tape, ADVANTAGES)])[1].ratio_deviation
+    assert found is not None and found > 1e-3
 
 
 # --- KL
@@ -209,7 +215,7 @@ def test_kl_of_a_fresh_lora_is_zero_with_its_gradient() -> None:
     tape = roll_out(policy)
     without, _ = gradient(new_actor(policy), [batch_of(tape, ADVANTAGES)])
     with_kl, stats = gradient(new_actor(policy, kl_coef=10.0), [batch_of(tape, ADVANTAGES)])
-    assert without.any() and torch.equal(with_kl, without) and stats.kl == 0.0
+    assert without.any() and torch.equal(with_kl, without) and stats.sums["kl"] == 0.0
     assert not gradient(new_actor(policy, kl_coef=10.0), [batch_of(tape, [0.0] * 4)])[0].any()
 
 
@@ -230,8 +236,8 @@ def test_kl_of_a_trained_lora(policy: Policy, tape: Tape) -> None:
     actor.optimizer.zero_grad(set_to_none=True)
     replay(policy.pipe, tape, loss)
     assert relative(only_kl, actor.flat_gradient()) < 1e-6 and only_kl.any()
-    assert stats.kl / stats.pairs == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
-    assert stats.loss == pytest.approx(weight * stats.kl, rel=1e-5) and stats.kl > 0
+    assert stats.sums["kl"] / stats.pairs == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
+    assert stats.sums["loss"] == pytest.approx(weight * stats.sums["kl"], rel=1e-5) and stats.sums["kl"] > 0
     both, _ = gradient(new_actor(policy, kl_coef=weight), [batch_of(tape, ADVANTAGES)])
     policy_only, _ = gradient(new_actor(policy), [batch_of(tape, ADVANTAGES)])
     assert relative(both, policy_only + only_kl) < 1e-5
@@ -245,7 +251,8 @@ def test_a_step_is_that_of_adamw() -> None:
     before = weights(actor)
     noise = torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
     expected = StepResult(pytest.approx(float(noise.norm()), rel=1e-5), 0.01, True)  # type: ignore[arg-type]
-    assert stepped(actor, noise) == expected
+    result = stepped(actor, noise)
+    assert result == replace(expected, lora_max=float(weights(actor).abs().max()))
     # the first step of Adam moves by lr sign(g), after decay by lr * weight_decay
     torch.testing.assert_close(weights(actor), before * (1 - 0.001) - 0.01 * noise.sign(), rtol=1e-4, atol=1e-4)
     assert actor.policy.version == 1 and actor.policy.ema.updates == 1
@@ -315,11 +322,11 @@ def test_an_actor_continues_bitwise(schedule: str) -> None:
     actor = new_actor(**settings)
     updated(actor, range(3))
     tensors, numbers = actor.state()
-    saved, text = pack_tensors(tensors), json.dumps(numbers)
+    saved, text = pack_tensors(tensors), json.dumps(asdict(numbers))
     expected = updated(actor, range(3, 6))
 
     resumed = new_actor(new_policy(perturbed=False), **settings)
-    resumed.load_state(unpack_tensors(saved), json.loads(text))
+    resumed.load_state(unpack_tensors(saved), TypeAdapter(WorkerState).validate_json(text))
     assert resumed.policy.version == 3 and resumed.policy.ema.updates == 3
     assert updated(resumed, range(3, 6)) == expected
     end, resumed_end = actor.state(), resumed.state()  # weights, averages, moments
@@ -333,8 +340,77 @@ def test_an_actor_continues_bitwise(schedule: str) -> None:
 def test_the_state_before_the_first_update() -> None:
     actor, other = new_actor(), new_actor(new_policy(perturbed=False))
     tensors, numbers = actor.state()
-    other.load_state(unpack_tensors(pack_tensors(tensors)), json.loads(json.dumps(numbers)))
+    other.load_state(unpack_tensors(pack_tensors(tensors)), numbers)
     assert torch.equal(weights(other), weights(actor)) and not other.optimizer.state
     updated(actor, range(2))
     updated(other, range(2))
     assert torch.equal(weights(other), weights(actor))
+
+
+def damaged(key: str, value: torch.Tensor | None) -> Any:
+    """The state of an actor with a tensor replaced, or removed."""
+    actor = new_actor()
+    updated(actor, range(2))
+    tensors, numbers = actor.state()
+    return {name: v for name, v in (tensors | {key: value}).items() if v is not None}, numbers
+
+
+NAME = next(iter(new_policy().lora))
+SHAPE = new_policy().lora[NAME].shape
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((f"{kind}/{NAME}", None) for kind in ("lora", "ema", "optimizer/step", "optimizer/exp_avg_sq")),
+        (f"lora/{NAME}", torch.zeros(1)),  # a shape that would broadcast
+        (f"ema/{NAME}", torch.zeros(SHAPE[0], 1)),
+        (f"optimizer/exp_avg/{NAME}", torch.zeros(*SHAPE, 1)),
+        (f"optimizer/step/{NAME}", torch.zeros(SHAPE)),
+        (f"lora/{NAME}", torch.zeros(SHAPE, dtype=torch.float16)),
+        (f"old/{NAME}", torch.zeros(SHAPE)),  # of another algorithm
+        ("lora/denoiser.elsewhere", torch.zeros(SHAPE)),
+    ],
+)
+def test_a_state_that_does_not_fit_is_a_sentence_and_changes_nothing(key: str, value: torch.Tensor | None) -> None:
+    actor = new_actor()
+    before = {name: v.clone() for name, v in actor.state()[0].items()}
+    with pytest.raises(CheckpointError, match=re.escape(key)):
+        actor.load_state(*damaged(key, value))
+    after = actor.state()[0]
+    assert after.keys() == before.keys() and all(torch.equal(v, before[name]) for name, v in after.items())
+
+
+@pytest.mark.parametrize("changed", [{"averages": {}}, {"averages": {"ema": 1, "old": 1}}, {"policy_version": -1}])
+def test_counts_that_do_not_fit_are_a_sentence(changed: dict[str, Any]) -> None:
+    tensors, numbers = new_actor().state()
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        new_actor().load_state(tensors, replace(numbers, **changed))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"lr": 0.02}, {"lr_schedule": "constant"}, {"warmup_steps": 3}, {"total_updates": 20}, {"lr": 0.3}]
+)
+def test_a_changed_learning_rate_schedule_takes_effect_from_the_next_update(changed: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"lr": 0.1, "lr_schedule": "cosine", "total_updates": 10}
+    actor = new_actor(**settings)
+    updated(actor, range(4))
+    resumed, other = new_actor(**(settings | changed)), new_actor(**(settings | changed))
+    resumed.load_state(*actor.state())
+    expected = updated(other, range(7))[4:]
+    found = updated(resumed, range(4, 7))
+    # the rates of a run that had the new ones from its start; its weights are others, it had them for longer
+    assert [replace(r, lora_max=None) for r in found] == [replace(r, lora_max=None) for r in expected]
+    assert found[0].lr != updated(actor, range(4, 5))[0].lr
+
+
+def test_changed_betas_and_decay_take_effect() -> None:
+    actor, gradient = new_actor(), torch.ones_like(weights(new_actor()))
+    stepped(actor, gradient)
+    moved = []
+    for betas, decay in (([0.9, 0.999], 1e-4), ([0.1, 0.999], 1e-4), ([0.9, 0.999], 0.5)):
+        resumed = new_actor(betas=betas, weight_decay=decay)
+        resumed.load_state(*actor.state())
+        stepped(resumed, -gradient)
+        moved.append(weights(resumed))
+    assert not torch.equal(moved[0], moved[1]) and not torch.equal(moved[0], moved[2])

@@ -3,17 +3,25 @@
 import numpy as np
 import pytest
 import torch
+import training
+from diffusers.pipelines.kandinsky5.pipeline_output import KandinskyImagePipelineOutput
+from diffusers.pipelines.ltx2.pipeline_output import LTX2PipelineOutput
+from diffusers.pipelines.pipeline_utils import AudioPipelineOutput, ImagePipelineOutput
+from diffusers.utils import BaseOutput
 from replaying import randomise
+from zoo import text_to_image_2
+from zoo.checks import build, call_for
 
 from gerl.algorithms import build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples
 from gerl.commandline.composition import compose_run
 from gerl.engine import Trajectory
+from gerl.errors import ModelError
 from gerl.model.loading import load_policy
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
 from gerl.workers.hybrid import batches_of
-from gerl.workers.rollout import Rollout
+from gerl.workers.rollout import Rollout, count_blank, to_uint8
 
 # preset -> bound of the share of the recorded bytes that is kept; grpo_guard reads the recorded means
 KEPT = {"flow_grpo": 0.43, "flow_grpo_fast": 0.38, "awm_fast": 0.7, "branch_grpo": 0.58, "grpo_guard": 0.7}
@@ -42,3 +50,49 @@ def test_a_trajectory_is_smaller_than_the_recording_and_trains_the_same(preset: 
     (stats, gradient), (lean_stats, lean_gradient) = found
     assert stats == lean_stats and torch.equal(gradient, lean_gradient) and float(gradient.norm()) > 0
     assert 0 < kept.nbytes < KEPT[preset] * whole.nbytes
+
+
+def test_an_argument_that_is_null_is_not_given() -> None:
+    drawn = []
+    for call in ({}, {"negative_prompt": None, "sigmas": None}):
+        made = training.Training(training.config("flow_grpo", steps=2))
+        made.config.sampling.call.update(call)
+        drawn.append(made.rollout.validate([task.samples[0] for task, _, _ in made.tasks]))
+        task = made.tasks[0][0]
+        assert np.array_equal(made.rollout.generate(task, made.algorithm)[0], made.tasks[0][1])
+    assert np.array_equal(*drawn)
+
+
+def test_images_of_a_single_colour_are_counted() -> None:
+    images = np.zeros((4, 40, 50, 3), np.uint8)
+    images[1, 20, 33, 2] = 1  # a single pixel differs
+    images[2] = (3, 200, 7)
+    assert count_blank(images) == 3 and count_blank([images[1], np.zeros((2, 8, 8, 3), np.uint8)]) == 1  # and a video
+
+
+PIXELS = np.full((2, 4, 4, 3), 0.5, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        ImagePipelineOutput(images=PIXELS),
+        KandinskyImagePipelineOutput(image=torch.from_numpy(PIXELS)),
+        LTX2PipelineOutput(frames=PIXELS[:, None], audio=torch.zeros(2, 2, 100)),
+    ],
+    ids=lambda o: type(o).__name__,
+)
+def test_the_images_of_an_output_are_found_under_any_name(output: BaseOutput) -> None:
+    assert np.array_equal(to_uint8(output), np.full((2, 4, 4, 3), 128, dtype=np.uint8))
+
+
+def test_sound_alone_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"returned sound \(audios \[1, 2, 100\]\).*images and videos"):
+        to_uint8(AudioPipelineOutput(audios=np.zeros((1, 2, 100))))
+
+
+def test_the_images_of_kandinsky_5_are_drawn() -> None:
+    entry = next(e for e in text_to_image_2.ENTRIES if e.name == "Kandinsky5T2IPipeline")
+    pipe, _ = build(entry)
+    output = pipe(**call_for(entry, pipe, guided=False) | {"output_type": "np"})
+    assert to_uint8(output).shape == (4, 32, 32, 3)

@@ -1,0 +1,142 @@
+"""Pipelines of the Hugging Face hub: fetched into its cache, and what goes wrong there as sentences."""
+
+import errno
+import os
+from collections.abc import Iterator
+
+from diffusers import DiffusionPipeline
+from huggingface_hub import constants, model_info
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import httpx
+
+from gerl.commandline.waiting import logger, waiting
+from gerl.errors import GerlError, ModelError
+from gerl.utils.files import reason
+
+PATIENCE = 10.0  # seconds for the hub's first answer
+
+
+class Downloads:
+    """In words, the bytes by which the hub's cache on this machine has grown since; "" where it has not."""
+
+    def __init__(self) -> None:
+        self._before = cache_bytes()
+
+    def __call__(self) -> str:
+        grown = cache_bytes() - self._before
+        return f"{grown / 1e9:.2f} GB downloaded" if grown >= 1e7 else ""
+
+
+def cache_bytes() -> int:
+    """The space that the files in the hub's cache take, those that are still incomplete as well."""
+    total = 0
+    for folder, _, files in os.walk(constants.HF_HUB_CACHE):
+        for file in files:
+            try:
+                found = os.lstat(os.path.join(folder, file))
+            except OSError:  # moved to its place meanwhile
+                continue
+            total += min(found.st_size, 512 * found.st_blocks) if hasattr(found, "st_blocks") else found.st_size
+    return total
+
+
+def fetch(path: str) -> str:
+    """The folder of the pipeline with hub id `path` in the hub's cache, after a download of what the cache lacks.
+
+    Shows the progress bars of `huggingface_hub`. Where the hub cannot be reached, or HF_HUB_OFFLINE is set, the cache
+    must have the whole pipeline. Raises `ModelError`.
+    """
+    unreached = _unreached(path)
+    try:
+        if unreached is not None:
+            folder = DiffusionPipeline.download(path, local_files_only=True)
+            if not isinstance(unreached, OfflineModeIsEnabled):
+                logger.info("%s is loaded from the cache: the hub cannot be asked (%s)", path, _words(unreached))
+        else:
+            with waiting(f"fetching {path} from {constants.ENDPOINT}", Downloads()):
+                folder = DiffusionPipeline.download(path)
+    except GerlError:
+        raise
+    except Exception as error:  # of the network, the disk, the hub and diffusers, which have no common class
+        if "trust_remote_code" in str(error):
+            raise ModelError(refusal_of_code(path)) from error
+        raise ModelError(_sentence(path, error, unreached)) from error
+    return str(folder)
+
+
+def refusal_of_code(path: str) -> str:
+    """The sentence for a pipeline of the hub that would run code."""
+    return (
+        f"model.path={path!r} comes with code of its own, and gerl runs none from the hub: download it with "
+        f"'hf download {path} --local-dir FOLDER', read the code, and set model.path=FOLDER"
+    )
+
+
+def _unreached(path: str) -> Exception | None:
+    """Why the hub does not tell about `path`, None if it does: one request, where a download would try for long."""
+    try:
+        model_info(path, timeout=PATIENCE)
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
+        return error
+    return None
+
+
+def _sentence(path: str, error: Exception, unreached: Exception | None) -> str:
+    """The cause and the remedy, where a pipeline is neither in the cache nor comes from the hub."""
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    first = unreached or error
+    causes = list(_causes(first))
+    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
+        return (
+            f"model.path={path!r} does not fit on the disk of the hub's cache {cache}: free space, or set HF_HOME to a "
+            "folder on a larger disk"
+        )
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return f"model.path={path!r} is gated: accept its terms at {hub}/{path}, then log in with 'hf auth login'"
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return (
+            f"model.path={path!r}: {hub} has no such model, or a private one: correct the id, or log in with "
+            "'hf auth login'"
+        )
+    status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), None)
+    if status in (401, 403):
+        return (
+            f"model.path={path!r}: {hub} refuses access ({status}): log in with 'hf auth login', and accept the terms "
+            f"at {hub}/{path} if it has some"
+        )
+    absent = f"model.path={path!r} is not, or not whole, in the hub's cache {cache}"
+    if isinstance(unreached, OfflineModeIsEnabled):
+        return f"{absent}, and HF_HUB_OFFLINE is set: unset it, or set model.path to a folder with the pipeline"
+    if unreached is not None:
+        return (
+            f"{absent}, and {hub} cannot be asked ({_words(unreached)}): connect this machine to it, or fetch it on "
+            f"another with 'hf download {path} --local-dir FOLDER' and set model.path=FOLDER here"
+        )
+    if any(isinstance(cause, EntryNotFoundError) for cause in causes):
+        return (
+            f"model.path={path!r} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; "
+            "give a model in the format of diffusers"
+        )
+    if any(isinstance(cause, httpx.TransportError | HfHubHTTPError) for cause in causes):
+        return (
+            f"model.path={path!r}: the download from {hub} broke off ({_words(error)}): start again, what is there is "
+            "kept"
+        )
+    return f"model.path={path!r} cannot be loaded as a diffusers pipeline: {_words(error)}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _words(error: Exception) -> str:
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), reason(error))

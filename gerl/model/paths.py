@@ -1,0 +1,54 @@
+"""`model.path`: the pipeline that ships with gerl, a folder, or a hub id. It is read before torch is imported."""
+
+import re
+from importlib import resources
+from pathlib import Path
+
+from gerl.errors import ModelError
+
+SHIPPED = ("signs",)
+INDEX = "model_index.json"
+WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name for a LoRA's file
+SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".bin", ".pt", ".pth")
+ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)|\w+://")
+
+
+def resolve(path: str) -> str:
+    """The folder of a pipeline, or `path` itself if it is a hub id; raises `ModelError` for what can be neither."""
+    if path in SHIPPED:
+        return str(resources.files("gerl") / "assets" / path)
+    if not path.strip():
+        raise ModelError("model.path is empty: give a folder, a hub id such as 'owner/name', or 'signs'")
+    folder = Path(path).expanduser()
+    if address := ADDRESS.match(path):
+        remedy = f"the hub id, model.path={address[1]}" if address[1] else "a hub id such as owner/name, or a folder"
+        raise ModelError(f"model.path={path!r} is a web address: give {remedy}")
+    if folder.suffix in SINGLE_FILES and not folder.is_dir():
+        raise ModelError(
+            f"model.path={path!r} is a single file, and gerl reads the folders of pipelines: write one in Python with "
+            f"PIPELINE.from_single_file({path!r}).save_pretrained('FOLDER'), then give model.path=FOLDER"
+        )
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists()
+    if not looks_local:
+        if path.count("/") != 1:
+            raise ModelError(
+                f"model.path={path!r} is no pipeline: give a folder, a hub id such as 'owner/name', or 'signs'"
+            )
+        return path
+    if not (folder / INDEX).is_file():
+        raise ModelError(f"model.path={path!r} is no pipeline: {_why(folder)}")
+    return str(folder)
+
+
+def _why(folder: Path) -> str:
+    """Why a path is no folder of a pipeline, and what to give."""
+    if not folder.exists():
+        return f"there is no folder {folder.absolute()}; correct the path, or give a hub id such as 'owner/name'"
+    if not folder.is_dir():
+        return "it is a file; give the folder of a diffusers pipeline, or a hub id such as 'owner/name'"
+    if (folder / WEIGHTS).is_file():
+        return f"the folder has a LoRA, {WEIGHTS}; give the pipeline that it was trained on"
+    inside = sorted(index.parent for index in folder.glob(f"*/{INDEX}"))
+    if inside:
+        return f"the folder has no {INDEX}; did you mean {str(inside[0])!r}?"
+    return f"the folder has no {INDEX}; give one that pipe.save_pretrained or 'hf download --local-dir' wrote"

@@ -1,0 +1,173 @@
+"""Video: with sound, from a picture, and from pipelines that take one prompt a call."""
+
+from typing import Any
+
+import diffusers
+import tiny
+import torch
+from diffusers.pipelines.helios import pipeline_helios
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from diffusers.pipelines.wan import pipeline_wan_vace
+from tiny import LATENTS, NARROW, euler, pipeline
+from zoo.base import MEDIUM, NEGATIVE, Entry, scale
+from zoo.conditioned import as_class, given, pictures
+from zoo.text_to_image import gemma
+from zoo.text_to_image_2 import drawn, kandinsky_5
+from zoo.video import ltx
+
+from gerl.model.schedulers import trainable_scheduler
+
+
+def ltx2() -> Any:
+    """A video and its sound, each with a scheduler of its own."""
+    heads = {"cross_attention_dim": 16, "audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 2}
+    heads |= {"audio_attention_head_dim": 4, "audio_cross_attention_dim": 8, "caption_channels": 16}
+    rope = {"rope_double_precision": False, "rope_type": "split"}
+    transformer = diffusers.LTX2VideoTransformer3DModel(**NARROW, **LATENTS, **heads, **rope)
+    connected = {
+        f"{kind}_connector_{name}": value
+        for kind in ("video", "audio")
+        for name, value in {
+            "num_attention_heads": 2,
+            "attention_head_dim": 8,
+            "num_layers": 1,
+            "num_learnable_registers": None,
+        }.items()
+    }
+    connectors = LTX2TextConnectors(
+        caption_channels=16,
+        text_proj_in_factor=2,
+        **connected,
+        **rope,
+        connector_rope_base_seq_len=32,
+        rope_theta=10000.0,
+        causal_temporal_positioning=False,
+    )
+    vae = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8,),
+        decoder_block_out_channels=(8,),
+        layers_per_block=(1,),
+        decoder_layers_per_block=(1, 1),
+        spatio_temporal_scaling=(True,),
+        decoder_spatio_temporal_scaling=(True,),
+        decoder_inject_noise=(False, False),
+        downsample_type=("spatial",),
+        upsample_residual=(False,),
+        upsample_factor=(1,),
+        timestep_conditioning=False,
+        patch_size=1,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    sound = {"base_channels": 4, "output_channels": 2, "ch_mult": (1,), "num_res_blocks": 1, "in_channels": 2}
+    sound |= {"resolution": 32, "latent_channels": 2, "norm_type": "pixel", "causality_axis": "height", "mel_bins": 8}
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(
+        **sound, attn_resolutions=None, mid_block_add_attention=False, sample_rate=16000, mel_hop_length=160
+    )
+    vocoder = LTX2Vocoder(
+        in_channels=16,
+        hidden_channels=8,
+        out_channels=2,
+        upsample_kernel_sizes=[4, 4],
+        upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3, 5]],
+        output_sampling_rate=16000,
+    )
+    more = {"audio_vae": audio_vae, "connectors": connectors, "vocoder": vocoder}
+    return pipeline(diffusers.LTX2Pipeline, transformer, euler(), vae, gemma(), **more)
+
+
+def wan_vace() -> Any:
+    pipeline_wan_vace.prompt_clean = str.strip  # its own needs ftfy
+    pipe = tiny.wan()
+    vace = {"vace_layers": [0, 1], "vace_in_channels": 2 * 4 + 64}
+    transformer = diffusers.WanVACETransformer3DModel.from_config(pipe.transformer.config, **vace)
+    for parameter in transformer.parameters():
+        if not parameter.any():  # what a fresh one has at zero passes nothing on
+            torch.nn.init.normal_(parameter, std=0.1)
+    return as_class(pipe, diffusers.WanVACEPipeline, transformer=transformer.eval(), transformer_2=None)
+
+
+def kandinsky_5_i2v() -> Any:
+    pipe = kandinsky_5()
+    transformer = diffusers.Kandinsky5Transformer3DModel.from_config(pipe.transformer.config, visual_cond=True)
+    blocks = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
+    vae = diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, **blocks, mid_block_add_attention=False)
+    made = as_class(
+        pipe, diffusers.Kandinsky5I2VPipeline, vae=vae.eval(), transformer=drawn(transformer, "modulation").eval()
+    )
+    made.prompt_template, made.prompt_template_encode_start_idx = "{}", 0
+    return made
+
+
+def ltx_condition() -> Any:
+    return as_class(ltx(), diffusers.LTXConditionPipeline, scheduler=euler())
+
+
+def helios() -> Any:
+    pipeline_helios.prompt_clean = str.strip  # its own needs ftfy
+    sizes = LATENTS | {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32}
+    transformer = diffusers.HeliosTransformer3DModel(
+        **sizes, text_dim=32, freq_dim=16, cross_attn_norm=True, rope_dim=(4, 4, 4), has_multi_term_memory_patch=True
+    )
+    scheduler = trainable_scheduler(diffusers.HeliosScheduler(stage_range=[0, 1], stages=1, use_dynamic_shifting=True))
+    parts = scheduler, tiny.video_vae(diffusers.AutoencoderKLWan), tiny.t5(multilingual=True)
+    return pipeline(diffusers.HeliosPipeline, transformer, *parts)
+
+
+# one denoiser call a step: the guidance by skipped blocks and by modalities taken apart is off
+SCALES = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
+SCALES |= {"audio_stg_scale": 0.0, "audio_modality_scale": 1.0, "spatio_temporal_guidance_blocks": None}
+SOUND = MEDIUM | SCALES | {"num_frames": 5, "frame_rate": 25.0, "use_cross_timestep": False}
+LTX2_GUIDANCE: dict[str, Any] = {
+    "no_cfg": {"guidance_scale": 1.0, "audio_guidance_scale": 1.0},
+    "cfg": {"guidance_scale": 4.0, "audio_guidance_scale": 3.0, **NEGATIVE},
+}
+
+ENTRIES = [
+    Entry("LTX2Pipeline", "text to video with sound", ltx2, **LTX2_GUIDANCE, call=SOUND, size=32),
+    Entry(
+        "LTX2ImageToVideoPipeline",
+        "image to video with sound",
+        lambda: as_class(ltx2(), diffusers.LTX2ImageToVideoPipeline),
+        **LTX2_GUIDANCE,
+        call=SOUND | {"image_crf": 0},
+        inputs=given(image=pictures),
+        size=32,
+    ),
+    Entry(
+        "WanVACEPipeline",
+        "text to video",
+        wan_vace,
+        **scale(1.0, 4.5),
+        call=MEDIUM | {"num_frames": 5},
+        batch=1,
+        text=True,
+    ),
+    Entry(
+        "Kandinsky5I2VPipeline",
+        "image to video",
+        kandinsky_5_i2v,
+        **scale(1.0, 3.5),
+        call={"num_frames": 17},
+        inputs=given(image=pictures),
+        size=32,
+    ),
+    Entry(
+        "LTXConditionPipeline",
+        "image to video",
+        ltx_condition,
+        **scale(1.0, 4.5, negative=False),
+        call=MEDIUM | {"num_frames": 9},
+        inputs=given(image=lambda n: pictures(1, 32)),
+        size=32,
+        batch=1,
+        limit="Every token has a noise level of its own (`per_token_timesteps`), for which gerl has no transition "
+        "kernel: use `LTXImageToVideoPipeline`.",
+        refused="use a pipeline of this model without .LTXImageToVideoPipeline",
+    ),
+    Entry("HeliosPipeline", "text to video", helios, **scale(1.0, 4.5), call=MEDIUM | {"num_frames": 9}),
+]
