@@ -1,7 +1,7 @@
-"""Draw `docs/pictures/rooms.svg` from the code: the rooms of gerl and the way of one prompt: `python docs/map.py`.
+"""Draw `docs/pictures/packages.svg` from the code: gerl's packages and the way of one prompt: `python docs/map.py`.
 
-Floors and rooms are those of `tests/unit/test_house.py`; the text of a room is the first sentence of its docstring, and
-the rooms it imports from, without those that follow from others.
+Layers and packages are those of `tests/unit/test_structure.py`; the text of a package is the first sentence of its
+docstring, and the packages it imports from, without those that follow from others.
 """
 
 import ast
@@ -16,9 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit")]
-import test_house as house  # noqa: E402
+import test_structure as structure  # noqa: E402
 
-PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
+PICTURE = ROOT / "docs" / "pictures" / "packages.svg"
 # The way of one prompt through a trainer step: what happens, and the function that does it.
 WAY = (
     ("load", "gerl.utils.dataset:load_prompts"),
@@ -32,7 +32,7 @@ WAY = (
     ("step", "gerl.workers.actor:Actor.step"),
     ("save", "gerl.run.checkpoint:save_checkpoint"),
 )
-# Relative widths where the rooms of a floor are not equally wide, so that the way runs from left to right.
+# Relative widths where the packages of a layer are not equally wide, so that the way runs from left to right.
 WIDTHS = {"model": 3.2, "rewards": 3.5, "run": 3, "commandline": 2.6, "engine": 5.2, "pages": 2.2}
 WIDTH, MARGIN, GAP, FIRST, COLUMN = 1000, 20, 14, 92, 84  # px; one column for each stop
 STYLE = """
@@ -48,55 +48,57 @@ STYLE = """
     .box { fill: #1b2129; stroke: #3d444d } .imports { fill: #6e7681 }
     .halo { stroke: #1b2129 } .stop, .part { fill: #f08c3a } .number { fill: #0d1117 } .way { stroke: #f08c3a }
   }"""
-TITLE = "The rooms of gerl, and the way of one prompt through a trainer step"
-LEGEND = (
-    "Rooms import only from rooms below; named are those that do not follow from others. Orange: the way of a prompt."
-)
+TITLE = "The packages of gerl, and the way of one prompt through a trainer step"
+LEGEND = "Packages import from those below; named are those that do not follow from others. Orange: the way of a prompt"
 Way = tuple[tuple[str, str], ...]  # (stop, function)
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """The rooms that each room imports from, without those that another of them imports from; from the ground up."""
-    graph: dict[str, set[str]] = {room: set() for room in house.FLOOR_OF}
-    for path in house.FILES.values():
-        found = [house.resolve(name) for _, name in house.imports(path)]
-        graph[house.room(path)] |= {house.room(house.FILES[module]) for module in found if module}
-    graph = {room: others - {room} for room, others in graph.items()}
+    """The packages that each imports from, without those that another of them imports from; from the ground up."""
+    graph: dict[str, set[str]] = {package: set() for package in structure.LAYER_OF}
+    for path in structure.FILES.values():
+        found = [structure.resolve(name) for _, name in structure.imports(path)]
+        graph[structure.package(path)] |= {structure.package(structure.FILES[module]) for module in found if module}
+    graph = {package: others - {package} for package, others in graph.items()}
 
-    def below(room: str) -> set[str]:
-        return set().union(*({other} | below(other) for other in graph[room]))
+    def below(package: str) -> set[str]:
+        return set().union(*({other} | below(other) for other in graph[package]))
 
-    return {room: others - set().union(*map(below, others)) for room, others in graph.items()}
+    return {package: others - set().union(*map(below, others)) for package, others in graph.items()}
 
 
-def lines_of(room: str) -> str:
-    """Lines of code to one digit, so that the picture changes only when the room does."""
-    count = sum(len(path.read_text("utf-8").splitlines()) for path in house.FILES.values() if house.room(path) == room)
+def lines_of(package: str) -> str:
+    """Lines of code to one digit, so that the picture changes only when the package does."""
+    count = sum(
+        len(path.read_text("utf-8").splitlines())
+        for path in structure.FILES.values()
+        if structure.package(path) == package
+    )
     return f"{float(f'{count:.0e}'):,.0f} lines"
 
 
-def words_of(room: str, width: float) -> list[tuple[str, str]]:
-    """(style, line) of what is written in a room: the first sentence of its docstring, and its imports."""
-    docstring = ast.get_docstring(house.tree(house.FILES[f"gerl.{room}"])) or ""
+def words_of(package: str, width: float) -> list[tuple[str, str]]:
+    """(style, line) of what is written in a package: the first sentence of its docstring, and its imports."""
+    docstring = ast.get_docstring(structure.tree(structure.FILES[f"gerl.{package}"])) or ""
     sentence = re.split(r"(?<=\.)\s", " ".join(docstring.split()))[0].replace("`", "")
-    below = ", ".join(sorted(imports()[room], key=[*house.FLOOR_OF].index, reverse=True))
+    below = ", ".join(sorted(imports()[package], key=[*structure.LAYER_OF].index, reverse=True))
     columns = int(min(width - 24, 620) / 6.4)
     lines = [("halo", line) for line in textwrap.wrap(sentence, columns)]
     return lines + [("imports halo", line) for line in textwrap.wrap(f"imports {below}" if below else "", columns)]
 
 
 def boxes(way: Way) -> dict[str, Box]:
-    """The place of each room."""
+    """The place of each package."""
     visited, places, top = {name.split(".")[1] for _, name in way}, {}, 74.0
-    for floor in reversed(house.FLOORS[:-1]):  # without the package itself
-        widths = [WIDTHS.get(room, 1) for room in floor]
-        unit, left = (WIDTH - 2 * MARGIN - GAP * (len(floor) - 1)) / sum(widths), float(MARGIN)
-        rows = max(len(words_of(room, unit * width)) for room, width in zip(floor, widths, strict=True))
-        bottom = top + 34 + 15 * rows + 42 * bool(visited & {*floor})
-        for room, width in zip(floor, widths, strict=True):
-            places[room] = (left, top, left + unit * width, bottom)
+    for layer in reversed(structure.LAYERS[:-1]):  # without the package itself
+        widths = [WIDTHS.get(package, 1) for package in layer]
+        unit, left = (WIDTH - 2 * MARGIN - GAP * (len(layer) - 1)) / sum(widths), float(MARGIN)
+        rows = max(len(words_of(package, unit * width)) for package, width in zip(layer, widths, strict=True))
+        bottom = top + 34 + 15 * rows + 42 * bool(visited & {*layer})
+        for package, width in zip(layer, widths, strict=True):
+            places[package] = (left, top, left + unit * width, bottom)
             left += unit * width + GAP
         top = bottom + GAP
     return places
@@ -131,10 +133,10 @@ def draw(way: Way = WAY) -> str:
     for (x, y), (to_x, to_y) in pairwise(stops):
         half = f"{(y + to_y) / 2:.0f}"
         out.append(f'<path class="way" d="M{x} {y:.0f}C{x} {half} {to_x} {half} {to_x} {to_y:.0f}"/>')
-    for room, (left, top, right, _) in places.items():
-        out.append(text(left + 12, top + 22, "name halo", room))
-        out.append(text(right - 12, top + 22, "end halo", lines_of(room)))
-        out += [text(left + 12, top + 40 + 15 * i, *row) for i, row in enumerate(words_of(room, right - left))]
+    for package, (left, top, right, _) in places.items():
+        out.append(text(left + 12, top + 22, "name halo", package))
+        out.append(text(right - 12, top + 22, "end halo", lines_of(package)))
+        out += [text(left + 12, top + 40 + 15 * i, *row) for i, row in enumerate(words_of(package, right - left))]
     for number, ((x, y), (part, name)) in enumerate(zip(stops, way, strict=True), start=1):
         out.append(f'<circle class="stop" cx="{x}" cy="{y:.0f}" r="12"/>')
         out.append(text(x, y + 4, "number", str(number)))

@@ -1,14 +1,19 @@
 """gerl: reinforcement learning for diffusion models."""
 
-from types import ModuleType
+from importlib import import_module
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from gerl.engine import record, replay
+
+__all__ = ["__version__", "record", "replay"]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`gerl.evaluate`, which is loaded when it is first used: `import gerl` is quick."""
+def __getattr__(name: str) -> object:
+    """`gerl.record`, `gerl.replay` and `gerl.evaluate`, loaded when they are first used: `import gerl` is quick."""
+    if name in ("record", "replay"):
+        return getattr(import_module("gerl.engine"), name)
     if name == "evaluate":
-        from importlib import import_module
-
         return import_module("gerl.evaluate")
     raise AttributeError(f"module 'gerl' has no attribute {name!r}")

@@ -115,38 +115,31 @@ class Scores:
 class UpdateStats:
     """Sums over trained (sample, timestep) pairs, so that workers and micro-batches add up to the same averages.
 
-    `extra`: what an algorithm reports besides.
+    `sums` has what the algorithm measured and nothing else: the metric's name -> its sum over the pairs.
     """
 
     pairs: int = 0
-    loss: float = 0.0
-    kl: float = 0.0
-    clip_low: float = 0.0
-    clip_high: float = 0.0
-    log_ratio: float = 0.0
-    ratio_deviation: float = 0.0  # max |ratio - 1|
-    extra: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    ratio_deviation: float | None = None  # max |ratio - 1|; None where nothing is compared with the rollout
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
+        known = [stats.ratio_deviation for stats in (self, other) if stats.ratio_deviation is not None]
         return UpdateStats(
             self.pairs + other.pairs,
-            self.loss + other.loss,
-            self.kl + other.kl,
-            self.clip_low + other.clip_low,
-            self.clip_high + other.clip_high,
-            self.log_ratio + other.log_ratio,
-            float(np.maximum(self.ratio_deviation, other.ratio_deviation)),  # a NaN stays one
-            {k: self.extra.get(k, 0.0) + other.extra.get(k, 0.0) for k in {**self.extra, **other.extra}},
+            {k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}},
+            float(np.max(known)) if known else None,  # a NaN stays one
         )
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """An optimizer step: gradient norm before clipping, learning rate used, and whether it was taken."""
+    """An optimizer step: gradient norm before clipping, learning rate, whether it was taken, and the largest weight
+    of the LoRA after it (None where it was not taken)."""
 
     grad_norm: float
     lr: float
     applied: bool
+    lora_max: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+from gerl.commandline import signals
 from gerl.evaluate.command import main
 
-raise SystemExit(main())
+signals.exit_with(main())

@@ -4,27 +4,23 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gerl.cluster import Cluster
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
 from gerl.config import Config
 from gerl.errors import ConfigError
-from gerl.evaluate.comparison import BASE, Drawn, Results, compare, config_of, name_loras
-from gerl.evaluate.files import COLUMNS, table, write_files
-from gerl.evaluate.worker import draw
-from gerl.model.loading import SHIPPED, resolve
-from gerl.model.lora import WEIGHTS
+from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
+from gerl.model.paths import SHIPPED, resolve
 from gerl.rewards.checks import read_prompts
 from gerl.rewards.rows import check_any_scored, check_columns, stop_at_failure
-from gerl.run.checkpoint import MANIFEST, find_checkpoint
-from gerl.run.signals import Signals
 from gerl.run.tracking import image_progress
 
-logger = logging.getLogger("gerl")
+if TYPE_CHECKING:
+    from gerl.evaluate.comparison import Drawn, Results
 
-LORA = "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, of which the best checkpoint counts"
+logger = logging.getLogger("gerl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +34,7 @@ class Options:
         [],
     )
     prompts: str | None = key(
-        ".txt, .jsonl or .parquet file, or the name of a list of gerl's; default: validation.data"
+        ".txt, .jsonl, .csv or .parquet file, or the name of a list of gerl's; default: validation.data"
     )
     out: Path | None = key("folder for scores.csv, summary.json and gallery.html", required=True)
     images: int = key(
@@ -79,8 +75,8 @@ class Evaluation:
     complete: whether all prompts are in it; otherwise those that were finished, with every variant.
     """
 
-    rows: list[Drawn]
-    results: Results
+    rows: "list[Drawn]"
+    results: "Results"
     complete: bool
 
 
@@ -105,8 +101,8 @@ def evaluate(
     written without it. overrides: further keys, such as `["cluster.launcher=local"]`.
 
     Raises:
-        GerlError: something is wrong with model, LoRAs, prompts or scorers, no image has a total, or a signal arrived;
-            what was finished before is written to `out`.
+        GerlError: something is wrong with model, LoRAs, prompts or scorers, or no image has a total; what
+            was finished before is written to `out`, also after a KeyboardInterrupt.
     """
     if isinstance(lora, Mapping):
         given: list[tuple[str | None, str]] = [(name, str(path)) for name, path in lora.items()]
@@ -125,6 +121,11 @@ def run(request: Request) -> Evaluation:
     prompts = read_prompts(config, "prompts", config.validation.data, config.validation.max_prompts)
     if out is not None:
         make_folder(out)
+    # Here and not above: these import torch, which takes seconds, and the keys and files come first.
+    from gerl.cluster import Cluster
+    from gerl.evaluate.comparison import compare
+    from gerl.evaluate.worker import draw
+
     machines = Cluster(config.cluster, config.reward.gpu_shares)
     total = len(prompts) * request.images * (1 + len(request.loras))
     logger.info(
@@ -135,8 +136,7 @@ def run(request: Request) -> Evaluation:
         logger.info("%s: %s", name, file)
     rows: list[Drawn] = []
     try:
-        # Ray sets a SIGTERM handler of its own when it starts: ours come after it
-        with machines as cluster, Signals(), image_progress(total, config.logger.progress) as progress:
+        with machines as cluster, image_progress(total, config.logger.progress) as progress:
             for part in draw(config, request.loras, request.images, prompts, cluster):
                 rows += part
                 progress.update(len(part))
@@ -180,38 +180,13 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     return Request(config, chosen[-1], files, options.out, options.images)
 
 
-def find_lora(source: str) -> Path:
-    """The safetensors file of a LoRA: itself, that in a LoRA's folder or a checkpoint, or in the best one of a run.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-        CheckpointError: the checkpoints of a run are damaged.
-    """
-    path = Path(source).expanduser()
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise ConfigError(f"lora={source}: there is no such file or folder; give {LORA}")
-    if (path / "checkpoints").is_dir():
-        _, checkpoint, why = find_checkpoint(path)
-        logger.info("lora=%s: the checkpoint of %s", source, why)
-        path = checkpoint.path
-    if (path / MANIFEST).is_file():
-        path = path / "lora"
-    files = sorted(path.glob("*.safetensors"))
-    if path / WEIGHTS in files:
-        return path / WEIGHTS
-    if len(files) != 1:
-        what = f"{len(files)} .safetensors files, give one of them" if files else f"no {WEIGHTS}"
-        raise ConfigError(f"lora={source}: {path} has {what}")
-    return files[0]
-
-
 def report(request: Request, found: Evaluation) -> None:
     """Write the files, if there is a folder for them, and log the table; raises `GerlError` if that is not possible."""
+    from gerl.evaluate.files import narrow, table, write_files  # it imports torch
+
     prompts = len({row.prompt_id for row in found.rows})
     drawn = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"
-    lines = ["", table(found.results), "", drawn]
+    lines = ["", table(found.results), "", drawn, *([few] if (few := narrow(found.results)) else [])]
     if failed := [row for row in found.rows if row.failure]:
         first = f"the first, of {failed[0].variant} for {failed[0].prompt!r}: {failed[0].failure}"
         lines.append(f"failures: {len(failed)} of {len(found.rows)} images; {first}")

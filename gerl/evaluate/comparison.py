@@ -3,23 +3,20 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from gerl.algorithms.planning import VALIDATION_SEED
-from gerl.errors import ConfigError
-from gerl.model.lora import WEIGHTS
+from gerl.evaluate.names import BASE
 from gerl.pages.images import thumbnail
 from gerl.protocol import Images, Sample, Scores
 from gerl.rewards.rows import TOTAL, row_of
 from gerl.utils.condition_images import pictures_of
 from gerl.utils.seeding import derive_seed
 
-BASE = "base"  # the variant without a LoRA, with which the others are compared
-IGNORED = ("lora", "checkpoints", WEIGHTS)  # parts of a path that say nothing
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+FEW_PROMPTS = 20  # with fewer the percentile interval is clearly too narrow
 WIDTH = 384  # pixels, to which a wider picture is reduced
 
 
@@ -70,35 +67,6 @@ class Result:
 
 Results = dict[str, dict[str, Result]]  # column -> variant -> result
 Task = tuple[str, list[Sample]]  # a variant and the micro-batch that it draws
-
-
-def name_loras(given: Sequence[tuple[str | None, str, Path]]) -> dict[str, Path]:
-    """Names for LoRAs given as (name or None, path, file): the end of the path, as much as tells them apart.
-
-    Raises `ConfigError` if two, or one and the base, have the same name.
-    """
-    trails = [
-        [part for part in Path(path).expanduser().absolute().parts if part not in IGNORED] for _, path, _ in given
-    ]
-    names: list[str] = []
-    for length in range(1, max(map(len, trails), default=0) + 1):
-        ends = ["/".join(trail[-length:]).removesuffix(".safetensors") for trail in trails]
-        names = [name or end for (name, _, _), end in zip(given, ends, strict=True)]
-        if len({BASE, *names}) > len(names):
-            return {name: file for name, (_, _, file) in zip(names, given, strict=True)}
-    if names:
-        raise ConfigError(
-            f"lora: the names {', '.join(names)} do not tell the LoRAs and the base apart; use lora.NAME=PATH"
-        )
-    return {}
-
-
-def config_of(file: Path) -> str | None:
-    """The config.yaml of the run that a LoRA's file lies in, if any."""
-    for folder in file.absolute().parents:
-        if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
-            return str(folder / "config.yaml")
-    return None
 
 
 def plan(batch: Sequence[Sample], variants: Sequence[str], images: int) -> list[Task]:

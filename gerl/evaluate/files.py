@@ -8,14 +8,24 @@ from pathlib import Path
 
 import numpy as np
 
-from gerl.evaluate.comparison import BASE, CONFIDENCE, RESAMPLES, WIDTH, Drawn, Estimate, Result, Results, columns
+from gerl.evaluate.comparison import (
+    CONFIDENCE,
+    FEW_PROMPTS,
+    RESAMPLES,
+    WIDTH,
+    Drawn,
+    Estimate,
+    Result,
+    Results,
+    columns,
+)
+from gerl.evaluate.names import BASE, COLUMNS
 from gerl.pages.images import thumbnail
 from gerl.pages.page import Card, Line, Picture, card_page, show
-from gerl.rewards.rows import TOTAL
+from gerl.rewards.rows import TOTAL, distinct_columns
 from gerl.utils.condition_images import read_picture
 from gerl.utils.files import csv_text, finite, write_file
 
-COLUMNS = ("prompt_id", "image", "seed", "variant", "prompt", TOTAL, "failure")  # of scores.csv, beside the scorers'
 HEAD = ("variant", "column", "prompts", "mean", "95 % interval", "to base", "95 % interval", "wins", "95 % interval")
 
 
@@ -27,6 +37,17 @@ def table(results: Results) -> str:
         blocks.setdefault("\n".join(_line(v, result, width) for v, result in variants.items()), []).append(column)
     head = f"{'':<{width}} {'mean':>10}   {'95 % interval':<22} {'to base':>10}   {'95 % interval':<22} wins"
     return "\n\n".join(f"{' = '.join(names)}\n{head}\n{lines}" for lines, names in blocks.items())
+
+
+def narrow(results: Results) -> str | None:
+    """The sentence for intervals over too few prompts to be believed, None where there are enough."""
+    count = min(result.mean.count for result in results[TOTAL].values())
+    if count >= FEW_PROMPTS:
+        return None
+    return (
+        f"The intervals are over {count} prompt{'' if count == 1 else 's'}: below {FEW_PROMPTS} they are too narrow, "
+        "and say little; give more prompts."
+    )
 
 
 def _line(variant: str, result: Result, width: int) -> str:
@@ -82,25 +103,28 @@ def page(title: str, rows: Sequence[Drawn], results: Results) -> str:
 
     Every line of the table sorts: that of a LoRA by its difference to the base, that of the base by its scores.
     """
-    places = [(column, variant) for column, variants in results.items() for variant in variants]
+    labels = distinct_columns(rows)
+    places = [(column, variant) for column, variants in results.items() for variant in variants if column in labels]
     drawn: dict[tuple[int, int], dict[str, Drawn]] = {}
     for row in rows:
         drawn.setdefault((row.prompt_id, row.index), {})[row.variant] = row
     note = (
         f"{len(drawn)} row{'' if len(drawn) == 1 else 's'}: the same prompt and the same noise for all. A click on a "
         "LoRA sorts by what it gained over the base, on the base by its score; a second click turns the order around."
+        f"{' ' + few if (few := narrow(results)) else ''}"
     )
     chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, or the base's scores
     lines = [
-        Line(variant, [column, str(result.mean.count), *_cells(result)], first=result.difference is None)
+        Line(variant, [labels[column], str(result.mean.count), *_cells(result)], first=result.difference is None)
         for column, variants in results.items()
+        if column in labels
         for variant, result in variants.items()
     ]
-    cards = [_card(row, places) for row in drawn.values()]
+    cards = [_card(row, places, labels) for row in drawn.values()]
     return card_page(title, note, HEAD, lines, cards, chosen, wide="100%", least="16rem")
 
 
-def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]]) -> Card:
+def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
     """The row of a prompt and image, the pictures that were given with the prompt first."""
     base = drawn[BASE]
     pictures = [
@@ -111,7 +135,8 @@ def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]]) -> Card
         gain = None if variant == BASE else _value(drawn, TOTAL, variant)
         shown, trend = "" if gain is None else show(gain, "+"), "" if not gain else "up" if gain > 0 else "down"
         alt = f"{variant}: {row.prompt}"
-        pictures.append(Picture(row.picture, alt, variant, shown, trend, failure=row.failure, scores=row.values))
+        scores = {label: row.values[name] for name, label in labels.items() if name in row.values}
+        pictures.append(Picture(row.picture, alt, variant, shown, trend, failure=row.failure, scores=scores))
     values = [_value(drawn, column, variant) for column, variant in places]
     return Card(pictures, values, base.prompt, note=f"image {base.index + 1}" if base.index else "")
 

@@ -10,9 +10,13 @@ import torch
 
 from gerl.algorithms.planning import plan_validation
 from gerl.cluster import Cluster, Pending, WorkerGroup
+from gerl.commandline.waiting import waiting
 from gerl.config import Config
-from gerl.evaluate.comparison import BASE, Drawn, Task, drawn, plan
+from gerl.evaluate.comparison import Drawn, Task, drawn, plan
+from gerl.evaluate.names import BASE
 from gerl.model.ema import EMA
+from gerl.model.failures import check_backend, model_errors
+from gerl.model.hub import Downloads
 from gerl.model.libraries import quiet_libraries
 from gerl.model.loading import Policy, find_denoisers, load_pipeline
 from gerl.model.lora_variants import attach, switch
@@ -38,7 +42,9 @@ class EvaluationWorker:
         quiet_libraries()
         config, model = self.config, self.config.model
         with capture_logs("gerl.model", logging.INFO) as notes:
-            pipe = load_pipeline(model, self.device)
+            check_backend(model.compile)
+            with model_errors("loading"):
+                pipe = load_pipeline(model, self.device)
         denoisers = find_denoisers(pipe)
         attach(pipe, self.loras)
         for denoiser in denoisers.values() if model.compile else ():
@@ -75,7 +81,9 @@ def draw(
         gpus=cluster.gpus,
         threads=cluster.threads,
     )
-    for sentence in workers.run(EvaluationWorker.setup)[0]:
+    with waiting(f"loading {config.model.path} on {count} worker(s)", Downloads()):
+        notes = workers.run(EvaluationWorker.setup)[0]
+    for sentence in notes:
         logger.info("%s", sentence)
     for start in range(0, len(batches), count):
         tasks = [task for batch in batches[start : start + count] for task in plan(batch, variants, images)]

@@ -5,20 +5,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import yaml
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.errors import CheckpointError, ConfigError, ModelError
-from gerl.export.files import lora_files, merged_pipeline, write_files
-from gerl.model.libraries import quiet_libraries
-from gerl.model.loading import resolve
-from gerl.model.lora_weights import Lora, collect_loras
+from gerl.model.paths import resolve
 from gerl.run.checkpoint import Checkpoint, find_checkpoint
 from gerl.utils.files import reason, write_atomically
-from gerl.utils.tensors import unpack_tensors
+
+if TYPE_CHECKING:
+    from gerl.model.lora_weights import Lora
 
 logger = logging.getLogger("gerl")
 
@@ -68,11 +67,17 @@ def run(request: Request) -> list[Path]:
     Raises:
         GerlError: the checkpoint, the base model or the folder does not fit what is asked for.
     """
-    quiet_libraries()
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)
     path, alpha = read_config(run_dir)
     path = request.model or path
     check_out(request, checkpoint, path)
+    # Here and not above: these import torch, which takes seconds, and the keys and files come first.
+    from gerl.export.files import lora_files, merged_pipeline, write_files
+    from gerl.model.libraries import quiet_libraries
+    from gerl.model.lora_weights import collect_loras
+    from gerl.utils.tensors import unpack_tensors
+
+    quiet_libraries()
     tensors = unpack_tensors(checkpoint.read(STATE))
     kind = KINDS[request.weights]
     loras = collect_loras({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}, alpha)
@@ -119,7 +124,7 @@ def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
         raise ConfigError(f"out={request.out}: the folder has files in it; choose another, or add overwrite=true")
 
 
-def closing_screen(request: Request, loras: Mapping[str, Lora], written: Sequence[Path]) -> str:
+def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Sequence[Path]) -> str:
     """The files that were written, and how they are loaded."""
     out = str(request.out)
     if request.format == "merged":

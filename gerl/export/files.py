@@ -11,10 +11,9 @@ import torch
 from safetensors import safe_open
 
 from gerl.errors import ModelError
-from gerl.model.loading import resolve
-from gerl.model.lora import WEIGHTS
 from gerl.model.lora_layouts import diffusers_file, kohya_file, merge, peft_files
 from gerl.model.lora_weights import Lora, check_fit
+from gerl.model.paths import WEIGHTS, resolve
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

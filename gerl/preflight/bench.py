@@ -13,28 +13,23 @@ from PIL import Image
 from gerl.algorithms import Algorithm, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples
 from gerl.config import Config
-from gerl.errors import GerlError, ModelError
+from gerl.errors import GerlError
+from gerl.model.failures import CallRefused, MemoryFull
+from gerl.preflight.faithful import parts_difference, stock_difference
 from gerl.preflight.findings import Report
 from gerl.preflight.forecast import Run, rows_of, sized
 from gerl.preflight.inventory import count_gradients
 from gerl.preflight.measure import Usage, capacity, measured, release
-from gerl.protocol import Images, Prompt, RolloutTask, SamplingProbe, UpdateStats
+from gerl.protocol import Prompt, RolloutTask, SamplingProbe, UpdateStats
 from gerl.utils.condition_images import COLUMNS, pictures_of
-from gerl.utils.files import reason
 from gerl.workers.hybrid import HybridWorker
 
 logger = logging.getLogger("gerl")
 T = TypeVar("T")
 
 TEXT = 'a photo of an old wooden door in a white wall, with a small blue sign beside it that reads "OPEN TODAY"'
-TABLES = (".jsonl", ".parquet")  # prompt files whose columns may name pictures
+TABLES = (".jsonl", ".csv", ".parquet")  # prompt files whose columns may name pictures
 SIDE = 512  # pixels of a made-up picture, where the configuration names no size
-# what pipelines raise for arguments that they do not take, or do not take together
-REFUSALS = (ValueError, TypeError, AttributeError, RuntimeError, LookupError, AssertionError)
-
-
-class CallRefused(ModelError):
-    """The pipeline raised an error of its own while it drew."""
 
 
 class TooLarge(GerlError):
@@ -53,7 +48,7 @@ def attempt(phase: str, size: int, device: str, work: Callable[[], T]) -> tuple[
     """`measured`, but `TooLarge` where the GPU's memory does not hold it."""
     try:
         return measured(device, work)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryFull):
         pass  # what is raised below must not hold on to it: its traceback keeps the tensors
     release(device)
     raise TooLarge(phase, size)
@@ -92,12 +87,12 @@ class Bench:
         drawn, parts = rows_of(task.segments), min(actor, rows_of(trained))
         logger.info("%d images: rollout in micro-batches of %d, update of %d", len(task.samples), drawn, parts)
         try:
-            images, rolled = attempt("rollout", drawn, worker.device, lambda: drawing(worker, task))
+            images, rolled = attempt("rollout", drawn, worker.device, lambda: worker.generate(task))
             held = worker.drawn[task.id].nbytes
             pairs = count_pairs([(task, credit)])
             stats, updated = attempt("update", parts, worker.device, lambda: update(worker, task, credit, pairs))
             gradients = {name: count_gradients(worker.policy.lora, name) for name in worker.policy.denoisers}
-            result, stepped = attempt("optimizer step", parts, worker.device, worker.step)
+            result, stepped = attempt("optimizer step", parts, worker.device, lambda: worker.step(0))
         finally:
             worker.forget()
         count, unit = len(task.samples), "video" if images.pixels.ndim == 5 else "image"
@@ -106,26 +101,27 @@ class Bench:
             count, drawn, parts, rolled, updated, stepped.seconds, held, deviation, result.applied, gradients, unit
         )
 
+    def plain_task(self, algorithm: Algorithm, rollout: int) -> RolloutTask:
+        """A micro-batch of at most `rollout` images without branches."""
+        prompts = [replace(self.prompt, id=i) for i in range(-(-rollout // self.config.rollout.n))]
+        return Algorithm.plan(algorithm, plan_samples(algorithm.config, prompts, 1, 0))[0]
+
+    def compare(self, rollout: int) -> tuple[float, float]:
+        """`faithful.stock_difference` and `parts_difference` of a micro-batch of at most `rollout` images."""
+        task = self.plain_task(build_algorithm(sized(self.config, rollout, rollout)), rollout)
+        logger.info("%d images: drawn without noise, and trained one by one", len(task.samples))
+
+        def compared() -> tuple[float, float]:
+            return stock_difference(self.worker.rollout, task.samples), parts_difference(self.worker, task)
+
+        return attempt("rollout", rollout, self.worker.device, compared)[0]
+
     def probe(self, rollout: int) -> SamplingProbe:
         """The probe of the trainer before it starts, on a micro-batch of `rollout`."""
         algorithm = build_algorithm(sized(self.config, rollout, rollout))
-        prompts = [replace(self.prompt, id=i) for i in range(-(-rollout // self.config.rollout.n))]
-        task = Algorithm.plan(algorithm, plan_samples(algorithm.config, prompts, 1, 0))[0]
+        task = self.plain_task(algorithm, rollout)
         logger.info("%d images: numerical noise of the ratio", len(task.samples))
         return attempt("rollout", rollout, self.worker.device, lambda: self.worker.probe(task))[0]
-
-
-def drawing(worker: HybridWorker, task: RolloutTask) -> Images:
-    """The images of `task`; raises `CallRefused` for errors of the pipeline."""
-    try:
-        return worker.generate(task)
-    except torch.OutOfMemoryError:
-        raise
-    except REFUSALS as error:
-        raise CallRefused(
-            f"{type(worker.policy.pipe).__name__} does not draw with these arguments ({type(error).__name__}: "
-            f"{reason(error)}): correct sampling.height, width, guidance_scale or sampling.call"
-        ) from error
 
 
 def update(worker: HybridWorker, task: RolloutTask, credit: torch.Tensor, pairs: int) -> UpdateStats:

@@ -1,4 +1,4 @@
-"""Look at a run before starting it: `python -m gerl.preflight [experiment=NAME] [key=value ...] [out=FILE.json]`.
+"""Examine a run before it is started, in the time of a few steps.
 
 One prompt is drawn and trained on in this process, as a worker of the run would do it; the rewards are made up.
 """
@@ -7,7 +7,6 @@ import json
 import logging
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import diffusers
@@ -17,14 +16,13 @@ from gerl.algorithms import Algorithm, Rewards, build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.algorithms.signal_checks import ratio_limit
 from gerl.cluster import Cluster
-from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import run_command
-from gerl.commandline.composition import compose_run
 from gerl.config import Config
 from gerl.errors import ConfigError, DataError, GerlError, TrainingError
-from gerl.model.loading import resolve
+from gerl.model.loading import check_model
+from gerl.model.paths import resolve
 from gerl.model.schedulers import SameSigmas
 from gerl.preflight.bench import TEXT, Bench, attempt, first_run, further_runs
+from gerl.preflight.faithful import judge_faithful
 from gerl.preflight.findings import Report, judge_batches, judge_memory, judge_run
 from gerl.preflight.forecast import Run, forecast_memory, forecast_seconds
 from gerl.preflight.inventory import components
@@ -38,36 +36,7 @@ from gerl.workers.hybrid import HybridWorker
 logger = logging.getLogger("gerl")
 
 
-@dataclass(frozen=True)
-class Options:
-    """The keys of the command line, beside those of a run."""
-
-    out: Path | None = key("the report for machines, a .json file, besides that on the terminal")
-
-
-PARSER = Parser(
-    "the preflight",
-    "python -m gerl.preflight [experiment=NAME|FILE.yaml] [key=value ...] [out=FILE.json]",
-    "Load the model of a run, draw and train on one prompt, and say whether, and how fast, it can train.",
-    Options,
-    rest=True,
-    notes="The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help all lists them. Neither "
-    "rewards nor a prompt file are needed.",
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 if the configuration can train, otherwise see `run_command`."""
-    return run_command(argv, PARSER.help, lambda arguments: run(*parse(arguments)))
-
-
-def parse(arguments: Sequence[str]) -> tuple[Config, Path | None]:
-    """The configuration and the file for the report; raises `ConfigError` for what cannot be."""
-    options, overrides = PARSER.parse(arguments)
-    config, out = compose_run(overrides).config, options.out
-    if out is not None and (out.suffix != ".json" or out.is_dir() or not out.absolute().parent.is_dir()):
-        raise ConfigError(f"out={out}: give the path of a .json file in a folder that is there")
-    return config, out
+COMPARED = 4  # images of the micro-batch on which a rollout is compared with the plain pipeline
 
 
 def run(config: Config, out: Path | None = None) -> Report:
@@ -85,7 +54,9 @@ def run(config: Config, out: Path | None = None) -> Report:
         except OSError as error:
             raise ConfigError(f"out={out}: it cannot be written ({reason(error)}); choose another file") from None
     if report.problems:
-        raise TrainingError(f"this configuration cannot train: {len(report.problems)} problem(s), listed above")
+        first, *further = report.problems
+        problem = f"{len(report.problems)} problems, listed above" if further else first
+        raise TrainingError(f"this configuration cannot train: {problem}")
     return report
 
 
@@ -96,13 +67,15 @@ def examine(config: Config, report: Report, folder: Path) -> None:
     prompts = read_prompts(config, report)
     total_updates = config.trainer.steps * config.actor.updates_per_step
     worker = HybridWorker(config, 0, machines.worker_device(0), machines.threads, total_updates)
-    load(worker, report)
+    half = load(worker, report)
     bench = Bench(worker, max(prompts, key=lambda p: len(p.text), default=Prompt(0, TEXT)))
     runs = [first_run(bench, bool(prompts), folder, report)]
     runs += further_runs(bench, runs[0], report)
     report.run = runs[1]
     if config.algorithm.scores_steps and config.algorithm.cfg != "off":
         report.probe = bench.probe(report.run.drawn)
+    report.stock_difference, report.parts_difference = bench.compare(max(bench.smallest, COMPARED))
+    judge_faithful(report, config, half)
     judge_run(report, bench.trained_steps)
     project(bench, prompts, runs, report)
 
@@ -124,9 +97,10 @@ def read_prompts(config: Config, report: Report) -> list[Prompt]:
     return prompts
 
 
-def load(worker: HybridWorker, report: Report) -> None:
-    """Load the pipeline, and say what it consists of."""
+def load(worker: HybridWorker, report: Report) -> bool:
+    """Load the pipeline, and say what it consists of; returns whether its base weights are in half precision."""
     config = worker.config
+    check_model(config.model, config.sampling)
     logger.info("loading %s", config.model.path)
     info, usage = attempt("loading", 0, worker.device, worker.setup)
     for sentence in info.notes:
@@ -146,6 +120,7 @@ def load(worker: HybridWorker, report: Report) -> None:
     if config.algorithm.scores_steps:
         report.clip = min(bounds) if (bounds := config.algorithm.clip_range) else None
         report.max_ratio_deviation = ratio_limit(config.actor, info.half_precision)
+    return info.half_precision
 
 
 def project(bench: Bench, prompts: Sequence[Prompt], runs: Sequence[Run], report: Report) -> None:

@@ -34,6 +34,8 @@ class Report:
     load_peak: int | None = None
     run: Run | None = None  # of the configured micro-batch, or of the largest that fitted
     probe: SamplingProbe | None = None
+    stock_difference: float | None = None  # of images drawn without noise to the pipeline's own, relative
+    parts_difference: float | None = None  # of the gradients of parts of a micro-batch to that of all, relative
     clip: float | None = None  # of the ratio, the nearer bound
     max_ratio_deviation: float | None = None
     seconds: Seconds | None = None
@@ -85,12 +87,17 @@ class Report:
         elif self.probe is None:
             text = f"none: {self.algorithm} compares no probabilities with those of the rollout"
         else:
+            assert self.run.deviation is not None  # there is a ratio
             clip = "no clip range" if self.clip is None else f"clip range {self.clip:g}"
             text = (
                 f"max |ratio - 1| on policy {self.run.deviation:.1e} (a run stops above {self.max_ratio_deviation:g}), "
                 f"|log ratio| in half a micro-batch {self.probe.log_ratio_noise:.1e} (99th percentile); {clip}"
             )
         yield from _wrapped("ratio", text)
+        if self.stock_difference is not None:
+            parts = f"; gradients of single samples add up within {self.parts_difference:.1e}"
+            text = f"images drawn without noise differ from its own by {self.stock_difference:.1e}"
+            yield from _wrapped("pipeline", text + (parts if self.parts_difference is not None else ""))
 
     def _table(self, run: Run) -> Iterator[str]:
         yield f"{'':<10}{'micro-batch':>12}{f's/{run.unit}':>12}{'seconds':>12}{'peak memory':>14}"
@@ -143,7 +150,7 @@ def judge_run(report: Report, trained: Sequence[int]) -> None:
             )
     if report.probe is None:
         return
-    assert report.max_ratio_deviation is not None
+    assert report.max_ratio_deviation is not None and run.deviation is not None
     if not run.deviation <= report.max_ratio_deviation:  # a NaN as well
         report.problems.append(ratio_problem(run.deviation, report.max_ratio_deviation))
     report.warnings += probe_warnings(report.probe, report.clip)

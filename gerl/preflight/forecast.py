@@ -23,7 +23,7 @@ class Run:
     update: Usage
     step_seconds: float  # of the optimizer
     trajectories: int  # bytes of the tapes, which stay until the end of a trainer step
-    deviation: float  # max |ratio - 1|, 0 where the algorithm has no such ratio
+    deviation: float | None  # max |ratio - 1|; None where the algorithm has no such ratio
     finite: bool  # the gradient
     gradients: dict[str, int]  # denoiser -> LoRA modules that got a gradient
     unit: str  # image or video

@@ -1,3 +1,4 @@
-from gerl.score.command import main
+from gerl.commandline import signals
+from gerl.commandline.command import start
 
-raise SystemExit(main())
+signals.exit_with(start("gerl.score.command"))

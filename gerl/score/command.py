@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from gerl.cluster import Cluster, Pending
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
@@ -16,10 +15,8 @@ from gerl.errors import ConfigError, DataError
 from gerl.pages.images import thumbnail
 from gerl.protocol import Images, Sample
 from gerl.rewards.checks import check_reward
-from gerl.rewards.manager import RewardManager
-from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, row_of, stop_at_failure
+from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, distinct_columns, row_of, stop_at_failure
 from gerl.rewards.scorers import SCORERS
-from gerl.run.signals import Signals
 from gerl.run.tracking import image_progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
 from gerl.score.inputs import Item, read_items
@@ -39,7 +36,7 @@ class Request:
         required=True,
     )
     prompts: str | None = key(
-        "for a folder: .txt, .jsonl or .parquet, row i for the i-th image by name (img2 comes before img10)"
+        "for a folder: .txt, .jsonl, .csv or .parquet, row i for the i-th image by name (img2 comes before img10)"
     )
     prompt: str | None = key(
         "one prompt for all images of a folder; without prompts and prompt: NAME.txt beside each image"
@@ -91,7 +88,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}
     try:
-        with Signals(), image_progress(len(items), config.logger.progress) as progress:
+        with image_progress(len(items), config.logger.progress) as progress:
             for batch, scored in score(reward, items, request.batch or config.rollout.micro_batch_size):
                 images |= zip(batch, scored, strict=True)
                 progress.update(len(batch))
@@ -127,6 +124,10 @@ def score(
 
     The images of a prompt are a group: where a scorer compares them, they are in one batch, which may then be larger.
     """
+    # Here and not above: these import torch, which takes seconds, and the keys and files come first.
+    from gerl.cluster import Cluster, Pending
+    from gerl.rewards.manager import RewardManager
+
     with Cluster(ClusterConfig(launcher="local")) as here:
         manager = RewardManager(reward, here)
         groups: dict[str, list[int]] = {}
@@ -167,19 +168,20 @@ def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage])
     columns = dict.fromkeys(c for name in reward.scorers for c in known if c == name or c.startswith(f"{name}/"))
     images = [replace(image, values={name: image.values.get(name) for name in (TOTAL, *columns)}) for image in images]
     write_tables(out, images)
-    weights = {name: scorer.weight for name, scorer in reward.scorers.items() if scorer.weight != 0}
+    weights = {name: scorer.weight for name, scorer in reward.scorers.items()}
     write_gallery(out / "gallery.html", Path(request.images).expanduser().resolve().name, images, weights)
     logger.info("%s", closing_screen(out, images))
 
 
 def closing_screen(out: Path, images: Sequence[ScoredImage]) -> str:
     """Mean, std, least and greatest score of each column, the failures, and where things lie."""
-    width = max(len(name) for name in images[0].values)
+    labels = distinct_columns(images)
+    width = max(map(len, labels.values()))
     lines = ["", f"{'':<{width}} {'images':>7} {'mean':>10} {'std':>10} {'min':>10} {'max':>10}"]
-    for name in images[0].values:
-        s = summarise(name, [image.values[name] for image in images])
+    for name, label in labels.items():
+        s = summarise(label, [image.values[name] for image in images])
         numbers = " ".join(f"{number:>10.4g}" for number in (s.mean, s.std, s.low, s.high))
-        lines.append(f"{name:<{width}} {s.count:>7} {numbers}")
+        lines.append(f"{label:<{width}} {s.count:>7} {numbers}")
     failed = [image for image in images if image.failure]
     if failed:
         first = f"the first, {failed[0].name}: {failed[0].failure}"

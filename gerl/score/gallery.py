@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from gerl.pages.page import Card, Line, Picture, card_page, show
-from gerl.rewards.rows import TOTAL
+from gerl.rewards.rows import TOTAL, distinct_columns
 from gerl.utils.files import csv_text, write_file
 
 BINS = 24
@@ -78,30 +78,32 @@ def write_tables(folder: Path, images: Sequence[ScoredImage]) -> None:
 def write_gallery(path: Path, title: str, images: Sequence[ScoredImage], weights: Mapping[str, float]) -> None:
     """Write a page of the images to `path`, sorted by their first column; those without a value there come last.
 
-    weights: of the columns that enter the total, to be shown beside their names. All images have the same columns.
+    weights: of the scorers, to be shown beside their names, also those of 0. All images have the same columns.
     Raises `GerlError` if the file cannot be written.
     """
-    columns = list(images[0].values) if images else []
-    if any(list(image.values) != columns for image in images):
+    if any(list(image.values) != list(images[0].values) for image in images):
         raise ValueError("expected the same columns on all cards")
+    labels = distinct_columns(images)
+    columns = list(labels)
     failed = sum(image.values[columns[0]] is None for image in images) if columns else 0
     note = (
         f"{len(images)} image{'' if len(images) == 1 else 's'}, {failed} without a {columns[0] if columns else 'score'}"
         ". Best first; click a name to sort by it, twice to turn the order around."
     )
-    lines = [_line(summarise(name, [image.values[name] for image in images]), weights) for name in columns]
-    write_file(path, card_page(title, note, HEAD, lines, [_card(image) for image in images]))
+    lines = [_line(summarise(labels[name], [image.values[name] for image in images]), weights) for name in columns]
+    write_file(path, card_page(title, note, HEAD, lines, [_card(image, labels) for image in images]))
 
 
 def _line(summary: Summary, weights: Mapping[str, float]) -> Line:
-    weight = f"{weights[summary.name]:g}" if summary.name in weights else ""
+    weight = ", ".join(f"{weights[name]:g}" for name in summary.name.split(" = ") if name in weights)
     numbers = (summary.mean, summary.std, summary.low, summary.median, summary.high)
     flat = "all the same" if summary.count else ""
     return Line(summary.name, [weight, str(summary.count), *map(show, numbers), summary.bins or flat])
 
 
-def _card(image: ScoredImage) -> Card:
+def _card(image: ScoredImage, labels: Mapping[str, str]) -> Card:
+    scores = {label: image.values[name] for name, label in labels.items()}
     picture = Picture(
-        image.thumbnail, image.prompt, image.prompt, note=image.name, failure=image.failure, scores=image.values
+        image.thumbnail, image.prompt, image.prompt, note=image.name, failure=image.failure, scores=scores
     )
-    return Card([picture], list(image.values.values()), trend="down" if image.failure else "flat")
+    return Card([picture], list(scores.values()), trend="down" if image.failure else "flat")

@@ -1,1 +1,1 @@
-"""Helpers for every room: seeds, prompt files, condition images, logs."""
+"""Helpers for every package: seeds, prompt files, condition images, logs."""

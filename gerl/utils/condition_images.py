@@ -14,32 +14,47 @@ from gerl.utils.files import reason
 
 # Columns that become the pipeline's arguments of the same name: the path of a picture, or a list of paths.
 COLUMNS = ("image", "mask_image", "control_image")
+# what Pillow raises for a damaged file
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
 
 
 def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str) -> dict[str, object]:
     """`metadata` of a prompt, the pictures in it as absolute paths, seen from `folder`.
 
     A picture is given by a path or a file:// URL. Raises `DataError`, which begins with `where`, for one that is not
-    there.
+    there or is no picture; only the beginning of its file is read.
     """
     found = dict(metadata)
     for name in COLUMNS:
         value = metadata.get(name)
         if isinstance(value, str):
             found[name] = _absolute(value, folder, f"{where} has {name}={value!r}")
-        elif isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+        elif value is not None:
+            if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+                raise DataError(
+                    f"{where} has {name}={value!r:.80}: give the path of a picture or a list of paths, or rename the "
+                    "column if it is not for the pipeline"
+                )
             found[name] = [_absolute(part, folder, f"{where} has {part!r} in {name}") for part in value]
     return found
 
 
 def _absolute(value: str, folder: Path, what: str) -> str:
-    url = urlsplit(value)
+    try:
+        url = urlsplit(value)
+        path = Path(unquote(url.path)) if url.scheme == "file" else Path(value).expanduser()
+        path = (folder / path).absolute()
+        there = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, half an address
+        raise DataError(f"{what:.300}, which is no path ({reason(error)}): correct it") from None
     if url.scheme in ("http", "https"):
         raise DataError(f"{what}: download it and give the path, so that a run never depends on a server")
-    path = Path(unquote(url.path)) if url.scheme == "file" else Path(value).expanduser()
-    path = (folder / path).absolute()
-    if not path.is_file():
+    if not there:
         raise DataError(f"{what}, but there is no file {path}: correct the path, which is relative to the prompt file")
+    try:
+        Image.open(path).close()
+    except BROKEN as error:
+        raise DataError(f"{what}, which cannot be read as an image ({reason(error)}): replace or remove it") from None
     return str(path)
 
 
@@ -59,15 +74,18 @@ def pictures_of(prompt: Prompt) -> tuple[str, ...]:
 def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | list[Image.Image]]:
     """The pipeline's arguments that the prompt has pictures for, read from their files.
 
-    A column that is no argument of the pipeline remains what scorers see. Raises `DataError` for a file that is no
-    image.
+    A column that is no argument of the pipeline remains what scorers see. Raises `DataError`, which names the prompt,
+    for a file that is no image.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
     named = {name: prompt.metadata[name] for name in COLUMNS if name in accepted and prompt.metadata.get(name)}
-    return {
-        name: read_picture(value) if isinstance(value, str) else [read_picture(part) for part in value]
-        for name, value in named.items()
-    }
+    try:
+        return {
+            name: read_picture(value) if isinstance(value, str) else [read_picture(part) for part in value]
+            for name, value in named.items()
+        }
+    except DataError as error:
+        raise DataError(f"prompt {prompt.id} {prompt.text!r:.80}: {error}") from None
 
 
 def read_picture(path: str | Path) -> Image.Image:
@@ -84,5 +102,5 @@ def read_picture(path: str | Path) -> Image.Image:
             return upright.convert("RGB")
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: correct the path") from None
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except BROKEN as error:
         raise DataError(f"{path} cannot be read as an image ({reason(error)}): replace or remove it") from None

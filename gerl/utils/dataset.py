@@ -1,30 +1,31 @@
-"""Prompt files, and which prompts a trainer step uses."""
+"""Prompt files."""
 
 import csv
 import difflib
 import hashlib
 import io
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
+from gerl.config.schema import DEEPEST, is_flat
 from gerl.errors import DataError
 from gerl.protocol import Prompt
 from gerl.utils.condition_images import with_absolute_paths
+from gerl.utils.files import reason
 
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
 Row = dict[str, object]  # column -> value
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet")
+MOST_ROWS = 10**7  # of a .parquet file: a few kB can hold billions of equal rows
 
 
 def load_prompts(source: str, prompt_key: str = "prompt") -> list[Prompt]:
     """Read a prompt file; ids are 0, 1, ... in file order.
 
-    `source` is a .txt (a prompt per line), .jsonl or .parquet file, relative paths from the current directory, or the
-    bare name of a list shipped with gerl. Blank lines are skipped. Columns other than `prompt_key` become metadata,
-    those that name pictures with absolute paths.
+    `source` is a .txt (a prompt per line), .jsonl, .csv (with a header) or .parquet file, relative paths from the
+    current directory, or the bare name of a list shipped with gerl. Blank lines are skipped. Columns other than
+    `prompt_key` become metadata, those that name pictures with absolute paths.
 
     Raises:
         DataError: the file is missing, empty, unreadable, or has a row without a prompt or with a picture that is not
@@ -63,47 +64,19 @@ def fingerprint(source: str) -> str:
 
 def resolve(source: str) -> Path:
     """The file that `source` stands for: an existing file with a known suffix; raises `DataError` otherwise."""
-    path = Path(source).expanduser()
-    if not path.suffix and path.name == source and not path.exists():
-        return _shipped(source)
-    if not path.exists():
-        raise DataError(f"prompt file {source} does not exist{_near(path)}")
-    if not path.is_file():
-        raise DataError(f"{source} is not a file: give a {_either(SUFFIXES)} file of prompts")
-    if path.suffix not in SUFFIXES:
+    try:
+        path = Path(source).expanduser()
+        if not path.suffix and path.name == source and not path.exists():
+            return _shipped(source)
+        if not path.exists():
+            raise DataError(f"prompt file {source} does not exist{_near(path)}")
+        if not path.is_file():
+            raise DataError(f"{source} is not a file: give a {_either(SUFFIXES)} file of prompts")
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, a folder that is not ours
+        raise DataError(f"prompt file {source!r:.200} cannot be opened ({reason(error)}): correct the path") from None
+    if path.suffix.lower() not in SUFFIXES:
         raise DataError(f"prompt file {source} has the suffix {path.suffix!r}: it must be {_either(SUFFIXES)}")
     return path
-
-
-@dataclass(frozen=True)
-class PromptSchedule:
-    """Which of `count` prompts a trainer step uses, as a pure function of the step, so that resuming needs no state.
-
-    Within an epoch each prompt comes exactly once, and the epoch's last batch holds what is left. With `shuffle` every
-    epoch has its own order, drawn from (seed, epoch).
-    """
-
-    count: int
-    per_step: int
-    shuffle: bool
-    seed: int
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.count // self.per_step)
-
-    def epoch(self, step: int) -> int:
-        """The epoch (from 0) that `step` (from 0) belongs to."""
-        return step // self.steps_per_epoch
-
-    def batch(self, step: int) -> list[int]:
-        """Indices of the prompts of `step` (from 0): `per_step` of them, or fewer at the end of an epoch."""
-        start = step % self.steps_per_epoch * self.per_step
-        order = np.arange(self.count)
-        if self.shuffle:
-            sequence = np.random.SeedSequence(self.seed, spawn_key=(self.epoch(step),))
-            order = np.random.default_rng(sequence).permutation(self.count)
-        return [int(i) for i in order[start : start + self.per_step]]
 
 
 def _shipped(name: str) -> Path:
@@ -121,10 +94,11 @@ def _near(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f", nor does its folder {folder.absolute()}: correct the path"
-    names = sorted(other.name for other in folder.iterdir() if other.suffix in SUFFIXES)
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    files = sorted(other for other in folder.iterdir() if other.suffix in SUFFIXES)
+    # Without the suffix, which would make every name look alike.
+    near = difflib.get_close_matches(path.stem, dict.fromkeys(file.stem for file in files), n=3, cutoff=0.65)
     if near:
-        return f" in {folder.absolute()}: did you mean {_either(near)}?"
+        return f" in {folder.absolute()}: did you mean {_either([f.name for f in files if f.stem in near][:3])}?"
     return f" in {folder.absolute()}: correct the path"
 
 
@@ -159,8 +133,19 @@ def _json_row(line: str, where: str) -> Row:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is not valid JSON ({error.msg}, column {error.colno}): correct the line") from error
+    except ValueError:
+        raise DataError(f"{where} has a number of thousands of digits: correct the line") from None
+    except RecursionError:
+        row = None
+    if row is None or not is_flat(row):
+        raise DataError(f"{where} has more than {DEEPEST} objects or lists inside each other: correct the line")
     if not isinstance(row, dict):
         raise DataError(f'{where} is not a JSON object: write rows such as {{"prompt": "a red cube"}}')
+    if "\\u" in line:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{where} has half a character (\\ud800 to \\udfff without its pair): correct it") from None
     return row
 
 
@@ -181,10 +166,26 @@ def _parquet_rows(path: Path) -> list[Row]:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"reading {path} needs pyarrow ({error}): run pip install pyarrow") from error
+    # What a damaged file makes pyarrow raise, or a value for which Python has no object, such as the year 300000.
+    damage = (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, LookupError, TypeError, MemoryError)
     try:
-        rows: list[Row] = pyarrow.parquet.read_table(pyarrow.BufferReader(_bytes(path))).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a readable Parquet file ({error}): write it anew") from error
+        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(_bytes(path)))
+        if (count := file.metadata.num_rows) > MOST_ROWS:
+            raise DataError(f"{path} has {count} rows: at most {MOST_ROWS} are read, split it")
+        table = file.read()
+        table.validate(full=True)  # else a column cut short could be read beyond its end
+    except damage as error:
+        raise DataError(f"{path} is not a readable Parquet file ({reason(error):.300}): write it anew") from None
+    rows: list[Row] = [{} for _ in range(table.num_rows)]
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        for n, cell in enumerate(column):
+            try:
+                rows[n][name] = cell.as_py()
+            except damage as error:
+                raise DataError(
+                    f"{path}, row {n + 1}: {name} cannot be read ({reason(error):.300}): correct it, or leave the "
+                    "column out"
+                ) from None
     return rows
 
 
@@ -194,6 +195,8 @@ def _split(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
         columns = ", ".join(row) or "none"
         raise DataError(f"{where} has no {prompt_key!r}, only {columns}: add it, or name the column in data.prompt_key")
     text = row[prompt_key]
-    if not isinstance(text, str) or not text.strip():
-        raise DataError(f"{where} has {prompt_key}={text!r}: a prompt must be a text that is not empty")
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise DataError(
+            f"{where} has {prompt_key}={text!r:.80}: a prompt must be a text that is not empty, without NUL"
+        )
     return text.strip(), {name: value for name, value in row.items() if name != prompt_key}

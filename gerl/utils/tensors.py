@@ -1,5 +1,7 @@
 """Named tensors as the bytes of a safetensors file, and back."""
 
+import json
+
 import safetensors
 import safetensors.torch
 import torch
@@ -8,10 +10,22 @@ from gerl.errors import CheckpointError
 
 
 def pack_tensors(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """Named tensors of any device and dtype as the content of a safetensors file."""
+    """Named tensors of any device and dtype as the content of a safetensors file, the same bytes for the same input."""
     # Clones: safetensors refuses tensors that share memory, such as tied weights.
     plain = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
-    return safetensors.torch.save(plain, metadata)
+    return _in_order(safetensors.torch.save(plain, metadata))
+
+
+def _in_order(content: bytes) -> bytes:
+    """The file with its metadata sorted: safetensors writes them in an order of chance, a hash map's."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:
+        return content
+    text = json.dumps({"__metadata__": dict(sorted(metadata.items())), **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:

@@ -45,7 +45,8 @@ class Run:
 
     def untimed(self) -> list[dict[str, Any]]:
         """The metrics without the wall-clock times, which no two runs share."""
-        return [{k: v for k, v in row.items() if not k.startswith(("timing/", "scorer/"))} for row in self.metrics]
+        timed = ("time", "timing/", "scorer/")
+        return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in self.metrics]
 
     def column(self, name: str) -> list[float]:
         return [row[name] for row in self.metrics if name in row]

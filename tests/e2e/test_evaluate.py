@@ -23,9 +23,10 @@ from PIL import Image
 import gerl
 from gerl.errors import RewardError
 from gerl.evaluate.command import main, parse
-from gerl.evaluate.comparison import BASE, Drawn
-from gerl.model.loading import SHIPPED
-from gerl.run.report import load_validation
+from gerl.evaluate.comparison import Drawn
+from gerl.evaluate.names import BASE
+from gerl.model.paths import SHIPPED
+from gerl.run.validation import load_validation
 
 # The score is the mean brightness; `fails` makes it fail for a prompt, `kill` ends the process when that comes.
 SCORER = """

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors.torch import load, load_file
 from gerl.commandline.composition import Composed
 from gerl.config import Config, ModelConfig, SamplingConfig
 from gerl.export.command import main
-from gerl.model.lora import WEIGHTS
+from gerl.model.paths import WEIGHTS
 from gerl.run.checkpoint import save_checkpoint
 from gerl.utils.tensors import pack_tensors
 from gerl.workers.hybrid import HybridWorker
@@ -64,7 +64,7 @@ class Place:
 
 def checkpoint(worker: HybridWorker, run: Path, step: int, val_reward: float | None = None) -> Path:
     tensors, numbers = worker.actor.state()
-    state = {"step": step, "val_reward": val_reward, "worker": numbers}
+    state = {"step": step, "val_reward": val_reward, "worker": asdict(numbers)}
     return save_checkpoint(run / "checkpoints", step, {"state.safetensors": pack_tensors(tensors)}, state)
 
 
@@ -308,7 +308,7 @@ def test_the_base_model_is_needed_only_where_it_is_read(
         assert main([f"run={run}", f"out={tmp_path / format}", f"format={format}"]) == 0
     for format in ("kohya", "merged"):
         said = refused(1, f"format={format}")
-        assert "is no pipeline: the folder does not exist" in said and "model=FOLDER says where" in said
+        assert "is no pipeline: there is no folder" in said and "model=FOLDER says where" in said
         for other, why in (("wan", "the LoRA does not fit transformer of"), ("sd15", "has no transformer")):
             assert why in refused(1, f"format={format}", f"model={place(other).model}")
         assert main([f"run={run}", f"out={tmp_path / format}", f"format={format}", f"model={sd3.model}"]) == 0

@@ -12,7 +12,7 @@ import torch
 import zoo.conditioned
 import zoo.video
 
-from gerl.preflight.command import main
+from gerl.preflight.arguments import main
 
 Preflight = Callable[..., dict[str, Any]]
 

@@ -5,6 +5,9 @@ A Python block is executed as it stands unless an HTML comment `<!-- not run: re
 
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +16,12 @@ import pytest
 
 from gerl.commandline.composition import compose_run
 from gerl.commandline.help import help_text
+from gerl.evaluate import command as evaluate
+from gerl.export import command as export
+from gerl.preflight import arguments as preflight
+from gerl.run import report
+from gerl.score import command as score
+from reward_models import serve
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -47,6 +56,7 @@ def commands(document: Path = README) -> Iterator[tuple[int, str]]:
 
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = [b for page in PAGES for b in blocks(page) if b.language == "python"]
+YAML = [b for page in PAGES for b in blocks(page) if b.language == "yaml"]
 TRAINING = [(line, command) for page in PAGES for line, command in commands(page) if command.startswith(TRAIN)]
 
 
@@ -65,17 +75,85 @@ def test_python_blocks_run(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_pa
     if block.not_run is None:
         values: dict[str, Any] = {"__name__": "readme"}
         exec(code, values)
+        if "optimizer.step()" in block.text:  # the text after it says 0.91
+            assert values["rewards"].mean() > 0.8
+
+
+@pytest.fixture
+def named_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The current folder, with the shipped examples and the blocks of the pages that begin with `# NAME`."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for block in [*YAML, *PYTHON]:
+        if name := re.match(r"# ([\w-]+\.(?:yaml|py))\n", block.text):
+            (tmp_path / name[1]).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_experiment_files_compose(named_files: Path) -> None:
+    files = sorted(named_files.glob("*.yaml"))
+    assert len(files) >= 3
+    for file in files:
+        scorers = compose_run([f"experiment={file.name}"]).config.reward.scorers
+        assert all(Path(scorer.path).is_file() for scorer in scorers.values() if scorer.path)
 
 
 @pytest.mark.parametrize(("line", "command"), TRAINING, ids=lambda value: f"{value}")
-def test_training_commands_compose(line: int, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+@pytest.mark.usefixtures("named_files")
+def test_training_commands_compose(line: int, command: str) -> None:
     overrides = shlex.split(command.removeprefix(TRAIN))
-    if overrides == ["--help"]:
+    if "--help" in overrides:
         assert help_text(TRAIN)
     else:
         scorers = compose_run(overrides).config.reward.scorers
-        assert all((ROOT / scorer.path).is_file() for scorer in scorers.values() if scorer.path)
+        assert all(Path(scorer.path).is_file() for scorer in scorers.values() if scorer.path)
+
+
+def test_the_command_that_logs_in_to_the_hub_exists() -> None:
+    [login] = [command for _, command in commands() if "login" in command]
+    program, *arguments = login.split()
+    assert subprocess.run([Path(sys.executable).with_name(program), *arguments, "--help"], check=False).returncode == 0
+
+
+def test_extras_that_are_named_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    places = [*PAGES, *sorted((ROOT / "reward_models").rglob("*.md"))]
+    named = {
+        extra
+        for page in places
+        for group in re.findall(r"gerl\[([a-z,]+)\]", page.read_text())
+        for extra in group.split(",")
+    }
+    assert named <= set(extras)
+
+
+PARSERS = {
+    "gerl.score": score.PARSER,
+    "gerl.evaluate": evaluate.PARSER,
+    "gerl.export": export.PARSER,
+    "gerl.preflight": preflight.PARSER,
+    "gerl.run.report": report.PARSER,
+    "reward_models.serve": serve.PARSER,
+}
+OTHERS = [
+    (line, module, arguments)
+    for page in [*PAGES, *sorted((ROOT / "reward_models").rglob("*.md"))]
+    for line, command in commands(page)
+    if (words := re.fullmatch(r"(?:\S+/)?python -m (\S+) ?(.*)", command)) and command.split()[2] in PARSERS
+    for module, arguments in [words.groups()]
+]
+
+
+@pytest.mark.parametrize(("line", "module", "arguments"), OTHERS, ids=lambda value: f"{value}")
+@pytest.mark.usefixtures("named_files")
+def test_other_commands_have_these_keys(line: int, module: str, arguments: str) -> None:
+    _, overrides = PARSERS[module].values(shlex.split(arguments))
+    if not any("mine.yaml" in override for override in overrides):  # a file of the reader's
+        assert compose_run(overrides)
+
+
+def test_every_command_has_examples() -> None:
+    assert {module for _, module, _ in OTHERS} == set(PARSERS)
 
 
 def test_make_targets_exist() -> None:

@@ -17,15 +17,18 @@ import torch
 
 from gerl.algorithms.planning import plan_validation
 from gerl.commandline.composition import compose_run
+from gerl.run.checkpoint import load_checkpoint, save_checkpoint
 from gerl.trainer.main_flowgrpo import main
 from gerl.utils.dataset import load_prompts
 from gerl.utils.seeding import sample_generators
+from gerl.utils.tensors import pack_tensors
 
 Arguments = Callable[..., list[str]]
 Resume = Callable[[Any], None]
 STEPS = 5
 EVERY_STEP = """
 validation.every=1 checkpoint.every=1 checkpoint.keep=9 rollout.prompts_per_step=3 actor.lr=0.01 actor.warmup_steps=3
+reward.trial=false
 """.split()
 # Brightness; call number `number` (from 1) sends a signal to the process, as a user or a scheduler would.
 STOPPING = """
@@ -104,6 +107,17 @@ def assert_same_end(run: Any, other: Any) -> None:
         assert (np.load(run.folder / name)["pixels"] == np.load(other.folder / name)["pixels"]).all()
 
 
+def rewrite(run: Any, state: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> None:
+    """Replace entries of the state of step 3, by what functions make of them, and tensors; all hashes are right."""
+    path = run.checkpoint(3)
+    values = json.loads((path / "state.json").read_text())
+    values |= {key: change(values[key]) for key, change in state.items()}
+    files = {name: path.joinpath(name).read_bytes() for name in load_checkpoint(path).files}
+    if tensors is not None:
+        files["state.safetensors"] = pack_tensors(run.state(3) | tensors)
+    save_checkpoint(path.parent, 3, files, values)
+
+
 def test_three_steps_and_two_are_five(resume: Resume, stopped: Any, caplog: pytest.LogCaptureFixture) -> None:
     resume(stopped.folder)
     assert any("resumed" in m and str(stopped.checkpoint(3)) in m for m in caplog.messages)
@@ -132,23 +146,45 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_in_its_folder(resu
 
 @pytest.mark.parametrize(
     ("call", "kept"),
-    [(1, 0), (3, 0), (6, 1), (5, 1), (17 + 4, 5)],
-    ids=["first validation", "first rollout", "later rollout", "validation of a step", "last validation"],
+    [(6, 1), (5, 1), (17 + 4, 5)],
+    ids=["later rollout", "validation of a step", "last validation"],
 )
 def test_sigterm_leaves_a_checkpoint_and_auto_carries_on(
     command: Arguments, run_of: Any, whole: Any, tmp_path: Path, call: int, kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_of(tmp_path / "runs" / "first")
+    again = command(tmp_path / "runs" / "${now:%f}", "checkpoint.resume=auto", stop=call)
     settings = ("actor.lr_schedule=constant", "checkpoint.every=0")
     assert main(command(run.folder, *settings, stop=call)) == 128 + signal.SIGTERM
-    where, why = caplog.messages[-2:]
-    assert f"step {kept}: " in where and str(run.folder / "checkpoints") in where
-    assert f"signal {int(signal.SIGTERM)}" in why
+    said = caplog.messages[-1]
+    assert "SIGTERM" in said and str(run.checkpoint(kept)) in said and f"checkpoint.resume={run.folder}" in said
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == [f"step_{kept}"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the handlers are gone
-    second = tmp_path / "runs" / "second"
-    assert main(command(second, *settings, "checkpoint.resume=auto", stop=call)) == 0
-    assert not second.exists()  # it carried on where the first one lies
+    assert main([*again, *settings]) == 0
+    assert [path.name for path in (tmp_path / "runs").glob("*/")] == ["first"]  # it carried on where that one lies
+    assert_same_end(run, whole)
+    assert "resumed with changes" not in caplog.text
+
+
+@pytest.mark.parametrize(("call", "left"), [(1, False), (3, True)], ids=["first validation", "first rollout"])
+def test_sigterm_before_the_first_step_ends_leaves_no_checkpoint(
+    command: Arguments, run_of: Any, whole: Any, tmp_path: Path, call: int, left: bool
+) -> None:
+    run, second = run_of(tmp_path / "runs" / "first"), run_of(tmp_path / "runs" / "second")
+    assert main(command(run.folder, stop=call)) == 128 + signal.SIGTERM
+    assert run.folder.exists() == left and not (run.folder / "checkpoints").exists()
+    assert main(command(second.folder, "checkpoint.resume=auto", stop=call)) == 0
+    assert_same_end(second, whole)
+
+
+def test_a_run_stopped_before_and_after_it_logged_a_step_logs_it_once(
+    command: Arguments, run_of: Any, whole: Any, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path / "runs" / "run")
+    again = ("checkpoint.every=0", "checkpoint.resume=auto")
+    assert main(command(run.folder, *again, stop=5)) == 128 + signal.SIGTERM  # in the validation of step 1
+    assert main(command(run.folder, *again, stop=7)) == 128 + signal.SIGTERM  # in step 2: no newer checkpoint
+    assert main(command(run.folder, *again)) == 0
     assert_same_end(run, whole)
 
 
@@ -173,10 +209,11 @@ def test_kill_9_during_a_step_and_the_same_command_again(
 def test_auto_after_a_finished_run_starts_anew(
     command: Arguments, run_of: Any, stopped: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    new = run_of(stopped.folder.parent / "new")
-    assert main(command(new.folder, "checkpoint.resume=auto", trainer__steps=1)) == 0
-    assert any(f"nothing to resume in {new.folder.parent}" in message for message in caplog.messages)
-    assert [row["step"] for row in new.metrics] == [0, 1] and len(stopped.metrics) == 4
+    folder = stopped.folder.parent
+    assert main(command(folder / "new_${now:%f}", "checkpoint.resume=auto", trainer__steps=1)) == 0
+    assert any(f"nothing to resume in {folder}" in message for message in caplog.messages)
+    (new,) = folder.glob("new_*")
+    assert [row["step"] for row in run_of(new).metrics] == [0, 1] and len(stopped.metrics) == 4
 
 
 def test_a_folder_with_a_run_is_not_written_over(
@@ -188,31 +225,120 @@ def test_a_folder_with_a_run_is_not_written_over(
     assert {path: path.read_bytes() for path in stopped.folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("key", ["data.train", "validation.data", "model.path", "model.lora_rank", "trainer.seed"])
-def test_a_run_that_changed_is_not_resumed(
-    command: Arguments, stopped: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+@pytest.fixture
+def files(stopped: Any) -> Callable[[], dict[Path, bytes]]:
+    return lambda: {path: path.read_bytes() for path in stopped.folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("key", ["data.train", "model.path", "model.lora_rank", "actor.betas=[0.5]"])
+def test_a_change_that_cannot_be_made_leaves_the_run_as_it_was(
+    command: Arguments, stopped: Any, files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
-    value: Any = 7
-    if "data" in key:
-        value = tmp_path / "changed.txt"
-        value.write_text("another prompt\n")
-    elif key == "model.path":
-        value, pipe = tmp_path / "changed", tiny.sd3()
-        pipe.transformer.transformer_blocks[0].attn.to_q.weight.data += 0.01
-        pipe.save_pretrained(value)
-    kept = stopped.untimed()
-    assert main([*command(stopped.folder, f"checkpoint.resume={stopped.folder}"), f"{key}={value}"]) == 1
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    named = "model.lora_*" if "lora" in key else key
-    assert message.startswith(f"error: {stopped.checkpoint(3)} ") and f" {named} changed" in message, message
-    assert message.endswith("checkpoint.resume=never"), message
-    assert stopped.untimed() == kept
+    (tmp_path / "changed.txt").write_text("another prompt\n")
+    value = {"data.train": tmp_path / "changed.txt", "model.path": tmp_path, "model.lora_rank": 7}.get(key)
+    change, before = key if value is None else f"{key}={value}", files()
+    assert main([*command(stopped.folder, f"checkpoint.resume={stopped.folder}"), change]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and change.partition("=")[0] in message
+    assert files() == before
+
+
+def test_other_weights_at_the_same_path_are_refused(
+    command: Arguments, stopped: Any, files: Any, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved, pipe = tmp_path / "model", tiny.sd3()
+    pipe.transformer.transformer_blocks[0].attn.to_q.weight.data += 0.01
+    pipe.save_pretrained(moved)
+    rewrite(stopped, {"settings": lambda s: {**s, "model": {**s["model"], "path": str(moved)}}})
+    config = stopped.folder / "config.yaml"
+    config.write_text(config.read_text().replace(str(model), str(moved)))
+    before = files()
+    assert main(command(stopped.folder, f"checkpoint.resume={stopped.folder}", model__path=moved)) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f"error: {stopped.checkpoint(3)} ") and "the content of model.path changed" in message
+    assert files() == before
 
 
 def test_nothing_to_resume_at_a_path(refused: Callable[..., str], tmp_path: Path) -> None:
     place = f"checkpoint.resume={tmp_path / 'nowhere'}"
     assert refused(place).startswith(f"error: {place}: ")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("named", "state", "shape"),
+    [
+        ("worker.lr_schedule.last_epoch", {"worker": lambda w: {**w, "lr_schedule": {"last_epoch": "3"}}}, None),
+        ("algorithm.past", {"algorithm": lambda _: {"past": {"0": 1.0}}}, None),
+        ("state.safetensors: lora/", {}, (1,)),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_a_sentence_and_leaves_the_run_as_it_was(
+    command: Arguments,
+    stopped: Any,
+    files: Any,
+    capsys: pytest.CaptureFixture[str],
+    named: str,
+    state: dict[str, Any],
+    shape: tuple[int, ...] | None,
+) -> None:
+    name = next(name for name in stopped.state(3) if name.startswith("lora/"))
+    rewrite(stopped, state, None if shape is None else {name: torch.zeros(shape)})
+    before = files()
+    assert main(command(stopped.folder, f"checkpoint.resume={stopped.folder}")) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f"error: {stopped.checkpoint(3)} cannot be resumed: ") and named in message
+    assert files() == before
+
+
+def test_the_bare_command_carries_on_the_same_run_and_a_change_takes_effect(
+    command: Arguments, stopped: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    resume = f"checkpoint.resume={stopped.folder}"
+    before = (stopped.folder / "config.yaml").read_text()
+    assert main([resume, "trainer.steps=4"]) == 0  # no experiment, model, prompts or scorer
+    assert stopped.column("actor/lr")[-2:] == [pytest.approx(0.01 * 2 / 3), 0.01]  # after a warm-up of three steps
+    assert main([resume, "trainer.steps=5", "actor.lr=0.005", "cluster.num_workers=1"]) == 0
+    assert stopped.column("actor/lr")[-1] == 0.005
+    changes = [message for message in caplog.messages if message.startswith("resumed with changes: ")]
+    assert [change.partition(": ")[2] for change in changes] == [
+        "trainer.steps 3 -> 4",
+        "actor.lr 0.01 -> 0.005, cluster.num_workers null -> 1, trainer.steps 4 -> 5",
+    ]
+    assert (stopped.folder / "config.step_3.yaml").read_text() == before
+    assert "steps: 4" in (stopped.folder / "config.step_4.yaml").read_text()
+    assert main([resume, "actor.lr=0.01"]) == 2  # it is finished
+    assert main([resume]) == 0
+
+
+def test_an_earlier_checkpoint_sets_the_later_ones_aside(resume: Resume, stopped: Any, run_of: Any) -> None:
+    later = stopped.state(3)
+    resume(stopped.checkpoint(1))
+    aside = run_of(stopped.folder / "abandoned" / "after_step_1")
+    assert all(torch.equal(value, later[name]) for name, value in aside.state(3).items())
+
+
+def test_two_runs_never_write_into_one_folder(
+    command: Arguments, start: Any, run_of: Any, whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path / "run")
+    process = start(command(run.folder))
+    while not (run.folder / "checkpoints").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)  # it is alive for as long as this takes
+    try:
+        for again in ("never", "auto", run.folder):
+            other = command(run.folder, f"checkpoint.resume={again}", "actor.lr=0.05", "actor.ema_decay=0.5")
+            assert main(other) == 2
+            message = capsys.readouterr().err
+            assert f"{run.folder}: its run is still alive (process {process.pid} on " in message
+    finally:
+        process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert_same_end(run, whole)
+    assert "lr: 0.01\n" in (run.folder / "config.yaml").read_text()
 
 
 def test_plain_diffusers_draws_the_validation_images_with_the_lora(

@@ -1,11 +1,13 @@
-"""Scorers over Ray whose processes die or hang in the middle of a run: it loses nothing and says what happened."""
+"""Scorers that are wrong from the beginning, or die or hang over Ray in the middle of a run, which loses nothing."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 # Brightness; the n-th call of all processes together may fail, and one prompt always kills the process that scores it.
 FAULTY = """
@@ -45,6 +47,7 @@ def run(train: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
         scorer = f"+reward.scorers.mean={{path: {tmp_path / 'faulty.py'}, kwargs: {kwargs}, timeout: 8, replicas: 2}}"
         watched = f"+reward.scorers.watched={{path: {tmp_path / 'watched.py'}, weight: 0}}"
         fixed = {"scorer": "", "data__train": tmp_path / "prompts.txt", "data__shuffle": "false"}
+        fixed["reward__trial"] = "false"  # calls are counted from the first step on
         fixed |= {"rollout__micro_batch_size": 2, "rollout__n": 2}
         return train(tmp_path / name, scorer, watched, *overrides, **fixed | keys)
 
@@ -75,3 +78,157 @@ def test_a_scorer_that_keeps_failing_stops_the_run_with_a_checkpoint(
         run("run", "{5: raise, 6: raise}", "raise", "reward.retries=0", trainer__steps=4)
     assert re.search(r"100% .*step 3 .*reward\.max_failed=0\.5", capsys.readouterr().err)
     assert (tmp_path / "run" / "checkpoints" / "step_2" / "state.json").exists()
+
+
+NO_RETURN = """
+def compute_score(images, prompts, metadata):
+    scores = [image.width for image in images]
+"""
+EXIT = """
+import os, sys, time
+
+def leave(images, prompts, metadata):
+    sys.exit(3)
+
+def end(images, prompts, metadata):
+    os._exit(3)
+
+def sleep(images, prompts, metadata):
+    time.sleep(1000)
+
+def late(images, prompts, metadata, log):
+    with open(log, "a") as file:
+        file.write("x")
+    if len(open(log).read()) > 2:
+        sys.exit(3)
+    return [0.1 * i for i in range(len(images))]
+"""
+
+
+@pytest.fixture
+def unloadable(tmp_path: Path) -> Path:
+    """A model that is only found out when it is loaded: were it loaded first, this would be the error."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "None"}')
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("leave", r"it called sys\.exit\(3\) \(.*exits\.py, line 5: sys\.exit\(3\)\)"),
+        ("sleep", r"no answer within 2 s \(.*exits\.py, line 11: time\.sleep\(1000\)\)"),
+    ],
+)
+def test_a_scorer_that_ends_or_holds_this_process_is_found_before_the_model_is_loaded(
+    refused: Callable[..., str], unloadable: Path, tmp_path: Path, name: str, said: str
+) -> None:
+    (tmp_path / "exits.py").write_text(EXIT)
+    mine = f"reward.scorers={{mine: {{path: {tmp_path / 'exits.py'}, function: {name}, timeout: 2}}}}"
+    assert re.search(rf"reward\.scorers\.mine .*grey images: {said}", refused(mine, model__path=unloadable))
+    assert [path.name for path in (tmp_path / "run").glob("*")] in ([], ["config.yaml"])
+
+
+def test_scorers_that_end_or_hold_their_process_are_found_before_the_model_is_loaded(
+    refused: Callable[..., str], unloadable: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "exits.py").write_text(EXIT)
+    scorers = {"leave": (0, 60), "sleep": (0, 2), "end": (1, 60)}
+    texts = [
+        f"{name}: {{path: {tmp_path / 'exits.py'}, function: {name}, weight: {weight}, timeout: {timeout}}}"
+        for name, (weight, timeout) in scorers.items()
+    ]
+    given = f"reward.scorers={{{', '.join(texts)}}}"
+    message = refused(given, cluster__launcher="ray", cluster__num_workers=1, model__path=unloadable)
+    assert re.search(r"reward\.scorers\.end .*grey images: its process died", message)
+    assert re.search(r"scorers\.leave .*sys\.exit\(3\) \(.*exits\.py, line 5: .*only watched", caplog.text)
+    assert re.search(r"scorers\.sleep .*no answer within 2 s.*only watched", caplog.text)
+
+
+def test_what_counts_is_said_and_a_reward_of_your_own_is_the_only_one(
+    refused: Callable[..., str], unloadable: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text(NO_RETURN)
+    mine = f"reward.scorers={{mine: {{path: {tmp_path / 'mine.py'}}}, sharpness: {{weight: 0}}}}"
+    with caplog.at_level("INFO"):
+        message = refused(mine, experiment="signs", model__path=unloadable)
+    assert "returned None, expected a list with one number per image" in message
+    assert "mine.py, line 2: compute_score" in message
+    assert "reward: 1 x mine; watched: sharpness" in caplog.messages
+
+
+def test_a_scorer_that_calls_exit_in_the_middle_of_a_run_in_process_is_a_sentence(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "exits.py").write_text(EXIT)
+    mine = f"{{path: {tmp_path / 'exits.py'}, function: late, kwargs: {{log: {tmp_path / 'log'}}}}}"
+    message = refused(f"reward.scorers={{mine: {mine}}}", "reward.trial=false")
+    assert re.search(r"100% .*step 2 .*it called sys\.exit\(3\) \(.*exits\.py, line 17: ", message)
+    assert (tmp_path / "run" / "checkpoints" / "step_1" / "state.json").exists()
+
+
+def test_a_score_that_float32_cannot_hold_is_a_failure(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "huge.py").write_text("def compute_score(images, *_):\n    return [1e300] * len(images)\n")
+    message = refused(f"reward.scorers={{mine: {{path: {tmp_path / 'huge.py'}}}}}", "reward.trial=false")
+    assert re.search(r"100% .*step 1 .*returned 1e\+300.*float32.*huge\.py, line 1", message)
+    (tmp_path / "huge.py").write_text("def compute_score(images, *_):\n    return [3e38] * len(images)\n")
+    heavy = f"reward.scorers={{mine: {{path: {tmp_path / 'huge.py'}, weight: 10}}}}"
+    message = refused(heavy, hydra__run__dir=tmp_path / "heavy")
+    assert re.search(r"100% .*step 1 .*part of the total is 3e\+39.*float32.*scale or weight", message)
+
+
+PARTLY = """
+import numpy as np
+
+def compute_score(images, prompts, metadata, log):
+    if "seven" in prompts and open(log, "a").tell() < 2:  # twice
+        open(log, "a").write("x")
+        raise OSError("lost")
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+
+
+def test_a_validation_with_failures_is_counted_and_compared_with_no_other(
+    train: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "partly.py").write_text(PARTLY)
+    (tmp_path / "val.txt").write_text("seven\nblue\na cat\nx y\n")
+    (tmp_path / "train.txt").write_text("a red fox\nblue\n")
+    kwargs = f"{{log: {tmp_path / 'log'}}}"
+    keys = {"data__train": tmp_path / "train.txt", "validation__data": tmp_path / "val.txt", "validation__every": 1}
+    keys |= {"validation__micro_batch_size": 1, "checkpoint__every": 1, "checkpoint__keep": 9, "trainer__steps": 3}
+    keys["reward__retries"] = 0
+    run = train(tmp_path / "run", scorer=tmp_path / "partly.py", reward__scorers__bright__kwargs=kwargs, **keys)
+    assert run.column("val/failures") == [1, 1, 0, 0]
+    means = run.column("val/reward/mean")
+    assert means[:2] == [None, None] and all(0 < mean < 1 for mean in means[2:])
+    assert re.search("step 1: reward on 3 of 4 held-out prompts .*, 1 not scored.*'seven': OSError: lost", caplog.text)
+    saved = [json.loads((run.checkpoint(step) / "state.json").read_text())["val_reward"] for step in (1, 2, 3)]
+    assert saved == [None, *means[2:]]
+    kept = [json.loads((run.folder / "validation" / f"step_{step:06d}.json").read_text()) for step in (0, 2)]
+    assert kept[0]["rewards"][0] is None and None not in kept[1]["rewards"]
+
+
+def test_a_scorer_that_fails_in_validation_may_stop_the_run(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "partly.py").write_text(PARTLY)
+    (tmp_path / "val.txt").write_text("seven\nblue\n")
+    (tmp_path / "train.txt").write_text("a red fox\nblue\n")
+    mine = f"reward.scorers={{mine: {{path: {tmp_path / 'partly.py'}, kwargs: {{log: {tmp_path / 'log'}}}}}}}"
+    keys = {"data__train": tmp_path / "train.txt", "validation__data": tmp_path / "val.txt"}
+    message = refused(mine, reward__on_error="stop", **keys)
+    assert re.search("mine has no score for held-out 'seven': OSError: lost .*partly.py, line 7: raise", message)
+
+
+def test_prompts_with_typographic_quotes_train_as_with_straight_ones(train: Callable[..., Any], tmp_path: Path) -> None:
+    texts = {"straight": '"{}"', "curly": "“{}”", "german": "„{}“"}
+    runs = []
+    for name, quotes in texts.items():
+        lines = [f"a red sign that reads {quotes.format(text)}" for text in ("35", "482", "EXIT", "71")]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        keys = {"model__path": "signs", "data__train": tmp_path / f"{name}.txt", "sampling__width": 96}
+        keys |= {"sampling__height": 32, "sampling__call": "{max_sequence_length: 1}", "trainer__steps": 1}
+        runs.append(train(tmp_path / name, "reward.scorers={ocr: {}}", scorer="", **keys))
+    straight, *others = runs
+    assert straight.metrics[0]["reward/mean"] > 0.1
+    for run in others:
+        assert run.untimed() == straight.untimed() and torch.equal(run.lora(1), straight.lora(1))

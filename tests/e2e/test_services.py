@@ -3,6 +3,7 @@
 The three ways to a scorer of one's own (a function, a class, a service) are the files in examples/.
 """
 
+import json
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.rewards.scorers import build_scorer
+from gerl.rewards.scorers.http import png_base64
 from gerl.rewards.scorers.remote import RemoteScorer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,6 +196,22 @@ def test_refusals_reach_the_client(
     assert "gerl_reward_images_total" in requests.get(f"{service.url()}/metrics", timeout=5).text
 
 
+def test_the_memory_of_large_images_is_given_back(remote: Callable[..., RemoteScorer]) -> None:
+    def resident(pid: int) -> int:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") // 10**6
+
+    before = {pid: resident(pid) for pid in both_pids(remote)}
+    large = Image.new("L", (5000, 5000), 128)  # 100 MB each once it is read, and as much for its copy
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: remote(timeout=120)([large], ["a"], [{}]), range(3)))
+    assert [answer["bright"] for answer in answers] == [brightness([large])] * 3
+    end = time.monotonic() + 30
+    while any(resident(pid) > size + 90 for pid, size in before.items()):
+        assert time.monotonic() < end, (before, {pid: resident(pid) for pid in before})
+        time.sleep(0.1)
+
+
 def test_replicas_that_die_are_replaced_and_what_they_were_scoring_is_asked_again(
     remote: Callable[..., RemoteScorer],
 ) -> None:
@@ -283,3 +301,59 @@ def test_the_example_of_a_service_is_a_scorer(tmp_path: Path, monkeypatch: pytes
             RemoteScorer(url=example.url(), scorer="x", token_env="GERL_TEST_SERVICE_TOKEN")([red], ["a"], [{}])
         with pytest.raises(RewardError, match=r"answered 401"):
             RemoteScorer(url=example.url(), scorer="saturation")([red], ["a"], [{}])
+
+
+@pytest.fixture
+def example_address(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    arguments = [str(EXAMPLES / "scorer_service.py"), "--port", "0", "--token-env", "GERL_TEST_SERVICE_TOKEN"]
+    with running(*arguments, log=tmp_path / "log", GERL_TEST_SERVICE_TOKEN=TOKEN) as example:
+        host, port = example.url().removeprefix("http://").split(":")
+        yield host, int(port)
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def status(address: tuple[str, int], *headers: str, path: str = "/v1/score", body: bytes = b"") -> int:
+    """The status that a request gets by its head alone, or with its body."""
+    with socket.create_connection(address, timeout=20) as client:
+        client.sendall("\r\n".join([f"POST {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode() + body)
+        return int(client.makefile("rb").readline().split()[1])
+
+
+def test_the_example_of_a_service_reads_no_body_that_it_will_refuse(example_address: tuple[str, int]) -> None:
+    token = f"Authorization: Bearer {TOKEN}"
+    for length in ("-1", "100", "many", "9" * 5000):  # and no byte of them comes
+        assert status(example_address, f"Content-Length: {length}") == 401
+    assert status(example_address, token, "Content-Length: 5", path="/x") == 404
+    for length in ("-1", "many", "", "\u00b2"):
+        assert status(example_address, token, f"Content-Length: {length}") == 411
+    assert status(example_address, token, "Transfer-Encoding: chunked") == 411
+    for length in ("64000001", "9" * 5000):
+        assert status(example_address, token, f"Content-Length: {length}") == 413
+
+
+def test_the_example_of_a_service_has_limits(example_address: tuple[str, int]) -> None:
+    token = f"Authorization: Bearer {TOKEN}"
+
+    def asked(**changes: Any) -> int:
+        row = {"scorer": "saturation", "images": [png_base64(IMAGES[0])], "prompts": ["a"], "metadata": [{}]}
+        body = json.dumps({**row, **changes}).encode()
+        return status(example_address, token, f"Content-Length: {len(body)}", body=body)
+
+    assert asked() == 200
+    assert asked(images=[png_base64(Image.new("1", (9000, 9000)))]) == 413
+    assert asked(images=[png_base64(Image.effect_noise((64, 64), 50))[:2000]]) == 422
+    assert asked(prompts=[]) == asked(images=5) == asked(metadata=None) == 422
+    deep = b"[" * 10**5
+    assert status(example_address, token, f"Content-Length: {len(deep)}", body=deep) == 422
+    waiting = [socket.create_connection(example_address, timeout=20) for _ in range(4)]
+    for client in waiting:  # they hold all places
+        client.sendall(f"POST /v1/score HTTP/1.1\r\n{token}\r\nContent-Length: 10\r\n\r\n".encode())
+    end = time.monotonic() + 20
+    while asked() != 429:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for client in waiting:
+        client.close()
+    while asked() != 200:
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -19,13 +19,15 @@ model.lora_alpha=32 actor.lr=0.02 actor.ema_decay=0.5 rollout.prompts_per_step=3
 BLOCKS = {
     "reward": "mean best_of_n bright/mean bright/best_of_n std failures",
     "group": "zero_std_fraction dropped",
-    "actor": "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_ratio_mean loss kl grad_norm lr "
+    "actor": "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_ratio_mean loss grad_norm lr "
+    "lora_max "
     "nonfinite_updates policy_version",
+    "health": "no_signal_steps blank_fraction bright/constant_steps",
     "scorer/bright": "latency_s queue_s images_per_s retries restarts warnings",
     "timing": "rollout_s reward_wait_s update_s step_s",
 }
-STEP_KEYS = {"step", *(f"{block}/{name}" for block, names in BLOCKS.items() for name in names.split())}
-VALIDATION_KEYS = {"val/reward/mean", "val/bright/mean"}
+STEP_KEYS = {"step", "time", *(f"{block}/{name}" for block, names in BLOCKS.items() for name in names.split())}
+VALIDATION_KEYS = {"val/reward/mean", "val/bright/mean", "val/failures"}
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +46,15 @@ def test_the_reward_rises(rising: Any) -> None:
 def test_metrics_have_their_names_and_mean_what_they_say(rising: Any) -> None:
     rows = rising.metrics
     assert [row["step"] for row in rows] == list(range(13))
-    assert set(rows[0]) == {"step"} | VALIDATION_KEYS
+    assert set(rows[0]) == {"step", "time"} | VALIDATION_KEYS
     for row in rows[1:]:
         validated = VALIDATION_KEYS | {"timing/validation_s"} if row["step"] in (6, 12) else set()
         assert set(row) == STEP_KEYS | validated
-        assert all(math.isfinite(value) for value in row.values())
+        assert all(math.isfinite(value) for name, value in row.items() if name != "time")
         assert 0 < row["reward/mean"] < 1 and row["reward/mean"] == row["reward/bright/mean"]
         assert 0 < row["reward/std"] < 0.1
         assert row["reward/failures"] == row["group/dropped"] == row["group/zero_std_fraction"] == 0
-        assert row["actor/clip_fraction"] == row["actor/log_ratio_mean"] == row["actor/kl"] == 0  # one update, no KL
+        assert row["actor/clip_fraction"] == row["actor/log_ratio_mean"] == 0  # one update
         assert 0 < row["actor/grad_norm"] < 1
         assert row["actor/ratio_deviation"] < 1e-5  # it is one on policy
         assert row["actor/lr"] == 0.02
@@ -64,8 +66,9 @@ def test_metrics_have_their_names_and_mean_what_they_say(rising: Any) -> None:
 def test_the_run_folder(rising: Any) -> None:
     folder = rising.folder
     names = {"config.yaml", "metrics.jsonl", "report.html", "samples", "checkpoints", "validation"}
+    names |= {"log.txt", "run.json"}
     assert {path.name for path in folder.iterdir()} == names
-    pictures = {f"validation_{step:06d}.png" for step in (0, 6, 12)}
+    pictures = {f"validation_{step:06d}.png" for step in (0, 6, 12)} | {f"train_{k:06d}.png" for k in (1, 6, 12)}
     assert {path.name for path in (folder / "samples").iterdir()} == pictures
     assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"step_10", "step_12"}
     assert 'src="data:image' in (folder / "report.html").read_text()
@@ -116,7 +119,9 @@ def test_a_constant_reward_takes_no_optimizer_step(train: Train, workplace: Path
     (workplace / "constant.py").write_text("def compute_score(images, *_):\n    return [0.1] * len(images)\n")
     run = train(tmp_path / "run", scorer="constant.py", trainer__steps=2)
     assert run.column("group/zero_std_fraction") == [1, 1]
-    assert run.column("actor/grad_norm") == run.column("actor/policy_version") == [0, 0]
+    assert run.column("actor/policy_version") == [0, 0]
+    for name in ("grad_norm", "lr", "loss", "ratio_deviation", "clip_fraction"):
+        assert run.column(f"actor/{name}") == []  # nothing was computed
     assert not any(name.startswith("optimizer/") for name in run.state(2))
 
 
@@ -136,10 +141,11 @@ def test_the_screen_says_where_everything_lies(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="gerl"):
         run = train(tmp_path / "run", trainer__steps=1, validation__data=workplace / "val.txt")
-    first, *_, last = caplog.messages
-    assert str(run.folder) in first
+    assert f"run folder: {run.folder}" in caplog.messages[:-1]
+    last = caplog.messages[-1]
     before, after = run.column("val/bright/mean")
     assert re.search(rf"bright .* 4 .*{before:.3f} before.*{after:.3f} after", last)
     assert f"run folder: {run.folder}\n" in last and str(run.folder / "report.html") in last
     assert f"pipe.load_lora_weights('{run.checkpoint(1) / 'lora'}')" in last
+    assert "first held-out picture" in last
     assert (run.checkpoint(1) / "lora").is_dir()

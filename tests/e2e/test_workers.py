@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -67,7 +68,7 @@ with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
 def keys(workplace: Path) -> dict[str, Any]:
     (workplace / "seen.py").write_text(SEEN)
     sizes = {"rollout__prompts_per_step": 4, "rollout__micro_batch_size": 2, "validation__micro_batch_size": 2}
-    steps = {"trainer__steps": STEPS, "actor__lr": 0.01, "validation__every": 1}
+    steps = {"trainer__steps": STEPS, "actor__lr": 0.01, "validation__every": 1, "reward__trial": "false"}
     return {**sizes, **steps, "scorer": "seen.py", "validation__data": workplace / "val.txt"}
 
 
@@ -179,7 +180,7 @@ def test_ctrl_c_on_ray_leaves_a_checkpoint_and_no_process(
     _, log = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, log
     step = run.metrics[-1]["step"]
-    assert re.search(rf"step {step}: .*{run.folder / 'checkpoints'}", log) and "Traceback" not in log, log
+    assert re.search(rf"stopped by SIGINT; .*{run.checkpoint(step)}", log) and "Traceback" not in log, log
     assert run.lora(step).abs().max() > 0
     assert run.untimed()[:STEPS] == two.untimed()[:STEPS]
     assert not processes_with(f"GERL_TEST={mark}")
@@ -208,3 +209,53 @@ def processes_with(variable: str) -> list[str]:
         except OSError:
             continue  # it ended, or is not ours
     return found
+
+
+EMBEDDED = """
+import sys
+import ray
+from gerl.cluster import Cluster
+from gerl.config import ClusterConfig
+
+class Worker:
+    def answer(self):
+        return 42
+
+with Cluster(ClusterConfig(num_workers=1, device="cpu")) as machines:
+    workers = machines.workers("worker", Worker, 1, lambda rank: ())
+    assert workers.run(Worker.answer) == [42]
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.readline()
+"""
+INTRUDER = """
+import os
+import ray
+ray.init(address=os.environ["ADDRESS"], log_to_driver=False)
+print("ran", ray.get(ray.remote(lambda: 42).remote()))
+"""
+
+
+def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    embedded = subprocess.Popen(
+        [sys.executable, "-c", EMBEDDED], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert embedded.stdout is not None
+    address = embedded.stdout.readline().strip()
+    processes = [psutil.Process(embedded.pid), *psutil.Process(embedded.pid).children(recursive=True)]
+    # all are found by their mark, those too that have given themselves a title
+    assert all("GERL_RAY" in process.environ() for process in processes[1:])
+    listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+    # as another user of this machine would, who knows everything but the token
+    knows = {"ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    for own in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}):
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", INTRUDER], env=clean | knows | own, capture_output=True, text=True, timeout=60
+            )
+        except subprocess.TimeoutExpired:  # it is still asking
+            continue
+        assert done.returncode != 0 and "ran" not in done.stdout and "oken" in done.stderr, done.stderr
+    embedded.communicate("\n", timeout=60)
+    assert embedded.returncode == 0 and not any(p.is_running() and p.status() != "zombie" for p in processes)

@@ -1,4 +1,4 @@
-"""The picture of the rooms is that of the code."""
+"""The picture of the packages is that of the code."""
 
 import importlib.util
 from pathlib import Path
@@ -21,8 +21,8 @@ def drawing() -> ModuleType:
 def test_the_picture_is_up_to_date(drawing: ModuleType) -> None:
     drawn = drawing.draw()
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawn, "the code has changed: run python docs/map.py"
-    rooms = {drawing.house.room(path) for path in drawing.house.files("gerl")} - {"__init__"}
-    for words in (*rooms, "Rollout.generate", "Actor.accumulate", "imports algorithms"):
+    packages = {drawing.structure.package(path) for path in drawing.structure.files("gerl")} - {"__init__"}
+    for words in (*packages, "Rollout.generate", "Actor.accumulate", "imports algorithms, run"):
         assert f">{words}</text>" in drawn
 
 

@@ -13,9 +13,9 @@ from scipy import stats
 
 from gerl.algorithms.planning import plan_validation
 from gerl.config import Config
-from gerl.errors import ConfigError
-from gerl.evaluate.comparison import BASE, Drawn, bootstrap, compare, config_of, estimate, name_loras, plan
-from gerl.evaluate.files import page, table, write_files
+from gerl.evaluate.comparison import Drawn, bootstrap, compare, estimate, plan
+from gerl.evaluate.files import narrow, page, table, write_files
+from gerl.evaluate.names import BASE
 from gerl.protocol import Prompt
 from gerl.rewards.rows import TOTAL
 
@@ -106,6 +106,11 @@ def test_the_log_has_a_block_for_columns_that_are_the_same() -> None:
     assert lines[8] == "mine -2.5 -2.5 to -2.5 -1.5 -1.5 to -1.5 0 %".split()
 
 
+def test_intervals_over_few_prompts_are_said_to_be_too_narrow() -> None:
+    few, enough = (compare([drawn(BASE, i, 1.0) for i in range(count)]) for count in (19, 20))
+    assert "over 19 prompts" in (narrow(few) or "") and "more prompts" in (narrow(few) or "") and narrow(enough) is None
+
+
 def test_the_files_hold_every_number(tmp_path: Path) -> None:
     rows = [*two([0.1 + 0.2, 1.0], [None, 1 / 3]), drawn(BASE, 2, 0.0, 1), drawn("mine", 2, 0.0, 1)]
     results = compare(rows)
@@ -129,12 +134,13 @@ def test_the_page_has_a_row_for_each_noise_sorted_by_what_was_gained(tmp_path: P
     text = page("a & b", rows, compare(rows))
     assert "<title>gerl: a &amp; b</title>" in text and "let chosen = 1, " in text
     values = [json.loads(found) for found in re.findall(r'data-values="([^"]*)"', text)]
-    assert values == [[0.5, 1.0, 0.5, 1.0], [1.0, 0.5, 1.0, 0.5], [0.0, None, 0.0, None]]
+    assert values == [[0.5, 1.0], [1.0, 0.5], [0.0, None]]  # the total and the only scorer are one column
     headings = re.findall(r"<h2>(.*?)</h2>", text)
     assert headings == [f"prompt &lt;{i}&gt;" for i in (1, 0, 2)]
-    assert text.count('<button type="button" class="sort"') == 4 and text.count('aria-pressed="true">') == 1
+    assert text.count('<button type="button" class="sort"') == 2 and text.count('aria-pressed="true">') == 1
     assert text.count('alt="given with the prompt"') == 2 and text.count("data:image/png;base64,AA==") == 6
     assert text.count("</div>") == text.count("<div") and "ocr: no idea" in text
+    assert "total = ocr" in text and "over 2 prompts: below 20 they are too narrow" in text
     alone = page("a", rows[::2], compare(rows[::2]))  # the base and nothing else: by its scores
     assert "let chosen = 0, " in alone and re.findall(r"prompt &lt;(\d)&gt;</h2>", alone) == ["0", "1", "2"]
 
@@ -151,27 +157,3 @@ def test_the_first_image_has_the_noise_of_the_trainers_validation() -> None:
     assert seeds[BASE][:5] == [sample.seed for sample in batch]
     groups = [{s.group for s in samples} for _, samples in tasks]
     assert groups[0] == groups[2] and not groups[0] & groups[1]  # scorers compare images of one variant only
-
-
-def test_loras_are_called_by_the_end_of_their_path() -> None:
-    def names(*paths: str | tuple[str, str]) -> list[str]:
-        given = [(None, path, Path(path)) if isinstance(path, str) else (*path, Path(path[1])) for path in paths]
-        return list(name_loras(given))
-
-    assert names() == []
-    assert names("out/signs/A/checkpoints/step_30/lora", "cute.safetensors") == ["step_30", "cute"]
-    runs = [f"out/signs/{run}/checkpoints/step_30/lora/pytorch_lora_weights.safetensors" for run in "AB"]
-    assert names(*runs) == ["A/step_30", "B/step_30"]
-    assert names(("x", runs[0]), runs[1]) == ["x", "step_30"]
-    assert names("loras/base") == ["loras/base"]
-    for given in ((("x", "a"), ("x", "b")), (("base", "a"),), ("a", "a")):
-        with pytest.raises(ConfigError, match=r"; use lora\.NAME=PATH"):
-            names(*given)
-
-
-def test_the_configuration_of_a_lora_is_that_of_the_run_around_it(tmp_path: Path) -> None:
-    lora = tmp_path / "run" / "checkpoints" / "step_1" / "lora"
-    lora.mkdir(parents=True)
-    assert config_of(lora / "x.safetensors") is None
-    (tmp_path / "run" / "config.yaml").write_text("")
-    assert config_of(lora / "x.safetensors") == str(tmp_path / "run" / "config.yaml")

@@ -72,6 +72,15 @@ def test_failures_weights_and_missing_scores_are_shown(tmp_path: Path) -> None:
     assert any("2 images, 1 without a total" in word for word in seen.words)
 
 
+def test_a_single_scorer_is_one_column_and_a_weight_of_0_is_shown(tmp_path: Path) -> None:
+    cards = [card("a", 1.0, ocr=1.0, size=5.0), card("b", 0.0, ocr=0.0, size=6.0)]
+    text, seen = page(tmp_path, cards, {"ocr": 1.0, "size": 0.0})
+    buttons = re.findall(r'class="sort"[^>]*>([^<]*)<', text)
+    assert buttons == ["total = ocr", "size"] and seen.values == [[1.0, 5.0], [0.0, 6.0]]
+    assert [re.findall(rf">{name}</button></td>\s*<td>([^<]*)<", text) for name in buttons] == [["1"], ["0"]]
+    assert '<th class="bars">min to max</th>' in text and text.count('<td class="bars">') == 2
+
+
 def test_the_histogram_counts_every_image(tmp_path: Path) -> None:
     values = [0.0, 0.0, 0.0, 0.5, 1.0]
     _, seen = page(tmp_path, [card(str(i), value) for i, value in enumerate(values)])

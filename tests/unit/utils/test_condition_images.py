@@ -44,6 +44,14 @@ def test_paths_are_seen_from_the_prompt_file_and_urls_of_files_are_paths(folder:
         ("no.png", r":2 .*image='no\.png'.*correct the path"),
         (["a.png", "no.png"], r":2 .*'no\.png' in image.*correct the path"),
         ("https://example.org/a.png", r":2 .*image='https.*download"),
+        ("http://[", r":2 .*image='http.*is no path"),
+        ("~nobody-of-this-name/a.png", r":2 .*is no path.*correct"),
+        ("x" * 300, r":2 .*is no path.*correct"),
+        ("a\0.png", r":2 .*correct the path"),
+        ("prompts.jsonl", r":2 .*image='prompts\.jsonl'.*cannot be read as an image.*replace"),
+        (5, r":2 .*image=5: give the path"),
+        (["a.png", 5], r":2 .*image=\['a\.png', 5\]: give the path"),
+        ({"bytes": "iVBO", "path": None}, r":2 .*image={.*give the path"),
     ],
 )
 def test_a_picture_that_is_not_there_is_named(folder: Path, value: object, message: str) -> None:
@@ -61,7 +69,7 @@ def test_pictures_become_arguments_of_pipelines_that_take_them(folder: Path) -> 
     several = picture_arguments(kontext, Prompt(0, "p", {"image": [str(folder / "a.png")] * 2}))
     assert [p.size for p in several["image"]] == [(6, 4)] * 2
     (folder / "a.png").write_text("no image")
-    with pytest.raises(DataError, match=r"a\.png .*image"):
+    with pytest.raises(DataError, match=r"prompt 0 'p': .*a\.png .*image.*replace"):
         picture_arguments(kontext, Prompt(0, "p", row))
 
 

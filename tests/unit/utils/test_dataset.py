@@ -1,15 +1,18 @@
 import hashlib
+import io
+import itertools
+import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gerl.errors import DataError
 from gerl.protocol import Prompt
-from gerl.utils.dataset import SHIPPED, PromptSchedule, fingerprint, load_prompts
+from gerl.utils.dataset import SHIPPED, fingerprint, load_prompts
 
 
 def write(folder: Path, name: str, content: str | bytes) -> str:
@@ -52,7 +55,27 @@ def test_relative_path_and_shipped_list(tmp_path: Path, monkeypatch: pytest.Monk
         ("a.txt", " \n\n", r"a\.txt .*at least one"),
         ("a.txt", b"a\xff", r"a\.txt .*byte 1.*UTF-8"),
         ("a.jsonl", "", r"a\.jsonl .*at least one"),
-        ("a.csv", "a", r"a\.csv .*'\.csv'.*\.txt, \.jsonl or \.parquet"),
+        ("a.doc", "a", r"a\.doc .*'\.doc'.*\.txt, \.jsonl, \.csv or \.parquet"),
+        ("a.txt", "a\nb\0", r"a\.txt:2 .*prompt='b\\x00'.*without NUL"),
+        ("a.txt", "a".encode("utf-16"), r"a\.txt .*byte 0.*UTF-8"),
+        (
+            "a.jsonl",
+            '{"prompt": "a"}\n{"prompt": "b", "n": %s}' % ("[" * 5000),
+            r"a\.jsonl:2 .*32 objects or lists.*corr",
+        ),
+        ("a.jsonl", '{"prompt": "a", "n": ' + "[" * 99 + "]" * 99 + "}", r"a\.jsonl:1 .*32 objects or lists.*corr"),
+        ("a.jsonl", '{"prompt": "a", "n": %s}' % ("1" * 5000), r"a\.jsonl:1 .*digits.*correct"),
+        ("a.jsonl", '{"prompt": "\\ud800"}', r"a\.jsonl:1 .*half a character.*correct"),
+        ("a.jsonl", '{"prompt": "a", "n": [{"\\udfff": 1}]}', r"a\.jsonl:1 .*half a character.*correct"),
+        ("a.jsonl", '{"prompt": "\\u0000"}', r"a\.jsonl:1 .*without NUL"),
+        ("a.jsonl", '{"prompt": "a"}\n' + "\0" * 9, r"a\.jsonl:2 is not valid JSON.*correct"),
+        ("a.csv", "", r"a\.csv .*at least one"),
+        ("a.csv", "prompt\n", r"a\.csv .*at least one"),
+        ("a.csv", "caption\na red cube", r"a\.csv, row 1 .*'prompt'.*caption.*data\.prompt_key"),
+        ("a.csv", "prompt,n\na,1\na, b,1", r"a\.csv, row 2 .*more cells.*quote"),
+        ("a.csv", 'prompt\n"a', r"a\.csv .*write it anew"),
+        ("a.csv", "prompt,n\n,1", r"a\.csv, row 1 .*prompt"),
+        ("a.csv", "prompt\né".encode("latin-1"), r"a\.csv .*byte 7.*UTF-8"),
         ("a.jsonl", '{"prompt": "a"}\n\n{"text": "b"}', r"a\.jsonl:3 .*'prompt'.*text.*data\.prompt_key"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}', r"a\.jsonl:2 .*prompt=' '.*not empty"),
         ("a.jsonl", '{"prompt": 5}', r"a\.jsonl:1 .*prompt=5.*text"),
@@ -66,10 +89,125 @@ def test_bad_file_is_one_sentence(tmp_path: Path, name: str, content: str | byte
         load_prompts(write(tmp_path, name, content))
 
 
+def test_csv_equals_jsonl_and_an_empty_cell_is_no_metadata(tmp_path: Path) -> None:
+    table = '\ufeffprompt,text,style\r\n"a red cube, lit",A,\r\n"two\nlines","say ""B""",oil\r\n'
+    assert load_prompts(write(tmp_path, "a.csv", table)) == [
+        Prompt(0, "a red cube, lit", {"text": "A"}),
+        Prompt(1, "two\nlines", {"text": 'say "B"', "style": "oil"}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path, name: str) -> None:
+    lines = {"a.txt": "a", "a.jsonl": '{"prompt": "a"}', "a.csv": "prompt\na"}
+    assert load_prompts(write(tmp_path, name, "\ufeff" + lines[name])) == [Prompt(0, "a")]
+
+
+def parquet(folder: Path, **columns: object) -> str:
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "a.parquet")
+    return str(folder / "a.parquet")
+
+
 def test_bad_parquet_row_is_named(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", None]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet, row 2 .*prompt=None"):
         load_prompts(str(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.array([0, 2**50], pyarrow.timestamp("s")),
+        pyarrow.array([0, 2**30], pyarrow.date32()),
+        pyarrow.array([0, 2**60], pyarrow.duration("s")),
+        pyarrow.array([None, 0], pyarrow.timestamp("us", tz="Mars/Base")),
+    ],
+    ids=["time", "date", "duration", "zone"],
+)
+def test_a_parquet_value_that_python_has_not_is_named_with_its_row(tmp_path: Path, column: pyarrow.Array) -> None:
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: when cannot be read.*leave the column out"):
+        load_prompts(parquet(tmp_path, prompt=["a", "b"], when=column))
+
+
+def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    ends = pyarrow.py_buffer(b"".join(i.to_bytes(4, "little") for i in range(3)))
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, pyarrow.py_buffer(b"a\xff")])
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file.*UTF8.*write it anew"):
+        load_prompts(parquet(tmp_path, prompt=broken))
+
+
+def test_a_parquet_file_of_billions_of_rows_is_refused_before_they_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gerl.utils.dataset.MOST_ROWS", 100)
+    assert len(load_prompts(parquet(tmp_path, prompt=["a"] * 100))) == 100
+    with pytest.raises(DataError, match=r"a\.parquet has 101 rows: at most 100 are read"):
+        load_prompts(parquet(tmp_path, prompt=["a"] * 101))
+
+
+def good_files(draw: random.Random) -> Iterator[tuple[str, bytes]]:
+    """Prompt files of every format, by suffix."""
+    rows = [{"prompt": f"a {'x' * draw.randrange(9)} {i}", "n": i, "tags": [{"k": "v" * i}]} for i in range(8)]
+    while True:
+        file = io.BytesIO()
+        codec = draw.choice(["none", "snappy", "zstd", "gzip"])
+        options = {"use_dictionary": draw.random() < 0.5, "data_page_version": draw.choice(["1.0", "2.0"])}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, compression=codec, **options)
+        yield ".parquet", file.getvalue()
+        yield ".jsonl", "\n".join(map(json.dumps, rows)).encode()
+        yield ".csv", b"prompt,n\n" + "\n".join(f'"{row["prompt"]}",{row["n"]}' for row in rows).encode()
+        yield ".txt", "\n".join(str(row["prompt"]) for row in rows).encode()
+
+
+def damaged(good: bytes, draw: random.Random) -> bytes:
+    """The file cut short, with bytes changed, zeroed, or with a piece twice."""
+    first, second = sorted(draw.sample(range(len(good)), 2))
+    match draw.randrange(4):
+        case 0:
+            return good[:first]
+        case 1:
+            changed = bytearray(good)
+            for _ in range(draw.randrange(1, 9)):
+                changed[draw.randrange(len(changed))] = draw.randrange(256)
+            return bytes(changed)
+        case 2:
+            return good[:first] + b"\0" * (second - first) + good[second:]
+        case _:
+            return good[:second] + good[first:]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_file_is_read_or_one_sentence_that_names_it(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    refused = 0
+    for suffix, good in itertools.islice(good_files(draw), 120):
+        path = tmp_path / ("damaged" + suffix)
+        path.write_bytes(damaged(good, draw))
+        try:
+            prompts = load_prompts(str(path))
+            assert prompts and all(prompt.text.encode() and "\0" not in prompt.text for prompt in prompts)
+        except DataError as error:
+            refused += 1
+            assert str(path) in str(error) and "\n" not in str(error) and len(str(error)) < 700
+    assert refused > 30
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".txt", "~nobody-of-this-name/a.txt", "a\0.txt"])
+def test_an_impossible_name_is_one_sentence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"prompt file .*correct the path"):
+        load_prompts(name)
+
+
+def test_only_names_that_are_alike_are_suggested(tmp_path: Path) -> None:
+    for name in ("single.txt", "unicode.txt", "noquotes.txt", "held_out.jsonl"):
+        write(tmp_path, name, "")
+    for name in ("nofile.txt", "zzz.txt"):
+        with pytest.raises(DataError, match="correct the path") as error:
+            load_prompts(str(tmp_path / name))
+        assert "did you mean" not in str(error.value)
+    with pytest.raises(DataError, match=r"did you mean held_out\.jsonl\?"):
+        load_prompts(str(tmp_path / "heldout.txt"))
 
 
 def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
@@ -80,26 +218,5 @@ def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
         load_prompts(str(tmp_path / "no" / "train.jsonl"))
     with pytest.raises(DataError, match=r"'signs'.*signs_train, signs_val"):
         load_prompts("signs")
-    with pytest.raises(DataError, match=r"\.txt, \.jsonl or \.parquet"):
+    with pytest.raises(DataError, match=r"\.txt, \.jsonl, \.csv or \.parquet"):
         fingerprint(str(tmp_path))
-
-
-schedules = st.builds(PromptSchedule, st.integers(1, 40), st.integers(1, 45), st.booleans(), st.integers(0, 2**70))
-
-
-@given(schedules, st.integers(0, 5))
-def test_an_epoch_is_a_permutation_in_batches(schedule: PromptSchedule, epoch: int) -> None:
-    first = epoch * schedule.steps_per_epoch
-    steps = range(first, first + schedule.steps_per_epoch)
-    batches = [schedule.batch(step) for step in reversed(steps)][::-1]  # any order: there is no state
-    assert sorted(i for batch in batches for i in batch) == list(range(schedule.count))
-    assert all(len(batch) == schedule.per_step for batch in batches[:-1])
-    assert 1 <= len(batches[-1]) <= schedule.per_step
-    assert {schedule.epoch(step) for step in steps} == {epoch}
-    assert schedule.shuffle or batches[0][0] == 0
-
-
-def test_epochs_and_seeds_have_their_own_order() -> None:
-    orders = [PromptSchedule(50, 50, True, seed).batch(step) for seed in (0, 1) for step in (0, 1)]
-    assert len({tuple(order) for order in orders}) == 4
-    assert PromptSchedule(3, 2, False, 0).batch(3) == [2]

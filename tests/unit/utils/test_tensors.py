@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -22,3 +24,14 @@ def test_tensors_round_trip_bitwise() -> None:
         assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor)
     with pytest.raises(CheckpointError, match="safetensors"):
         unpack_tensors(b"not tensors")
+
+
+def test_equal_tensors_are_equal_bytes() -> None:
+    tensors = {f"t{i}": torch.arange(i + 1) for i in range(5)}
+    metadata = {f"key {i} \u00e4": f"value {i}" for i in range(8)}  # in the file their order would be one of 8!
+    files = {pack_tensors(tensors, order) for order in (metadata, dict(reversed(metadata.items()))) for _ in range(5)}
+    (content,) = files
+    assert unpack_tensors(content).keys() == tensors.keys()
+    size = int.from_bytes(content[:8], "little")
+    assert size % 8 == 0 and json.loads(content[8 : 8 + size])["__metadata__"] == metadata
+    assert unpack_tensors(pack_tensors({}, metadata)) == {}

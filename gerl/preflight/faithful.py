@@ -1,0 +1,109 @@
+"""Whether rollouts and updates do what the pipeline does: checks of the pipeline itself, whatever trains it.
+
+A pipeline may draw, edit or mix within its loop in a way that nothing else shows: the ratio is that of gerl's own
+replay.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from diffusers import SCMScheduler
+
+from gerl.config import Config
+from gerl.engine import ReplayedStep, Tape, record, replay
+from gerl.model.loading import training_sigmas
+from gerl.preflight.findings import Report
+from gerl.protocol import RolloutTask, Sample
+from gerl.utils.seeding import sample_generators
+from gerl.workers.hybrid import HybridWorker
+from gerl.workers.rollout import Rollout, pictures_in
+from gerl.workers.ways import Way
+
+LARGEST = {False: 1e-3, True: 0.1}  # relative difference, by whether the base weights are in half precision
+
+
+def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
+    """How far images of a rollout without noise are from those of the plain pipeline: norms, relative to the contrast.
+
+    For a consistency model, whose own sampler is stochastic: of a rollout with that noise.
+    """
+    pipe = rollout.policy.pipe
+    kernel, noise = ("cps", 1.0) if isinstance(pipe.scheduler, SCMScheduler) else ("ode", 0.0)
+
+    def drawn(way: Way) -> float:
+        part = samples if way.together else samples[:1]
+
+        def compared(call: Mapping[str, object]) -> float:
+            images = []
+            for stock in (True, False):
+                generators = sample_generators([sample.seed for sample in part])
+                with torch.random.fork_rng():  # for what is drawn without a generator
+                    torch.manual_seed(0)
+                    if stock:
+                        output = pipe(**call, generator=generators[0] if way.text else generators)
+                    else:
+                        output, _ = record(pipe, call, kernel, noise, generators=generators, probe=False)
+                images.append(pictures_in(output).astype(np.float64))
+            plain, ours = images
+            contrast = float(np.linalg.norm(plain - plain.mean()))
+            return float(np.linalg.norm(ours - plain)) / max(contrast, 1e-9)
+
+        return rollout.called(compared, part, way, sigmas=training_sigmas(rollout.sampling))
+
+    with rollout.policy.as_sampler():
+        return rollout.ways.attempt("rollout", len(samples), drawn)
+
+
+def parts_difference(worker: HybridWorker, task: RolloutTask) -> float:
+    """How far the gradients of single samples of a micro-batch, added up, are from that of all: norms, relative.
+
+    0 where the pipeline draws one sample a call.
+    """
+    rollout, policy = worker.rollout, worker.policy
+    tape = rollout.draw(task)[1][0]
+    if tape.batch_size == 1:
+        return 0.0
+    step = (task.segments[0].trained or (0,))[0]
+    whole = _gradient(worker, tape, step, range(tape.batch_size))
+    parts = [_gradient(worker, tape, step, [i]) for i in range(tape.batch_size)]
+    for p in policy.lora.values():
+        p.grad = None
+    return float((torch.stack(parts).sum(0) - whole).norm() / whole.norm().clamp(min=1e-30))
+
+
+def _gradient(worker: HybridWorker, tape: Tape, step: int, rows: Sequence[int]) -> torch.Tensor:
+    """The LoRA gradient of a random projection of the model output of `rows` at `step`, as one vector."""
+
+    def on_step(k: int, replayed: ReplayedStep) -> torch.Tensor:
+        del k
+        output = replayed.model_output
+        shape = (tape.batch_size, len(output) // len(rows), *output.shape[1:])
+        projection = torch.randn(shape, generator=torch.Generator().manual_seed(0))[list(rows)].flatten(0, 1)
+        return (output * projection.to(output.device)).mean() * len(rows)
+
+    worker.actor.optimizer.zero_grad(set_to_none=True)
+    replay(worker.policy.pipe, tape, on_step, steps=[step], index=list(rows), cfg=worker.config.algorithm.cfg)
+    return worker.actor.flat_gradient()
+
+
+def judge_faithful(report: Report, config: Config, half_precision: bool) -> None:
+    """Problems where a rollout is not the pipeline's, or the parts of a micro-batch are not those of the whole."""
+    largest = LARGEST[half_precision]
+    if report.stock_difference is not None and not report.stock_difference <= largest:
+        report.problems.append(
+            f"images drawn without noise differ from those of {report.pipeline} by {report.stock_difference:.1%}: its "
+            "loop draws or edits what gerl does not see, and would be trained on other images than it draws; use "
+            "another pipeline of this model"
+        )
+    if report.parts_difference is not None and not report.parts_difference <= largest:
+        split = (config.actor.micro_batch_size or config.rollout.micro_batch_size) < config.rollout.micro_batch_size
+        sentence = (
+            f"the gradients of single samples of a micro-batch add up to one that is {report.parts_difference:.1%} off "
+            f"that of all: {report.pipeline} lets samples of a batch depend on each other"
+        )
+        if split:
+            size = config.rollout.micro_batch_size
+            report.problems.append(f"{sentence}; set actor.micro_batch_size={size}, the rollout's")
+        else:
+            report.notes.append(f"{sentence}; leave actor.micro_batch_size at the rollout's")

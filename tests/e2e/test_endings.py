@@ -1,0 +1,200 @@
+"""However a run ends, its newest finished step is saved, said in a sentence, and it carries on bitwise."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from gerl.cluster import Cluster
+from gerl.commandline.composition import compose_run
+from gerl.trainer.main_flowgrpo import main
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.utils.dataset import load_prompts
+from gerl.workers.hybrid import HybridWorker
+
+STEPS = 12
+SETTINGS = "checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.num_workers=2".split()
+SLOW = """
+import time
+import numpy as np
+
+def compute_score(images, prompts, metadata):
+    time.sleep(0.2)
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+Begin = Callable[[], "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def whole(train: Callable[..., Any], workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run that ended by itself."""
+    (workplace / "slow.py").write_text(SLOW)
+    return train(tmp_path_factory.mktemp("whole") / "run", *SETTINGS, trainer__steps=STEPS, scorer="slow.py")
+
+
+@pytest.fixture
+def begin(arguments: Callable[..., list[str]], start: Callable[..., Any], tmp_path: Path) -> Begin:
+    """Start the run in `tmp_path / "run"` over Ray, or carry it on."""
+    more = {"trainer__steps": STEPS, "cluster__launcher": "ray", "scorer": "slow.py"}
+    command = arguments(tmp_path / "run", *SETTINGS, "checkpoint.resume=auto", **more)
+    return lambda: start(command, GERL_TEST=str(tmp_path))
+
+
+def step_of(folder: Path) -> int:
+    try:
+        return max(json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+
+
+def kill(process: "subprocess.Popen[str]", name: str, number: int) -> None:
+    """kill -9 the child with this in its command line that was started `number`-th."""
+    found = [c for c in psutil.Process(process.pid).children(recursive=True) if name in " ".join(c.cmdline())]
+    sorted(found, key=lambda child: child.pid)[number].kill()
+
+
+def ended(process: "subprocess.Popen[str]", place: Path) -> str:
+    """The sentence that a run which failed has ended with; nothing of it may be left."""
+    out, log = process.communicate(timeout=300)
+    assert process.returncode == 1 and "Traceback" not in log and not out, out + log
+    said = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and log.strip().endswith(said[0]), log
+    assert "checkpoint.resume=" in said[0] and not left(place), log
+    return said[0]
+
+
+def left(place: Path) -> list[str]:
+    mark, found = f"GERL_TEST={place}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().decode())
+        except OSError:
+            continue  # it ended, or is not ours
+    return found
+
+
+# the process that is killed, and whether workers live on that still have the newest step
+KILLS = (
+    ("gcs_server", 0, 0.0, True),
+    ("raylet/raylet", 0, 0.0, False),
+    ("ray::HybridWorker", 0, 0.0, True),
+    ("ray::HybridWorker", 1, 0.3, True),
+)
+
+
+def test_a_run_survives_the_death_of_each_of_its_processes(
+    begin: Begin, whole: Any, run_of: Any, tmp_path: Path
+) -> None:
+    run, place = run_of(tmp_path / "run"), tmp_path / "run"
+    for name, number, delay, saved in KILLS:
+        process, before = begin(), step_of(place)
+        while step_of(place) < before + 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        time.sleep(delay)
+        finished = step_of(place)
+        kill(process, name, number)
+        sentence = ended(process, place=tmp_path)
+        newest = max((int(path.name[5:]) for path in (place / "checkpoints").glob("step_*")), default=0)
+        assert (newest >= finished) is saved and f"step_{newest}" in sentence, (name, finished, sentence)
+    process = begin()
+    kill_scorer(process, place)
+    _, log = process.communicate(timeout=300)
+    assert process.returncode == 0 and not left(tmp_path), log
+    state, expected = run.state(STEPS), whole.state(STEPS)
+    assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+    assert run.untimed() == whole.untimed()
+
+
+def kill_scorer(process: "subprocess.Popen[str]", place: Path) -> None:
+    """A scorer is started anew and asked again: the run goes on."""
+    before = step_of(place)
+    while step_of(place) == before:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    kill(process, "ray::RewardWorker", 0)
+
+
+# Brightness; `raises` comes in the second optimizer step of trainer step 3 of the second of two workers, or, where it
+# is SystemExit, from the scorer itself.
+RAISING = """
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+calls = []
+
+def compute_score(images, prompts, metadata, raises):
+    calls.append(raises)
+    if raises == "SystemExit" and len(calls) == 10:  # after the trial and two steps
+        raise SystemExit(0)
+    if raises != "SystemExit" and len(calls) == 1:
+        taken = []
+
+        def hook(optimizer, args, kwargs):
+            taken.append(1)
+            if len(taken) == 12:
+                handle.remove()
+                raise {"OutOfMemoryError": torch.OutOfMemoryError, "ValueError": ValueError}[raises]("no room")
+
+        handle = register_optimizer_step_pre_hook(hook)
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+HERE = (
+    "checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 actor.updates_per_step=2 cluster.num_workers=2".split()
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(tmp_path_factory.mktemp("undisturbed") / "run", *HERE, trainer__steps=4)
+
+
+@pytest.mark.parametrize("raises", ["OutOfMemoryError", "ValueError", "SystemExit"])
+def test_an_exception_in_the_middle_of_an_update_loses_no_finished_step(
+    arguments: Callable[..., list[str]],
+    workplace: Path,
+    undisturbed: Any,
+    run_of: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    raises: str,
+) -> None:
+    (workplace / f"{raises}.py").write_text(RAISING)
+    run = run_of(tmp_path / "run")
+    kwargs = f"reward.scorers.bright.kwargs={{raises: {raises}}}"
+    stop = ["reward.retries=0", "reward.on_error=stop"]
+    command = arguments(run.folder, *HERE, *stop, kwargs, trainer__steps=4, scorer=f"{raises}.py")
+    if raises == "SystemExit":
+        assert main(command) == 1
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"{raises}.py, line 11:" in said and "sys.exit(0)" in said
+    else:
+        with pytest.raises((torch.OutOfMemoryError, ValueError), match="no room") as caught:
+            main(command)
+        said = " ".join(caught.value.__notes__)
+    assert str(run.checkpoint(2)) in said and f"checkpoint.resume={run.folder}" in said
+    assert main([*command, "checkpoint.resume=auto"]) == 0
+    state, expected = run.state(4), undisturbed.state(4)
+    assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+    assert run.untimed() == undisturbed.untimed()
+
+
+def test_every_worker_has_the_same_checkpoint(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Also in the middle of an update, where it is that of the step before."""
+    config = compose_run(arguments(tmp_path / "run", *HERE, trainer__steps=1)).config
+    prompts = load_prompts(config.data.train)
+    with Cluster(config.cluster) as cluster:
+        trainer = RayDiffusionTrainer(config, tmp_path / "run", cluster, prompts, [], {})
+        trainer.fit()
+        after = trainer.workers.run(HybridWorker.finished, 1)
+        trainer.workers.run(HybridWorker.step, 1)  # of the next step, and only its first optimizer step
+        assert after[0] == after[1] == trainer.workers.run(HybridWorker.finished, 1)[1]
+        assert trainer.workers.run(HybridWorker.checkpoint)[1] != after[1]

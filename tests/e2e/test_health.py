@@ -1,0 +1,97 @@
+"""Runs that cannot learn say so, in the log, the metrics and the report; broken weights stop a run."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from gerl.run.health import PATIENCE
+
+Train = Callable[..., Any]
+SMALL = ("rollout.prompts_per_step=1", "rollout.n=2", "sampling.num_inference_steps=2")
+
+
+def report(run: Any) -> str:
+    return (run.folder / "report.html").read_text(encoding="utf-8")
+
+
+def scorer(workplace: Path, name: str, value: str) -> str:
+    text = f"def compute_score(images, prompts, metadata):\n    return [{value} for i in range(len(images))]\n"
+    (workplace / name).write_text(text)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("0.0", r"bright gave 0 to every image of the last 5 steps.*samples/.*data\.train.*scorers\.bright\.kwargs"),
+        ("0.25", r"bright gave 0\.25 to every image of the last 5 steps.*gerl\.score.*reward\.scorers\.bright\.kwargs"),
+    ],
+)  # fmt: skip
+def test_a_constant_reward_is_said(
+    value: str, expected: str, train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = scorer(workplace, f"constant{value}.py", value)
+    run = train(tmp_path / "run", *SMALL, scorer=name, trainer__steps=PATIENCE + 2)
+    warned = [record.message for record in caplog.records if "every image" in record.message]
+    assert len(warned) == 1 and re.search(expected, warned[0]) and warned[0].startswith(f"step {PATIENCE}:")
+    assert run.column("health/bright/constant_steps") == run.column("health/no_signal_steps") == [*range(1, 8)]
+    assert re.search(r"<h2>Warnings.*step 7: bright gave .* the last 7 steps", report(run), re.DOTALL)
+
+
+def test_groups_without_a_difference_are_said_and_a_resumed_run_says_the_same(
+    train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = scorer(workplace, "by_prompt.py", "len(prompts[i]) / 100")
+    folder = tmp_path / "a" / "run"
+    whole = train(folder, *SMALL, scorer=name, trainer__steps=PATIENCE + 1)
+    found = [record.message for record in caplog.records if "nothing to learn from" in record.message]
+    assert len(found) == 1 and "rollout.n=2" in found[0] and "sampling.noise_level=0.7" in found[0]
+    assert "algorithm.dynamic_sampling" in found[0] and f"{PATIENCE} steps" in found[0]
+    assert max(whole.column("health/bright/constant_steps")) < PATIENCE
+    half = tmp_path / "b" / "run"
+    train(half, *SMALL, scorer=name, trainer__steps=3)
+    caplog.clear()
+    resumed = train(half, *SMALL, f"checkpoint.resume={half}", scorer=name, trainer__steps=PATIENCE + 1)
+    assert resumed.untimed() == whole.untimed()
+    assert [record.message for record in caplog.records if "nothing to learn from" in record.message] == found
+
+
+def test_a_run_that_learns_is_not_warned_of(train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = train(tmp_path / "run", *SMALL, trainer__steps=2, actor__lr=0.02)
+    assert run.column("health/no_signal_steps") == run.column("health/blank_fraction") == [0, 0]
+    assert all(0 < value < 1 for value in run.column("actor/lora_max"))
+    assert not [message for message in caplog.messages if re.match(r"step \d+: ", message)]
+    assert "<h2>Warnings" not in report(run)
+
+
+def test_exploding_weights_stop_the_run_and_are_not_exported(refused: Callable[..., str], tmp_path: Path) -> None:
+    message = refused(*SMALL, actor__lr="1e30", checkpoint__every=1)
+    assert re.search(r"largest weight of the LoRA is [\d.]+e\+\d\d .*actor\.lr", message)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_weights_that_grow_are_said_before(train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = train(tmp_path / "run", *SMALL, trainer__steps=1, actor__lr=20)
+    assert 10 < run.column("actor/lora_max")[0] < 1000
+    (warned,) = [record.message for record in caplog.records if "largest weight" in record.message]
+    assert "actor.lr=20" in warned and "stops above 1000" in warned
+
+
+@pytest.mark.filterwarnings("always:invalid value:RuntimeWarning")
+def test_images_of_a_single_colour_are_said(
+    train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = tiny.sd3()
+    pipe.vae.decoder.conv_out.weight.data.fill_(float("nan"))  # as one that overflows in half precision
+    pipe.save_pretrained(tmp_path / "model")
+    name = scorer(workplace, "counting.py", "float(i)")
+    run = train(tmp_path / "run", *SMALL, model__path=tmp_path / "model", scorer=name, trainer__steps=1)
+    warnings = [record.getMessage() for record in caplog.records if record.name == "py.warnings"]
+    assert any("RuntimeWarning: invalid value" in warning for warning in warnings)  # numpy's, of the cast to uint8
+    assert run.column("health/blank_fraction") == [1]
+    (warned,) = [record.message for record in caplog.records if "single colour" in record.message]
+    assert "100%" in warned and "model.dtype=float32" in warned and warned in report(run).replace("&#39;", "'")
