@@ -153,6 +153,9 @@ def exit_with(code: int) -> NoReturn:
     _exit_codes.append(code)
     for number in NUMBERS:
         signal.signal(number, lambda *_: os._exit(code))
+    if code > 128:  # threads of C++ may have been stopped half-way through their start: teardown would run into them
+        atexit._run_exitfuncs()
+        os._exit(code)
     sys.exit(code)
 
 
