@@ -256,29 +256,44 @@ def guard_log_ratio(
     return (log_prob - old_log_prob.detach() + gaussian_kl(mean, old_mean, std)) * std
 
 
+RELATIVE_WEIGHTS: tuple[StepWeighting, ...] = ("std", "pcpo", "std2_over_jacobian")  # their mean over steps is 1
+
+
 def step_weights(
     kind: StepWeighting, stds: Sequence[float], dts: Sequence[float], jacobians: Sequence[float]
 ) -> list[float]:
-    """Weight of each trained timestep's loss, from its transition's std, `dt` and `J = d mean / d model output`.
+    """Weight of each timestep's loss, from its transition's std, `dt` and `J = d mean / d model output`.
 
-    `uniform`: 1. `std`: std over its mean (TempFlow-GRPO, arXiv 2508.04324). `inverse_dt`: `1 / |dt|` (GRPO-Guard,
-    arXiv 2510.22319). `inverse_jacobian`: `1 / |J|` (Precise, arXiv 2605.23522). Raises `ValueError` where a
-    denominator is 0.
+    The gradient of a log-probability with respect to the model output is `J / std` times the noise that was drawn. With
+    weight w a step counts as `w J / std`:
+
+    - `uniform`: 1, so the steps with little noise count most.
+    - `std`: std over its mean (TempFlow-GRPO, arXiv 2508.04324).
+    - `inverse_dt`: `1 / |dt|` (GRPO-Guard, arXiv 2510.22319).
+    - `inverse_jacobian`: `1 / |J|` (Precise, arXiv 2605.23522).
+    - `pcpo`: `std |dt| / |J|` over its mean: in proportion to the interval (PCPO, arXiv 2509.25774).
+    - `std2_over_jacobian`: `std^2 / |J|` over its mean: in proportion to the noise, which is the gradient of regressing
+      the model output to what would have led to the latents that were drawn.
+
+    Raises `ValueError` where a denominator is 0.
     """
-    match kind:
-        case "uniform":
-            return [1.0] * len(stds)
-        case "std":
-            numerators, denominators = list(stds), [sum(stds) / max(len(stds), 1)] * len(stds)
-        case "inverse_dt":
-            numerators, denominators = [1.0] * len(dts), [abs(dt) for dt in dts]
-        case "inverse_jacobian":
-            numerators, denominators = [1.0] * len(jacobians), [abs(j) for j in jacobians]
-        case _:
-            raise ValueError(f"kind must be one of {', '.join(get_args(StepWeighting))}, got {kind!r}")
-    if 0 in denominators:
-        raise ValueError(f"{kind} weights do not exist: trained timestep {denominators.index(0)} divides by 0")
-    return [n / d for n, d in zip(numerators, denominators, strict=True)]
+    if kind not in get_args(StepWeighting):
+        raise ValueError(f"kind must be one of {', '.join(get_args(StepWeighting))}, got {kind!r}")
+    weights = []
+    for k, (std, dt, jacobian) in enumerate(zip(stds, dts, jacobians, strict=True)):
+        above, below = {
+            "uniform": (1.0, 1.0),
+            "std": (std, 1.0),
+            "inverse_dt": (1.0, abs(dt)),
+            "inverse_jacobian": (1.0, abs(jacobian)),
+            "pcpo": (std * abs(dt), abs(jacobian)),
+            "std2_over_jacobian": (std * std, abs(jacobian)),
+        }[kind]
+        if below == 0:
+            raise ValueError(f"{kind} weights do not exist: trained timestep {k} divides by 0")
+        weights.append(above / below)
+    mean = sum(weights) / max(len(weights), 1) if kind in RELATIVE_WEIGHTS else 1.0
+    return [weight / mean for weight in weights]
 
 
 def decay_at(schedule: Sequence[float], update: int) -> float:

@@ -4,16 +4,17 @@ A trajectory's stochastic steps are the actions of a Markov decision process (DD
 2505.05470); their log-probabilities under current and recorded weights give PPO's clipped surrogate.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gerl.algorithms.base import Algorithm, Batch
-from gerl.algorithms.core_algos import clipped_policy_loss, kl_divergence, step_weights
+from gerl.algorithms.core_algos import RELATIVE_WEIGHTS, clipped_policy_loss, kl_divergence, step_weights
 from gerl.config import Config
 from gerl.config.algorithm import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
-from gerl.engine.kernels import FlowRule, coefficients
+from gerl.engine.kernels import FlowRule, Rule, coefficients
 from gerl.model.loading import Policy
 from gerl.model.lora import lora_disabled
 from gerl.protocol import UpdateStats
@@ -86,19 +87,20 @@ class PolicyGradient(Algorithm):
         )  # fmt: skip
 
     def _weights(self, tape: Tape, trained: tuple[int, ...]) -> list[float]:
-        """Loss factors of the trained steps; those by std have mean 1 over all the steps that may be trained."""
-        kind, (first, end) = self.settings.step_weighting, self.config.sampling.steps_range
-        if kind != "std":
-            rules = [tape.steps[k].rule for k in trained]
-            return step_weights(kind, [r.std for r in rules], [r.dt for r in rules], [r.jacobian for r in rules])
-        weights = step_weights(kind, [_std(self.config, tape, k) for k in range(first, end)], [], [])
-        return [weights[k - first] for k in trained]
+        """Loss factors of the trained steps; where their mean is 1, it is so over all the steps that may be trained."""
+        kind, steps = self.settings.step_weighting, trained
+        if kind in RELATIVE_WEIGHTS:
+            steps = tuple(range(*self.config.sampling.steps_range))
+        rules = [_stochastic(self.config, tape, k) for k in steps]
+        weights = step_weights(kind, [r.std for r in rules], [r.dt for r in rules], [r.jacobian for r in rules])
+        return [weights[steps.index(k)] for k in trained]
 
 
-def _std(config: Config, tape: Tape, k: int) -> float:
-    """The std step `k` has, or would have if it were stochastic."""
+def _stochastic(config: Config, tape: Tape, k: int) -> Rule:
+    """The rule that step `k` has, or would have if it were stochastic."""
     rule = tape.steps[k].rule
     if rule.std > 0 or not isinstance(rule, FlowRule):
-        return rule.std
-    sigma_one = tape.steps[0].rule.sigma_next
-    return coefficients(config.sampling.kernel, rule.sigma, rule.sigma_next, config.sampling.noise_level, sigma_one)[1]
+        return rule
+    sigma_one, sampling = tape.steps[0].rule.sigma_next, config.sampling
+    kappa, std = coefficients(sampling.kernel, rule.sigma, rule.sigma_next, sampling.noise_level, sigma_one)
+    return replace(rule, kappa=kappa, std=std)

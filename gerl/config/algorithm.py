@@ -139,7 +139,11 @@ class PolicyGradientConfig(AlgorithmConfig):
 class WeightedConfig(PolicyGradientConfig):
     """Steps may count differently."""
 
-    timestep_weights: StepWeighting = key("uniform", "factor of each step's loss; std: std_k / mean(std)")
+    timestep_weights: StepWeighting = key(
+        "uniform",
+        "factor of each step's loss, of which the gradient is J / std times the noise: 1, std, 1/|dt|, 1/|J|, "
+        "std |dt| / |J| (PCPO), or std^2 / |J|; python -m gerl.preflight signal=4 measures which carries the reward",
+    )
 
     @property
     def step_weighting(self) -> StepWeighting:

@@ -12,7 +12,7 @@ CfgMode = Literal["joint", "detach_uncond", "off"]
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_pp", "gdpo"]
 StdKind = Literal["group", "batch", "none"]
 KLKind = Literal["gaussian", "flow_grpo", "velocity", "k1", "k2", "k3"]
-StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian"]
+StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian", "pcpo", "std2_over_jacobian"]
 LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

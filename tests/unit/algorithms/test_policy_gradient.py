@@ -58,6 +58,7 @@ def test_timestep_weights(plain: Training) -> None:
         "std": [r.std / mean for r in rules],
         "inverse_dt": [1 / abs(r.dt) for r in rules],
         "inverse_jacobian": [1 / r.jacobian for r in rules],
+        "std2_over_jacobian": [r.std**2 / r.jacobian / (sum(s.std**2 / s.jacobian for s in rules) / 3) for r in rules],
     }
     for kind, weights in expected.items():
         a = build_algorithm(config("flow_grpo", timestep_weights=kind))

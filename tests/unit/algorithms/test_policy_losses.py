@@ -277,7 +277,7 @@ def test_weights_by_std_have_mean_one_and_are_those_published_for_sd3() -> None:
     weights = step_weights("std", stds, dts, jacobians)
     assert sum(weights) / 9 == pytest.approx(1)
     assert weights == pytest.approx([2.252 * std for std in stds], rel=1e-3)
-    assert step_weights("std", [0.2, 0.6], [], []) == pytest.approx([0.5, 1.5])
+    assert step_weights("std", [0.2, 0.6], [1.0, 1.0], [1.0, 1.0]) == pytest.approx([0.5, 1.5])
 
 
 def test_the_other_weights_are_one_or_inverse() -> None:
@@ -285,6 +285,15 @@ def test_the_other_weights_are_one_or_inverse() -> None:
     assert step_weights("uniform", stds, dts, jacobians) == [1.0, 1.0, 1.0]
     assert step_weights("inverse_dt", stds, dts, jacobians) == pytest.approx([2, 4, 10])
     assert step_weights("inverse_jacobian", stds, dts, jacobians) == pytest.approx([2, 5, 0.5])
+
+
+def test_weights_over_the_jacobian_count_by_the_interval_or_by_the_noise() -> None:
+    stds, dts, jacobians = sd3_steps()
+    for kind, expected in (("pcpo", [abs(dt) for dt in dts]), ("std2_over_jacobian", stds)):
+        weights = step_weights(kind, stds, dts, jacobians)  # type: ignore[arg-type]
+        assert sum(weights) / 9 == pytest.approx(1)
+        share = [w * abs(j) / s for w, j, s in zip(weights, jacobians, stds, strict=True)]
+        assert [v / share[0] for v in share] == pytest.approx([v / expected[0] for v in expected])
 
 
 @pytest.mark.parametrize("kernel", ["flow_sde", "cps", "precise"])
@@ -306,6 +315,6 @@ def test_inverse_jacobians_level_the_gradients_of_guard_over_the_timesteps(kerne
 def test_weights_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match=r"inverse_dt .*timestep 1 "):
         step_weights("inverse_dt", [0.1, 0.1], [-0.1, 0.0], [1.0, 1.0])
-    with pytest.raises(ValueError, match="uniform, std, inverse_dt, inverse_jacobian, got 'dt'"):
+    with pytest.raises(ValueError, match=r"uniform, std, inverse_dt, .*, got 'dt'"):
         step_weights("dt", [0.1], [-0.1], [1.0])  # type: ignore[arg-type]
     assert step_weights("std", [], [], []) == []

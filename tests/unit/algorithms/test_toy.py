@@ -106,8 +106,8 @@ def test_every_kernel_learns(
     assert sum(curve[-5:]) / 5 == pytest.approx(end, abs=0.03)
 
 
-INVERSE_DT = step_weights("inverse_dt", [], [s2 - s for s, s2 in pairwise(SIGMAS)], [])
-STD = step_weights("std", [std for _, std in along(SIGMAS, "flow_sde", 0.7)[:9]], [], [])
+STDS, DTS = [std for _, std in along(SIGMAS, "flow_sde", 0.7)[:9]], [s2 - s for s, s2 in pairwise(SIGMAS)][:9]
+INVERSE_DT, STD = (step_weights(kind, STDS, DTS, [1.0] * 9) for kind in ("inverse_dt", "std"))
 
 
 @pytest.mark.parametrize(
