@@ -4,6 +4,13 @@ It is made from what lies in the run folder: at the end of a run, or at any time
 `python -m gerl.run.report run=FOLDER`.
 """
 
+if __name__ == "__main__":
+    # the imports below take most of a second: signals are heard before
+    from gerl.commandline import signals
+    from gerl.commandline.command import start
+
+    signals.exit_with(start("gerl.run.report"))
+
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -193,7 +200,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(
         argv, PARSER.help, lambda given: log.info("%s", write_report(PARSER.parse(given)[0].run)), logger=log
     )
-
-
-if __name__ == "__main__":
-    signals.exit_with(main())
