@@ -1,10 +1,17 @@
 """`python -m reward_models.serve scorer=NAME [key=value ...]`: a scorer over HTTP, for the scorer `remote` of a run."""
 
+if __name__ == "__main__":
+    # the imports below take most of a second: signals are heard before
+    import sys
+
+    from gerl.commandline.command import WITH_LEVELS, start
+
+    sys.exit(start("reward_models.serve", WITH_LEVELS))
+
 import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +23,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import run_command
+from gerl.commandline.command import WITH_LEVELS, run_command
 from gerl.config import ScorerConfig, expected, shown
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Prompt
@@ -231,8 +238,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             logger.info("stopped while starting")
 
-    return run_command(argv, PARSER.help, work, logger, "%(levelname)s %(name)s: %(message)s")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return run_command(argv, PARSER.help, work, logger, WITH_LEVELS)

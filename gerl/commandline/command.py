@@ -10,6 +10,7 @@ from gerl.commandline import signals
 from gerl.errors import ConfigError, GerlError, Interrupted
 
 logger = logging.getLogger("gerl")
+WITH_LEVELS = "%(levelname)s %(name)s: %(message)s"  # the log of a service
 
 
 def run_command(
@@ -25,21 +26,21 @@ def run_command(
     one whose info is shown. Whatever an exception has for notes (the checkpoint that was saved) is said with it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if any(a in ("-h", "--help") for a in arguments):
-        sys.stdout.write(help_text())
-        return 0
     logging.basicConfig(level=logging.WARNING, format=log_format)
 
     def run() -> int:
-        work(arguments)
+        if any(a in ("-h", "--help") for a in arguments):
+            sys.stdout.write(help_text())
+        else:
+            work(arguments)
         return 0
 
     return _ended(run, logger)
 
 
-def start(module: str) -> int:
+def start(module: str, log_format: str = "%(message)s") -> int:
     """Import the `module` of a command and return what its `main` does; signals are heard while it is imported."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format=log_format)
     return _ended(lambda: import_module(module).main(), logger)
 
 

@@ -1,4 +1,4 @@
 from gerl.commandline import signals
-from gerl.evaluate.command import main
+from gerl.commandline.command import start
 
-signals.exit_with(main())
+signals.exit_with(start("gerl.evaluate.command"))

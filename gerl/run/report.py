@@ -4,7 +4,13 @@ It is made from what lies in the run folder: at the end of a run, or at any time
 `python -m gerl.run.report run=FOLDER`.
 """
 
-import json
+if __name__ == "__main__":
+    # the imports below take most of a second: signals are heard before
+    from gerl.commandline import signals
+    from gerl.commandline.command import start
+
+    signals.exit_with(start("gerl.run.report"))
+
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +25,7 @@ from gerl.commandline.command import run_command
 from gerl.errors import GerlError
 from gerl.pages.page import render
 from gerl.run.before_after import BeforeAfter
+from gerl.run.card import CARD, read_sessions
 from gerl.run.charts import TIMING_TOTALS, Rows, best_step, reward_charts, series, small_charts, timing_parts
 from gerl.run.health import Health
 from gerl.run.settings import changes, explanation, get, labels, read_config
@@ -59,7 +66,7 @@ def write_report(run_dir: Path) -> Path:
         compared=compared,
         warnings=_warnings(rows, config),
         code=usage(run_dir, config, validations),
-        card=_card(run_dir / "run.json"),
+        starts=_starts(run_dir / CARD),
         changes=changes(config) if config else [],
         config_text=text,
     )
@@ -76,26 +83,34 @@ def _warnings(rows: Rows, config: Mapping[str, Any]) -> list[str]:
     return [finding.text for finding in health.found.values()]
 
 
-def _card(path: Path) -> list[tuple[str, str]]:
-    """The run card, nested names joined by a space; empty where there is none."""
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        log.warning("%s cannot be read (%s): the report leaves it out", path, error)
-        return []
-    if not isinstance(values, dict):
-        return []
-    flat: list[tuple[str, str]] = []
-    for name, value in values.items():
-        nested = value.items() if isinstance(value, dict) else [("", value)]
-        flat += [(f"{name} {part}".strip(), _words(entry)) for part, entry in nested]
-    return flat
+@dataclass(frozen=True)
+class Start:
+    """A start of the run as its card has it; `rows` are pairs of name and value, nested names joined by a space."""
+
+    title: str
+    rows: list[tuple[str, str]]
+
+
+def _starts(path: Path) -> list[Start]:
+    """The starts on the run card, the latest first; empty where there is no card or it is damaged."""
+    found = []
+    for number, session in enumerate(read_sessions(path), start=1):
+        rows: list[tuple[str, str]] = []
+        for name, value in session.items():
+            nested = value.items() if isinstance(value, dict) else [("", value)]
+            # the end of a run that still goes on is not known, and a folder may be in no repository
+            rows += [(f"{name} {part}".strip(), _words(entry)) for part, entry in nested if value is not None]
+        words = [str(session[key]) for key in ("started", "command") if session.get(key)]
+        found.append(Start(": ".join(words) or f"start {number}", rows))
+    if not found and path.exists():
+        log.warning("%s has no start of a run that can be read: the report leaves it out", path)
+    return found[::-1]
 
 
 def _words(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else "-" if value is None else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, str | None]:
@@ -185,7 +200,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(
         argv, PARSER.help, lambda given: log.info("%s", write_report(PARSER.parse(given)[0].run)), logger=log
     )
-
-
-if __name__ == "__main__":
-    signals.exit_with(main())

@@ -63,6 +63,31 @@ def test_help_a_typo_and_a_missing_key_are_answered_before_anything_large_is_imp
     assert all(seconds < 4 for *_, seconds in answers.values()), answers  # about 0.5 on a machine of 2026
 
 
+SENDS = """
+import os, runpy, signal, sys
+
+class Sends:  # the signal comes with the first import of something large
+    def find_spec(self, name, path=None, target=None):
+        if name == "pydantic":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Sends())
+module = sys.argv.pop(1)
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("argument", ["--help", "zebra.crossing=1"])
+@pytest.mark.parametrize("module", COMMANDS)
+def test_ctrl_c_while_a_command_is_imported_is_one_sentence(module: str, argument: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SENDS, module, argument]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    said = done.stderr.removeprefix("INFO gerl: ")  # of a command whose log has levels
+    assert (done.returncode, done.stdout, said) == (130, "", "stopped by SIGINT\n")
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -55,6 +55,8 @@ def commands(document: Path = README) -> Iterator[tuple[int, str]]:
 
 
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LINKING += sorted(page for name in ("benchmarks", "gerl", "reward_models") for page in (ROOT / name).rglob("*.md"))
 PYTHON = [b for page in PAGES for b in blocks(page) if b.language == "python"]
 YAML = [b for page in PAGES for b in blocks(page) if b.language == "yaml"]
 TRAINING = [(line, command) for page in PAGES for line, command in commands(page) if command.startswith(TRAIN)]
@@ -67,7 +69,9 @@ def test_the_pages_have_what_is_checked_here() -> None:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line {block.line}")
-def test_python_blocks_run(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_python_blocks_run(
+    block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("gerl", "examples"):  # as in a checkout, but what a block writes does not land in it
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
@@ -77,6 +81,26 @@ def test_python_blocks_run(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_pa
         exec(code, values)
         if "optimizer.step()" in block.text:  # the text after it says 0.91
             assert values["rewards"].mean() > 0.8
+        if "my_images" in block.text:
+            _, _, page = (
+                (ROOT / "docs" / "rewards.md")
+                .read_text(encoding="utf-8")
+                .partition("# two scorers, one only watched\n")
+            )
+            caplog.set_level("INFO", logger="gerl")
+            assert score.main(shlex.split(page.splitlines()[0])[3:]) == 0
+            shown, said = table(page.partition("three commands says")[2]), table(caplog.messages[-1])
+            assert list(shown) == list(said)
+            for name, numbers in shown.items():  # another machine may draw other last bits
+                assert numbers[:2] == pytest.approx(said[name][:2], abs=0.05)
+
+
+def table(text: str) -> dict[str, list[float]]:
+    """The numbers of the first table in the text, as `gerl.score` prints it, by column: images, mean, and so on."""
+    rows = re.search(r" images .* max\n((?:\w.*\n)+)", text)
+    assert rows is not None
+    cells = [re.split(r"  +", line) for line in rows[1].splitlines()]
+    return {name: [float(number) for number in numbers] for name, *numbers in cells}
 
 
 @pytest.fixture
@@ -168,15 +192,28 @@ def test_modules_that_are_run_exist() -> None:
     assert places and all(p.with_suffix(".py").is_file() or (p / "__main__.py").is_file() for p in places), modules
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_lead_somewhere(page: Path) -> None:
+    """To a file, and where a link names a heading, to that heading."""
     text = page.read_text(encoding="utf-8")
-    links = [*re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text), *re.findall(r'(?:src|href)="([^"]+)"', text)]
+    links = re.findall(r"\]\(\s*([^)\s]+)\s*\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
     for link in links:
-        assert link.startswith(("http", "data:")) or (page.parent / link).exists(), link
+        if link.startswith(("http", "data:")):
+            continue
+        name, _, anchor = link.partition("#")
+        place = page.parent / name if name else page
+        assert place.exists(), link
+        assert not anchor or anchor in anchors(place), link
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ +(.+?) *$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_files_that_are_named_exist(page: Path) -> None:
     folders = "gerl|tests|configs|docs|examples|benchmarks|reward_models"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text("utf-8"))

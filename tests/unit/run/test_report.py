@@ -1,5 +1,6 @@
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from html_page import Page
 
 from gerl.run import charts
+from gerl.run.card import Card
 from gerl.run.report import main, write_report
 from gerl.run.validation import save_validation
 
@@ -102,17 +104,40 @@ def test_the_configuration_is_shown_by_what_differs_from_the_defaults(run_dir: P
     assert not [row for row in rows if row[0] == "model.path"] and "config.yaml, all keys" in text
 
 
-def test_a_run_card_is_shown_whatever_is_in_it(run_dir: Path) -> None:
+def test_every_start_of_the_run_card_is_shown_the_latest_first(run_dir: Path) -> None:
+    first = Card(run_dir, ["trainer.steps=5"], "1 on cpu, local", started="2024-05-01T10:00:00Z")
+    first.end("interrupted")
+    Card(run_dir, ["checkpoint.resume=auto"], "2 on cpu, ray")  # its end is not known yet
+    text, _ = read(run_dir)
+    latest, before = text.split("<h2>Run card</h2>")[1].split("<h2>")[0].split("</details>")[:2]
+    assert re.search(r"<summary>[\d:TZ-]+: .*checkpoint\.resume=auto</summary>", latest)
+    assert "<td>started</td><td>2024-05-01T10:00:00Z</td>" in before and "<td>end</td><td>interrupted</td>" in before
+    for name, value in (("workers", "2 on cpu, ray"), ("packages torch", version("torch"))):
+        assert f"<tr><td>{name}</td><td>{value}</td></tr>" in latest
+    assert "gerl commit" in latest and "<td>end" not in latest and "{" not in latest
+
+
+def test_a_run_card_is_shown_whatever_is_in_it(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "Run card" not in read(run_dir)[0]
-    card = {"command": "train <x>", "versions": {"torch": "2.13", "gerl": None}, "gpus": ["H200", "H200"]}
-    (run_dir / "run.json").write_text(json.dumps(card))
+    start = {
+        "command": "train <x>",
+        "versions": {"torch": "2.13", "gerl": None},
+        "gpus": ["H200", "H200"],
+        "others": [],
+        "repository": None,
+    }
+    (run_dir / "run.json").write_text(json.dumps({"sessions": [start, {}, 3]}))
     text, _ = read(run_dir)
     for name, value in (
-        ("command", "train &lt;x&gt;"), ("versions torch", "2.13"), ("versions gerl", "-"), ("gpus", "H200, H200")
+        ("command", "train &lt;x&gt;"), ("versions torch", "2.13"), ("versions gerl", "-"), ("gpus", "H200, H200"),
+        ("others", "none"),
     ):  # fmt: skip
         assert f"<tr><td>{name}</td><td>{value}</td></tr>" in text
-    (run_dir / "run.json").write_text("{")
-    assert "Run card" not in read(run_dir)[0]
+    assert "<td>repository" not in text and not caplog.messages
+    for damaged in ("{", "[]", '{"sessions": 3}', '{"format": 1}'):
+        (run_dir / "run.json").write_text(damaged)
+        caplog.clear()
+        assert "Run card" not in read(run_dir)[0] and "run.json" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("suffix", ["npz", "json"])
