@@ -69,6 +69,7 @@ def _reported(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        signals.answered()  # the run ends: a signal from here on must not hide why
         if folder.accepted and has_results(folder.path):
             try:
                 write_report(folder.path)
