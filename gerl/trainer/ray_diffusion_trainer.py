@@ -294,7 +294,7 @@ class RayDiffusionTrainer:
         signals.answered()
         nothing_new = self.state.step in (0, self.saved_step)
         failure = "" if nothing_new else save_from_any(self.workers, self.save)
-        say_how_to_go_on(error, self.run_dir, self.state.step, failure)
+        say_how_to_go_on(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""

@@ -16,6 +16,7 @@ import torch
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
+from gerl.run.report import write_report
 from gerl.trainer import rescue
 from gerl.trainer.main_flowgrpo import main
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
@@ -211,6 +212,27 @@ def test_a_signal_while_a_failed_run_is_saved_hides_nothing(
     assert main(arguments(run, *HERE, *own, trainer__steps=4, scorer="leaves.py")) == 128 + signal.SIGTERM
     said = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(rf"error: .*sys\.exit\(0\).*; .*step_2: .*checkpoint\.resume={run}; .* by SIGTERM", said), said
+
+
+def test_a_signal_while_the_report_is_written_leaves_a_finished_run(
+    arguments: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def interrupted(folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write_report(folder)
+
+    monkeypatch.setattr("gerl.trainer.run.write_report", interrupted)
+    run = tmp_path / "run"
+    with caplog.at_level("INFO", logger="gerl"):
+        assert main(arguments(run, trainer__steps=2)) == 128 + signal.SIGTERM
+    said = caplog.messages[-1]
+    assert re.fullmatch(rf"stopped by SIGTERM; the run is finished, .*step_2: .*gerl\.run\.report run={run} .*", said)
+    assert (run / "report.html").exists() and "checkpoint.resume" not in said
+    monkeypatch.undo()
+    assert main([*arguments(run, trainer__steps=2), "checkpoint.resume=auto"]) == 0
 
 
 def test_every_worker_has_the_same_checkpoint(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
