@@ -1,5 +1,6 @@
 """Calls of workers: submitted, waited for, and what they raise in words of gerl."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -73,26 +74,32 @@ def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
 
 def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
     """The sentence for a call that Ray could not bring to an end."""
-    first = next(iter(str(error).splitlines()), type(error).__name__)
-    again = "restart the command"
+    said, again = _first_clause(error), "restart the command"
     match error:
         case ray.exceptions.OutOfMemoryError():
             return WorkerDied(
-                f"Ray ended {worker}, because the machine's memory was nearly full ({first}): lower "
+                f"Ray ended {worker}, because the machine's memory was nearly full ({said}): lower "
                 f"cluster.num_workers, rollout.micro_batch_size or reward.scorers.NAME.replicas, then {again}"
             )
         case ray.exceptions.ObjectStoreFullError():
             return ClusterError(
-                f"Ray's store has no room for the images of {worker} ({first}): lower rollout.micro_batch_size and "
+                f"Ray's store has no room for the images of {worker} ({said}): lower rollout.micro_batch_size and "
                 f"validation.micro_batch_size, or give /dev/shm more room, then {again}"
             )
         case ray.exceptions.OutOfDiskError():
-            return ClusterError(f"the disk with Ray's session folder is full ({first}): free space, then {again}")
+            return ClusterError(f"the disk with Ray's session folder is full ({said}): free space, then {again}")
         case ray.exceptions.RayActorError():  # also where the call only depends on one of a dead worker
             killed = "; the system ends processes without a word where memory is full" if "OOM" in str(error) else ""
-            return WorkerDied(f"{worker} died ({first}{killed}): its log is in Ray's session folder; {again}")
+            return WorkerDied(f"{worker} died ({said}{killed}): its log is in Ray's session folder; {again}")
         case _:
-            return ClusterError(f"Ray lost the answer of {worker} ({type(error).__name__}: {first}): {again}")
+            return ClusterError(f"Ray lost the answer of {worker} ({said}): {again}")
+
+
+def _first_clause(error: ray.exceptions.RayError) -> str:
+    """The type of Ray's exception and how its text begins: the rest is ids, hints for developers, and RPC errors."""
+    text = re.sub(r"\s?\b[0-9a-f]{16,}\b", "", str(error).strip().removeprefix("System error: "))
+    clause = re.split(r"\n|[.;:](?:\s|$)", text, maxsplit=1)[0].strip()
+    return ": ".join(filter(None, (type(error).__name__, clause)))
 
 
 def _last_frames(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -45,7 +46,10 @@ def start(module: str, log_format: str = "%(message)s") -> int:
 
 
 def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
-    """The exit code of `work`, or that of the exception that ends it, after its sentence."""
+    """The exit code of `work`, or that of the exception that ends it, after its sentence.
+
+    A signal decides the exit code also where it came after an error, whose sentence is then said with it.
+    """
     logger.setLevel(logging.INFO)
     with signals.handled():
         try:
@@ -56,16 +60,29 @@ def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
             if number is None and isinstance(error, KeyboardInterrupt):
                 number = error.signal_number if isinstance(error, Interrupted) else signals.SIGINT
             signals.answered()
-            if number is not None:
+            if number is None:
+                code = _said(error)
+                if code is None:
+                    raise
+                return code
+            if isinstance(error, KeyboardInterrupt) or not signals.came_late():
                 logger.info("%s", with_notes(f"stopped by {signals.name(number)}", error))
-                return 128 + number
-            if isinstance(error, GerlError):
-                sys.stderr.write(f"{with_notes(f'error: {error}', error)}\n")
-                return 2 if isinstance(error, ConfigError) else 1
-            if isinstance(error, SystemExit):  # of a scorer, say: the command has not done what it was asked for
-                sys.stderr.write(f"{with_notes(f'error: {_where(error)} ended the process (SystemExit)', error)}\n")
-                return 1
-            raise
+            else:
+                error.add_note(f"then stopped by {signals.name(number)}")
+                if _said(error) is None:
+                    traceback.print_exception(error)
+            return 128 + number
+
+
+def _said(error: BaseException) -> int | None:
+    """Write the sentence of an error and return its exit code; None, after writing nothing, where it has none."""
+    if isinstance(error, GerlError):
+        sys.stderr.write(f"{with_notes(f'error: {error}', error)}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    if isinstance(error, SystemExit):  # of a scorer, say: the command has not done what it was asked for
+        sys.stderr.write(f"{with_notes(f'error: {_where(error)} ended the process (SystemExit)', error)}\n")
+        return 1
+    return None
 
 
 def with_notes(sentence: str, error: BaseException) -> str:

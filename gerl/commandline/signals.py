@@ -31,6 +31,7 @@ class _State:
     since: float = 0.0
     deferred: int = 0
     answered: bool = False  # the command is ending: nothing is left to be interrupted
+    late: bool = False  # the signal came after that, so that something else ends the command
     previous: dict[int, Any] = field(default_factory=dict)
     last: list[Callable[[], None]] = field(default_factory=list)  # before a process ends at once
 
@@ -65,6 +66,11 @@ def handled() -> Iterator[None]:
 def received() -> int | None:
     """The number of the signal that ends this command, or None."""
     return _state.received
+
+
+def came_late() -> bool:
+    """Whether the signal came when the command was already ending, and so is not the reason that it ends."""
+    return _state.late
 
 
 @contextlib.contextmanager
@@ -127,7 +133,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
         signal.signal(number, state.previous.get(number) or signal.SIG_DFL)
         signal.raise_signal(number)
     elif state.received is None:
-        state.received, state.since = number, time.monotonic()
+        state.received, state.since, state.late = number, time.monotonic(), state.answered
         if not state.deferred and not state.answered:
             raise Interrupted(number)
     elif time.monotonic() - state.since > SAME:

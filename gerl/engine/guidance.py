@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.choices import CfgMode
 from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
+from gerl.engine.companions import CompanionsFromTape
 from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.tape import ComponentCall, Tape
 from gerl.engine.transitions import advance
@@ -257,7 +258,7 @@ def _influence(pipe: DiffusionPipeline, tape: Tape, steps: set[int]) -> dict[int
     return head.influence
 
 
-class _Inspector:
+class _Inspector(CompanionsFromTape):
     """The head of a pass in which everything, the denoiser included, answers from the tape: see `instrument.Head`."""
 
     def __init__(self, tape: Tape, steps: set[int]) -> None:
@@ -266,7 +267,6 @@ class _Inspector:
         self.calls = _looped_calls(tape)
         self.looped = tape.looped_components()
         self.step = 0
-        self.accompanied = 0
         self.served = -1  # step of the latest calls: several scheduler streams may share them
         self.outputs: list[Tree] = []  # of the latest calls
         self.influence: dict[int, list[torch.Tensor | None]] = {}
@@ -312,15 +312,6 @@ class _Inspector:
         if self.steps <= self.influence.keys() or self.step == len(self.tape.steps):
             raise StopPipeline
         return self.tape.steps[self.step - 1].x_next
-
-    def on_companion_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        del model_output
-        recorded = self.tape.companion(self.accompanied, sample)
-        self.accompanied += 1
-        advance(scheduler, timestep)
-        return recorded.x_next
 
     def _nearly_equal(self, output: Tree) -> Tree:
         """`output`, if guidance takes it apart, with the values of the step's first one: of its first half, or call.

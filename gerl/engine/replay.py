@@ -24,6 +24,7 @@ from diffusers import DiffusionPipeline, SchedulerMixin
 from torch.utils._pytree import tree_map
 
 from gerl.engine.batching import Tree, detached_copy, materialised, select_call
+from gerl.engine.companions import CompanionsFromTape
 from gerl.engine.differentiable import Differentiable
 from gerl.engine.guidance import CfgMode, Role, check_stands_for, guidance_roles, guided, has_rows_in_list
 from gerl.engine.instrument import StopPipeline, Timestep, routed
@@ -127,7 +128,7 @@ def replay(
         )
 
 
-class Player:
+class Player(CompanionsFromTape):
     """The head of a replay: see `instrument.Head`."""
 
     def __init__(
@@ -158,7 +159,6 @@ class Player:
         self.start: dict[int, Tree] = {}  # answers that start at the caller's latents, by position
         self.step = 0
         self.answered = 0
-        self.accompanied = 0
         self.looped = tape.looped_components()
         loop = [c for c in tape.component_calls if c.component in self.looped]
         if not loop:
@@ -237,15 +237,6 @@ class Player:
             self._backward_through_denoiser()
             raise StopPipeline
         return self.latents[k + 1].float() if k + 1 in self.latents else recorded.x_next
-
-    def on_companion_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        del model_output
-        recorded = self.tape.companion(self.accompanied, sample)
-        self.accompanied += 1
-        advance(scheduler, timestep)
-        return recorded.x_next
 
     def _arrived(self, k: int, recorded: TapeStep, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The fp32 latents of step `k`, and where the pipeline wrote its condition over the caller's (None: nowhere).

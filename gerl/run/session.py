@@ -32,6 +32,8 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
 
     def begin() -> None:
         nonlocal card
+        # Not sooner, so a resumed run that fails while it is loaded writes none: the folder is as the run before left
+        # it, and may have nothing wrong with it. The console has the error, with its traceback if there is no sentence.
         log.open(run_dir)
         card = Card(run_dir, arguments, workers, started)
 

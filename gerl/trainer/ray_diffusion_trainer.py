@@ -66,6 +66,7 @@ class RayDiffusionTrainer:
         self.val_reward: float | None = None  # of the last validation, after step `validated_step`
         self.validated_step: int | None = None
         self.saved_step: int | None = None
+        self.announced = False  # where the run folder is
         self.downloads = Downloads()  # of the scorers' models, too
         self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
         self.workers: WorkerGroup[HybridWorker]
@@ -84,7 +85,7 @@ class RayDiffusionTrainer:
         config, state, total = self.config, self.state, self.config.trainer.steps
         try:
             if state.step == 0 and self.held_out:
-                self.tracker.log(0, self.validate(0))
+                self.log(0, self.validate(0))
             with Progress(total, state.step, disable=not config.logger.progress) as progress:
                 if state.unlogged:  # the resumed run was stopped before the end of its last step
                     self.conclude(Stopwatch())
@@ -113,12 +114,22 @@ class RayDiffusionTrainer:
                 state.unlogged |= self.validate(state.step, watch)
         with signals.deferred():
             row = {**state.unlogged, **watch.metrics()}
-            self.tracker.log(state.step, row)
+            self.log(state.step, row)
             state.unlogged = {}
         for sentence in self.health.observe({"step": state.step, **row}):
             logger.warning("%s", sentence)
         if _due(state.step, self.config.checkpoint.every, total):
             self.save()
+
+    def log(self, step: int, row: Metrics) -> None:
+        """Write a line of metrics; after the first one, say where.
+
+        Not sooner: a new run that fails before it, in the first call of the pipeline, say, leaves no folder.
+        """
+        self.tracker.log(step, row)
+        if not self.announced:
+            logger.info("run folder: %s", self.run_dir)
+            self.announced = True
 
     def setup(self, resume: RunFolder | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
@@ -158,7 +169,6 @@ class RayDiffusionTrainer:
         # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
         kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
         self.tracker = Tracker(self.run_dir, config.logger, start_step=kept)
-        logger.info("run folder: %s", self.run_dir)  # not sooner: a start that fails leaves none
         self.health = Health(asdict(config))
         for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
             self.health.observe(row)
@@ -284,7 +294,7 @@ class RayDiffusionTrainer:
         signals.answered()
         nothing_new = self.state.step in (0, self.saved_step)
         failure = "" if nothing_new else save_from_any(self.workers, self.save)
-        say_how_to_go_on(error, self.run_dir, self.state.step, failure)
+        say_how_to_go_on(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gerl.cluster import WorkerGroup
 from gerl.errors import CheckpointError, ClusterError, Interrupted
-from gerl.run.checkpoint import checkpoint_paths
+from gerl.run.checkpoint import checkpoint_paths, load_checkpoint
 from gerl.workers.hybrid import HybridWorker
 
 logger = logging.getLogger(__name__)
@@ -36,24 +36,39 @@ def save_from_any(workers: WorkerGroup[HybridWorker], save: Callable[[int], None
 
 
 @contextlib.contextmanager
-def interruption_said(run_dir: Path) -> Iterator[None]:
-    """Add to an interruption before the first step or after the last one which checkpoint there is."""
+def interruption_said(run_dir: Path, steps: int) -> Iterator[None]:
+    """Add to an interruption before the first step or after the last one of `steps` what there is."""
     try:
         yield
     except Interrupted as error:
         if not hasattr(error, "__notes__") and checkpoint_paths(run_dir / "checkpoints"):
-            say_how_to_go_on(error, run_dir, 0, "")
+            say_how_to_go_on(error, run_dir, steps)
         raise
 
 
-def say_how_to_go_on(error: BaseException, run_dir: Path, step: int, failure: str) -> None:
-    """Add to the exception that ends a run which checkpoint is the newest, and how to carry on from it.
+def say_how_to_go_on(error: BaseException, run_dir: Path, steps: int, step: int = 0, failure: str = "") -> None:
+    """Add to the exception that ends a run of `steps` which checkpoint is the newest, and how to carry on from it.
 
-    failure: why the finished `step` could not be saved, or nothing.
+    Where that has all steps, what is left is the report. failure: why the finished `step` could not be saved.
     """
     if failure:
         error.add_note(f"no checkpoint of step {step} could be written ({failure})")
-    if paths := checkpoint_paths(run_dir / "checkpoints"):
+    paths = checkpoint_paths(run_dir / "checkpoints")
+    if paths and _has_all(paths[-1], steps):
+        error.add_note(
+            f"the run is finished, its last checkpoint is {paths[-1]}: python -m gerl.run.report run={run_dir} writes "
+            "its report again"
+        )
+    elif paths:
         error.add_note(f"the newest checkpoint is {paths[-1]}: carry on with checkpoint.resume={run_dir}")
     elif step:  # before the first one nothing is lost
         error.add_note("there is no checkpoint: start anew")
+
+
+def _has_all(path: Path, steps: int) -> bool:
+    """Whether nothing is left to do after a checkpoint in a run of `steps`, which may be more than it was made for."""
+    try:
+        checkpoint = load_checkpoint(path)
+    except CheckpointError:
+        return False
+    return checkpoint.step >= steps and bool(checkpoint.state.get("finished"))

@@ -47,10 +47,11 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
         workers = f"{machines.num_workers} on {machines.device}, {config.cluster.launcher}"
         with session(run_dir, log, arguments, workers) as begin:
             folder.open(begin)
-            with interruption_said(run_dir), _entered(machines) as cluster, _reported(folder):
-                trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))
-                trainer.fit(folder)
-            logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
+            with interruption_said(run_dir, config.trainer.steps):
+                with _entered(machines) as cluster, _reported(folder):
+                    trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))
+                    trainer.fit(folder)
+                logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
     return run_dir
 
 
@@ -69,6 +70,7 @@ def _reported(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except BaseException:
+        signals.answered()  # the run ends: a signal from here on must not hide why
         if folder.accepted and has_results(folder.path):
             try:
                 write_report(folder.path)

@@ -1,6 +1,9 @@
 """However a run ends, its newest finished step is saved, said in a sentence, and it carries on bitwise."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,6 +16,8 @@ import torch
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
+from gerl.run.report import write_report
+from gerl.trainer import rescue
 from gerl.trainer.main_flowgrpo import main
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
@@ -185,6 +190,49 @@ def test_an_exception_in_the_middle_of_an_update_loses_no_finished_step(
     state, expected = run.state(4), undisturbed.state(4)
     assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
     assert run.untimed() == undisturbed.untimed()
+
+
+def test_a_signal_while_a_failed_run_is_saved_hides_nothing(
+    arguments: Callable[..., list[str]],
+    workplace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (workplace / "leaves.py").write_text(RAISING)
+    save = rescue.save_from_any
+
+    def interrupted(*args: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(*args)
+
+    monkeypatch.setattr("gerl.trainer.ray_diffusion_trainer.save_from_any", interrupted)
+    own = ["reward.scorers.bright.kwargs={raises: SystemExit}", "reward.retries=0", "reward.on_error=stop"]
+    run = tmp_path / "run"
+    assert main(arguments(run, *HERE, *own, trainer__steps=4, scorer="leaves.py")) == 128 + signal.SIGTERM
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"error: .*sys\.exit\(0\).*; .*step_2: .*checkpoint\.resume={run}; .* by SIGTERM", said), said
+
+
+def test_a_signal_while_the_report_is_written_leaves_a_finished_run(
+    arguments: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def interrupted(folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write_report(folder)
+
+    monkeypatch.setattr("gerl.trainer.run.write_report", interrupted)
+    run = tmp_path / "run"
+    with caplog.at_level("INFO", logger="gerl"):
+        assert main(arguments(run, trainer__steps=2)) == 128 + signal.SIGTERM
+    said = caplog.messages[-1]
+    assert re.fullmatch(rf"stopped by SIGTERM; the run is finished, .*step_2: .*gerl\.run\.report run={run} .*", said)
+    assert (run / "report.html").exists() and "checkpoint.resume" not in said
+    monkeypatch.undo()
+    assert main([*arguments(run, trainer__steps=2), "checkpoint.resume=auto"]) == 0
 
 
 def test_every_worker_has_the_same_checkpoint(arguments: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A run is signalled and carried on until it is finished, and must then be, bit fo
 `GERL_SIGNALS=100 pytest tests/e2e/test_signals.py` sends that many over Ray in place of 20: each costs a start.
 """
 
+import json
 import os
 import random
 import re
@@ -67,7 +68,7 @@ class Drill:
         assert not left, f"{what}\n{left}"
         assert "Traceback" not in log and "Exception ignored" not in log and not OF_RAY.search(log), what
         if process.returncode == 0:
-            assert "finished in" in log, what
+            assert "finished in" in log or f"is finished at step {STEPS}" in log, what
             return True
         assert process.returncode == 128 + number, what
         said = [line for line in log.splitlines() if "stopped by" in line]
@@ -76,7 +77,9 @@ class Drill:
             newest = max(int(path.name[5:]) for path in (self.run.folder / "checkpoints").glob("step_*"))
             assert newest >= finished, what  # a step may be trained and not yet logged
             if finished > steps:  # otherwise it may have been stopped before it looked for checkpoints
-                assert f"step_{newest}" in said[0] and "checkpoint.resume=" in said[0], what
+                finished_run = json.loads((self.run.checkpoint(newest) / "state.json").read_text())["finished"]
+                remedy = "gerl.run.report run=" if finished_run else "checkpoint.resume="
+                assert f"step_{newest}" in said[0] and remedy in said[0], what
         return False
 
     def steps(self) -> int:

@@ -20,7 +20,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 from safetensors.numpy import save_file
-from wrong_inputs import FILES, LORAS, TABLE, Row
+from wrong_files import FILES, LORAS
+from wrong_inputs import TABLE, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from gerl.cluster import Cluster, Pending, WorkerGroup, embedded, health, reaper, wait_any, worker_share
+from gerl.cluster import Cluster, Pending, WorkerGroup, calls, embedded, health, reaper, wait_any, worker_share
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError, Interrupted, RewardError
 
@@ -68,6 +68,27 @@ def test_an_exception_waits_for_whoever_asks(group: WorkerGroup[Worker]) -> None
         group.submit(0, Worker.crash).result()
     with pytest.raises(RewardError):
         group.run(Worker.fail, "one failure is that of the group")
+
+
+RPC = "The actor is temporarily unavailable: RpcError: RPC Error message: Cancelling all calls; RPC Error details: "
+
+
+@pytest.mark.parametrize(
+    ("error", "quoted"),
+    [
+        (ray.exceptions.ActorUnavailableError(RPC, b"\x0f" * 16), "ActorUnavailableError: The actor is unavailable"),
+        (ray.exceptions.RpcError("failed to connect to all addresses; last error: x"), "RpcError: failed to connect"),
+        (ray.exceptions.RaySystemError("Broken pipe", "Traceback ..."), "RaySystemError: Broken pipe"),
+        (ray.exceptions.ObjectLostError("ab" * 28, None, ""), "ObjectLostError: Failed to retrieve object"),
+        (ray.exceptions.ActorDiedError(), "ActorDiedError: The actor died unexpectedly before finishing this task"),
+        (ray.exceptions.LocalRayletDiedError(), "LocalRayletDiedError: The task's local raylet died"),
+        (ray.exceptions.NodeDiedError(""), "NodeDiedError"),
+    ],
+)
+def test_of_what_ray_says_the_type_and_the_first_clause_are_quoted(error: ray.exceptions.RayError, quoted: str) -> None:
+    said = str(calls._lost("worker 1", error))
+    assert f"({quoted}" in said and "worker 1" in said and said.endswith("restart the command")
+    assert not any(word in said for word in ("RPC", "details", "Traceback", "0f0f", "abab", "..", ".;", ".)")), said
 
 
 def test_what_depends_on_a_failed_call_fails_with_its_exception(group: WorkerGroup[Worker]) -> None:

@@ -1,13 +1,16 @@
 """The command line around the trainer: exit codes, the closing screen."""
 
+import os
 import re
 import signal
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from gerl.commandline import signals
 from gerl.config import Config, TrainerConfig
 from gerl.errors import ConfigError, GerlError, Interrupted, ModelError
 from gerl.run.validation import save_validation
@@ -44,6 +47,33 @@ def test_exit_codes(
     monkeypatch.setattr("gerl.trainer.run.run", fail)
     assert main(["experiment=plain"]) == code
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("a.b=1: use 2"), r"error: a\.b=1: use 2; what was saved; then stopped by SIGTERM\n"),
+        (SystemExit(0), r"error: .*test_main\.py, line \d+, ended the process .*; then stopped by SIGTERM\n"),
+        (ValueError("a bug"), r"Traceback (.*\n)*ValueError: a bug\nwhat was saved\nthen stopped by SIGTERM\n"),
+        (Interrupted(signal.SIGTERM), ""),
+    ],
+)
+def test_a_signal_after_an_error_decides_the_exit_code_and_hides_nothing(
+    error: BaseException, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        try:
+            raise error
+        except BaseException:
+            signals.answered()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)  # Python runs the handler at the next opportunity
+            error.add_note("what was saved")
+            raise
+
+    monkeypatch.setattr("gerl.trainer.run.run", fail)
+    assert main(["experiment=plain"]) == 128 + signal.SIGTERM
+    assert re.fullmatch(said, capsys.readouterr().err)
 
 
 def test_a_bug_is_not_dressed_up_as_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,33 @@
+"""What is said of a run that ends before its time."""
+
+from pathlib import Path
+
+import pytest
+
+from gerl.errors import GerlError, Interrupted
+from gerl.run.checkpoint import save_checkpoint
+from gerl.trainer.rescue import interruption_said, say_how_to_go_on
+
+
+@pytest.mark.parametrize(
+    ("steps", "finished", "remedy"),
+    [
+        (2, True, "gerl.run.report run="),
+        (3, True, "checkpoint.resume="),  # prolonged, and stopped before its first step
+        (2, False, "checkpoint.resume="),  # the last step is not logged
+    ],
+)
+def test_a_run_that_was_interrupted_says_how_to_go_on(tmp_path: Path, steps: int, finished: bool, remedy: str) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path / "checkpoints", step, {}, {"finished": finished and step == 2})
+    with pytest.raises(Interrupted) as caught, interruption_said(tmp_path, steps):
+        raise Interrupted(15)
+    (note,) = caught.value.__notes__
+    assert str(tmp_path / "checkpoints" / "step_2") in note and f"{remedy}{tmp_path}" in note
+
+
+def test_a_damaged_checkpoint_is_not_the_end_of_a_run(tmp_path: Path) -> None:
+    path, error = save_checkpoint(tmp_path / "checkpoints", 2, {}, {"finished": True}), GerlError("no")
+    (path / "state.json").write_text("{")
+    say_how_to_go_on(error, tmp_path, 2)
+    assert "checkpoint.resume=" in error.__notes__[0]
