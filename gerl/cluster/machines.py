@@ -153,6 +153,11 @@ def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
     return left
 
 
+def own_host() -> str:
+    """The address at which Ray reaches this machine: the loopback if it is an embedded one."""
+    return str(ray.util.get_node_ip_address())
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

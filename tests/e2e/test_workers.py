@@ -214,16 +214,27 @@ def processes_with(variable: str) -> list[str]:
 EMBEDDED = """
 import sys
 import ray
+import torch
 from gerl.cluster import Cluster
 from gerl.config import ClusterConfig
+from gerl.workers.collective import Meeting
 
 class Worker:
-    def answer(self):
-        return 42
+    def __init__(self, rank):
+        self.rank, self.meeting = rank, Meeting()
 
-with Cluster(ClusterConfig(num_workers=1, device="cpu")) as machines:
-    workers = machines.workers("worker", Worker, 1, lambda rank: ())
-    assert workers.run(Worker.answer) == [42]
+    def address(self):
+        return self.meeting.open()
+
+    def sum(self, address):
+        self.meeting.join(address, self.rank, 2, "cpu")
+        value = torch.tensor([self.rank + 1.0])
+        torch.distributed.all_reduce(value)
+        return float(value)
+
+with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
+    workers = machines.workers("worker", Worker, 2, lambda rank: (rank,))
+    assert workers.run(Worker.sum, workers.submit(0, Worker.address).result()) == [3.0, 3.0]
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.readline()
 """
