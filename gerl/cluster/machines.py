@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TypeVar, cast
 
 import ray
@@ -64,9 +65,11 @@ class Cluster:
             self._ends = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with signals.deferred():  # a process must not be left
-            self._ends.close()
+            self._ends.__exit__(kind, error, trace)
 
     def _leave(self) -> None:
         """Leave a cluster that is not ours, without our workers on it."""

@@ -235,7 +235,7 @@ class Worker:
 with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
     workers = machines.workers("worker", Worker, 2, lambda rank: (rank,))
     assert workers.run(Worker.sum, workers.submit(0, Worker.address).result()) == [3.0, 3.0]
-    print(ray.get_runtime_context().gcs_address, flush=True)
+    print(ray.get_runtime_context().gcs_address, ray._private.worker._global_node.get_session_dir_path(), flush=True)
     sys.stdin.readline()
 """
 INTRUDER = """
@@ -252,7 +252,7 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
         [sys.executable, "-c", EMBEDDED], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert embedded.stdout is not None
-    address = embedded.stdout.readline().strip()
+    address, session = embedded.stdout.readline().split()
     processes = [psutil.Process(embedded.pid), *psutil.Process(embedded.pid).children(recursive=True)]
     # all are found by their mark, those too that have given themselves a title
     assert all("GERL_RAY" in process.environ() for process in processes[1:])
@@ -270,3 +270,4 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
         assert done.returncode != 0 and "ran" not in done.stdout and "oken" in done.stderr, done.stderr
     embedded.communicate("\n", timeout=60)
     assert embedded.returncode == 0 and not any(p.is_running() and p.status() != "zombie" for p in processes)
+    assert not Path(session).exists()
