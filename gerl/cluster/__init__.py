@@ -4,4 +4,5 @@ from gerl.cluster.calls import Pending as Pending
 from gerl.cluster.calls import WorkerGroup as WorkerGroup
 from gerl.cluster.calls import wait_any as wait_any
 from gerl.cluster.machines import Cluster as Cluster
+from gerl.cluster.machines import own_host as own_host
 from gerl.cluster.machines import worker_share as worker_share

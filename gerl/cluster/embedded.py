@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from gerl.cluster import reaper
 from gerl.cluster.reaper import MARK, kill
 from gerl.commandline import signals
-from gerl.errors import ClusterError
+from gerl.errors import ClusterError, Interrupted
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 2  # to start Ray, which has 30 s for it: on a busy machine that is not always enough
@@ -39,7 +40,7 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
     """
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     ends.enter_context(signals.before_leaving(lambda: kill(mark)))
-    ends.callback(_end, mark)
+    ends.push(lambda kind, *_: _leave(mark, kind))
     for attempt in range(1, ATTEMPTS + 1):
         try:
             _guard(mark)
@@ -80,6 +81,15 @@ def _guard(mark: str) -> None:
 
 
 _guards: list["subprocess.Popen[bytes]"] = []  # whose pipes must stay open
+
+
+def _leave(mark: str, error: type[BaseException] | None) -> None:
+    """End Ray, and remove its session folder unless an `error` is to be looked into there."""
+    node = getattr(ray._private.worker, "_global_node", None)
+    folder = None if node is None else node.get_session_dir_path()
+    _end(mark)
+    if folder is not None and (error is None or issubclass(error, Interrupted)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end(mark: str) -> None:

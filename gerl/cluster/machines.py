@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TypeVar, cast
 
 import ray
@@ -64,9 +65,11 @@ class Cluster:
             self._ends = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with signals.deferred():  # a process must not be left
-            self._ends.close()
+            self._ends.__exit__(kind, error, trace)
 
     def _leave(self) -> None:
         """Leave a cluster that is not ours, without our workers on it."""
@@ -151,6 +154,11 @@ def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
             f"{devices} GPUs: lower reward.scorers.NAME.gpus or cluster.num_workers"
         )
     return left
+
+
+def own_host() -> str:
+    """The address at which Ray reaches this machine: the loopback if it is an embedded one."""
+    return str(ray.util.get_node_ip_address())
 
 
 def _cores() -> int:

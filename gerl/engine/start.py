@@ -57,11 +57,10 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
     def moved(weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return torch.autograd.grad(sample, leaves, weights, retain_graph=True, allow_unused=True)
 
-    # values that are handed on have one derivative (1, or what scales them), in any order and with some left out
-    found = []
-    for number, reached in enumerate(moved(torch.ones_like(sample))):
-        if reached is not None and len(scales := reached[reached != 0].unique()) == 1:
-            found.append((number, reached != 0, scales))
+    found = _handed_on(moved(torch.ones_like(sample)))
+    if len(found) > 1 and (free := _free(tape, sample)) is not None:
+        # a condition may be handed on as well, to where the pipeline writes it again in each step
+        found = _handed_on(moved(free))
     if len(found) != 1:
         raise ReplayError(UNTRACEABLE)
     ((number, handed_on, scale),) = found
@@ -70,6 +69,24 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
     position, leaf = tracer.leaves[number]
     new = torch.where(handed_on, value / scale**2, leaf.detach())  # value is scale times given, the pipeline scales it
     return {position: tree_map(lambda v: new if v is leaf else v, tracer.values[position])}
+
+
+def _handed_on(derivatives: tuple[torch.Tensor | None, ...]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Of the tensors that are handed on value by value: their number, which of their values, and what scales these.
+
+    Such values have one derivative (1, or what scales them), in any order and with some left out.
+    """
+    found = []
+    for number, reached in enumerate(derivatives):
+        if reached is not None and len(scales := reached[reached != 0].unique()) == 1:
+            found.append((number, reached != 0, scales))
+    return found
+
+
+def _free(tape: Tape, sample: torch.Tensor) -> torch.Tensor | None:
+    """1 where the pipeline writes nothing into its latents, else 0, as `sample`; None if it writes nowhere."""
+    written = [s.written for s in tape.steps if s.written is not None and not s.written.is_meta]
+    return (~torch.stack(written).any(0)).to(sample) if written else None
 
 
 class _Tracer:

@@ -1,25 +1,49 @@
 """The process group of the workers' all-reduce."""
 
+import os
 import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from gerl.cluster import own_host
 
-def free_address() -> str:
-    """`tcp://host:port` of a free port of this machine, for `join`."""
-    try:
-        host = socket.gethostbyname(socket.gethostname())
-    except OSError:  # a machine whose own name does not resolve can only have local workers
-        host = "127.0.0.1"
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"tcp://{host}:{probe.getsockname()[1]}"
+TIMEOUT = timedelta(minutes=10)
+LOOPBACK = ("127.0.0.1", "::1")
 
 
-def join(address: str, rank: int, world_size: int, device: str) -> None:
-    """Join the process group at `address` (gloo on the CPU, NCCL on GPUs); blocks until all `world_size` ranks have."""
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(
-        backend, init_method=address, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
-    )
+class Meeting:
+    """Where the workers meet: rank 0 opens it and tells the others its address, then all of them join.
+
+    It listens where Ray reaches the machine, which in an embedded Ray is the loopback, and nowhere else: who reaches it
+    can write into it. The machine's own name may stand for another address, or on each machine for that machine.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def open(self) -> str:
+        """Listen at a free port; returns `host:port`."""
+        host = own_host()
+        self._socket = socket.create_server((host, 0), family=_family(host))
+        return f"{host}:{self._socket.getsockname()[1]}"
+
+    def join(self, address: str, rank: int, world_size: int, device: str) -> None:
+        """Join the process group (gloo on the CPU, NCCL on GPUs); blocks until all `world_size` ranks have."""
+        host, _, port = address.rpartition(":")
+        if host in LOOPBACK:  # gloo listens at what the machine's name stands for
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+        mine = None if self._socket is None else self._socket.detach()
+        store = dist.TCPStore(
+            host, int(port), world_size, is_master=mine is not None, timeout=TIMEOUT, master_listen_fd=mine
+        )
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _loopback_interface() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -31,7 +31,7 @@ from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
-from gerl.workers.collective import free_address, join
+from gerl.workers.collective import Meeting
 from gerl.workers.rollout import Rollout, count_blank
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class HybridWorker:
         self.drawn: dict[int, Trajectory] = {}  # by task id
         self.before: tuple[int, State] | None = None  # of the last update: the finished step and its state
         self.blank = 0  # images of this step that have a single colour
+        self.meeting = Meeting()
         self.policy: Policy
         self.rollout: Rollout
         self.actor: Actor
@@ -103,11 +104,11 @@ class HybridWorker:
 
     def address(self) -> str:
         """An address at which the workers can meet for their all-reduce."""
-        return free_address()
+        return self.meeting.open()
 
     def join(self, address: str, world_size: int) -> None:
         """Meet the other workers; a collective call."""
-        join(address, self.rank, world_size, self.device)
+        self.meeting.join(address, self.rank, world_size, self.device)
 
     def generate(self, task: RolloutTask) -> Images:
         """Draw a micro-batch and keep its trajectory."""

@@ -214,17 +214,28 @@ def processes_with(variable: str) -> list[str]:
 EMBEDDED = """
 import sys
 import ray
+import torch
 from gerl.cluster import Cluster
 from gerl.config import ClusterConfig
+from gerl.workers.collective import Meeting
 
 class Worker:
-    def answer(self):
-        return 42
+    def __init__(self, rank):
+        self.rank, self.meeting = rank, Meeting()
 
-with Cluster(ClusterConfig(num_workers=1, device="cpu")) as machines:
-    workers = machines.workers("worker", Worker, 1, lambda rank: ())
-    assert workers.run(Worker.answer) == [42]
-    print(ray.get_runtime_context().gcs_address, flush=True)
+    def address(self):
+        return self.meeting.open()
+
+    def sum(self, address):
+        self.meeting.join(address, self.rank, 2, "cpu")
+        value = torch.tensor([self.rank + 1.0])
+        torch.distributed.all_reduce(value)
+        return float(value)
+
+with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
+    workers = machines.workers("worker", Worker, 2, lambda rank: (rank,))
+    assert workers.run(Worker.sum, workers.submit(0, Worker.address).result()) == [3.0, 3.0]
+    print(ray.get_runtime_context().gcs_address, ray._private.worker._global_node.get_session_dir_path(), flush=True)
     sys.stdin.readline()
 """
 INTRUDER = """
@@ -241,7 +252,7 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
         [sys.executable, "-c", EMBEDDED], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert embedded.stdout is not None
-    address = embedded.stdout.readline().strip()
+    address, session = embedded.stdout.readline().split()
     processes = [psutil.Process(embedded.pid), *psutil.Process(embedded.pid).children(recursive=True)]
     # all are found by their mark, those too that have given themselves a title
     assert all("GERL_RAY" in process.environ() for process in processes[1:])
@@ -259,3 +270,4 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
         assert done.returncode != 0 and "ran" not in done.stdout and "oken" in done.stderr, done.stderr
     embedded.communicate("\n", timeout=60)
     assert embedded.returncode == 0 and not any(p.is_running() and p.status() != "zombie" for p in processes)
+    assert not Path(session).exists()

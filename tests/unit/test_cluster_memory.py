@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 WORKER = """
 import os, time
+import ray
 from gerl.cluster import Cluster
 from gerl.config import ClusterConfig
 from gerl.errors import WorkerDied
@@ -20,12 +22,14 @@ class Worker:
     def vanish(self):
         os.kill(os.getpid(), 9)
 
-with Cluster(ClusterConfig(num_workers=1, device="cpu")) as machines:
-    group = machines.workers("worker", Worker, 1, lambda rank: ())
-    try:
+try:
+    with Cluster(ClusterConfig(num_workers=1, device="cpu")) as machines:
+        session = ray._private.worker._global_node.get_session_dir_path()
+        group = machines.workers("worker", Worker, 1, lambda rank: ())
         group.submit(0, Worker.CALL).result()
-    except WorkerDied as error:
-        print("found", error)
+except WorkerDied as error:
+    print("found", error)
+    print(session)
 """
 
 
@@ -42,6 +46,7 @@ def test_a_worker_that_is_ended_for_want_of_memory(call: str, environment: dict[
         env=os.environ | {"RAY_memory_monitor_refresh_ms": "100"} | environment,
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    (message,) = [line for line in done.stdout.splitlines() if line.startswith("found")] or [done.stderr]
+    message, session = done.stdout.splitlines() if done.stdout.startswith("found") else (done.stderr, "")
     assert all(part in message for part in named), message
+    assert (Path(session) / "logs").is_dir()  # which the sentence speaks of
     assert (done.returncode == 0 and "cluster.num_workers" in message) or call == "vanish"
