@@ -35,7 +35,7 @@ from gerl.model.lora import lora_disabled
 from gerl.protocol import RolloutTask, Sample, UpdateStats
 from gerl.utils.seeding import derive_seed
 
-NO_DIFFERENCE = 1e-6  # added to mean(d^2), which is 0 where the images of a pair are the same
+LEAST = 1e-6  # of mean(d^2), which is 0 where the images of a pair are the same
 
 
 class FDFO(Algorithm):
@@ -109,7 +109,8 @@ def directions(finished: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
     """u = d / mean(d^2) of the finished latents `[B, ...]`, d being half the difference to the partner: fp32."""
     finished = finished.float()
     d = (finished - finished[partner.to(finished.device)]) / 2
-    return d / ((d**2).flatten(1).mean(1).view(-1, *[1] * (d.ndim - 1)) + NO_DIFFERENCE)
+    squares = (d**2).flatten(1).mean(1).clamp_min(LEAST)
+    return d / squares.view(-1, *[1] * (d.ndim - 1))
 
 
 def velocity_change(step: ReplayedStep, mean: torch.Tensor) -> torch.Tensor:
