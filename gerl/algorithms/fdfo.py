@@ -6,14 +6,14 @@ reward, R being smooth, dR = grad R . d to first order, and so
 
     g = dR d / mean(d^2),    whose mean over directions d that are all alike is grad R itself
 
-(E d d^T / |d|^2 = 1 / D). Both images of a pair give the same g: d and dR change their signs together. The clean latents
-that a velocity v predicts are x0h = x - s v: to move them by g is to move v against g. Each trained step of a trajectory
-is therefore drawn towards v_ref - u, u = d / mean(d^2), if dR > 0, and away from it otherwise, with v_ref that of the
-policy that drew. The whole trajectory is one action: all its steps get the same u. The ratio of a step,
+(E d d^T / |d|^2 = 1 / D). Both images of a pair give the same g, as d and dR change their signs together. The clean
+latents that a velocity v predicts are x0h = x - s v: to move them by g is to move v against g. So the velocity at each
+trained step, v_ref under the policy that drew, is pulled towards v_ref - u, u = d / mean(d^2), if dR > 0, and away from
+there otherwise. The whole trajectory is one action: all its steps get the same u. The ratio of a step,
 
     log r = |v_ref - v_target|^2 - |v - v_target|^2 = -mean(w^2 + 2 u w),    w = v - v_ref,  v_target = v_ref - u
 
-is 1 at v_ref, where the gradient of -dR r by v is 2 g / D: descending, v moves against g. SPO's quadratic bound holds
+is 1 at v_ref, where the gradient of -dR r by v is 2 g / D: descending, v moves against g. SPO's quadratic bound keeps
 it near, L = -dR r + |dR| / (2 c) (r - 1)^2, whose minimum over r is at 1 + c sign(dR).
 
 For any parametrisation w is the change of the transition's mean over -|J|, J = d mean / d model output: that of the

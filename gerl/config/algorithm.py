@@ -287,6 +287,9 @@ class ForwardProcessConfig(AlgorithmConfig):
         None, "the same of the weights that draw rollouts; null: the trained weights"
     )
     old_kl_coef: float = key(0.0, "weight of the squared distance to the old policy", low=0)
+    norm_coef: float = key(
+        0.0, "weight of the squared excess of the output's norm over that of the base model (NormGuard)", low=0
+    )
 
     def check(self) -> None:
         super().check()
