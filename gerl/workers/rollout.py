@@ -43,7 +43,7 @@ class Rollout:
             if algorithm.settings.drawn_together(algorithm.config.rollout.n) > 1:
                 raise ModelError(
                     f"{type(self.policy.pipe).__name__} takes one prompt a call, but algorithm.name="
-                    f"{algorithm.settings.name} compares the images of a group in its update: choose another algorithm"
+                    f"{algorithm.settings.name} compares images of a prompt in its update: choose another algorithm"
                 )
             task = one_by_one(task)
         # not before all is drawn: branches go on from outputs that no replay reads
