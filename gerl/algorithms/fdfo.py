@@ -9,7 +9,7 @@ reward, R being smooth, dR = grad R . d to first order, and so
 (E d d^T / |d|^2 = 1 / D); directions in which trajectories differ more weigh more. Both images of a pair give the same
 g, as d and dR change their signs together. The clean latents that a velocity v predicts are x0h = x - s v: to move them
 by g is to move v against g. So the velocity at each trained step, v_ref under the policy that drew, is pulled towards
-v_ref - u, u = d / mean(d^2), if dR > 0, and away from there otherwise. The whole trajectory is one action: all its steps
+v_ref - u, u = d / mean(d^2), if dR > 0, and away from there otherwise. The whole trajectory is one action: all steps
 get the same u. The ratio of a step,
 
     log r = |v_ref - v_target|^2 - |v - v_target|^2 = -mean(w^2 + 2 u w),    w = v - v_ref,  v_target = v_ref - u
