@@ -7,6 +7,7 @@ from gerl.algorithms.crd import CRD
 from gerl.algorithms.dgpo import DGPO
 from gerl.algorithms.diffusion_dpo import DiffusionDPO
 from gerl.algorithms.diffusion_nft import DiffusionNFT
+from gerl.algorithms.fdfo import FDFO
 from gerl.algorithms.flow_dppo import FlowDPPO
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.forward_process import ForwardProcess
@@ -26,6 +27,7 @@ ALGORITHMS: dict[type[configs.AlgorithmConfig], type[Algorithm]] = {
     configs.FlowDPPOConfig: FlowDPPO,
     configs.TempFlowGRPOConfig: TempFlowGRPO,
     configs.BranchGRPOConfig: BranchGRPO,
+    configs.FDFOConfig: FDFO,
     configs.DiffusionNFTConfig: DiffusionNFT,
     configs.AWMConfig: AWM,
     configs.DGPOConfig: DGPO,

@@ -50,6 +50,7 @@ class Algorithm:
     settings: AlgorithmConfig  # narrowed by each algorithm to its own class, which has its keys and facts
     needs_all_samples = False  # those with advantage 0 are trained on as well
     reads_means = False  # it reads the means that the rollout recorded, not only latents and log-probabilities
+    reads_finished = False  # it reads the finished latents besides those of the trained steps
     old_decay: Sequence[float] | None = None  # of the old policy, see `core_algos.decay_at`; None where none is kept
     rollout_decay: Sequence[float] | None = None  # of the averaged weights that draw; None where the trained ones do
 
@@ -60,8 +61,8 @@ class Algorithm:
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         """The micro-batches in which `samples` are drawn; their ids count from `first_id`."""
-        micro, n = self.config.rollout.micro_batch_size, self.config.rollout.n
-        size = max(1, micro // n) * n if self.settings.whole_groups else micro
+        together = self.settings.drawn_together(self.config.rollout.n)
+        size = max(1, self.config.rollout.micro_batch_size // together) * together
         tasks: list[RolloutTask] = []
         for window, part in groupby(sorted(samples, key=self.window), key=self.window):
             for chunk in micro_batches(list(part), size):

@@ -129,7 +129,11 @@ class ForwardProcess(Algorithm):
             loss, metrics = self.loss(s)
             to_base = _distance(s.output, s.reference, settings.kl_coef)
             total = loss + settings.kl_coef * to_base + settings.old_kl_coef * _distance(s.output, s.old, 1.0)
-            sums = {"loss": float(total.detach().sum())}
+            sums = {}
+            if s.reference is not None and settings.norm_coef > 0:
+                total = total + settings.norm_coef * norm_excess(s.output, s.reference) ** 2
+                sums["norm_excess"] = float((norm_excess(s.output, s.reference) / rms(s.reference)).detach().sum())
+            sums["loss"] = float(total.detach().sum())
             if s.reference is not None and settings.kl_coef > 0:
                 sums["kl"] = float(to_base.detach().sum())
             left_out = () if self.old_differs else self.compared_with_old
@@ -154,7 +158,7 @@ class ForwardProcess(Algorithm):
         if policy.old is not None and self.needs_old and not policy.old_is_current:
             with policy.old.swapped_in():
                 replay(policy.pipe, batch.tape, keep(old), grad=False, cfg=cfg, **options)
-        if self.uses_reference or self.settings.kl_coef > 0:
+        if self.uses_reference or self.settings.kl_coef > 0 or self.settings.norm_coef > 0:
             cfg = "joint" if self.guided_reference else cfg
             with lora_disabled(list(policy.denoisers.values())):
                 replay(policy.pipe, batch.tape, keep(reference), grad=False, cfg=cfg, **options)
@@ -170,6 +174,20 @@ class ForwardProcess(Algorithm):
         ]
         shape = x0.shape[1:]
         return torch.stack([torch.randn(shape, generator=g) for g in sample_generators(seeds)]).to(x0.device)
+
+
+def rms(values: torch.Tensor) -> torch.Tensor:
+    """Root mean square over all non-batch dimensions: `[B, ...]` -> `[B]`; its gradient at 0 is 0."""
+    flat = values.flatten(1)
+    return torch.linalg.vector_norm(flat, dim=1) / flat.shape[1] ** 0.5
+
+
+def norm_excess(output: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """By how much the root mean square of `output` exceeds that of `reference` `[B, ...]`, 0 where it does not: `[B]`.
+
+    NormGuard (arXiv 2606.27771) penalises its square, since a larger velocity costs quality and gains no reward.
+    """
+    return (rms(output) - rms(reference.detach())).relu()
 
 
 def _distance(output: torch.Tensor, other: torch.Tensor | None, coefficient: float) -> torch.Tensor:

@@ -81,20 +81,24 @@ class Config:
                 f"actor.micro_batch_size={micro}: it must be at most rollout.micro_batch_size="
                 f"{rollout.micro_batch_size}, whose recorded batches are replayed"
             )
-        if algorithm.whole_groups and rollout.micro_batch_size < rollout.n:
+        together = algorithm.drawn_together(rollout.n)
+        if rollout.n % together:
+            raise ConfigError(f"rollout.n={rollout.n}: {algorithm.name} compares images in pairs, use an even number")
+        if rollout.micro_batch_size < together:
+            what, remedy = ("group", "raise it, or lower rollout.n") if algorithm.whole_groups else ("pair", "raise it")
             raise ConfigError(
-                f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {rollout.n} images "
-                "of a group in one micro-batch; raise it, or lower rollout.n"
+                f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {together} images "
+                f"of a {what} in one micro-batch; {remedy}"
             )
         compared = algorithm.compared(rollout.n)
         if micro is not None and micro < compared:
             raise ConfigError(
                 f"actor.micro_batch_size={micro}: {algorithm.name} compares {compared} images within it; raise it"
             )
-        if algorithm.cfg == "off" and algorithm.scores_steps and actor.updates_per_step > 1:
+        if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates_per_step > 1:
             raise ConfigError(
-                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.cfg=off the log-probabilities of the "
-                "rollout are not those of the unguided policy, so only the first update is on policy; use 1"
+                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.cfg=off what the rollout recorded is "
+                "not that of the unguided policy, so only the first update is on policy; use 1"
             )
 
 

@@ -31,6 +31,7 @@ class AlgorithmConfig(Block):
 
     whole_groups: ClassVar[bool] = False  # the images of a group are needed in one micro-batch
     scores_steps: ClassVar[bool] = False  # it scores the rollout's noise: on policy the ratio to what was recorded is 1
+    replays_latents: ClassVar[bool] = False  # it trains at the latents of the trajectory, not at images noised again
     branches: ClassVar[bool] = False  # trajectories split: the tree says which steps are stochastic
 
     name: str
@@ -53,6 +54,10 @@ class AlgorithmConfig(Block):
     def groups_of_one(self) -> bool:
         """Whether a prompt may have a single image."""
         return False
+
+    def drawn_together(self, n: int) -> int:
+        """How many of the `n` images of a group a micro-batch of the rollout must hold."""
+        return n if self.whole_groups else 1
 
     def compared(self, n: int) -> int:
         """How many of the `n` images of a group an update must see at once."""
@@ -109,6 +114,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     """The noise of a trajectory's stochastic steps is scored."""
 
     scores_steps = True
+    replays_latents = True
 
     kl_type: KLKind = key("gaussian", "the true KL of a step; |dt| times it; squared velocity; or sampled estimators")
 
@@ -238,6 +244,28 @@ class BranchGRPOConfig(TreeConfig):
             )
 
 
+# --- learning from pairs
+
+
+@dataclass(frozen=True)
+class FDFOConfig(AlgorithmConfig):
+    replays_latents = True
+
+    name: Literal["fdfo"] = _name("fdfo")
+    ratio_width: float = main_key(0.03, "how far from 1 the loss moves the ratio of a step at most (SPO)", above=0)
+
+    def drawn_together(self, n: int) -> int:
+        return 2
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if sampling.noise_level == 0 or sampling.kernel == "ode":
+            name = "kernel=ode" if sampling.kernel == "ode" else "noise_level=0"
+            raise ConfigError(
+                f"sampling.{name}: the two images of a pair start from the same noise, and without noise in the steps "
+                "they are the same image; use kernel=cps with noise_level=0.045"
+            )
+
+
 # --- learning from noised images
 
 
@@ -259,6 +287,9 @@ class ForwardProcessConfig(AlgorithmConfig):
         None, "the same of the weights that draw rollouts; null: the trained weights"
     )
     old_kl_coef: float = key(0.0, "weight of the squared distance to the old policy", low=0)
+    norm_coef: float = key(
+        0.0, "weight of the squared excess of the output's norm over that of the base model (NormGuard)", low=0
+    )
 
     def check(self) -> None:
         super().check()
@@ -326,8 +357,8 @@ class BestOfNConfig(ForwardProcessConfig):
 
 
 AnyAlgorithm = Annotated[
-    FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | BranchGRPOConfig | DiffusionNFTConfig
-    | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig | RWRConfig | BestOfNConfig,
+    FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | BranchGRPOConfig | FDFOConfig
+    | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig | RWRConfig | BestOfNConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {

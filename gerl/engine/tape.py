@@ -65,6 +65,12 @@ class Reads:
     means: bool = True  # recorded means of the trained steps
     outputs: bool = True  # the denoiser's outputs at guided trained steps, for replays with cfg other than joint
     forward: bool = False  # the clean latents, which are noised again (`latents` of a replay)
+    finished: bool = False  # the clean latents besides those of the trained steps
+
+    @property
+    def clean(self) -> bool:
+        """Whether the clean latents are read."""
+        return self.forward or self.finished
 
 
 @dataclass

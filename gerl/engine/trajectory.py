@@ -34,7 +34,7 @@ def lean(tape: Tape, reads: Reads) -> Tape:
             # the initial latents are recognised by their values, as is what a pipeline writes into later ones
             x=step.x if k <= last and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
             written=step.written if k in given or (given and k == 1) else shapes(step.written),
-            x_next=step.x_next if is_left(k) or (reads.forward and k == final) else shapes(step.x_next),
+            x_next=step.x_next if is_left(k) or (reads.clean and k == final) else shapes(step.x_next),
             mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
         )
         for k, step in enumerate(tape.steps)

@@ -64,7 +64,7 @@ class Bench:
     @property
     def smallest(self) -> int:
         """Size of the smallest micro-batch that the algorithm can do with."""
-        return self.config.rollout.n if self.config.algorithm.whole_groups else 1
+        return self.config.algorithm.drawn_together(self.config.rollout.n)
 
     def task(self, algorithm: Algorithm) -> RolloutTask:
         """The largest micro-batch that `algorithm` plans of the prompt's copies."""

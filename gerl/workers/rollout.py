@@ -40,10 +40,10 @@ class Rollout:
         with model_errors("rollout", len(task.samples)):
             pixels, tapes = self.draw(task)
         if len(tapes) > len(task.segments):
-            if algorithm.settings.whole_groups:
+            if algorithm.settings.drawn_together(algorithm.config.rollout.n) > 1:
                 raise ModelError(
                     f"{type(self.policy.pipe).__name__} takes one prompt a call, but algorithm.name="
-                    f"{algorithm.settings.name} compares the images of a group in its update: choose another algorithm"
+                    f"{algorithm.settings.name} compares images of a prompt in its update: choose another algorithm"
                 )
             task = one_by_one(task)
         # not before all is drawn: branches go on from outputs that no replay reads
@@ -167,7 +167,8 @@ def reads_of(algorithm: Algorithm, segment: Segment) -> Reads:
         frozenset(segment.trained),
         means=algorithm.reads_means,
         outputs=algorithm.settings.cfg != "joint",
-        forward=not algorithm.settings.scores_steps,
+        forward=not algorithm.settings.replays_latents,
+        finished=algorithm.reads_finished,
     )
 
 

@@ -43,6 +43,7 @@ POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
 """.split()
 MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
+    "fdfo": RATIO,
     "awm": OLD_RATIO,
     "awm_fast": OLD_RATIO,
     "best_of_n": "squared_error",

@@ -35,7 +35,7 @@ def rewards(a: Algorithm, totals: Sequence[float]) -> Rewards:
 def test_every_configuration_has_its_algorithm_whose_settings_it_is() -> None:
     assert set(ALGORITHMS) == set(BY_NAME.values())
     for name, settings in BY_NAME.items():
-        a = algorithm(name, micro=12)
+        a = algorithm(name, n=4, micro=12)
         assert type(a) is ALGORITHMS[settings] and type(a.settings) is settings and a.settings.name == name
         assert issubclass(settings, get_type_hints(type(a))["settings"])
 

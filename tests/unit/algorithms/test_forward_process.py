@@ -7,10 +7,11 @@ import torch
 from training import Training, chain_credit, config, new_policy, relative
 
 from gerl.algorithms import ForwardProcess, build_algorithm
-from gerl.algorithms.forward_process import Noised
+from gerl.algorithms.forward_process import Noised, norm_excess
 from gerl.engine import replay
 from gerl.engine.kernels import FlowRule
 from gerl.errors import ReplayError
+from gerl.model.lora import lora_disabled
 from gerl.utils.seeding import derive_seed
 
 NAMES = ["diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rwr", "best_of_n"]
@@ -126,6 +127,49 @@ def test_the_distances_are_those_to_the_base_model_and_to_the_old_policy() -> No
     fresh = Training(settings("rwr", kl_coef=2.0), policy=new_policy(perturbed=False))
     none, stats = fresh.gradient(0 * CREDIT + 1e-9)
     assert stats.sums["kl"] == 0 and none.norm() < 1e-6
+
+
+def test_the_excess_of_a_norm_by_hand() -> None:
+    reference = torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]])  # root mean squares 5 / sqrt 2 and 0
+    output = torch.tensor([[6.0, 8.0], [0.3, 0.4], [0.0, 0.0], [1.0, 1.0]], requires_grad=True)
+    excess = norm_excess(output, reference)
+    assert excess.tolist() == pytest.approx([5 / 2**0.5, 0, 0, 1])
+    (gradient,) = torch.autograd.grad((excess**2).sum(), output)
+    # 2 excess times the gradient of the root mean square, x / (D rms); none below the reference's norm
+    first = [2 * (5 / 2**0.5) * x / (2 * 10 / 2**0.5) for x in (6.0, 8.0)]
+    assert gradient.tolist() == [pytest.approx(first), [0, 0], [0, 0], [pytest.approx(1.0)] * 2]
+
+
+def test_outputs_that_grew_pay_for_it_in_every_algorithm_of_the_family() -> None:
+    training = Training(settings("rwr"))
+    (_, _, (tape,)), policy = training.tasks[0], training.policy
+    assert gradient_and_runs(training)[1] == 3 and gradient_and_runs(training, norm_coef=0.5)[1] == 6  # the base model
+    assert isinstance(training.algorithm, ForwardProcess)
+    x0, samples = tape.steps[-1].x_next, training.tasks[0][0].samples
+    noise = {k: training.algorithm._noise(samples, k, x0) for k in range(3)}
+    latents = {k: tape.steps[k].rule.noised(x0, noise[k]) for k in range(3)}
+    base: dict[int, torch.Tensor] = {}
+    with lora_disabled(list(policy.denoisers.values())):
+        replay(policy.pipe, tape, lambda k, s: base.update({k: s.model_output}), range(3), latents=latents, grad=False)
+    grown: list[torch.Tensor] = []
+
+    def on_step(k: int, step: Any) -> torch.Tensor:
+        norms = [(v**2).flatten(1).mean(1).sqrt() for v in (step.model_output, base[k])]
+        grown.append((norms[0] / norms[1] - 1).detach().clamp(min=0))
+        return 0.5 * ((norms[0] - norms[1]).clamp(min=0) ** 2).sum() / 24
+
+    training.actor.optimizer.zero_grad(set_to_none=True)
+    replay(policy.pipe, tape, on_step, range(3), latents=latents)
+    expected = training.actor.flat_gradient()
+    for name in ("rwr", "diffusion_nft"):
+        plain, _ = training.gradient(1e-9 * CREDIT.abs(), algorithm=build_algorithm(settings(name)))
+        guarded = build_algorithm(settings(name, norm_coef=0.5))
+        found, stats = training.gradient(1e-9 * CREDIT.abs(), algorithm=guarded)
+        assert relative(found - plain, expected) < 1e-4 and expected.any()
+        assert stats.sums["norm_excess"] == pytest.approx(float(torch.cat(grown).sum()), rel=1e-4)
+    fresh = Training(settings("rwr", norm_coef=2.0), policy=new_policy(perturbed=False))
+    none, stats = fresh.gradient(0 * CREDIT + 1e-9)
+    assert stats.sums["norm_excess"] == 0 and none.norm() < 1e-6
 
 
 def test_samples_without_credit_are_left_out_and_zeros_where_nothing_needs_them() -> None:

@@ -180,6 +180,17 @@ def test_a_lean_tape_of_noised_clean_latents(name: str, steps: tuple[int, ...]) 
     assert all_equal(on_forward(r, kept, noise(r, steps)), on_forward(r, r.tape, noise(r, steps)))
 
 
+@EACH
+def test_a_lean_tape_may_keep_the_finished_latents_besides_those_of_its_steps(name: str) -> None:
+    r = recorded(name, True)
+    with_them, without = (
+        lean(r.tape, Reads(frozenset({1}), outputs=False, finished=finished)) for finished in (True, False)
+    )
+    assert with_them.steps[-1].x_next is r.tape.steps[-1].x_next and without.steps[-1].x_next.is_meta
+    assert all_equal(outputs(r, with_them, steps=[1]), outputs(r, r.tape, steps=[1]))
+    assert held(without) < held(with_them) < held(r.tape)
+
+
 @pytest.mark.parametrize("forward", [False, True])
 @pytest.mark.parametrize("cfg", ["detach_uncond", "off"])
 @pytest.mark.parametrize("name", ["sd3", "wan"])

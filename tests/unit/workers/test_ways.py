@@ -89,9 +89,10 @@ def test_samples_drawn_one_by_one_train_as_those_drawn_together(name: str) -> No
     assert float((gradient(rollout, config, task, parts) - expected).norm() / expected.norm()) < 1e-3
 
 
-def test_a_loss_over_groups_needs_them_in_one_call() -> None:
-    config = config_of(PRX, 3.0, "dgpo")
-    with pytest.raises(ModelError, match=r"PRXPipeline takes one prompt a call.*algorithm.name=dgpo"):
+@pytest.mark.parametrize("name", ["dgpo", "fdfo"])
+def test_a_loss_over_several_images_needs_them_in_one_call(name: str) -> None:
+    config = config_of(PRX, 3.0, name)
+    with pytest.raises(ModelError, match=rf"PRXPipeline takes one prompt a call.*algorithm.name={name}"):
         drawn(rollout_of(PRX, config), config)
 
 
