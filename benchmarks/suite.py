@@ -1,8 +1,8 @@
 """The suite of `time_to_reward.py`: what is run in which order, and the results that there are.
 
-Every algorithm has the same number of candidate settings (suite.yaml). Each runs once with the tuning seed; the one with
-the best held-out reward at its end then runs with further seeds. Each run is a process of its own, and its result is
-written as soon as it is there, so that the suite can be stopped at any moment and carried on.
+Every algorithm has the same number of candidate settings (suite.yaml). Each runs once with the tuning seed; the one
+with the best held-out reward at its end then runs with further seeds. Each run is a process of its own, and its result
+is written as soon as it is there, so that the suite can be stopped at any moment and carried on.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from pathlib import Path
@@ -46,6 +46,7 @@ class Candidate:
     keys: tuple[str, ...]
     arguments: tuple[str, ...]
     fingerprint: str
+    config: Config = field(default_factory=Config, compare=False)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Job:
 
     def command(self) -> list[str]:
         """The command that makes this run, and no other."""
-        return [PROGRAM, self.candidate.algorithm, "--seeds", str(self.seed), *self.candidate.arguments]
+        return [PROGRAM, self.candidate.algorithm, *self.candidate.arguments, "--seeds", str(self.seed)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Suite:
         return next((job for job in (*tuning, *final) if job.key not in known and job not in taken), None)
 
     def plans(self, run: Run) -> bool:
-        """Whether `run` is of this plan: of an algorithm that it leaves out, or of one of the candidates as they are."""
+        """Whether `run` is of one of the candidates as they are, or of an algorithm that is left out."""
         found = self.candidates.get(run["algorithm"])
         seeds = (self.tuning_seed,) if run["stage"] == TUNE else self.seeds
         return found is None or any(Job(c, s, run["stage"]).key == key_of(run) for c in found for s in seeds)
@@ -124,7 +125,7 @@ def candidate(algorithm: str, keys: Sequence[str], arguments: Sequence[str]) -> 
     """A candidate of the suite; of two `arguments` with the same key the later one counts."""
     merged = {argument.partition("=")[0]: argument for argument in [*arguments, ONE_THREAD]}
     config = compose_run([f"algorithm={algorithm}", *FIXED, *merged.values()]).config
-    return Candidate(algorithm, tuple(keys), tuple(merged.values()), fingerprint(config))
+    return Candidate(algorithm, tuple(keys), tuple(merged.values()), fingerprint(config), config)
 
 
 def fingerprint(config: Config) -> str:
@@ -151,9 +152,8 @@ def best_run(runs: Sequence[Run]) -> Run:
 
 
 def last_reward(run: Run) -> float:
-    """The held-out reward at the last validation, minus infinity if it could not be measured."""
-    reward = run["points"][-1]["reward"]
-    return -inf if reward is None else float(reward)
+    """The held-out reward at the last validation; one that an error ended may have had it early."""
+    return float(run["points"][-1]["reward"])
 
 
 def evaluations(point: Mapping[str, Any]) -> int:
@@ -212,7 +212,7 @@ class Process:
 
 
 def start_process(job: Job, out: Path) -> subprocess.Popen[bytes]:
-    """Start a job with one thread. It ends when this process is gone, however that ends: its stdin is a pipe from it."""
+    """Start a job with one thread; it ends when this process does, however that ends, for its stdin is a pipe."""
     program, *arguments = job.command()
     command = [sys.executable, str(HERE.parent / program), *arguments, "--out", str(out), "--end-with-stdin"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -180,7 +180,7 @@ def row(name: str, seed: int, measured: Measured, target: float) -> str:
 
 
 def by_hand(names: Sequence[str], overrides: Sequence[str], args: argparse.Namespace) -> None:
-    """Make the runs of the command line and print them as a table."""
+    """Make the runs of the command line and print them as a table, unless they are for the suite."""
     columns = ("algorithm", "seed", "steps", "optimizer steps", "forward", "backward", "CPU seconds", "held-out reward")
     table = f"\n| {' | '.join(columns)} | exactly as asked | calls to {args.target:g} |\n|{'---|' * 10}\n"
     for name, seed in product(names or ["flow_grpo", "flow_grpo_fast", "diffusion_nft"], args.seeds):
@@ -189,7 +189,8 @@ def by_hand(names: Sequence[str], overrides: Sequence[str], args: argparse.Names
         if args.out:
             with args.out.open("a") as file:
                 file.write(json.dumps(finite(record(name, seed, overrides, measured))) + "\n")
-    print(table, end="")
+    if not args.end_with_stdin:
+        print(table, end="")
 
 
 def whole_suite(names: Sequence[str], overrides: Sequence[str], args: argparse.Namespace) -> int:
@@ -208,7 +209,7 @@ def end_with_stdin() -> None:
     """End this process when stdin ends, which is a pipe from the process that started it."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        os.read(0, 1)  # not by Python's buffer, whose lock this thread would hold when the process ends by itself
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
