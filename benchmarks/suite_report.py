@@ -191,7 +191,7 @@ def ranking(found: Sequence[Summary], marks: Sequence[str]) -> str:
     pairs = math.comb(len(found), 2)
     words = [
         "Rewards of algorithms that share a letter are not told apart; all other differences are significant (Welch's "
-        f"t tests of {pairs} pair{'' if pairs == 1 else 's'} with Holm's correction, {LEVEL:.0%} together):",
+        f"t tests of {pairs} pair{'' if pairs == 1 else 's'} with Holm's correction, {100 * LEVEL:g} % together):",
         "",
     ]
     for mark in dict.fromkeys(character for text in marks for character in text):
@@ -204,7 +204,7 @@ def conditions(found: Sequence[Summary]) -> str:
     """What all runs have in common: the base model, code, versions and machine."""
     runs = [run for summary in found for run in summary.runs]
     base = words(f"{run['points'][0]['reward']:.3f}" for run in runs)
-    code = words(f"{run['gerl']['version']} at {str(run['gerl'].get('commit'))[:7]}" for run in runs)
+    code = words(version(run["gerl"]) for run in runs)
     torch, machines = words(str(run["torch"]) for run in runs), words(machine(run["hardware"]) for run in runs)
     return f"Base model: {base}. Measured with gerl {code}, torch {torch}, one thread a run of {machines}."
 
@@ -212,6 +212,11 @@ def conditions(found: Sequence[Summary]) -> str:
 def words(values: Iterable[str]) -> str:
     """The different ones among `values`."""
     return ", ".join(sorted(set(values)))
+
+
+def version(gerl: Mapping[str, object]) -> str:
+    commit, changed = str(gerl.get("commit"))[:7], " with changes" if gerl.get("dirty") else ""
+    return f"{gerl['version']} at {commit}{changed}"
 
 
 def machine(hardware: Mapping[str, object]) -> str:
@@ -253,7 +258,7 @@ def plot(runs: Sequence[Run], path: Path = PICTURE) -> None:
             side.set(title=title, xlabel="evaluations of the denoiser", xlim=(0, None))
             side.grid(alpha=0.3)
             if own:
-                side.legend(fontsize=8, loc="lower right")
+                side.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
         axes[0].set(ylabel="held-out OCR reward")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
