@@ -1,29 +1,46 @@
-"""The cost of a reward: `python benchmarks/time_to_reward.py [ALGORITHM ...] [key=value ...] [--target R]`.
+"""The cost of a reward: of runs given by hand, or of all algorithms by the same procedure.
 
-Trains the signs pipeline with each algorithm, in this process, with the same model, prompts, group size, learning rate
-and OCR reward, and validates on the held-out prompts as it goes. Counted are the evaluations of the denoiser on an
-image: forward (rollout, update, old policy, base model) and backward, without those of validation. The seconds are
-those of the steps without validation.
+    python benchmarks/time_to_reward.py [ALGORITHM ...] [key=value ...] [--target R]
+    python benchmarks/time_to_reward.py --suite [--jobs N] [--hours H] [ALGORITHM ...]
+    python benchmarks/time_to_reward.py --table --plot
+
+Trains the signs pipeline in this process, with one model, prompts and OCR reward for all, and validates on the held-out
+prompts as it goes. Counted are the evaluations of the denoiser on an image: forward (rollout, update, old policy, base
+model) and backward, and the images scored, without those of validation. The CPU seconds are those of the process in the
+training steps, the OCR included. `--suite` is described in suite.py, `--table` and `--plot` in suite_report.py.
 """
 
 import argparse
 import contextlib
 import json
 import logging
+import os
+import signal
+import sys
 import tempfile
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import product
+from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import suite
 import torch
 from torch.utils._pytree import tree_leaves
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run, shipped
+from gerl.errors import TrainingError
+from gerl.run.card import hardware, now, software
 from gerl.run.timing import Stopwatch
-from gerl.trainer.ray_diffusion_trainer import Metrics, RayDiffusionTrainer
+from gerl.trainer.ray_diffusion_trainer import Drawn, Metrics, RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
+from gerl.utils.files import finite
+
+EXACT = "val/ocr/exact/mean"
 
 
 @dataclass
@@ -48,14 +65,27 @@ class Calls:
             self.backward += rows if torch.is_grad_enabled() else 0
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True)
+class Point:
     """A validation: what had been paid, and what it had brought."""
 
     step: int
     forward: int
     backward: int
-    seconds: float
+    cpu_seconds: float
+    images: int
     reward: float
+    exact: float
+
+
+@dataclass
+class Measured:
+    """A run: its validations, the optimizer steps that it took, and the error that ended it early, or nothing."""
+
+    points: list[Point] = field(default_factory=list)
+    optimizer_steps: int = 0
+    error: str = ""
+    fingerprint: str = ""
 
 
 class Reached(Exception):
@@ -66,79 +96,167 @@ class CountingTrainer(RayDiffusionTrainer):
     """The trainer, with counters on its denoiser; stops at the target reward."""
 
     calls: Calls
-    points: list[Point]
-    seconds: float = 0.0
-    target: float = 2.0
+    measured: Measured
+    target: float
+    images: int = 0
+    cpu_seconds: float = 0.0
+    started: float  # process time at the begin of the step
 
     def setup(self, resume: Any) -> None:
         super().setup(resume)
-        self.calls, self.points = Calls(), []
+        self.calls = Calls()
         for worker in self.workers.workers:
             for denoiser in worker.policy.denoisers.values():
                 self.calls.attach(denoiser)
+
+    def draw(self, step: int, watch: Stopwatch) -> Drawn:
+        """The first thing that a step does."""
+        self.started = time.process_time()
+        drawn = super().draw(step, watch)
+        self.images += sum(len(task.samples) for task in drawn.tasks)
+        return drawn
 
     def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
         self.calls.counting = False
         metrics = super().validate(step, watch)
         self.calls.counting = True
-        point = Point(step, self.calls.forward, self.calls.backward, self.seconds, metrics["val/reward/mean"])
-        self.points.append(point)
+        rewards = metrics["val/reward/mean"], metrics.get(EXACT, float("nan"))
+        paid = self.calls.forward, self.calls.backward, self.cpu_seconds, self.images
+        point = Point(step, *paid, *rewards)
+        self.measured.points.append(point)
+        self.measured.optimizer_steps = self.state.policy_version
         print(f"  {self.config.algorithm.name:16s} seed {self.config.trainer.seed} {point}", flush=True)
         if point.reward >= self.target:
             raise Reached
         return metrics
 
     def conclude(self, watch: Stopwatch) -> None:
-        self.seconds += watch.seconds["step"]
+        self.cpu_seconds += time.process_time() - self.started
         super().conclude(watch)
 
-    def save(self) -> None:
+    def save(self, worker: int = 0) -> None:
         """No checkpoints."""
 
 
-def run(name: str, seed: int, target: float, overrides: list[str]) -> list[Point]:
-    """Train with algorithm `name` until `target` or the last step."""
-    fixed = ["checkpoint.every=0", "logger.progress=false", "logger.tensorboard=false", "cluster.launcher=local"]
-    config = compose_run([f"algorithm={name}", f"trainer.seed={seed}", *fixed, *overrides]).config
+def measure(name: str, seed: int, target: float, overrides: Sequence[str]) -> Measured:
+    """Train with algorithm `name` until `target`, the last step, or an update that makes no sense."""
+    config = compose_run([f"algorithm={name}", f"trainer.seed={seed}", *suite.FIXED, *overrides]).config
+    measured = Measured(fingerprint=suite.fingerprint(config))
     with tempfile.TemporaryDirectory() as folder, Cluster(config.cluster, config.reward.gpu_shares) as cluster:
         prompts = load_prompts(config.data.train)
         held_out = load_prompts(config.validation.data) if config.validation.data else []
         trainer = CountingTrainer(config, Path(folder), cluster, prompts, held_out, {})
-        trainer.target = target
-        with contextlib.suppress(Reached):
-            trainer.fit()
-    return trainer.points
+        trainer.target, trainer.measured = target, measured
+        try:
+            with contextlib.suppress(Reached):
+                trainer.fit()
+        except TrainingError as error:  # a result as well: with these settings it diverges
+            measured.error = str(error)
+    return measured
 
 
-def row(name: str, seed: int, points: list[Point], target: float) -> str:
+def record(name: str, seed: int, overrides: Sequence[str], measured: Measured) -> suite.Run:
+    """A run as the file of results has it."""
+    code = software()
+    return {
+        "algorithm": name,
+        "overrides": list(overrides),
+        "seed": seed,
+        **asdict(measured),
+        "date": now(),
+        "gerl": code["gerl"],
+        "torch": code["packages"].get("torch"),
+        "hardware": hardware(),
+        "command": " ".join(sys.argv),
+    }
+
+
+def row(name: str, seed: int, measured: Measured, target: float) -> str:
     """A run as a line of the table."""
-    last = points[-1]
-    calls = next((f"{p.forward + p.backward:,}" for p in points if p.reward >= target), "-")
-    costs = f"{last.step} | {last.forward:,} | {last.backward:,} | {last.seconds:.0f}"
-    return f"| {name} | {seed} | {costs} | {last.reward:.3f} | {calls} |\n"
+    last = measured.points[-1]
+    calls = next((f"{p.forward + p.backward:,}" for p in measured.points if p.reward >= target), "-")
+    costs = f"{last.step} | {measured.optimizer_steps} | {last.forward:,} | {last.backward:,} | {last.cpu_seconds:.0f}"
+    return f"| {name} | {seed} | {costs} | {last.reward:.3f} | {last.exact:.3f} | {calls} |\n"
 
 
-def main() -> None:
+def by_hand(names: Sequence[str], overrides: Sequence[str], args: argparse.Namespace) -> None:
+    """Make the runs of the command line and print them as a table, unless they are for the suite."""
+    columns = ("algorithm", "seed", "steps", "optimizer steps", "forward", "backward", "CPU seconds", "held-out reward")
+    table = f"\n| {' | '.join(columns)} | exactly as asked | calls to {args.target:g} |\n|{'---|' * 10}\n"
+    for name, seed in product(names or ["flow_grpo", "flow_grpo_fast", "diffusion_nft"], args.seeds):
+        measured = measure(name, seed, args.target, overrides)
+        table += row(name, seed, measured, args.target)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(finite(record(name, seed, overrides, measured))) + "\n")
+    if not args.end_with_stdin:
+        print(table, end="")
+
+
+def whole_suite(names: Sequence[str], overrides: Sequence[str], args: argparse.Namespace) -> int:
+    """Make the runs of the suite that are missing; returns the exit code."""
+    plan = suite.read_suite(algorithms=names, overrides=overrides)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        failed = suite.carry_out(plan, args.results, args.jobs, args.hours)
+    except KeyboardInterrupt:
+        print("stopped: the same command carries on; the runs that were going on start anew")
+        return 130
+    return 1 if failed else 0
+
+
+def end_with_stdin() -> None:
+    """End this process when stdin ends, which is a pipe from the process that started it."""
+
+    def wait() -> None:
+        os.read(0, 1)  # not by Python's buffer, whose lock this thread would hold when the process ends by itself
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("algorithms", nargs="*", help=f"some of {', '.join(shipped('algorithm'))}; key=value overrides")
     parser.add_argument("--target", type=float, default=2.0, help="end a run at this held-out reward")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, help="append each run as a line of JSON")
+    parser.add_argument("--suite", action="store_true", help="make the runs of suite.yaml that --results lacks")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of the suite at a time, each with one thread")
+    parser.add_argument("--hours", type=float, default=inf, help="after so many the suite starts no further run")
+    parser.add_argument("--results", type=Path, default=suite.RESULTS, help="the results of the suite")
+    parser.add_argument("--table", action="store_true", help="write the results into docs/algorithms.md")
+    parser.add_argument("--plot", action="store_true", help="draw the results as docs/pictures/time_to_reward.svg")
+    parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> int:
+    parser = arguments()
     args = parser.parse_intermixed_args()
     logging.basicConfig(level=logging.WARNING)
     overrides = [a for a in args.algorithms if "=" in a]
-    names = [a for a in args.algorithms if "=" not in a] or ["flow_grpo", "flow_grpo_fast", "diffusion_nft"]
-    columns = ("algorithm", "seed", "steps", "forward", "backward", "seconds", "held-out reward")
-    table = f"\n| {' | '.join(columns)} | calls to {args.target:g} |\n|{'---|' * 8}\n"
-    for name, seed in product(names, args.seeds):
-        points = run(name, seed, args.target, overrides)
-        table += row(name, seed, points, args.target)
-        if args.out:
-            line = {"algorithm": name, "seed": seed, "overrides": overrides, "points": [p._asdict() for p in points]}
-            with args.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-    print(table, end="")
+    names = [a for a in args.algorithms if "=" not in a]
+    if unknown := sorted(set(names) - set(shipped("algorithm"))):
+        parser.error(f"there is no algorithm {', '.join(unknown)}")
+    if args.end_with_stdin:
+        end_with_stdin()
+    if args.suite:
+        if overrides and args.results == suite.RESULTS:
+            parser.error("runs with other settings than the suite's are not for its results: give --results FILE")
+        if code := whole_suite(names, overrides, args):
+            return code
+    if args.table or args.plot:
+        import suite_report  # it needs scipy, which only gerl[dev] brings
+
+        if args.table:
+            suite_report.write_table(suite.load_runs(args.results))
+        if args.plot:
+            suite_report.plot(suite.load_runs(args.results))
+    if not (args.suite or args.table or args.plot):
+        by_hand(names, overrides, args)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -90,7 +90,8 @@ class PolicyGradient(Algorithm):
         """Loss factors of the trained steps; where their mean is 1, it is so over all the steps that may be trained."""
         kind, steps = self.settings.step_weighting, trained
         if kind in RELATIVE_WEIGHTS:
-            steps = tuple(range(*self.config.sampling.steps_range))
+            # a step that the compression after the window leaves out has neither length nor weight
+            steps = tuple(k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt)
         rules = [_stochastic(self.config, tape, k) for k in steps]
         weights = step_weights(kind, [r.std for r in rules], [r.dt for r in rules], [r.jacobian for r in rules])
         return [weights[steps.index(k)] for k in trained]

@@ -7,7 +7,7 @@ import torch
 from training import Training, chain_credit, config, new_policy, relative, rewards
 
 from gerl.algorithms import PolicyGradient, build_algorithm
-from gerl.algorithms.core_algos import kl_divergence
+from gerl.algorithms.core_algos import RELATIVE_WEIGHTS, kl_divergence
 from gerl.engine import replay
 from gerl.model.lora import lora_disabled
 
@@ -76,6 +76,20 @@ def test_weights_by_std_have_the_same_norm_in_any_window() -> None:
         weights.append(dict(zip(trained, training.algorithm._weights(tape, trained), strict=True)))
     whole, part = weights
     assert part == {k: pytest.approx(whole[k]) for k in part} and len(part) == 1
+
+
+@pytest.mark.parametrize("kind", RELATIVE_WEIGHTS)
+def test_steps_that_compression_leaves_out_have_no_weight(kind: str) -> None:
+    window = {"num_inference_steps": 8, "window_size": 2, "window_schedule": "progressive"}
+    sampling = {f"sampling_{key}": value for key, value in {**window, "solver": "dpm2", "compression": 0.4}.items()}
+    training = Training(config("mix_grpo", timestep_weights=kind, **sampling))
+    assert isinstance(training.algorithm, PolicyGradient)
+    (_, _, (tape,)) = training.tasks[0]
+    taken = tuple(k for k in range(7) if tape.steps[k].rule.dt)
+    assert taken[:2] == (0, 1) and len(taken) < 7
+    weights = training.algorithm._weights(tape, taken)
+    assert sum(weights) / len(taken) == pytest.approx(1) and min(weights) > 0
+    assert training.algorithm._weights(tape, (0, 1)) == weights[:2]
 
 
 # --- KL

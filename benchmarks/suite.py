@@ -1,0 +1,268 @@
+"""The suite of `time_to_reward.py`: what is run in which order, and the results that there are.
+
+Every algorithm has the same number of candidate settings (suite.yaml). Each runs once with the tuning seed; the one
+with the best held-out reward at its end then runs with further seeds. Each run is a process of its own, and its result
+is written as soon as it is there, so that the suite can be stopped at any moment and carried on.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gerl.commandline.composition import compose_run
+from gerl.config import Config
+from gerl.config.changes import HARMLESS, settings_of
+from gerl.utils.files import finite, write_file
+
+HERE = Path(__file__).resolve().parent
+SUITE = HERE / "suite.yaml"
+RESULTS = HERE / "results" / "time_to_reward.json"
+PROGRAM = "benchmarks/time_to_reward.py"
+POLL = 0.2  # seconds between looks at the processes
+FIXED = ["checkpoint.every=0", "logger.progress=false", "logger.tensorboard=false", "cluster.launcher=local"]
+ONE_THREAD = "cluster.threads_per_worker=1"
+TUNE, FINAL = "tune", "final"
+Run = dict[str, Any]  # a result as the file has it
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of an algorithm: `keys` are those that the suite chooses, `arguments` all of the command line."""
+
+    algorithm: str
+    keys: tuple[str, ...]
+    arguments: tuple[str, ...]
+    fingerprint: str
+    config: Config = field(default_factory=Config, compare=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be made."""
+
+    candidate: Candidate
+    seed: int
+    stage: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The entries of a result that say which run it is of."""
+        return self.candidate.algorithm, self.candidate.keys, self.seed, self.stage, self.candidate.fingerprint
+
+    def command(self) -> list[str]:
+        """The command that makes this run, and no other."""
+        return [PROGRAM, self.candidate.algorithm, *self.candidate.arguments, "--seeds", str(self.seed)]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The plan: candidates by algorithm, and the seeds."""
+
+    candidates: Mapping[str, Sequence[Candidate]]
+    tuning_seed: int
+    seeds: Sequence[int]
+    images: int
+
+    @property
+    def length(self) -> int:
+        """Runs in all."""
+        return sum(len(found) + len(self.seeds) for found in self.candidates.values())
+
+    def next_job(self, runs: Iterable[Run], taken: Collection[Job] = ()) -> Job | None:
+        """The first job that has no result and is not `taken`; None if there is none, or none can start yet.
+
+        Breadth first: the first candidate of every algorithm, the second ..., then one seed of all, the next ... An
+        algorithm whose tuning is not complete is passed over.
+        """
+        done = list(runs)
+        known = {key_of(run) for run in done}
+        most = max((len(found) for found in self.candidates.values()), default=0)
+        tuning = [
+            Job(found[i], self.tuning_seed, TUNE)
+            for i in range(most)
+            for found in self.candidates.values()
+            if i < len(found)
+        ]
+        best = {name: best_candidate(found, self.tuning_seed, done) for name, found in self.candidates.items()}
+        final = [Job(chosen, seed, FINAL) for seed in self.seeds for chosen in best.values() if chosen is not None]
+        return next((job for job in (*tuning, *final) if job.key not in known and job not in taken), None)
+
+    def plans(self, run: Run) -> bool:
+        """Whether `run` is of one of the candidates as they are, or of an algorithm that is left out."""
+        found = self.candidates.get(run["algorithm"])
+        seeds = (self.tuning_seed,) if run["stage"] == TUNE else self.seeds
+        return found is None or any(Job(c, s, run["stage"]).key == key_of(run) for c in found for s in seeds)
+
+
+def read_suite(path: Path = SUITE, algorithms: Sequence[str] = (), overrides: Sequence[str] = ()) -> Suite:
+    """The plan of `algorithms` (none: all), every run changed by `overrides`; raises `ConfigError` and `KeyError`."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    names = algorithms or sorted(content["algorithms"])
+    candidates = {
+        name: [
+            candidate(name, entry["keys"], [*content["common"], *entry["keys"], *overrides])
+            for entry in content["algorithms"][name]
+        ]
+        for name in names
+    }
+    return Suite(candidates, content["tuning_seed"], content["seeds"], content["images"])
+
+
+def candidate(algorithm: str, keys: Sequence[str], arguments: Sequence[str]) -> Candidate:
+    """A candidate of the suite; of two `arguments` with the same key the later one counts."""
+    merged = {argument.partition("=")[0]: argument for argument in [*arguments, ONE_THREAD]}
+    config = compose_run([f"algorithm={algorithm}", *FIXED, *merged.values()]).config
+    return Candidate(algorithm, tuple(keys), tuple(merged.values()), fingerprint(config), config)
+
+
+def fingerprint(config: Config) -> str:
+    """A hash of the settings that decide what a run computes, without its seed."""
+    settings = {block: values for block, values in settings_of(config).items() if block not in HARMLESS}
+    settings["trainer"] = {key: value for key, value in settings["trainer"].items() if key != "seed"}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def best_candidate(candidates: Sequence[Candidate], seed: int, runs: Iterable[Run]) -> Candidate | None:
+    """The candidate with the best tuning run; None as long as one of them has no run."""
+    by_key = {key_of(run): run for run in runs}
+    found = [by_key.get(Job(c, seed, TUNE).key) for c in candidates]
+    known = [run for run in found if run is not None]
+    return candidates[found.index(best_run(known))] if known and len(known) == len(found) else None
+
+
+def best_run(runs: Sequence[Run]) -> Run:
+    """The run with the best held-out reward at its end; of equal ones the one with fewer evaluations, then the first.
+
+    A run that an error ended is the last choice.
+    """
+    return max(runs, key=lambda run: (not run["error"], last_reward(run), -evaluations(run["points"][-1])))
+
+
+def last_reward(run: Run) -> float:
+    """The held-out reward at the last validation; one that an error ended may have had it early."""
+    return float(run["points"][-1]["reward"])
+
+
+def evaluations(point: Mapping[str, Any]) -> int:
+    """Evaluations of the denoiser on an image, forward and backward, before a validation."""
+    return int(point["forward"] + point["backward"])
+
+
+def key_of(run: Run) -> tuple[Any, ...]:
+    """The entries that say which run it is, as `Job.key`."""
+    return run["algorithm"], tuple(run["overrides"]), run["seed"], run["stage"], run["fingerprint"]
+
+
+# --- the file of results
+
+
+def load_runs(path: Path) -> list[Run]:
+    """The results in a file, none if there is no file."""
+    runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    assert isinstance(runs, list)
+    return runs
+
+
+def save_runs(path: Path, runs: Sequence[Run]) -> None:
+    """Write the results complete or not at all, a line each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(finite(run)) for run in runs)
+    write_file(path, f"[\n{lines}\n]\n" if lines else "[]\n")
+
+
+def with_run(runs: Sequence[Run], new: Run, suite: Suite) -> list[Run]:
+    """`runs` with a new one, in place of those of its algorithm whose settings the suite no longer has."""
+    kept = [r for r in runs if r["algorithm"] != new["algorithm"] or (suite.plans(r) and key_of(r) != key_of(new))]
+    return sorted([*kept, new], key=lambda r: (r["algorithm"], r["stage"] == FINAL, r["seed"]))
+
+
+# --- running
+
+
+@dataclass
+class Process:
+    """A job that is going on, and the file that its result will be in."""
+
+    job: Job
+    popen: subprocess.Popen[bytes]
+    out: Path
+
+    def result(self) -> Run | None:
+        """What the process has measured; None if it ended without a result."""
+        if self.popen.wait() != 0 or not self.out.exists():
+            return None
+        run: Run = json.loads(self.out.read_text(encoding="utf-8"))
+        if run["fingerprint"] != self.job.candidate.fingerprint:  # a preset was edited meanwhile
+            return None
+        asked = {"overrides": list(self.job.candidate.keys), "stage": self.job.stage}
+        return {**run, **asked, "command": shlex.join(["python", *self.job.command()])}
+
+
+def start_process(job: Job, out: Path) -> subprocess.Popen[bytes]:
+    """Start a job with one thread; it ends when this process does, however that ends, for its stdin is a pipe."""
+    program, *arguments = job.command()
+    command = [sys.executable, str(HERE.parent / program), *arguments, "--out", str(out), "--end-with-stdin"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # a session of its own: Ctrl-C is for this process, which then ends the others
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
+
+
+def carry_out(
+    suite: Suite,
+    path: Path,
+    jobs: int = 1,
+    hours: float = inf,
+    start: Callable[[Job, Path], subprocess.Popen[bytes]] = start_process,
+) -> list[Job]:
+    """Make the runs that `path` lacks, `jobs` at a time, starting none after `hours`; returns those that failed."""
+    deadline = time.monotonic() + 3600 * hours
+    running: list[Process] = []
+    failed: list[Job] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for number in count():
+                taken = [*(process.job for process in running), *failed]
+                job = suite.next_job(load_runs(path), taken) if time.monotonic() < deadline else None
+                if job is not None and len(running) < jobs:
+                    out = Path(folder) / f"{number}.json"
+                    running.append(Process(job, start(job, out), out))
+                    continue
+                if not running:
+                    break
+                failed += collect(suite, path, running)
+        finally:
+            for process in running:
+                process.popen.kill()
+                process.popen.wait()
+    return failed
+
+
+def collect(suite: Suite, path: Path, running: list[Process]) -> list[Job]:
+    """Wait for one of the processes, write its result and take it off the list; returns its job if it failed."""
+    while not (ended := [process for process in running if process.popen.poll() is not None]):
+        time.sleep(POLL)
+    process = ended[0]
+    running.remove(process)
+    run = process.result()
+    words = " ".join([process.job.candidate.algorithm, process.job.stage, *process.job.candidate.keys])
+    if run is None:
+        print(f"{words} seed {process.job.seed}: failed, it is tried again when the suite is carried on", flush=True)
+        return [process.job]
+    runs = with_run(load_runs(path), run, suite)
+    save_runs(path, runs)
+    done = sum(r["algorithm"] in suite.candidates and suite.plans(r) for r in runs)
+    print(f"{words} seed {process.job.seed}: {last_reward(run):.3f} ({done} of {suite.length} runs)", flush=True)
+    return []

@@ -1,0 +1,285 @@
+"""The results of the suite of `time_to_reward.py`, from the file of results alone: a table, a ranking, and curves."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median_low, stdev
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import stats
+from suite import FINAL, TUNE, Run, best_run, evaluations, last_reward
+
+from gerl.commandline.composition import algorithm_of
+from gerl.config.algorithm import BY_NAME
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "algorithms.md"
+PICTURE = ROOT / "docs" / "pictures" / "time_to_reward.svg"
+BEGIN = "<!-- time_to_reward: begin, written by python benchmarks/time_to_reward.py --table -->"
+END = "<!-- time_to_reward: end -->"
+NOT_MEASURED = "not measured yet"
+GOAL = 0.9  # held-out reward of which the cost is given
+LEVEL = 0.05  # of the tests together
+MARKERS = "os^vDPX*<>"
+COLUMNS = (
+    *("algorithm", "group", "settings", "seeds", "held-out reward", "exactly as asked"),
+    *("evaluations", f"to {GOAL:g}", "CPU seconds", "images", "optimizer steps"),
+)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and half the width of its 95 % interval, None where one value says nothing about it."""
+
+    mean: float
+    half: float | None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" if self.half is None else f"{self.mean:.3f} ± {self.half:.3f}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The final runs of an algorithm with the settings that tuning chose."""
+
+    algorithm: str
+    runs: Sequence[Run]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Held-out reward of each seed at its last validation."""
+        return [last_reward(run) for run in self.runs]
+
+    def of_last(self, name: str) -> list[float]:
+        """An entry of the last validation of each seed."""
+        return [float(run["points"][-1][name]) for run in self.runs]
+
+    def to(self, goal: float) -> int | None:
+        """Evaluations until a validation is at `goal`, median over the seeds; None if fewer than half reach it."""
+        reached = [first_at(run, goal) for run in self.runs]
+        if sum(math.isfinite(cost) for cost in reached) * 2 < len(reached):
+            return None
+        return int(median_low(reached))
+
+
+def first_at(run: Run, goal: float) -> float:
+    """Evaluations that a run needed for a held-out reward of `goal`; infinite if it never had it."""
+    return next((float(evaluations(point)) for point in run["points"] if point["reward"] >= goal), math.inf)
+
+
+def summaries(runs: Iterable[Run]) -> list[Summary]:
+    """The algorithms that have final runs of their best candidate, the best one first."""
+    by_algorithm: dict[str, list[Run]] = {}
+    for run in runs:
+        by_algorithm.setdefault(run["algorithm"], []).append(run)
+    found = []
+    for name, own in by_algorithm.items():
+        if tuning := [run for run in own if run["stage"] == TUNE]:
+            best = best_run(tuning)
+            final = [r for r in own if r["stage"] == FINAL and same_settings(r, best)]
+            found += [Summary(name, final)] if final else []
+    return sorted(found, key=lambda summary: -fmean(summary.rewards))
+
+
+def same_settings(one: Run, other: Run) -> bool:
+    return (one["overrides"], one["fingerprint"]) == (other["overrides"], other["fingerprint"])
+
+
+# --- statistics
+
+
+def interval(values: Sequence[float], level: float = 0.95) -> Interval:
+    """Mean of independent values with its interval by Student's t distribution."""
+    if len(values) < 2:
+        return Interval(fmean(values), None)
+    t = float(stats.t.ppf((1 + level) / 2, len(values) - 1))
+    return Interval(fmean(values), t * stdev(values) / math.sqrt(len(values)))
+
+
+def welch(one: Sequence[float], other: Sequence[float]) -> float:
+    """p-value of Welch's t test, two-sided; 1 where a sample has fewer than two values."""
+    if min(len(one), len(other)) < 2:
+        return 1.0
+    if stdev(one) == stdev(other) == 0:
+        return float(one[0] == other[0])
+    return float(stats.ttest_ind(one, other, equal_var=False).pvalue)
+
+
+def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
+    """Which hypotheses are rejected by Holm's step-down procedure, with a family-wise error rate of `level`."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    rejected = [False] * len(p_values)
+    for rank, i in enumerate(order):
+        if p_values[i] > level / (len(p_values) - rank):
+            break
+        rejected[i] = True
+    return rejected
+
+
+def groups(count: int, different: Iterable[tuple[int, int]]) -> list[set[int]]:
+    """The largest groups of `range(count)` in which no two are `different`, ordered by their first members.
+
+    By inserting and absorbing (Piepho 2004, A compact letter display): a group with a different pair becomes two, each
+    without one of them; groups inside others go.
+    """
+    found = [set(range(count))] if count else []
+    for pair in different:
+        split = [group - {one} for group in found if group.issuperset(pair) for one in pair]
+        whole = [group for group in found if not group.issuperset(pair)]
+        for group in sorted(split, key=len, reverse=True):
+            if not any(group <= other for other in whole):
+                whole.append(group)
+        found = whole
+    return sorted(found, key=sorted)
+
+
+def letters(found: Sequence[Summary], level: float = LEVEL) -> list[str]:
+    """A text for each of the algorithms; those that share a letter are not told apart by their rewards."""
+    pairs = list(combinations(range(len(found)), 2))
+    rejected = holm([welch(found[i].rewards, found[j].rewards) for i, j in pairs], level)
+    members = groups(len(found), [pair for pair, is_rejected in zip(pairs, rejected, strict=True) if is_rejected])
+    return ["".join(letter(k) for k, group in enumerate(members) if i in group) for i in range(len(found))]
+
+
+def letter(number: int) -> str:
+    """a, b, ... z, and numbers in brackets after that."""
+    return chr(ord("a") + number) if number < 26 else f"({number})"
+
+
+# --- the table
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The section of docs/algorithms.md: table, ranking, conditions and picture."""
+    found = summaries(runs)
+    if not found:
+        return NOT_MEASURED
+    marks = letters(found)
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(cells(summary, mark))} |" for summary, mark in zip(found, marks, strict=True)]
+    picture = f"![Held-out reward against denoiser evaluations](pictures/{PICTURE.name})"
+    return "\n".join([*lines, "", ranking(found, marks), "", conditions(found), "", picture])
+
+
+def cells(summary: Summary, mark: str) -> list[str]:
+    """An algorithm's row."""
+    to_goal = summary.to(GOAL)
+    stopped = sum(bool(run["error"]) for run in summary.runs)
+    costs = [fmean(evaluations(run["points"][-1]) for run in summary.runs), fmean(summary.of_last("cpu_seconds"))]
+    images, steps = fmean(summary.of_last("images")), fmean(run["optimizer_steps"] for run in summary.runs)
+    return [
+        f"`{summary.algorithm}`",
+        mark,
+        " ".join(f"`{key}`" for key in summary.runs[0]["overrides"]),
+        f"{len(summary.runs)}{f' ({stopped} diverged)' if stopped else ''}",
+        str(interval(summary.rewards)),
+        str(interval(summary.of_last("exact"))),
+        f"{costs[0]:,.0f}",
+        "-" if to_goal is None else f"{to_goal:,}",
+        f"{costs[1]:,.0f}",
+        f"{images:,.0f}",
+        f"{steps:,.0f}",
+    ]
+
+
+def ranking(found: Sequence[Summary], marks: Sequence[str]) -> str:
+    """Which differences between the rewards are significant, in words."""
+    pairs = math.comb(len(found), 2)
+    words = [
+        "Rewards of algorithms that share a letter are not told apart; all other differences are significant (Welch's "
+        f"t tests of {pairs} pair{'' if pairs == 1 else 's'} with Holm's correction, {100 * LEVEL:g} % together):",
+        "",
+    ]
+    for mark in dict.fromkeys(character for text in marks for character in text):
+        members = [f"`{s.algorithm}`" for s, text in zip(found, marks, strict=True) if mark in text]
+        words.append(f"* {mark}: {', '.join(members)}")
+    return "\n".join(words)
+
+
+def conditions(found: Sequence[Summary]) -> str:
+    """What all runs have in common: the base model, code, versions and machine."""
+    runs = [run for summary in found for run in summary.runs]
+    base = words(f"{run['points'][0]['reward']:.3f}" for run in runs)
+    code = words(version(run["gerl"]) for run in runs)
+    torch, machines = words(str(run["torch"]) for run in runs), words(machine(run["hardware"]) for run in runs)
+    return f"Base model: {base}. Measured with gerl {code}, torch {torch}, one thread a run of {machines}."
+
+
+def words(values: Iterable[str]) -> str:
+    """The different ones among `values`."""
+    return ", ".join(sorted(set(values)))
+
+
+def version(gerl: Mapping[str, object]) -> str:
+    commit, changed = str(gerl.get("commit"))[:7], " with changes" if gerl.get("dirty") else ""
+    return f"{gerl['version']} at {commit}{changed}"
+
+
+def machine(hardware: Mapping[str, object]) -> str:
+    return f"{hardware['cpu']} with {hardware['cores']} cores"
+
+
+def write_table(runs: Sequence[Run], page: Path = PAGE) -> None:
+    """Replace the section of the page between the marks."""
+    page.write_text(with_section(page.read_text(encoding="utf-8"), table(runs)), encoding="utf-8")
+
+
+def with_section(text: str, content: str) -> str:
+    """`text` with `content` between the marks; raises `ValueError` where they are not there once each."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end) or BEGIN in after or END in after:
+        raise ValueError(f"the page must have {BEGIN} and {END} once each, in this order")
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
+
+
+# --- the curves
+
+
+def plot(runs: Sequence[Run], path: Path = PICTURE) -> None:
+    """Draw held-out reward against denoiser evaluations, mean and 95 % interval, a line for each algorithm."""
+    found = summaries(runs)
+    if not found:
+        print(f"{NOT_MEASURED}: no picture")
+        return
+    # texts stay texts and names do not change, so that a new picture differs only where the numbers do
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gerl", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(11, 5), layout="constrained")
+        axes = figure.subplots(1, 2, sharex=True, sharey=True)
+        families = {"policy gradients": True, "forward process": False}
+        for side, (title, is_gradient) in zip(axes, families.items(), strict=True):
+            own = [s for s in found if BY_NAME[algorithm_of(s.algorithm)].scores_steps == is_gradient]
+            for number, summary in enumerate(own):
+                draw(side, summary, number)
+            side.set(title=title, xlabel="evaluations of the denoiser", xlim=(0, None))
+            side.grid(alpha=0.3)
+            if own:
+                side.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
+        axes[0].set(ylabel="held-out OCR reward")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    print(path)
+
+
+def draw(axes: Axes, summary: Summary, number: int) -> None:
+    """The curve of an algorithm, the `number`-th of its panel."""
+    points = curve(summary)
+    cost, means = [x for x, _ in points], [y.mean for _, y in points]
+    (line,) = axes.plot(
+        cost, means, color=f"C{number}", marker=MARKERS[number % len(MARKERS)], markersize=4, label=summary.algorithm
+    )
+    halves = [y.half or 0.0 for _, y in points]
+    low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
+    axes.fill_between(cost, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+
+
+def curve(summary: Summary) -> list[tuple[float, Interval]]:
+    """Mean evaluations and held-out reward at each validation that all seeds have."""
+    by_step = [{point["step"]: point for point in run["points"]} for run in summary.runs]
+    common = sorted(set.intersection(*(set(points) for points in by_step)))
+    rows = [[points[step] for points in by_step] for step in common]
+    return [(fmean(map(evaluations, row)), interval([float(point["reward"]) for point in row])) for row in rows]

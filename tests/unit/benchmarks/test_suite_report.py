@@ -1,0 +1,166 @@
+"""The table of time_to_reward: intervals, significance and costs, and that docs/algorithms.md has it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import suite_report as report
+from scipy import stats
+from suite import FINAL, RESULTS, TUNE, load_runs
+
+
+def run(
+    name: str,
+    reward: float,
+    seed: int = 1,
+    stage: str = FINAL,
+    keys: tuple[str, ...] = ("actor.lr=1e-3",),
+    middle: float = 0.6,
+    error: str = "",
+) -> dict[str, Any]:
+    """A result with validations at steps 0, 5 and 10."""
+    rewards = (0.5, middle, reward)
+    points = [
+        {"step": 5 * i, "forward": 20 * i, "backward": 10 * i, "cpu_seconds": 3.0 * i, "images": 480 * i}
+        | {"reward": r, "exact": r / 2}
+        for i, r in enumerate(rewards)
+    ]
+    return {
+        "algorithm": name, "overrides": list(keys), "seed": seed, "stage": stage, "fingerprint": "-".join(keys),
+        "points": points, "optimizer_steps": 20, "error": error, "torch": "2.0",
+        "gerl": {"version": "0.1.0", "commit": "0123456789"}, "hardware": {"cpu": "a CPU", "cores": 2},
+    }  # fmt: skip
+
+
+def runs_of(name: str, *rewards: float) -> list[dict[str, Any]]:
+    final = [run(name, reward, seed) for seed, reward in enumerate(rewards, start=1)]
+    return [run(name, 0.7, 0, TUNE), *final]
+
+
+# --- statistics
+
+
+def test_the_interval_is_the_textbooks() -> None:
+    found = report.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found.mean == 3 and found.half == pytest.approx(2.776445 * math.sqrt(2.5 / 5))  # t of 4 degrees, 97.5 %
+    assert str(report.interval([0.5, 0.7])) == f"0.600 ± {12.7062 * 0.1:.3f}"
+    assert report.interval([0.5]) == report.Interval(0.5, None) and str(report.interval([0.5])) == "0.500"
+
+
+def test_welch() -> None:
+    # by hand: t = -1 / sqrt(1/3 + 4/3), degrees (5/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2)
+    t, degrees = -1 / math.sqrt(5 / 3), (5 / 3) ** 2 / ((1 / 9 + 16 / 9) / 2)
+    assert report.welch([1.0, 2.0, 3.0], [1.0, 3.0, 5.0]) == pytest.approx(2 * stats.t.cdf(t, degrees))
+    assert report.welch([1.0], [5.0, 6.0]) == 1
+    assert report.welch([1.0, 1.0], [1.0, 1.0]) == 1 and report.welch([1.0, 1.0], [2.0, 2.0]) == 0
+
+
+def test_holm() -> None:
+    # the example of Holm's procedure: against 0.05/4, 0.05/3, 0.05/2; the third fails and so does the last
+    assert report.holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
+    assert report.holm([0.024, 0.03]) == [True, True]
+    assert report.holm([0.03, 0.03]) == [False, False] and report.holm([]) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "different", "expected"),
+    [
+        (0, [], []),
+        (3, [], [{0, 1, 2}]),
+        (3, [(0, 2)], [{0, 1}, {1, 2}]),
+        (3, [(0, 1), (0, 2), (1, 2)], [{0}, {1}, {2}]),
+        (4, [(0, 1), (2, 3)], [{0, 2}, {0, 3}, {1, 2}, {1, 3}]),
+        (4, [(0, 2), (0, 3), (1, 3)], [{0, 1}, {1, 2}, {2, 3}]),
+    ],
+)
+def test_groups_are_the_largest_without_a_difference(
+    count: int, different: list[tuple[int, int]], expected: list[set[int]]
+) -> None:
+    assert report.groups(count, different) == expected
+
+
+# --- from the results to the table
+
+
+def test_algorithms_are_ranked_by_the_final_runs_of_their_best_candidate() -> None:
+    keys = ("actor.lr=3e-3",)
+    runs = [*runs_of("awm", 0.7, 0.8), *runs_of("rwr", 0.9, 0.8)]
+    runs += [run("awm", 0.75, 0, TUNE, keys), run("awm", 0.9, 1, keys=keys), run("awm", 0.92, 2, keys=keys)]
+    runs += [run("dgpo", 0.99, 0, TUNE)]  # tuned only
+    found = report.summaries(runs)
+    assert [summary.algorithm for summary in found] == ["awm", "rwr"]
+    assert found[0].rewards == [0.9, 0.92] and found[1].rewards == [0.9, 0.8]
+
+
+def test_results_of_settings_that_changed_are_not_mixed() -> None:
+    runs = runs_of("awm", 0.7, 0.8)
+    assert not report.summaries([{**r, "fingerprint": "old"} if r["stage"] == FINAL else r for r in runs])
+
+
+def test_evaluations_to_the_goal_are_a_median_over_the_seeds() -> None:
+    def cost(*reached: str) -> int | None:
+        values = {"middle": (0.9, 0.95), "end": (0.6, 0.9), "never": (0.6, 0.89)}
+        own = [run("awm", values[r][1], seed, middle=values[r][0]) for seed, r in enumerate(reached)]
+        return report.Summary("awm", own).to(0.9)
+
+    assert cost("middle", "middle", "end") == 30 and cost("middle", "end", "never") == 60
+    assert cost("never", "never", "middle") is None and cost("never", "middle") == 30
+
+
+def test_letters() -> None:
+    runs = [*runs_of("awm", 0.90, 0.91, 0.92, 0.91), *runs_of("rwr", 0.91, 0.90, 0.92, 0.90)]
+    runs += runs_of("crd", 0.60, 0.61, 0.62, 0.61)
+    assert report.letters(report.summaries(runs)) == ["a", "a", "b"]
+    assert report.letters(report.summaries(runs_of("awm", 0.9))) == ["a"]
+    assert [report.letter(0), report.letter(25), report.letter(26)] == ["a", "z", "(26)"]
+
+
+def test_the_table() -> None:
+    runs = [*runs_of("awm", 0.90, 0.92), *runs_of("rwr", 0.70)]
+    runs[1]["error"] = "the weights grew"
+    lines = report.table(runs).splitlines()
+    half = 12.7062 * 0.01
+    reward, exact = f"0.910 ± {half:.3f}", f"0.455 ± {half / 2:.3f}"
+    assert lines[2] == f"| `awm` | a | `actor.lr=1e-3` | 2 (1 diverged) | {reward} | {exact} | 60 | 60 | 6 | 960 | 20 |"
+    assert lines[3] == "| `rwr` | a | `actor.lr=1e-3` | 1 | 0.700 | 0.350 | 60 | - | 6 | 960 | 20 |"
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+    assert "* a: `awm`, `rwr`" in lines and any("0123456" in line and "a CPU with 2 cores" in line for line in lines)
+    assert report.table(runs[:1]) == report.table([]) == "not measured yet"
+
+
+def test_the_section_is_replaced_and_nothing_else() -> None:
+    page = f"before\n{report.BEGIN}\n\nold\n\n{report.END}\nafter"
+    once = report.with_section(page, "new")
+    assert once == page.replace("old", "new") == report.with_section(once, "new")
+    for wrong in ("no marks", page.replace(report.END, ""), page + report.BEGIN):
+        with pytest.raises(ValueError, match="once each"):
+            report.with_section(wrong, "new")
+
+
+def test_the_page_has_the_committed_results() -> None:
+    page = report.PAGE.read_text(encoding="utf-8")
+    has = page == report.with_section(page, report.table(load_runs(RESULTS)))
+    assert has, "run python benchmarks/time_to_reward.py --table"
+
+
+# --- the curves
+
+
+def test_a_curve_is_a_mean_over_the_seeds_at_each_validation() -> None:
+    [summary] = report.summaries(runs_of("awm", 0.8, 0.9))
+    summary.runs[0]["points"].insert(2, {**summary.runs[0]["points"][2], "step": 7})  # of one seed only
+    found = report.curve(summary)
+    assert [cost for cost, _ in found] == [0, 30, 60]
+    assert [y.mean for _, y in found] == pytest.approx([0.5, 0.6, 0.85])
+
+
+def test_the_picture_has_every_algorithm_and_is_the_same_again(tmp_path: Path) -> None:
+    runs = [*runs_of("awm", 0.8, 0.9), *runs_of("flow_grpo", 0.7, 0.8), *runs_of("mix_grpo_flash", 0.6)]
+    for name in ("one.svg", "two.svg"):
+        report.plot(runs, tmp_path / name)
+    drawn = (tmp_path / "one.svg").read_text()
+    assert all(f">{name}</text>" in drawn for name in ("awm", "flow_grpo", "mix_grpo_flash"))
+    assert drawn == (tmp_path / "two.svg").read_text()
+    report.plot([], tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()
