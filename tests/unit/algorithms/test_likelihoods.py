@@ -27,7 +27,7 @@ def squared(**keys: float) -> PolicyGradient:
 
 
 def published(step: ReplayedStep) -> torch.Tensor:
-    """-(x' - mean)^2, mean over all but the batch: sd3_sde_with_logprob.py:86-89."""
+    """-(x' - mean)^2, mean but for the batch: yifan123/flow_grpo sd3_sde_with_logprob.py:86-89."""
     assert step.x_next is not None
     return -((step.x_next - step.mean) ** 2).mean(dim=(1, 2, 3))
 
