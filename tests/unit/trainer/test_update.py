@@ -103,6 +103,6 @@ def test_how_far_ratios_went_is_said_of_off_policy_updates_only(caplog: pytest.L
             assert measured.spread(UpdateStats(4, sums, 0.31))["actor/off_policy/clip_range"] == 1e-3
     (said,) = caplog.messages
     assert said == (
-        "in the first off-policy update |log ratio| is 0.1 on average and |ratio - 1| at most 0.31: 75 % of the (sample, "
-        "timestep) pairs are outside the clip range of 0.002 below and 0.001 above 1"
+        "in the first off-policy update |log ratio| is 0.1 on average and |ratio - 1| at most 0.31: 75 % of the "
+        "(sample, timestep) pairs are outside the clip range of 0.002 below and 0.001 above 1"
     )
