@@ -289,10 +289,10 @@ class BranchGRPOConfig(TreeConfig):
             raise ConfigError(
                 f"algorithm.split_steps={list(self.split_steps)}: the last stochastic step is {last}, split before"
             )
-        if sampling.kernel == "cps" and self.split_noise * sampling.noise_level > 1:
+        if self.split_noise > 1 and sampling.kernel in ("cps", "ddim") and self.split_noise * sampling.noise_level > 1:
             raise ConfigError(
                 f"algorithm.split_noise={self.split_noise}: times sampling.noise_level={sampling.noise_level} it is "
-                "above 1, the most that cps takes; lower one"
+                f"above 1, the most that {sampling.kernel} takes; lower one"
             )
 
 
