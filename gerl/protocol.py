@@ -71,6 +71,7 @@ class Segment:
     rows: tuple[int, ...] = ()  # [R]
     start: int = 0
     stop: int | None = None  # None: to the end, where the rows are the samples `leaves`
+    noise: tuple[tuple[int, float], ...] = ()  # steps whose noise level is not sampling.noise_level, and what it is
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class SamplingProbe:
-    """Measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, and the stochastic
-    steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa)."""
+    """Measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, the stochastic
+    steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa), and the
+    dimensions of an image's latents."""
 
     log_ratio_noise: float
     reversed_noise: list[tuple[int, float, float, float]]
+    dimensions: int = 1

@@ -5,8 +5,9 @@ before, its computation included, and draw noise of their own from there on. A n
 its advantage compares it with the nodes of the same depth and prompt, and credits the steps up to the next split. Every
 edge of the tree is trained once.
 
-All noise is drawn with the std that its log-probability has; the published code widens the noise at splits without
-telling the likelihood, which makes its ratios wrong.
+At a split the noise level is `split_noise` times as high, so that the children differ enough for their rewards to. It
+is that of the recorded step, mean and log-probability included; the published code widens the noise that it draws there
+without telling the likelihood, which makes its ratios wrong.
 """
 
 from collections.abc import Sequence
@@ -52,7 +53,9 @@ class BranchGRPO(PolicyGradient):
             window = tuple(range(start, stop))
             leaves = tuple(range(0, count * per_row, per_row))
             last = depth == len(splits) - 1
-            segments.append(Segment(tuple(seeds), leaves, window, window, depth, rows, start, None if last else stop))
+            noise = ((start, self.settings.split_noise * self.config.sampling.noise_level),)
+            segment = Segment(tuple(seeds), leaves, window, window, depth, rows, start, None if last else stop, noise)
+            segments.append(segment)
         samples = [
             replace(root, index=root.index * self.leaves_per_tree + i, seed=seeds[row * self.leaves_per_tree + i])
             for row, root in enumerate(roots)

@@ -244,6 +244,15 @@ def _ratio_metrics(
     return dict(zip(names, torch.stack(values).tolist(), strict=True))  # one device synchronisation
 
 
+SPREAD = ("log_ratio_abs", "outside_fraction")  # metrics that say something off policy only
+
+
+def ratio_spread(log_ratio: torch.Tensor, outside: torch.Tensor) -> dict[str, float]:
+    """How far ratios `[B]` have gone: the mean |log ratio|, and the share that is `outside` the trust region."""
+    means = torch.stack([log_ratio.detach().abs().mean(), outside.float().mean()])
+    return dict(zip(SPREAD, means.tolist(), strict=True))
+
+
 def guard_log_ratio(
     log_prob: torch.Tensor, old_log_prob: torch.Tensor, mean: torch.Tensor, old_mean: torch.Tensor, std: float
 ) -> torch.Tensor:

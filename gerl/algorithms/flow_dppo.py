@@ -7,7 +7,7 @@ so that a single unlikely noise draw does not stop a step that has hardly moved.
 
 import torch
 
-from gerl.algorithms.core_algos import gaussian_kl, masked_policy_loss
+from gerl.algorithms.core_algos import gaussian_kl, masked_policy_loss, ratio_spread
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.config.algorithm import FlowDPPOConfig
 from gerl.engine import ReplayedStep
@@ -23,5 +23,6 @@ class FlowDPPO(FlowGRPO):
         log_ratio = self.log_ratio(step)
         old_mean = step.mean.detach() if self.settings.cfg == "off" else step.recorded_mean
         assert old_mean is not None
-        kl = gaussian_kl(step.mean.detach(), old_mean, step.std)
-        return masked_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, kl, self.settings.kl_threshold)
+        kl, threshold = gaussian_kl(step.mean.detach(), old_mean, step.std), self.settings.kl_threshold
+        losses, metrics = masked_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, kl, threshold)
+        return losses, metrics | ratio_spread(log_ratio, kl >= threshold)

@@ -67,10 +67,11 @@ def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[i
 
 
 def _moving_start(sampling: SamplingConfig, step: int) -> int:
-    """Start of a window that moves on by its size, from the first step to the last and over again; never empty."""
+    """Start of a window that moves on by its stride, from the first step to the last and over again; never empty."""
     first, end = sampling.steps_range
     size, every = sampling.trained_steps, sampling.window_every
-    starts = list(range(first, end - size, size)) + [end - size]
+    stride = size if sampling.window_stride is None else sampling.window_stride
+    starts = [*range(first, end - size, stride), end - size] if stride else [first]
     middle = (first + end) / 2
     decay = DECAY_RATE if sampling.window_schedule == "decay" else 0.0
     stays = [max(1, round(every * math.exp(-decay * max(0.0, start - middle)))) for start in starts]

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from gerl.algorithms.base import Algorithm, Batch
-from gerl.algorithms.core_algos import RELATIVE_WEIGHTS, clipped_policy_loss, kl_divergence, step_weights
+from gerl.algorithms.core_algos import (
+    RELATIVE_WEIGHTS,
+    clipped_policy_loss,
+    kl_divergence,
+    ratio_spread,
+    step_weights,
+)
 from gerl.config import Config
 from gerl.config.algorithm import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
@@ -35,13 +41,17 @@ class PolicyGradient(Algorithm):
         unguided = self.settings.cfg == "off"
         old = step.log_prob.detach() if unguided else step.recorded_log_prob
         assert old is not None
-        return step.log_prob - old
+        log_ratio = step.log_prob - old
+        # -(x' - mean)^2 is 2 std^2 times the Gaussian's log-likelihood, up to a constant
+        return 2 * step.std**2 * log_ratio if self.settings.step_likelihood == "squared_error" else log_ratio
 
     def policy_loss(self, step: ReplayedStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """Losses `[B]` of the rows at one step, and the metrics of `clipped_policy_loss`."""
-        log_ratio, bounds = self.log_ratio(step), self.settings.clip_range
+        """Losses `[B]` of the rows at one step, the metrics of `clipped_policy_loss`, and `ratio_spread`."""
+        log_ratio, bounds = self.log_ratio(step), self.settings.clip_range_at(step.x[0].numel())
         assert bounds is not None
-        return clipped_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, *bounds)
+        losses, metrics = clipped_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, *bounds)
+        off = log_ratio.detach().expm1()
+        return losses, metrics | ratio_spread(log_ratio, (off > bounds[1]) | (off < -bounds[0]))
 
     def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
         settings, tape = self.settings, batch.tape

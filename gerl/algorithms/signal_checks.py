@@ -1,6 +1,6 @@
 """Warnings about settings that cannot work."""
 
-from gerl.config import ActorConfig
+from gerl.config import ActorConfig, AlgorithmConfig
 from gerl.protocol import SamplingProbe
 
 
@@ -16,6 +16,12 @@ def ratio_problem(deviation: float, limit: float) -> str:
         f"{limit:g}: the replay does not compute what the rollout did; try model.dtype=float32, the same micro-"
         "batch size for rollout and actor, or model.compile=null"
     )
+
+
+def nearer_bound(algorithm: AlgorithmConfig, probe: SamplingProbe) -> float | None:
+    """How far the ratio may go from 1 for the latents of `probe` before it is clipped; None where it is not."""
+    bounds = algorithm.clip_range_at(probe.dimensions)
+    return min(bounds) if bounds else None
 
 
 def probe_warnings(probe: SamplingProbe, clip: float | None) -> list[str]:

@@ -4,12 +4,21 @@
 algorithms read stands in a class that they inherit from. What an algorithm does is in `gerl/algorithms`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import Field
 
-from gerl.config.choices import AdvantageEstimator, CfgMode, KLKind, LikelihoodWeighting, StdKind, StepWeighting
+from gerl.config.choices import (
+    AdvantageEstimator,
+    CfgMode,
+    KLKind,
+    LikelihoodWeighting,
+    StdKind,
+    StepLikelihood,
+    StepWeighting,
+)
 from gerl.config.sampling import SamplingConfig
 from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
@@ -68,6 +77,11 @@ class AlgorithmConfig(Block):
         """How far below and above 1 the ratio may go; None where it is not bounded."""
         return None
 
+    def clip_range_at(self, dimensions: int) -> tuple[float, float] | None:
+        """`clip_range` for latents of so many dimensions."""
+        del dimensions
+        return self.clip_range
+
     @property
     def subtracts_kl(self) -> bool:
         """Whether the KL to the base model is subtracted from the rewards rather than added to the loss."""
@@ -110,6 +124,26 @@ class ClippedConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True)
+class TrajectoryClipConfig(ClippedConfig):
+    """The ratio is that of log-probabilities that are means over the D dimensions of the latents.
+
+    Their difference is a mean of D independent terms and spreads as 1 / sqrt(D): what is a narrow range for one size is
+    a wide one for another.
+    """
+
+    clip_dimensions: int | None = key(
+        65536,
+        "latent dimensions that clip_low and clip_high are for (SD3 at 512 x 512: 65536): with D dimensions they count "
+        "times sqrt(this / D); null: as they are",
+        low=1,
+    )
+
+    def clip_range_at(self, dimensions: int) -> tuple[float, float]:
+        scale = 1.0 if self.clip_dimensions is None else math.sqrt(self.clip_dimensions / dimensions)
+        return scale * self.clip_low, scale * self.clip_high
+
+
+@dataclass(frozen=True)
 class PolicyGradientConfig(AlgorithmConfig):
     """The noise of a trajectory's stochastic steps is scored."""
 
@@ -122,6 +156,11 @@ class PolicyGradientConfig(AlgorithmConfig):
     def step_weighting(self) -> StepWeighting:
         """The factors of the steps' losses."""
         return "uniform"
+
+    @property
+    def step_likelihood(self) -> StepLikelihood:
+        """The log-likelihood that the ratio is of."""
+        return "gaussian"
 
     def check(self) -> None:
         super().check()
@@ -184,7 +223,7 @@ class ChainConfig(WeightedConfig, NormalisedConfig):
 
 
 @dataclass(frozen=True)
-class TreeConfig(PolicyGradientConfig, ClippedConfig):
+class TreeConfig(PolicyGradientConfig, TrajectoryClipConfig):
     """Images share the beginning of a trajectory."""
 
     branches = True
@@ -205,12 +244,21 @@ class TreeConfig(PolicyGradientConfig, ClippedConfig):
 
 
 @dataclass(frozen=True)
-class FlowGRPOConfig(ChainConfig, ClippedConfig):
+class FlowGRPOConfig(ChainConfig, TrajectoryClipConfig):
     name: Literal["flow_grpo", "flow_grpo_fast", "dance_grpo", "mix_grpo", "ddpo"] = _name("flow_grpo")
+    likelihood: StepLikelihood = key(
+        "gaussian",
+        "log-likelihood of a step in the ratio: the Gaussian's, or -(x' - mean)^2, 2 std^2 times as steep (published "
+        "with cps)",
+    )
+
+    @property
+    def step_likelihood(self) -> StepLikelihood:
+        return self.likelihood
 
 
 @dataclass(frozen=True)
-class GRPOGuardConfig(ChainConfig, ClippedConfig):
+class GRPOGuardConfig(ChainConfig, TrajectoryClipConfig):
     name: Literal["grpo_guard"] = _name("grpo_guard")
 
 
@@ -229,6 +277,11 @@ class TempFlowGRPOConfig(WeightedConfig, TreeConfig, NormalisedConfig):
 class BranchGRPOConfig(TreeConfig):
     name: Literal["branch_grpo"] = _name("branch_grpo")
     split_steps: list[int] = key([0, 2, 4], "steps at which a trajectory splits")
+    split_noise: float = key(
+        1.0,
+        "factor of sampling.noise_level at the steps at which a trajectory splits, so that its children differ",
+        above=0,
+    )
 
     def check(self) -> None:
         super().check()
@@ -241,6 +294,11 @@ class BranchGRPOConfig(TreeConfig):
         if self.split_steps[-1] > last:
             raise ConfigError(
                 f"algorithm.split_steps={list(self.split_steps)}: the last stochastic step is {last}, split before"
+            )
+        if self.split_noise > 1 and sampling.kernel in ("cps", "ddim") and self.split_noise * sampling.noise_level > 1:
+            raise ConfigError(
+                f"algorithm.split_noise={self.split_noise}: times sampling.noise_level={sampling.noise_level} it is "
+                f"above 1, the most that {sampling.kernel} takes; lower one"
             )
 
 

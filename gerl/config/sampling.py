@@ -33,7 +33,10 @@ class SamplingConfig(Block):
     window_range: list[int] | None = main_key(
         None, "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last"
     )
-    window_schedule: WindowSchedule = key("random", "random; shift by window_size; shift faster over time (MixGRPO)")
+    window_schedule: WindowSchedule = key("random", "random; shift by window_stride; shift faster over time (MixGRPO)")
+    window_stride: int | None = key(
+        None, "steps by which a window that moves goes on; null: its size; 0: it stays at the first steps", low=0
+    )
     window_every: int = key(1, "trainer steps for which a window stays where it is", low=1)
     window_per: WindowScope = key("step", "one random window per trainer step, or per group")
     call: dict[str, Any] = key({}, "further keyword arguments of the pipeline's __call__, such as max_sequence_length")

@@ -6,7 +6,7 @@ branching step the pipeline forms its model output from what the denoiser said i
 a rollout.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,6 +35,7 @@ def branch(
     solver: str = "euler",
     compression: float = 1.0,
     stop: int | None = None,
+    noise_at: Mapping[int, float] | None = None,
 ) -> tuple[BaseOutput | None, Tape]:
     """Go on from step `step` of the samples `index` of `tape`; return the pipeline's output and the children's tape.
 
@@ -60,7 +61,7 @@ def branch(
     parents = tape.rows(index)
     child = Tape(select_call(tape.call, index), len(index), probe=parents.probe)
     sampler = Sampler(kernel, noise_level, solver, compression)
-    recorder = BranchRecorder(parents, step, child, sampler, window, generators, stop)
+    recorder = BranchRecorder(parents, step, child, sampler, window, generators, stop, noise_at)
     return recorder.run(pipe, select_call(tape.call, index), generators), child
 
 
@@ -89,8 +90,9 @@ class BranchRecorder(Recorder):
         window: Iterable[int] | None,
         generators: Sequence[torch.Generator] | None,
         stop: int | None,
+        noise_at: Mapping[int, float] | None,
     ) -> None:
-        super().__init__(tape, sampler, window, generators, stop)
+        super().__init__(tape, sampler, window, generators, stop, noise_at)
         self.parents, self.fork = parents, fork
         calls = parents.component_calls
         self.looped = {c.component for c in calls if c.step > 0}

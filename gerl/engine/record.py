@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from diffusers import DiffusionPipeline, SchedulerMixin
@@ -34,6 +35,7 @@ def record(
     solver: str = "euler",
     compression: float = 1.0,
     stop: int | None = None,
+    noise_at: Mapping[int, float] | None = None,
 ) -> tuple[BaseOutput | None, Tape]:
     """Run `pipe(**call)` without gradient; return its output and the tape that `replay` needs.
 
@@ -50,7 +52,8 @@ def record(
 
     `stop`: leave the pipeline where it is about to take this step: the tape ends before it, but has what the denoiser
     said there, so that `branch` can go on from it; it keeps the denoiser's outputs however large (those of FLUX Kontext
-    have the reference picture's tokens). The output is None.
+    have the reference picture's tokens). The output is None. `noise_at`: noise levels of single stochastic steps, where
+    it is not `noise_level`.
 
     Raises `ModelError` where the scheduler has no transition kernel, the solver is not for it, or `window` or `stop`
     name a step that cannot be.
@@ -59,7 +62,7 @@ def record(
     arguments = {name: value for name, value in call.items() if name != "generator"}
     tape = Tape(select_call(arguments, range(n)), n)
     sampler = Sampler(kernel, noise_level, solver, compression)
-    recorder = Recorder(tape, sampler, window, check_generators(generators, n), stop)
+    recorder = Recorder(tape, sampler, window, check_generators(generators, n), stop, noise_at)
     # fresh lists both times: some pipelines write into theirs
     arguments = select_call(arguments, range(n))
     output = recorder.run(pipe, arguments, check_generators(init_generators, n) or generators)
@@ -100,10 +103,13 @@ class Recorder:
         window: Iterable[int] | None,
         generators: Sequence[torch.Generator] | None,
         stop: int | None = None,
+        noise_at: Mapping[int, float] | None = None,
     ) -> None:
         self.tape, self.sampler, self.generators, self.stop = tape, sampler, generators, stop
         self.window = None if window is None else frozenset(window)
         self.transitions, self.solver = Transitions(sampler), OdeSolver(sampler.solver)
+        levels = (noise_at or {}).items()
+        self.transitions_at = {k: Transitions(replace(sampler, noise_level=level)) for k, level in levels}
         self.caches = Caches()
         self.depth = 0  # nesting of answered methods: only the outermost is answered in a replay
         self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
@@ -159,7 +165,8 @@ class Recorder:
         edited = before is not x and before.shape == x.shape
         written = before.to(sample.dtype) != sample if edited else None
         stochastic = None if self.window is None else k in self.window
-        rule = self.transitions.next_rule(scheduler, timestep, stochastic, self.spans.get(k, ONE_STEP))
+        transitions = self.transitions_at.get(k, self.transitions)
+        rule = transitions.next_rule(scheduler, timestep, stochastic, self.spans.get(k, ONE_STEP))
         mean, log_prob = None, None
         if rule.std > 0:
             mean = rule.mean(x, model_output)

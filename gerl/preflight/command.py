@@ -14,7 +14,7 @@ import torch
 
 from gerl.algorithms import Algorithm, Rewards, build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
-from gerl.algorithms.signal_checks import ratio_limit
+from gerl.algorithms.signal_checks import nearer_bound, ratio_limit
 from gerl.cluster import Cluster
 from gerl.config import Config
 from gerl.errors import ConfigError, DataError, GerlError, TrainingError
@@ -74,6 +74,7 @@ def examine(config: Config, report: Report, folder: Path) -> None:
     report.run = runs[1]
     if config.algorithm.scores_steps and config.algorithm.cfg != "off":
         report.probe = bench.probe(report.run.drawn)
+        report.clip = nearer_bound(config.algorithm, report.probe)
     report.stock_difference, report.parts_difference = bench.compare(max(bench.smallest, COMPARED))
     judge_faithful(report, config, half)
     judge_run(report, bench.trained_steps)
@@ -118,7 +119,6 @@ def load(worker: HybridWorker, report: Report) -> bool:
             f"that {own} draws after training may differ from those that validation shows"
         )
     if config.algorithm.scores_steps:
-        report.clip = min(bounds) if (bounds := config.algorithm.clip_range) else None
         report.max_ratio_deviation = ratio_limit(config.actor, info.half_precision)
     return info.half_precision
 

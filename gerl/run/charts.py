@@ -28,6 +28,7 @@ SIGNALS = (
     ("groups with equal rewards, share (no signal)", "group/zero_std_fraction"),
     ("distance to the base model, mean per latent value", "actor/kl"),
     ("clipped, share of (image, timestep) pairs", "actor/clip_fraction"),
+    ("outside the clip range, share of off-policy pairs", "actor/off_policy/outside_fraction"),
     ("mean log-ratio, per latent value", "actor/log_ratio_mean"),
     ("norm of the gradient before clipping", "actor/grad_norm"),
     ("largest weight of the LoRA", "actor/lora_max"),

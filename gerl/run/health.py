@@ -13,6 +13,7 @@ LARGE_WEIGHT = 10.0  # of a LoRA; usual ones are below 1
 ABSURD_WEIGHT = 1000.0  # no picture is left of the model long before
 BLOCK, FALL = 20, 4.0  # steps that are averaged, and how many standard errors the average has to fall
 BLANK = 0.5  # share of images of a single colour
+BOUND = 0.9  # share of the ratios of off-policy updates that lie outside the trust region
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Health:
         self._said: dict[str, int] = {}  # kind -> step
         self._rewards: list[float] = []
         self._blocks: list[tuple[float, float, int]] = []  # mean, standard error, last step
+        self._outside: list[float] = []  # of the latest steps: share of off-policy ratios outside the trust region
 
     @property
     def scorers(self) -> list[str]:
@@ -67,7 +69,12 @@ class Health:
         """Take the row of a step; returns the sentences that are due: new ones, and old ones again now and then."""
         self.last, step = row, int(row["step"])
         due = []
-        for kind, text in [*self._equal_rewards(row), *self._broken(row), *self._falling(row)]:
+        for kind, text in [
+            *self._equal_rewards(row),
+            *self._broken(row),
+            *self._trust_region(row),
+            *self._falling(row),
+        ]:
             self.found[kind] = Finding(kind, step, text)
             # again when the run is more than twice as long: as often as somebody may have overlooked it
             if kind not in self._said or step >= 2 * self._said[kind] + PATIENCE:
@@ -130,6 +137,35 @@ class Health:
             )
             found.append(("large weights", text))
         return found
+
+    def _trust_region(self, row: Row) -> list[tuple[str, str]]:
+        """Whether the latest steps with off-policy updates had nearly all their ratios outside the range, or none."""
+        outside = _number(row, "actor/off_policy/outside_fraction")
+        self._outside = [*self._outside, outside][-PATIENCE:] if outside is not None else self._outside
+        if outside is None or len(self._outside) < PATIENCE:
+            return []
+        spread, clip = (_number(row, f"actor/off_policy/{name}") for name in ("log_ratio_abs", "clip_range"))
+        low, high, threshold = (get(self.config, "algorithm", n) for n in ("clip_low", "clip_high", "kl_threshold"))
+        keys, region = f"algorithm.kl_threshold={threshold}", "threshold"
+        if clip is not None:
+            keys, region = f"algorithm.clip_low={low} and clip_high={high}", f"clip range, {clip:.2g}"
+        begin = f"step {row['step']}: in the last {PATIENCE} steps with off-policy updates"
+        measured = f"|log ratio| is {spread:.2g} on average" if spread is not None else "the policy moves"
+        if min(self._outside) > BOUND:
+            text = (
+                f"{begin} more than {BOUND:.0%} of their ratios lay outside the {region}, which takes the gradient "
+                f"from most of what still improves ({measured}): raise {keys}, lower actor.lr="
+                f"{get(self.config, 'actor', 'lr')}, or set actor.updates_per_step=1"
+            )
+            return [("clip always binds", text)]
+        if max(self._outside) == 0:
+            text = (
+                f"{begin} no ratio lay outside the {region} ({measured}): nothing holds the policy near the one that "
+                f"drew; lower {keys}, or raise actor.updates_per_step="
+                f"{get(self.config, 'actor', 'updates_per_step')} as long as rewards rise"
+            )
+            return [("clip never binds", text)]
+        return []
 
     def _falling(self, row: Row) -> list[tuple[str, str]]:
         """Whether the two latest blocks of steps have a mean reward clearly below that of the best block."""

@@ -9,7 +9,7 @@ import torch
 
 from gerl.algorithms import Algorithm, build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule
-from gerl.algorithms.signal_checks import probe_warnings
+from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster, WorkerGroup
 from gerl.commandline import signals
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
@@ -183,8 +183,14 @@ class RayDiffusionTrainer:
         with waiting(f"measuring the numerical noise of the ratio on {len(task.samples)} images"):
             probe = self.workers.submit(0, HybridWorker.probe, task).result()
         logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
-        clip = min(bounds) if (bounds := config.algorithm.clip_range) else None
-        for sentence in probe_warnings(probe, clip):
+        if (clip := config.algorithm.clip_range_at(probe.dimensions)) is not None:
+            self.update.clip_range = clip
+            logger.info(
+                "the ratio is clipped %.3g below and %.3g above 1: algorithm.clip_low and clip_high for latents of %s "
+                "dimensions",
+                *(*clip, f"{probe.dimensions:,}"),
+            )
+        for sentence in probe_warnings(probe, nearer_bound(config.algorithm, probe)):
             logger.warning("%s", sentence)
 
     def draw(self, step: int, watch: Stopwatch) -> Drawn:

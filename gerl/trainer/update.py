@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from gerl.algorithms import Algorithm, count_pairs
+from gerl.algorithms.core_algos import SPREAD
 from gerl.algorithms.planning import update_parts
 from gerl.algorithms.signal_checks import ratio_limit, ratio_problem
 from gerl.cluster import WorkerGroup
@@ -35,6 +36,8 @@ class Update:
     ) -> None:
         self.config, self.algorithm, self.workers, self.state = config, algorithm, workers, state
         self.ratio_limit = ratio_limit(config.actor, half_precision)
+        self.clip_range: tuple[float, float] | None = None  # of the ratio, for the model's latents
+        self.said_spread = False
 
     def run(self, tasks: Sequence[RolloutTask], credit: torch.Tensor) -> Metrics:
         """Take the step's optimizer steps for the `credit` `[B, T]` of its samples; returns their metrics.
@@ -52,8 +55,8 @@ class Update:
     def _run(self, tasks: Sequence[RolloutTask], credit: torch.Tensor) -> Metrics:
         seed_everything("update", self.config.trainer.seed, self.state.step)
         by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
-        stats, result = UpdateStats(), None
-        deviation: float | None = None
+        stats, off_policy, result = UpdateStats(), UpdateStats(), None
+        deviation, started = None, self.state.policy_version
         for number, part in enumerate(update_parts(tasks, self.config.actor.updates_per_step)):
             given = {task.id: by_task[task.id] for task in part}
             if not self.has_signal(torch.cat(list(given.values()))):
@@ -63,16 +66,41 @@ class Update:
             if number == 0 and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)
+            if self.state.policy_version > started:
+                off_policy += new
             self._reduce_gradients()
             result = self.workers.run(HybridWorker.step, self.state.step)[0]
             self.count(result)
             stats += new
         blank = sum(self.workers.run(HybridWorker.finish_step, self.state.step + 1))
-        return actor_metrics(stats, result, deviation) | {
-            "actor/nonfinite_updates": float(self.state.nonfinite),
-            "actor/policy_version": float(self.state.policy_version),
-            "health/blank_fraction": blank / len(credit),
-        }
+        return (
+            actor_metrics(stats, result, deviation)
+            | self.spread(off_policy)
+            | {
+                "actor/nonfinite_updates": float(self.state.nonfinite),
+                "actor/policy_version": float(self.state.policy_version),
+                "health/blank_fraction": blank / len(credit),
+            }
+        )
+
+    def spread(self, stats: UpdateStats) -> Metrics:
+        """The metrics of the updates after a step's first one, and in a run's first step with any a line of the log."""
+        metrics = off_policy_metrics(stats)
+        if not metrics:
+            return {}
+        region = f"algorithm.kl_threshold={getattr(self.config.algorithm, 'kl_threshold', None)}"
+        if self.clip_range is not None:
+            region = f"the clip range of {self.clip_range[0]:.2g} below and {self.clip_range[1]:.2g} above 1"
+            metrics["actor/off_policy/clip_range"] = min(self.clip_range)
+        if not self.said_spread:
+            self.said_spread = True
+            logger.info(
+                "in the first off-policy update |log ratio| is %.2g on average and |ratio - 1| at most %.2g: %.0f %% "
+                "of the (sample, timestep) pairs are outside %s",
+                *(metrics["actor/off_policy/log_ratio_abs"], stats.ratio_deviation),
+                *(100 * metrics["actor/off_policy/outside_fraction"], region),
+            )
+        return metrics
 
     def has_signal(self, credit: torch.Tensor) -> bool:
         """Whether there is anything to learn from `credit`, NaN where a sample is not trained on."""
@@ -114,7 +142,7 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
     What was not measured is left out: `result` is None if no optimizer step was tried, `deviation` if there is no ratio
     to the rollout.
     """
-    measured = {name: value / stats.pairs for name, value in stats.sums.items()}
+    measured = {name: value / stats.pairs for name, value in stats.sums.items() if name not in SPREAD}
     if "clip_fraction_low" in stats.sums:
         measured["clip_fraction"] = (stats.sums["clip_fraction_low"] + stats.sums["clip_fraction_high"]) / stats.pairs
     if deviation is not None:
@@ -124,3 +152,13 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
         if result.lora_max is not None:
             measured["lora_max"] = result.lora_max
     return {f"actor/{name}": value for name, value in measured.items()}
+
+
+def off_policy_metrics(stats: UpdateStats) -> Metrics:
+    """Averages over the pairs of the updates after a step's first one; none where no ratio was measured in them."""
+    if not stats.pairs or not stats.sums.keys() >= set(SPREAD):
+        return {}
+    means = {name: value / stats.pairs for name, value in stats.sums.items()}
+    values = {name: means[name] for name in SPREAD}
+    values["clip_fraction"] = means["clip_fraction_low"] + means["clip_fraction_high"]
+    return {f"actor/off_policy/{name}": value for name, value in values.items()}

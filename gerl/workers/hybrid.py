@@ -155,7 +155,7 @@ class HybridWorker:
         rules = [(k, tape.steps[k].rule) for k in segment.window]
         with_kappa = [(k, r) for k, r in rules if isinstance(r, FlowRule | EDMRule)]
         turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in with_kappa if r.kappa < 0]
-        return SamplingProbe(float(torch.cat(found).quantile(0.99)), turned)
+        return SamplingProbe(float(torch.cat(found).quantile(0.99)), turned, tape.steps[0].x[0].numel())
 
     def reduce_gradient(self) -> None:
         """Sum the gradients of all workers by one flat all-reduce; a collective call."""

@@ -79,6 +79,7 @@ class Rollout:
             "solver": sampling.solver,
             "compression": sampling.compression,
             "stop": segment.stop,
+            "noise_at": dict(segment.noise),
         }
         if segment.parent is not None:
             return branch(pipe, tapes[segment.parent], segment.start, segment.rows, **options)

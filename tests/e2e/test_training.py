@@ -93,11 +93,20 @@ def test_kl_to_the_base_model(train: Train, tmp_path: Path) -> None:
 
 
 def test_the_second_update_of_a_step_is_off_policy(train: Train, tmp_path: Path) -> None:
-    run = train(tmp_path / "run", actor__updates_per_step=2, actor__lr=0.01, rollout__prompts_per_step=4)
+    keys = {"actor__updates_per_step": 2, "actor__lr": 0.01, "rollout__prompts_per_step": 4}
+    run = train(tmp_path / "run", **keys, algorithm__clip_dimensions="null")
     assert max(run.column("actor/ratio_deviation")) < 1e-5  # before the first update of a step
     assert all(abs(value) > 1e-6 for value in run.column("actor/log_ratio_mean"))  # in the second
     assert all(value > 0 for value in run.column("actor/clip_fraction"))
     assert run.column("actor/policy_version") == [2, 4]
+    clipped, outside = run.column("actor/off_policy/clip_fraction"), run.column("actor/off_policy/outside_fraction")
+    assert clipped == pytest.approx([2 * value for value in run.column("actor/clip_fraction")])  # none in the first
+    assert all(0 < some <= more for some, more in zip(clipped, outside, strict=True))
+    assert min(run.column("actor/off_policy/log_ratio_abs")) > 1e-5
+    assert run.column("actor/off_policy/clip_range") == [1e-4, 1e-4]
+    scaled = train(tmp_path / "scaled", **keys)  # 4 x 8 x 8 latents
+    assert scaled.column("actor/off_policy/clip_range") == pytest.approx([16e-4, 16e-4])
+    assert sum(scaled.column("actor/off_policy/outside_fraction")) < sum(outside)
 
 
 @pytest.mark.parametrize(

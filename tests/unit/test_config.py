@@ -124,6 +124,14 @@ BAD = [
     ({"sampling": {"compression": 0.4}}, "sampling.compression=0.4", "sampling.solver=dpm2"),
     ({"algorithm": {"name": "awm", "old_decay": [1]}}, "algorithm.old_decay=[1", "[hold, start, slope, limit]"),
     ({"algorithm": {"name": "branch_grpo", "split_steps": [3, 2]}}, "algorithm.split_steps=[3, 2]", "rising"),
+    (
+        {"algorithm": {"name": "branch_grpo", "split_noise": 4}, "sampling": {"kernel": "cps", "noise_level": 0.3}},
+        "algorithm.split_noise=4",
+        "above 1, the most that cps takes",
+    ),
+    ({"algorithm": {"clip_dimensions": 0}}, "algorithm.clip_dimensions=0", "at least 1"),
+    ({"algorithm": {"likelihood": "laplace"}}, "algorithm.likelihood='laplace'", "squared_error"),
+    ({"sampling": {"window_stride": -1}}, "sampling.window_stride=-1", "at least 0"),
     ({"algorithm": {"name": "branch_grpo", "split_steps": [0, 9]}}, "algorithm.split_steps=[0, 9]", "is 8"),
     (
         {"algorithm": {"name": "tempflow_grpo"}, "sampling": {"window_size": 3}},

@@ -1,6 +1,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +75,35 @@ def moving(schedule: str, steps: int, every: int, **sampling: object) -> list[tu
 def test_a_progressive_window_moves_by_its_size_and_starts_over() -> None:
     starts = [window[0] for window in moving("progressive", 16, 2, window_size=3)]
     assert starts == [0, 0, 3, 3, 4, 4] * 2 + [0, 0, 3, 3]  # 7 stochastic steps: the last window is pushed back
+
+
+def published_windows(steps: int, iterations: int, size: int, every: int, stride: int) -> list[tuple[int, ...]]:
+    """MixGRPO's state machine: Tencent-Hunyuan/MixGRPO fastvideo/utils/grpo_states.py:85-148."""
+    last, start, stayed, windows = steps - 2, 0, 0, list[tuple[int, ...]]()
+    for _ in range(iterations):
+        windows.append(tuple(range(start, min(start + size, last))))
+        stayed += 1
+        if stayed >= every:
+            stayed, start = 0, start + stride
+        if start > last:
+            stayed, start = 0, 0
+    return windows
+
+
+@pytest.mark.parametrize(("every", "stride"), [(25, 1), (20, 1), (20, 0)])  # MixGRPO, Flash and Flash*
+def test_a_progressive_window_moves_as_published(every: int, stride: int) -> None:
+    keys = {"window_size": 4, "num_inference_steps": 25, "window_stride": stride}
+    found = moving("progressive", 300, every, **keys)  # iterations of the official scripts
+    assert found == published_windows(25, 300, 4, every, stride)
+    assert len(set(found)) == {25: 12, 20: 15}[every] if stride else set(found) == {(0, 1, 2, 3)}
+
+
+def test_a_window_that_moves_by_one_starts_over_where_the_published_one_runs_empty() -> None:
+    keys = {"window_size": 4, "num_inference_steps": 25, "window_stride": 1}
+    found = moving("progressive", 25 * 23, 25, **keys)
+    published = published_windows(25, 25 * 24, 4, 25, 1)
+    assert found[: 25 * 20] == published[: 25 * 20] and () in published
+    assert [window[0] for window in found[::25]] == [*range(21), 0, 1] and {len(window) for window in found} == {4}
 
 
 def test_a_window_of_the_published_size_is_never_empty() -> None:  # size 4, 25 steps, 25 iterations: the peer's bug

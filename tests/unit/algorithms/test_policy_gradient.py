@@ -9,6 +9,7 @@ from training import Training, chain_credit, config, new_policy, relative, rewar
 from gerl.algorithms import PolicyGradient, build_algorithm
 from gerl.algorithms.core_algos import RELATIVE_WEIGHTS, kl_divergence
 from gerl.engine import replay
+from gerl.engine.kernels import FlowRule
 from gerl.model.lora import lora_disabled
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]
@@ -188,6 +189,30 @@ def test_leaves_of_a_node_share_what_came_before_it() -> None:
         assert not torch.equal(leaves.steps[1].x_next[0], leaves.steps[1].x_next[1])
         assert torch.equal(leaves.steps[0].x_next[::2], trunk.steps[0].x_next)
         assert len({image.tobytes() for image in pixels}) == len(pixels)
+
+
+def test_splits_are_noisier_by_their_own_rule() -> None:
+    keys = {"n": 1, "split_steps": [0, 2], "steps": 5, "sampling_kernel": "dance_sde", "sampling_noise_level": 0.3}
+    keys["sampling_sigmas"] = "linear"
+    spread = {}
+    for noise in (1.0, 4.0):
+        training = Training(config("branch_grpo", split_noise=noise, **keys))  # type: ignore[arg-type]
+        for _, _, (_, first, second) in training.tasks:
+            for k in range(4):
+                rule = (first if k < 2 else second).steps[k].rule
+                assert isinstance(rule, FlowRule)
+                eta = 0.3 * (noise if k in (0, 2) else 1.0)
+                assert rule.std == pytest.approx(eta * (-rule.dt) ** 0.5)
+                assert rule.kappa == pytest.approx(rule.sigma_next + eta**2 * rule.dt / (2 * rule.sigma))
+            found = second.steps[2]
+            children = found.x_next.unflatten(0, (-1, 2))
+            assert torch.equal(*found.x.unflatten(0, (-1, 2)).unbind(1))
+            spread.setdefault(noise, []).append(float((children[:, 0] - children[:, 1]).std()))
+        samples = [s for task, _, _ in training.tasks for s in task.samples]
+        credit = training.algorithm.credit(rewards(samples, torch.arange(float(len(samples))).tolist()))
+        gradient, stats = training.gradient(credit)
+        assert gradient.norm() > 0 and (stats.ratio_deviation or 0.0) <= 1e-5
+    assert spread[4.0] == pytest.approx([4 * value for value in spread[1.0]], rel=1e-4)  # the same draws
 
 
 def test_tempflow_noises_one_step_only() -> None:

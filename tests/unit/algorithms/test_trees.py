@@ -120,6 +120,14 @@ def test_branch_credits_depths() -> None:  # T27: 16 leaves 0..15
     assert not late.credit(rewards(task.samples, [0.0, 1.0]))[:, :2].any()  # the root has nobody to compare with
 
 
+def test_the_noise_of_splits_is_planned() -> None:
+    keys = {"split_noise": 4.0, "sampling_kernel": "dance_sde", "sampling_noise_level": 0.3}
+    a = build_algorithm(config("branch_grpo", 1, steps=10, micro=16, split_steps=[0, 1, 3], **keys))
+    (task,) = plan(a, PROMPTS[:1])
+    assert [segment.noise for segment in task.segments] == [(), ((0, 1.2),), ((1, 1.2),), ((3, 1.2),)]
+    assert all(noise == 0.7 for s in plan(branch([0, 2]), PROMPTS[:1])[0].segments for _, noise in s.noise)
+
+
 def test_trees_of_a_prompt_compare_at_the_root_too() -> None:
     a = branch([1], n=2, steps=4)
     (task,) = plan(a, PROMPTS[:1])

@@ -9,14 +9,15 @@ import pytest
 import yaml
 
 from gerl.commandline.composition import compose_run, experiments, shipped
-from gerl.config import Config, ScorerConfig
+from gerl.config import Config, ScorerConfig, from_mapping
 from gerl.config.algorithm import BY_NAME, AWMConfig
 from gerl.errors import ConfigError
 
 
 def test_without_a_recipe_the_defaults_are_those_of_the_dataclasses() -> None:
     composed = compose_run(["experiment=plain"])
-    assert composed.config == Config()
+    preset = {"actor": {"updates_per_step": 2}, "algorithm": {"advantage_std": "batch"}}  # of flow_grpo
+    assert composed.config == from_mapping(preset)
     assert composed.experiment == "plain"
     assert re.fullmatch(r"outputs/plain/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", str(composed.run_dir))
 

@@ -74,6 +74,41 @@ def test_all_it_knows_is_in_the_rows() -> None:
     assert resumed.last == whole.last and resumed.found == whole.found
 
 
+def off_policy(step: int, outside: float | None, **more: float) -> dict[str, Any]:
+    values = {} if outside is None else {"outside_fraction": outside, "log_ratio_abs": 0.0021, **more}
+    return {"step": step, **{f"actor/off_policy/{name}": value for name, value in values.items()}}
+
+
+@pytest.mark.parametrize(
+    ("outside", "kind"),
+    [
+        ([0.95, 1.0, 0.91, 0.99, 0.92], "clip always binds"),
+        ([0.95, 1.0, 0.5, 0.99, 0.92], None),
+        ([0.95, 1.0, None, 0.91, None, 0.99, 0.92], "clip always binds"),  # a step without off-policy updates
+        ([0.0] * 5, "clip never binds"),
+        ([0.0, 0.0, 0.001, 0.0, 0.0], None),
+        ([0.0] * 4, None),
+        ([None] * 9, None),
+    ],
+)
+def test_a_trust_region_that_does_everything_or_nothing_is_said(outside: list[float | None], kind: str | None) -> None:
+    settings = {"clip_low": 1e-4, "clip_high": 2e-4, **CONFIG["algorithm"]}
+    health = Health(CONFIG | {"algorithm": settings, "actor": {"lr": 1e-3, "updates_per_step": 2}})
+    rows = [off_policy(step, share, clip_range=9.2e-4) for step, share in enumerate(outside, 1)]
+    said = [text for row in rows for text in health.observe(row)]
+    assert list(health.found) == ([] if kind is None else [kind]) and len(said) == (kind is not None)
+    for text in said:
+        assert f"step {len(outside)}: " in text and "0.0021" in text and "the clip range, 0.00092" in text
+        remedies = ("actor.lr=0.001", "actor.updates_per_step=1") if "always" in str(kind) else ("updates_per_step=2",)
+        assert all(r in text for r in ("algorithm.clip_low=0.0001 and clip_high=0.0002", *remedies))
+
+
+def test_the_trust_region_of_a_kl_is_its_threshold() -> None:
+    health = Health(CONFIG | {"algorithm": {"kl_threshold": 1e-5, **CONFIG["algorithm"]}})
+    (text,) = [text for step in range(1, 7) for text in health.observe(off_policy(step, 1.0))]
+    assert "outside the threshold" in text and "algorithm.kl_threshold=1e-05" in text
+
+
 @pytest.mark.parametrize(
     ("means", "falls"),
     [

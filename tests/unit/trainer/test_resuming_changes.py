@@ -76,7 +76,7 @@ def test_another_name_of_the_same_prompts(made: Made, tmp_path: Path) -> None:
     "change",
     [
         "model.path=a/b", "model.dtype=bfloat16", "model.lora_rank=8", "model.lora_alpha=1.0", "trainer.seed=5",
-        "model.lora_targets=to_q", "algorithm.name=dance_grpo", "actor.updates_per_step=2", "data.prompt_key=caption",
+        "model.lora_targets=to_q", "algorithm.name=dance_grpo", "actor.updates_per_step=3", "data.prompt_key=caption",
     ],
 )  # fmt: skip
 def test_what_cannot_change_is_refused_with_both_values(made: Made, change: str) -> None:

@@ -11,7 +11,7 @@ from gerl.config import ActorConfig, ClusterConfig, Config, algorithm_config
 from gerl.errors import TrainingError
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.state import RunState
-from gerl.trainer.update import Update, actor_metrics
+from gerl.trainer.update import Update, actor_metrics, off_policy_metrics
 from gerl.workers.hybrid import HybridWorker
 
 
@@ -86,3 +86,23 @@ def test_what_was_not_measured_has_no_metric() -> None:
     }  # fmt: skip
     both = UpdateStats(1, {"loss": 1.0}) + UpdateStats(1, {"loss": 2.0, "kl": 3.0}, 0.5)
     assert both == UpdateStats(2, {"loss": 3.0, "kl": 3.0}, 0.5)
+
+
+def test_how_far_ratios_went_is_said_of_off_policy_updates_only(caplog: pytest.LogCaptureFixture) -> None:
+    sums = {"loss": 2.0, "clip_fraction_low": 1.0, "clip_fraction_high": 2.0, "log_ratio_abs": 0.4}
+    sums |= {"outside_fraction": 3.0, "log_ratio_mean": 0.0}
+    assert not [name for name in actor_metrics(UpdateStats(4, sums), None, None) if "abs" in name or "outside" in name]
+    expected = {"clip_fraction": 0.75, "log_ratio_abs": 0.1, "outside_fraction": 0.75}
+    assert off_policy_metrics(UpdateStats(4, sums)) == {f"actor/off_policy/{k}": v for k, v in expected.items()}
+    assert off_policy_metrics(UpdateStats()) == off_policy_metrics(UpdateStats(4, {"loss": 1.0})) == {}
+    measured = update()
+    measured.clip_range = (2e-3, 1e-3)
+    with caplog.at_level("INFO"):
+        assert measured.spread(UpdateStats()) == {}
+        for _ in range(2):
+            assert measured.spread(UpdateStats(4, sums, 0.31))["actor/off_policy/clip_range"] == 1e-3
+    (said,) = caplog.messages
+    assert said == (
+        "in the first off-policy update |log ratio| is 0.1 on average and |ratio - 1| at most 0.31: 75 % of the "
+        "(sample, timestep) pairs are outside the clip range of 0.002 below and 0.001 above 1"
+    )
