@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gerl.config.choices import CfgMode
 from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
 from gerl.engine.companions import CompanionsFromTape
-from gerl.engine.instrument import StopPipeline, Timestep, routed
+from gerl.engine.instrument import StopPipeline, Timestep, routed, unguided
 from gerl.engine.tape import ComponentCall, Tape
 from gerl.engine.transitions import advance
 from gerl.errors import ReplayError
@@ -32,6 +32,7 @@ Structure = tuple[tuple[str, float], ...]  # component and rows per row of laten
 CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; the two norms agree to rounding errors otherwise
 NEAR = 1e-2  # of their standard deviation, how far two outputs are apart when their weights are compared
 _FOUND: "WeakKeyDictionary[DiffusionPipeline, dict[Structure, Roles]]" = WeakKeyDictionary()
+_CHECKED: "WeakKeyDictionary[DiffusionPipeline, set[Structure]]" = WeakKeyDictionary()  # to have a gradient with off
 
 
 def guidance_roles(
@@ -40,7 +41,7 @@ def guidance_roles(
     """`{(step, number of the call within it): role}` of the denoiser calls at `steps` that guidance concerns.
 
     Raises `ReplayError` where guidance is not made of one call with two halves or of two calls, or where `cfg` is off
-    and the unconditional call comes first.
+    and the unconditional call comes first, or guidance has no gradient if the conditional output stands for both.
     """
     found = _FOUND.setdefault(pipe, {})
     calls = _looped_calls(tape)
@@ -56,6 +57,8 @@ def guidance_roles(
                 f"the first denoiser call at step {k} is the unconditional one, when the conditional output that would "
                 "stand for it is not known: use cfg joint or detach_uncond"
             )
+    if cfg == "off":
+        _check_off(pipe, tape, {structure: k for k, structure in reversed(structures.items()) if found[structure]})
     return {(k, nth): role for k, structure in structures.items() for nth, role in found[structure].items()}
 
 
@@ -249,7 +252,31 @@ def _influence(pipe: DiffusionPipeline, tape: Tape, steps: set[int]) -> dict[int
 
     The gradient is that of a random projection, by the pipeline's arithmetic on the recorded outputs.
     """
-    head = _Inspector(tape, steps)
+    return _inspected(pipe, tape, steps, NEAR)
+
+
+def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int]) -> None:
+    """Raise `ReplayError` if guidance at `steps` has no gradient where its two outputs are one and the same."""
+    checked = _CHECKED.setdefault(pipe, set())
+    new = {k for structure, k in steps.items() if structure not in checked}
+    if not new:
+        return
+    with unguided(pipe):
+        influence = _inspected(pipe, tape, new, 0.0)
+    for k in sorted(new):
+        if not all(rows is None or bool(rows.isfinite().all()) for rows in influence[k]):
+            raise ReplayError(
+                f"guidance at step {k} has no gradient where the conditional output stands for the unconditional one "
+                "too (it may divide by how far they are apart): use cfg joint or detach_uncond"
+            )
+    checked.update(steps)
+
+
+def _inspected(
+    pipe: DiffusionPipeline, tape: Tape, steps: set[int], apart: float
+) -> dict[int, list[torch.Tensor | None]]:
+    """The gradients that `_influence` describes; `apart`: how far the outputs are, of their standard deviation."""
+    head = _Inspector(tape, steps, apart)
     undecorated = inspect.unwrap(type(pipe).__call__)  # without @torch.no_grad
     with torch.enable_grad(), routed(pipe, head), contextlib.suppress(StopPipeline):
         undecorated(pipe, **select_call(tape.call, range(tape.batch_size)))
@@ -261,8 +288,8 @@ def _influence(pipe: DiffusionPipeline, tape: Tape, steps: set[int]) -> dict[int
 class _Inspector(CompanionsFromTape):
     """The head of a pass in which everything, the denoiser included, answers from the tape: see `instrument.Head`."""
 
-    def __init__(self, tape: Tape, steps: set[int]) -> None:
-        self.tape, self.steps = tape, steps
+    def __init__(self, tape: Tape, steps: set[int], apart: float) -> None:
+        self.tape, self.steps, self.apart = tape, steps, apart
         self.answers = iter(tape.answers)
         self.calls = _looped_calls(tape)
         self.looped = tape.looped_components()
@@ -329,7 +356,7 @@ class _Inspector(CompanionsFromTape):
             if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and value.is_floating_point()):
                 return value
             noise = torch.randn(other.shape, generator=self.generator).to(other.device, other.dtype)
-            return other.detach() + NEAR * other.detach().std() * noise
+            return other.detach() + self.apart * other.detach().std() * noise
 
         if first is not None:
             return tree_map(near, output, first)

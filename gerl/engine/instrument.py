@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SchedulerMixin, SCMScheduler
+from diffusers.guiders import BaseGuidance
+from diffusers.guiders.guider_utils import GuiderOutput
 from diffusers.models.autoencoders import vae as vae_module
 from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
@@ -105,20 +107,12 @@ def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
     """
     undo: list[Callable[[], object]] = []
 
-    def put(target: object, name: str, value: object) -> None:
-        attributes = target.__dict__
-        if name in attributes:
-            undo.append(functools.partial(attributes.__setitem__, name, attributes[name]))
-        else:
-            undo.append(functools.partial(attributes.pop, name))
-        attributes[name] = value
-
     def put_routed(target: object, name: str, route: Callable[..., object], label: str) -> None:
         original = getattr(target, name)
-        put(target, name, functools.update_wrapper(functools.partial(route, label, original), original))
+        _put(undo, target, name, functools.update_wrapper(functools.partial(route, label, original), original))
 
     try:
-        put(pipe.scheduler, "step", _Step(head, pipe.scheduler))
+        _put(undo, pipe.scheduler, "step", _Step(head, pipe.scheduler))
         for name in dir(type(pipe)):
             if ANSWERED.match(name) and callable(getattr(type(pipe), name)):
                 put_routed(pipe, name, head.on_method, name)
@@ -133,3 +127,35 @@ def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
     finally:
         for restore in reversed(undo):
             restore()
+
+
+@contextlib.contextmanager
+def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
+    """Let the guiders among the components of `pipe` hand on the conditional output, which stands for the others too.
+
+    Their own arithmetic would not do: adaptive projected guidance divides by the norm of what the two outputs are
+    apart, which has no derivative at 0, and adds what they were apart in earlier steps.
+    """
+
+    def hand_on(pred_cond: torch.Tensor, pred_uncond: torch.Tensor | None = None, **_: torch.Tensor) -> GuiderOutput:
+        return GuiderOutput(pred=pred_cond, pred_cond=pred_cond, pred_uncond=pred_uncond)
+
+    undo: list[Callable[[], object]] = []
+    try:
+        for component in pipe.components.values():
+            if isinstance(component, BaseGuidance):
+                _put(undo, component, "forward", hand_on)
+        yield
+    finally:
+        for restore in undo:
+            restore()
+
+
+def _put(undo: list[Callable[[], object]], target: object, name: str, value: object) -> None:
+    """Set an attribute of this instance only; `undo` gets what sets it back."""
+    attributes = target.__dict__
+    if name in attributes:
+        undo.append(functools.partial(attributes.__setitem__, name, attributes[name]))
+    else:
+        undo.append(functools.partial(attributes.pop, name))
+    attributes[name] = value

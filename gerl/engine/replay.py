@@ -27,7 +27,7 @@ from gerl.engine.batching import Tree, detached_copy, materialised, select_call
 from gerl.engine.companions import CompanionsFromTape
 from gerl.engine.differentiable import Differentiable
 from gerl.engine.guidance import CfgMode, Role, check_stands_for, guidance_roles, guided, has_rows_in_list
-from gerl.engine.instrument import StopPipeline, Timestep, routed
+from gerl.engine.instrument import StopPipeline, Timestep, routed, unguided
 from gerl.engine.kernels import Rule, gaussian_log_prob
 from gerl.engine.start import started_at
 from gerl.engine.tape import Tape, TapeStep
@@ -121,7 +121,14 @@ def replay(
     call = select_call(part.call, range(part.batch_size))  # fresh lists: some pipelines write into theirs
     # diffusers decorates `__call__` with torch.no_grad, under which nothing could be trained
     undecorated = inspect.unwrap(type(pipe).__call__)
-    with contextlib.suppress(StopPipeline), torch.set_grad_enabled(grad), player.differentiable, routed(pipe, player):
+    plainly = unguided(pipe) if cfg == "off" else contextlib.nullcontext()
+    with (
+        contextlib.suppress(StopPipeline),
+        torch.set_grad_enabled(grad),
+        player.differentiable,
+        routed(pipe, player),
+        plainly,
+    ):
         undecorated(pipe, **call)
         raise ReplayError(
             f"the pipeline ended before trained step {max(player.trained)}: it took fewer steps than recorded"

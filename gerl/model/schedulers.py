@@ -12,7 +12,9 @@ from diffusers import (
     SchedulerMixin,
     SCMScheduler,
 )
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
+from gerl.engine.instrument import Timestep
 from gerl.engine.transitions import is_flow_matching
 from gerl.errors import ModelError
 
@@ -100,6 +102,18 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
         self.timesteps = self.original.timesteps[distinct].to(device, torch.float32)  # Euler refuses integers
         self.sigmas = torch.tensor([*(levels[i] for i in distinct), last], device=device)
         self.num_inference_steps = len(distinct)
+
+    def step(
+        self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor, *args: object, **kwargs: object
+    ) -> SchedulerOutput | tuple[torch.Tensor, ...]:
+        """Euler's, also at integer timesteps: some pipelines (SkyReels V2 by diffusion forcing) truncate them to such.
+
+        The other solvers' timesteps are integers anyway; Euler refuses them for fear of numbers of steps.
+        """
+        stepped: SchedulerOutput | tuple[torch.Tensor, ...] = super().step(
+            model_output, torch.as_tensor(timestep).to(torch.float32), sample, *args, **kwargs
+        )
+        return stepped
 
     def scale_model_input(self, sample: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """`sample`: flow matching has no input scale, but pipelines written for other solvers ask for it."""

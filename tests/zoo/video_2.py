@@ -5,8 +5,11 @@ from typing import Any
 import diffusers
 import tiny
 import torch
+import transformers
+from diffusers.guiders import AdaptiveProjectedGuidance
 from diffusers.pipelines.helios import pipeline_helios
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2, pipeline_skyreels_v2_diffusion_forcing
 from diffusers.pipelines.wan import pipeline_wan_vace
 from tiny import LATENTS, NARROW, euler, pipeline
 from zoo.base import MEDIUM, NEGATIVE, Entry, scale
@@ -118,6 +121,32 @@ def helios() -> Any:
     return pipeline(diffusers.HeliosPipeline, transformer, *parts)
 
 
+def motif_video() -> Any:
+    """Guidance is a component, whose arithmetic has no derivative where both of its outputs are equal."""
+    sizes = NARROW | {"attention_head_dim": 12, "in_channels": 9, "out_channels": 4}
+    transformer = diffusers.MotifVideoTransformer3DModel(
+        **sizes, num_single_layers=1, patch_size=1, patch_size_t=1, text_embed_dim=16, rope_axes_dim=(4, 4, 4)
+    )
+    text = transformers.T5Gemma2TextConfig(**tiny.LANGUAGE, num_key_value_heads=2, head_dim=8, dropout_rate=0.0)
+    encoder = transformers.T5Gemma2Encoder(transformers.T5Gemma2EncoderConfig(text_config=text))
+    guider = AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=0.5)
+    parts = euler(shift=7.0), tiny.video_vae(diffusers.AutoencoderKLWan), encoder
+    return pipeline(diffusers.MotifVideoPipeline, transformer, *parts, feature_extractor=None, guider=guider)
+
+
+def skyreels(cls: type = diffusers.SkyReelsV2Pipeline) -> Any:
+    """With the scheduler of the published weights."""
+    for module in (pipeline_skyreels_v2, pipeline_skyreels_v2_diffusion_forcing):
+        module.prompt_clean = str.strip  # its own needs ftfy
+    sizes = LATENTS | {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32}
+    transformer = diffusers.SkyReelsV2Transformer3DModel(
+        **sizes, text_dim=32, freq_dim=16, cross_attn_norm=True, rope_max_seq_len=32
+    )
+    solver = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
+    parts = trainable_scheduler(solver), tiny.video_vae(diffusers.AutoencoderKLWan), tiny.t5(multilingual=True)
+    return pipeline(cls, transformer, *parts)
+
+
 # one denoiser call a step: the guidance by skipped blocks and by modalities taken apart is off
 SCALES = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
 SCALES |= {"audio_stg_scale": 0.0, "audio_modality_scale": 1.0, "spatio_temporal_guidance_blocks": None}
@@ -170,4 +199,16 @@ ENTRIES = [
         refused="use a pipeline of this model without .LTXImageToVideoPipeline",
     ),
     Entry("HeliosPipeline", "text to video", helios, **scale(1.0, 4.5), call=MEDIUM | {"num_frames": 9}),
+    Entry("MotifVideoPipeline", "text to video", motif_video, cfg=NEGATIVE, call=MEDIUM | {"num_frames": 9}),
+    Entry("SkyReelsV2Pipeline", "text to video", skyreels, **scale(1.0, 4.5), call=MEDIUM | {"num_frames": 9}),
+    Entry(
+        "SkyReelsV2DiffusionForcingPipeline",
+        "text to video",
+        lambda: skyreels(diffusers.SkyReelsV2DiffusionForcingPipeline),
+        **scale(1.0, 4.5),
+        call=MEDIUM | {"num_frames": 9},
+        limit="Policy gradients, not algorithms that noise images again: every latent frame has a scheduler of its "
+        "own, and `__call__` steps one after the other.",
+        fails=("noised",),
+    ),
 ]

@@ -29,8 +29,9 @@ from replaying import (
     with_controlnet,
 )
 from torch.utils._pytree import tree_map
+from zoo.video_2 import motif_video
 
-from gerl.engine import ReplayedStep, Tape, guidance
+from gerl.engine import ReplayedStep, Tape, guidance, record, replay
 from gerl.engine.batching import shapes
 from gerl.engine.guidance import CfgMode
 from gerl.errors import ReplayError
@@ -211,6 +212,11 @@ def projected_calls(denoise: Denoise) -> torch.Tensor:
     return normalized_guidance(c, u, 6.0, None, 0.0, use_original_formulation=True)
 
 
+def projected_within_bounds(denoise: Denoise) -> torch.Tensor:
+    c, u = denoise("c"), denoise("u")
+    return normalized_guidance(c, u, 6.0, None, 0.0, norm_threshold=15.0)
+
+
 def prompt_call_last(denoise: Denoise) -> torch.Tensor:
     u, c = denoise("u"), denoise("c")
     return u + 3 * (c - u)
@@ -320,6 +326,32 @@ def test_an_unconditional_call_before_the_conditional_one_cannot_be_left_out() -
     r = guided_by(prompt_call_last)
     with pytest.raises(ReplayError, match=r"first denoiser call at step 0 is the unconditional .* detach_uncond"):
         gradients(r, cfg="off")
+
+
+def test_guidance_without_a_gradient_where_both_outputs_are_one_is_refused() -> None:
+    r = guided_by(projected_within_bounds)
+    assert gradients(r, cfg="detach_uncond")[1] <= 1e-5
+    for _ in range(2):
+        with pytest.raises(ReplayError, match=r"guidance at step 0 has no gradient .*: use cfg joint or detach_uncond"):
+            gradients(r, cfg="off")
+
+
+def test_a_guider_hands_on_the_conditional_output() -> None:
+    pipe, seen = motif_video(), list[torch.Tensor]()  # its guider has momentum, and bounds the norm of a difference
+    call = {"prompt": list(tiny.PROMPTS), "height": 16, "width": 16, "num_frames": 9, "max_sequence_length": 16}
+    _, tape = record(pipe, call | {"num_inference_steps": 3}, "flow_sde", 0.7, generators=tiny.generators())
+    weight = pipe.transformer.proj_out.weight
+
+    def loss(k: int, step: ReplayedStep) -> torch.Tensor:
+        seen.append(step.model_output.detach())
+        return (step.model_output - 1).square().mean()
+
+    with pipe.transformer.register_forward_hook(lambda module, args, output: seen.append(output[0].detach())):
+        replay(pipe, tape, loss, steps=[1], cfg="off")
+    conditional, in_its_place, handed_on = seen[-3:]
+    assert torch.equal(conditional, in_its_place) and torch.equal(handed_on, conditional)
+    assert weight.grad is not None and weight.grad.isfinite().all() and weight.grad.any()
+    assert "forward" not in pipe.guider.__dict__
 
 
 @pytest.mark.parametrize(

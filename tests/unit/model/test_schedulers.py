@@ -83,6 +83,18 @@ def test_given_sigmas_are_shifted_as_by_eulers() -> None:
     assert torch.equal(euler.sigmas, stock.sigmas) and torch.equal(euler.timesteps, stock.timesteps)
 
 
+def test_eulers_steps_in_the_place_of_another_solvers_are_taken_at_integer_timesteps_as_well() -> None:
+    original, euler = UniPC(**FLOW), trainable_scheduler(UniPC(**FLOW))
+    original.set_timesteps(4)
+    euler.set_timesteps(4)
+    x, v = torch.randn(2, 3), torch.randn(2, 3)
+    expected = copy.deepcopy(euler).step(v, euler.timesteps[1], x).prev_sample
+    for t in (original.timesteps[1], int(original.timesteps[1])):  # SkyReels V2 by diffusion forcing hands on such
+        assert torch.equal(copy.deepcopy(euler).step(v, t, x, return_dict=False)[0], expected)
+    with pytest.raises(IndexError):
+        euler.step(v, 1, x)  # no timestep of the schedule, but the number of one
+
+
 def test_what_pipelines_ask_other_solvers_for() -> None:
     original, euler = UniPC(**FLOW), trainable_scheduler(UniPC(**FLOW))
     x, noise = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
