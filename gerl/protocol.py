@@ -121,6 +121,8 @@ class UpdateStats:
     pairs: int = 0
     sums: dict[str, float] = field(default_factory=dict)
     ratio_deviation: float | None = None  # max |ratio - 1|; None where nothing is compared with the rollout
+    # by trained step: the squared norm of what a micro-batch of it added to the gradient, summed over so many of them
+    step_squares: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
         known = [stats.ratio_deviation for stats in (self, other) if stats.ratio_deviation is not None]
@@ -128,7 +130,12 @@ class UpdateStats:
             self.pairs + other.pairs,
             {k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}},
             float(np.max(known)) if known else None,  # a NaN stays one
+            {k: self._squares(other, k) for k in sorted({**self.step_squares, **other.step_squares})},
         )
+
+    def _squares(self, other: "UpdateStats", step: int) -> tuple[float, int]:
+        (a, count), (b, more) = (stats.step_squares.get(step, (0.0, 0)) for stats in (self, other))
+        return a + b, count + more
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from gerl.algorithms.core_algos import batch_advantages, decoupled_advantages, group_advantages
 from gerl.algorithms.planning import group_ids, micro_batches, sde_window
+from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm import AlgorithmConfig, NormalisedConfig
 from gerl.engine import ReplayedStep, Tape
@@ -146,8 +147,13 @@ class Algorithm:
             kept &= (credit != 0).any(1)
         return [int(r) for r in kept.nonzero()]
 
-    def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
-        """Add the gradient of `rows` of `batch`, as a part of an update of `num_pairs` (sample, timestep) pairs."""
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
+        """Add the gradient of `rows` of `batch`, as a part of an update of `num_pairs` (sample, timestep) pairs.
+
+        `meter` measures what each step adds.
+        """
         raise NotImplementedError
 
 

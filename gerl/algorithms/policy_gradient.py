@@ -11,6 +11,7 @@ import torch
 
 from gerl.algorithms.base import Algorithm, Batch
 from gerl.algorithms.core_algos import RELATIVE_WEIGHTS, clipped_policy_loss, kl_divergence, step_weights
+from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
@@ -43,7 +44,9 @@ class PolicyGradient(Algorithm):
         assert bounds is not None
         return clipped_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, *bounds)
 
-    def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
@@ -55,6 +58,8 @@ class PolicyGradient(Algorithm):
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
+            if meter is not None:
+                meter.begin(k)
             losses, metrics = self.policy_loss(step, credit[:, k])
             deviation = metrics.pop("ratio_deviation")
             total, measured = weights[k] * losses.mean(), metrics if compared else {}
@@ -68,6 +73,8 @@ class PolicyGradient(Algorithm):
             return total * (len(rows) / num_pairs)
 
         replay(policy.pipe, tape, on_step, **options)
+        if meter is not None:
+            meter.end()
         return stats
 
     def _reference(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:

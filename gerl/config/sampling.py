@@ -7,8 +7,8 @@ from gerl.config.choices import KernelName, SigmaSpacing, SolverName, WindowSche
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
-# kernels whose noise is in proportion to the noise that is left: where a schedule ends, their last stochastic step has a
-# std of 0.001 to 0.01, and 1 / std makes nearly all of a gradient its own
+# kernels whose noise is in proportion to the noise that is left: where a schedule ends at 0, the std of their last
+# stochastic step is 0.001 to 0.01, and 1 / std makes nearly all of a gradient its own
 FADING_KERNELS: tuple[KernelName, ...] = ("cps", "precise", "dance_precise")
 
 

@@ -30,6 +30,7 @@ SIGNALS = (
     ("clipped, share of (image, timestep) pairs", "actor/clip_fraction"),
     ("mean log-ratio, per latent value", "actor/log_ratio_mean"),
     ("norm of the gradient before clipping", "actor/grad_norm"),
+    ("largest share of a step in the squared gradient", "actor/step_grad_share"),
     ("largest weight of the LoRA", "actor/lora_max"),
     ("learning rate", "actor/lr"),
 )
