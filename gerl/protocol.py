@@ -150,9 +150,28 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class StepFacts:
+    """How a trained step counts in the loss; what only policy gradients have is None for others.
+
+    `gain`: the factor of the drawn noise in the gradient with respect to the model output, weight included.
+    """
+
+    step: int
+    sigma: float
+    dt: float
+    std: float | None = None
+    jacobian: float | None = None
+    weight: float | None = None
+    gain: float | None = None
+
+
+@dataclass(frozen=True)
 class SamplingProbe:
-    """Measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, and the stochastic
-    steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa)."""
+    """Measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, the stochastic
+    steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa), and how
+    the trained ones count. `weighting`: algorithm.timestep_weights, None where the algorithm has no such key."""
 
     log_ratio_noise: float
     reversed_noise: list[tuple[int, float, float, float]]
+    steps: list[StepFacts] = field(default_factory=list)
+    weighting: str | None = None

@@ -17,7 +17,7 @@ from gerl.config import Config
 from gerl.config.algorithm import AlgorithmConfig, NormalisedConfig
 from gerl.engine import ReplayedStep, Tape
 from gerl.model.loading import Policy
-from gerl.protocol import RolloutTask, Sample, Segment, UpdateStats
+from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,11 @@ class Algorithm:
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         """Log of the ratio to the rollout's policy, `[B]`, where `settings.scores_steps`; on policy 0."""
         raise NotImplementedError
+
+    def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
+        """How each of the `trained` steps (or noise levels) counts in the loss."""
+        rules = [(k, tape.steps[k].rule) for k in trained]
+        return [StepFacts(k, rule.sigma, rule.dt) for k, rule in rules]
 
     def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
         """KL of the rollout's policy to the base model, mean over the trained steps: `[R]`, from recorded values."""

@@ -18,7 +18,7 @@ from gerl.engine import ReplayedStep, Tape, replay
 from gerl.engine.kernels import FlowRule, Rule, coefficients
 from gerl.model.loading import Policy
 from gerl.model.lora import lora_disabled
-from gerl.protocol import UpdateStats
+from gerl.protocol import StepFacts, UpdateStats
 
 
 class PolicyGradient(Algorithm):
@@ -37,6 +37,15 @@ class PolicyGradient(Algorithm):
         old = step.log_prob.detach() if unguided else step.recorded_log_prob
         assert old is not None
         return step.log_prob - old
+
+    def gain(self, rule: Rule) -> float:
+        """The factor of the drawn noise in the gradient of `log_ratio` with respect to the model output."""
+        return rule.jacobian / rule.std
+
+    def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
+        weighted = zip(trained, self._weights(tape, trained), strict=True)
+        rules = [(k, weight, _stochastic(self.config, tape, k)) for k, weight in weighted]
+        return [StepFacts(k, r.sigma, r.dt, r.std, r.jacobian, w, w * self.gain(r)) for k, w, r in rules]
 
     def policy_loss(self, step: ReplayedStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """Losses `[B]` of the rows at one step, and the metrics of `clipped_policy_loss`."""

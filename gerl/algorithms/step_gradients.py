@@ -1,4 +1,4 @@
-"""Which part of the gradient of a replay comes from which of its trained steps."""
+"""The gradient of a replay by trained steps."""
 
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -9,16 +9,14 @@ T = TypeVar("T")
 
 
 class StepGradients(Generic[T]):
-    """What each trained step of one replay adds to the gradients of `parameters`, in `found` as `reduce` tells it.
+    """Finds what each trained step of one replay adds to the gradients of `parameters`: `found`, as `reduce` tells it.
 
     A replay goes back through the denoiser of a step before that of the next one runs. So what a step adds is the
     difference between the gradients where the next one begins, or the replay has ended, and those where it began. They
     are only read: training goes on as if nobody had looked.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], reduce: Callable[[Sequence[torch.Tensor]], T]
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], reduce: Callable[[Sequence[torch.Tensor]], T]) -> None:
         self.parameters, self.reduce = parameters, reduce
         self.found: dict[int, T] = {}
         self._step: int | None = None

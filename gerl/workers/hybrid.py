@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.config import Config
+from gerl.config.algorithm import WeightedConfig
 from gerl.engine import Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
 from gerl.model.failures import model_errors
@@ -154,7 +155,10 @@ class HybridWorker:
         rules = [(k, tape.steps[k].rule) for k in segment.window]
         with_kappa = [(k, r) for k, r in rules if isinstance(r, FlowRule | EDMRule)]
         turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in with_kappa if r.kappa < 0]
-        return SamplingProbe(float(torch.cat(found).quantile(0.99)), turned)
+        settings = algorithm.settings
+        weighting = settings.step_weighting if isinstance(settings, WeightedConfig) else None
+        steps = algorithm.step_facts(tape, segment.trained)
+        return SamplingProbe(float(torch.cat(found).quantile(0.99)), turned, steps, weighting)
 
     def reduce_gradient(self) -> None:
         """Sum the gradients of all workers by one flat all-reduce; a collective call."""
