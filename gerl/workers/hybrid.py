@@ -25,7 +25,7 @@ from gerl.model.loading import (
     weights_fingerprint,
 )
 from gerl.model.paths import WEIGHTS
-from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepResult, UpdateStats
+from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepFacts, StepResult, UpdateStats
 from gerl.run.state import WorkerState
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
@@ -128,6 +128,21 @@ class HybridWorker:
         batches = [batch for i, v in credit.items() if i in self.drawn for batch in batches_of(self.drawn[i], v)]
         with model_errors("update"):
             return self.actor.accumulate(batches, num_pairs)
+
+    def step_gradients(self, credit: dict[int, torch.Tensor], num_pairs: int) -> dict[int, torch.Tensor]:
+        """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""
+        batches = [batch for i, v in credit.items() if i in self.drawn for batch in batches_of(self.drawn[i], v)]
+        with model_errors("update"):
+            return self.actor.step_gradients(batches, num_pairs)
+
+    def step_facts(self) -> list[StepFacts]:
+        """How each trained step of what this worker has drawn counts in the loss, in order."""
+        found: dict[int, StepFacts] = {}
+        for drawn in self.drawn.values():
+            for segment, tape in zip(drawn.task.segments, drawn.tapes, strict=True):
+                if segment.trained:
+                    found |= {facts.step: facts for facts in self.algorithm.step_facts(tape, segment.trained)}
+        return [found[k] for k in sorted(found)]
 
     def kl_to_base(self, task_id: int) -> list[float]:
         """KL `[B]` to the base model of the samples of a task that this worker drew."""
