@@ -121,7 +121,7 @@ class UpdateStats:
     pairs: int = 0
     sums: dict[str, float] = field(default_factory=dict)
     ratio_deviation: float | None = None  # max |ratio - 1|; None where nothing is compared with the rollout
-    # by trained step: the squared norm of what a micro-batch of it added to the gradient, summed over so many of them
+    # by trained step: the squared norm of what a micro-batch of it added to the gradient, summed over so many updates
     step_squares: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":

@@ -23,7 +23,7 @@ class Cosine:
 
     @property
     def highest(self) -> float:
-        """What it may well be, two standard errors above the mean."""
+        """Two standard errors above the mean: it may well be as high."""
         return self.mean + 2 * (self.error or 0.0)
 
 

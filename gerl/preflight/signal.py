@@ -103,7 +103,7 @@ def plan(trainer: RayDiffusionTrainer, samples: Sequence[Sample]) -> list[Rollou
 
 
 def evaluate(config: Config, batches: Sequence[Measured]) -> Signal:
-    """What the gradients of the batches say; raises `TrainingError` if they are all 0."""
+    """The report on the gradients of the batches; raises `TrainingError` if they are all 0."""
     gradients, facts = [batch.gradients for batch in batches], {f.step: f for b in batches for f in b.facts}
     steps = sorted({k for batch in gradients for k in batch})
     known = [facts[k] for k in steps]

@@ -44,7 +44,7 @@ class Choice:
 
 @dataclass
 class Signal:
-    """What independent batches of a step say about its gradient."""
+    """The gradient of a step, as independent batches of it have measured it."""
 
     model: str
     algorithm: str

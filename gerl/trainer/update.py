@@ -113,7 +113,7 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
     """Averages over the trained pairs, the last optimizer step, and the `deviation` of the ratio on policy.
 
     What was not measured is left out: `result` is None if no optimizer step was tried, `deviation` if there is no ratio
-    to the rollout. `step_grad_norm/K` is the norm of what the first micro-batches of the updates added at step K (root
+    to the rollout. `step_grad_norm/K` is the norm of what the first micro-batch of each update added at step K (root
     mean square), `step_grad_share` the largest share of one step in their squares.
     """
     measured = {name: value / stats.pairs for name, value in stats.sums.items()}

@@ -38,17 +38,17 @@ class Actor:
         if algorithm.rollout_decay is not None:
             policy.sampler = EMA(policy.lora, partial(decay_at, algorithm.rollout_decay))
 
-    def accumulate(self, batches: Sequence[Batch], num_pairs: int) -> UpdateStats:
+    def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
         """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs in all.
 
         Dividing by the whole update's size makes the gradient the same for any micro-batch size and any number of
-        workers. The first micro-batch that trains a step is measured by steps.
+        workers. `by_step`: say how much the first micro-batch of each trained step adds.
         """
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
             for rows in self.algorithm.micro_batches(batch):
-                known = measured.keys() >= set(batch.trained)
-                meter = None if known else StepGradients(self.parameters, squared_norm)
+                new = by_step and not measured.keys() >= set(batch.trained)
+                meter = StepGradients(self.parameters, squared_norm) if new else None
                 stats += self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 if meter is not None:
                     measured = meter.found | measured

@@ -124,10 +124,17 @@ class HybridWorker:
         return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
 
     def accumulate(self, credit: dict[int, torch.Tensor], num_pairs: int) -> UpdateStats:
-        """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`."""
-        batches = [batch for i, v in credit.items() if i in self.drawn for batch in batches_of(self.drawn[i], v)]
+        """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`.
+
+        Of the update's first task with something to learn, whichever worker has it, the gradient is measured by steps.
+        """
+        first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
+        stats = UpdateStats()
         with model_errors("update"):
-            return self.actor.accumulate(batches, num_pairs)
+            for i, v in credit.items():
+                if i in self.drawn:
+                    stats += self.actor.accumulate(batches_of(self.drawn[i], v), num_pairs, by_step=i == first)
+        return stats
 
     def step_gradients(self, credit: dict[int, torch.Tensor], num_pairs: int) -> dict[int, torch.Tensor]:
         """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""

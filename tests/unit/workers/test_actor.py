@@ -105,7 +105,10 @@ def test_the_micro_batch_size_does_not_change_the_gradient(policy: Policy, tape:
 @pytest.mark.parametrize("size", [4, 3])
 def test_each_step_has_its_part_of_the_gradient(policy: Policy, tape: Tape, size: int) -> None:
     batch, actor = batch_of(tape, ADVANTAGES), new_actor(policy, micro_batch_size=size)
-    whole, stats = gradient(actor, [batch])
+    whole, unmeasured = gradient(actor, [batch])
+    actor.optimizer.zero_grad(set_to_none=True)
+    stats = actor.accumulate([batch], 8, by_step=True)
+    assert torch.equal(actor.flat_gradient(), whole) and not unmeasured.step_squares, "it is only looked at"
     found = actor.step_gradients([batch], 8)
     assert relative(found[1] + found[2], whole) < 1e-5 and len(found) == 2
     assert all(p.grad is None for p in actor.parameters)
