@@ -47,7 +47,7 @@ def spread_warnings(probe: SamplingProbe) -> list[str]:
     if most <= LARGEST_SPREAD * least or less_noise >= noise:
         return []
     end = next(s.step for i, (*_, s) in enumerate(known) if _spread(known[: i + 1]) > LARGEST_SPREAD)
-    remedy = f"end sampling.window_range before step {end}"
+    remedy = f"end sampling.window_range before step {end} at the latest"
     if probe.weighting not in (None, "std2_over_jacobian"):
         remedy = f"set algorithm.timestep_weights=std2_over_jacobian, or {remedy}"
     return [

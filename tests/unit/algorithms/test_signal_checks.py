@@ -58,7 +58,7 @@ def test_a_step_with_hardly_any_noise_that_outweighs_all_others_is_named(kernel:
 
 def test_steps_that_may_be_kept_are_within_the_spread() -> None:
     (said,) = probe_warnings(probe_of("flow_sde", 0.7, 28), None)
-    end = int(re.search(r"before step (\d+);", said)[1])  # type: ignore[index]
+    end = int(re.search(r"before step (\d+) at the latest;", said)[1])  # type: ignore[index]
     assert not probe_warnings(probe_of("flow_sde", 0.7, 28, trained=end), None)
     assert probe_warnings(probe_of("flow_sde", 0.7, 28, trained=end + 1), None)
 
