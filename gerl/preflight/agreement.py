@@ -82,7 +82,10 @@ def larger_batch(cosine: float, wanted: float = 0.5) -> float | None:
 
 
 def clearly_above(candidate: Cosine, configured: Cosine) -> bool:
-    """Whether it is above by more than both standard errors; not known, hence not so, where there are none."""
-    if candidate.error is None or configured.error is None:
+    """Whether it is above by more than both standard errors, and above 0 by two of its own.
+
+    Where there are no standard errors it is not known, hence not so.
+    """
+    if candidate.error is None or configured.error is None or candidate.mean <= 2 * candidate.error:
         return False
     return candidate.mean - configured.mean > candidate.error + configured.error

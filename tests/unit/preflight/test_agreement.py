@@ -85,7 +85,13 @@ def test_how_much_larger_a_batch_must_be() -> None:
 
 @pytest.mark.parametrize(
     ("candidate", "errors", "above"),
-    [(0.3, (0.05, 0.05), True), (0.19, (0.05, 0.05), False), (0.9, (None, 0.05), False), (0.9, (0.05, None), False)],
+    [
+        (0.3, (0.05, 0.05), True),
+        (0.19, (0.05, 0.05), False),
+        (0.3, (0.16, 0.01), False),
+        (0.9, (None, 0.05), False),
+        (0.9, (0.05, None), False),
+    ],
 )
 def test_what_is_recommended_is_above_by_more_than_the_errors(
     candidate: float, errors: tuple[float | None, float | None], above: bool
