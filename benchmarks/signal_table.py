@@ -33,8 +33,8 @@ def row(keys: str, found: dict[str, Any]) -> str:
     window = f"{shown(best[1])} {best[0].removeprefix('window_range=')}" if best[0] else "-"
     noise = by_name.get("timestep_weights=std2_over_jacobian")
     share = f"{largest['share']:.1%} in step {largest['facts']['step']} of {len(found['steps'])}"
-    advice = found["recommended"]["name"] if found["recommended"] else "nothing"
-    return f"| `{keys}` | {share} | {shown(found['update']['cosine'])} | {shown(noise)} | {window} | `{advice}` |"
+    advice = f"`{found['recommended']['name']}`" if found["recommended"] else "nothing"
+    return f"| `{keys}` | {share} | {shown(found['update']['cosine'])} | {shown(noise)} | {window} | {advice} |"
 
 
 def steps(names: list[str]) -> list[str]:
