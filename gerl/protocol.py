@@ -122,6 +122,8 @@ class UpdateStats:
     pairs: int = 0
     sums: dict[str, float] = field(default_factory=dict)
     ratio_deviation: float | None = None  # max |ratio - 1|; None where nothing is compared with the rollout
+    # by trained step: the squared norm of what a micro-batch of it added to the gradient, summed over so many updates
+    step_squares: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
         known = [stats.ratio_deviation for stats in (self, other) if stats.ratio_deviation is not None]
@@ -129,7 +131,12 @@ class UpdateStats:
             self.pairs + other.pairs,
             {k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}},
             float(np.max(known)) if known else None,  # a NaN stays one
+            {k: self._squares(other, k) for k in sorted({**self.step_squares, **other.step_squares})},
         )
+
+    def _squares(self, other: "UpdateStats", step: int) -> tuple[float, int]:
+        (a, count), (b, more) = (stats.step_squares.get(step, (0.0, 0)) for stats in (self, other))
+        return a + b, count + more
 
 
 @dataclass(frozen=True)
@@ -144,11 +151,30 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class StepFacts:
+    """How a trained step counts in the loss; what only policy gradients have is None for others.
+
+    `gain`: the factor of the drawn noise in the gradient with respect to the model output, weight included.
+    """
+
+    step: int
+    sigma: float
+    dt: float
+    std: float | None = None
+    jacobian: float | None = None
+    weight: float | None = None
+    gain: float | None = None
+
+
+@dataclass(frozen=True)
 class SamplingProbe:
     """Measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, the stochastic
-    steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa), and the
-    dimensions of an image's latents."""
+    steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa), the
+    dimensions of an image's latents, and how the trained steps count. `weighting`: algorithm.timestep_weights, None
+    where the algorithm has no such key."""
 
     log_ratio_noise: float
     reversed_noise: list[tuple[int, float, float, float]]
     dimensions: int = 1
+    steps: list[StepFacts] = field(default_factory=list)
+    weighting: str | None = None

@@ -12,11 +12,12 @@ import torch
 
 from gerl.algorithms.core_algos import batch_advantages, decoupled_advantages, group_advantages
 from gerl.algorithms.planning import group_ids, micro_batches, sde_window
+from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm import AlgorithmConfig, NormalisedConfig
 from gerl.engine import ReplayedStep, Tape
 from gerl.model.loading import Policy
-from gerl.protocol import RolloutTask, Sample, Segment, UpdateStats
+from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,11 @@ class Algorithm:
         """Log of the ratio to the rollout's policy, `[B]`, where `settings.scores_steps`; on policy 0."""
         raise NotImplementedError
 
+    def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
+        """How each of the `trained` steps (or noise levels) counts in the loss."""
+        rules = [(k, tape.steps[k].rule) for k in trained]
+        return [StepFacts(k, rule.sigma, rule.dt) for k, rule in rules]
+
     def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
         """KL of the rollout's policy to the base model, mean over the trained steps: `[R]`, from recorded values."""
         raise NotImplementedError
@@ -147,8 +153,13 @@ class Algorithm:
             kept &= (credit != 0).any(1)
         return [int(r) for r in kept.nonzero()]
 
-    def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
-        """Add the gradient of `rows` of `batch`, as a part of an update of `num_pairs` (sample, timestep) pairs."""
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
+        """Add the gradient of `rows` of `batch`, as a part of an update of `num_pairs` (sample, timestep) pairs.
+
+        `meter` measures what each step adds.
+        """
         raise NotImplementedError
 
 

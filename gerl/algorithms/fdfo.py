@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm import FDFOConfig
 from gerl.engine import ReplayedStep, replay
@@ -64,7 +65,9 @@ class FDFO(Algorithm):
         """dR of each sample, `[B]`: half the difference to its partner, divided by nothing."""
         return (rewards.totals - rewards.totals[partners(rewards.samples)]) / 2
 
-    def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
@@ -75,6 +78,8 @@ class FDFO(Algorithm):
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
+            if meter is not None:
+                meter.begin(k)
             drawn_from = step.recorded_mean if self.guided else step.mean.detach()
             assert drawn_from is not None
             moved = velocity_change(step, drawn_from)
@@ -90,6 +95,8 @@ class FDFO(Algorithm):
             return losses.sum() / num_pairs
 
         replay(policy.pipe, tape, on_step, **options)
+        if meter is not None:
+            meter.end()
         return stats
 
     def _base(self, policy: Policy, batch: Batch, options: dict[str, Any]) -> dict[int, torch.Tensor]:

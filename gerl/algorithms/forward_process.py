@@ -14,6 +14,7 @@ import torch
 
 from gerl.algorithms.base import Algorithm, Batch
 from gerl.algorithms.planning import drawn_steps, group_ids
+from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm import ForwardProcessConfig
 from gerl.engine import ReplayedStep, replay
@@ -107,7 +108,9 @@ class ForwardProcess(Algorithm):
         levels = range(*self.config.sampling.steps_range)
         return drawn_steps(levels, self.settings.timesteps or len(levels), self.config.trainer.seed, step)
 
-    def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
         x0 = tape.steps[-1].x_next[rows]
         samples, credit = [batch.samples[r] for r in rows], batch.credit[rows].to(x0.device)
@@ -121,6 +124,8 @@ class ForwardProcess(Algorithm):
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
+            if meter is not None:
+                meter.begin(k)
             output = step.model_output
             known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
             s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups)
@@ -142,6 +147,8 @@ class ForwardProcess(Algorithm):
             return total.sum() / num_pairs
 
         replay(policy.pipe, tape, on_step, cfg=settings.cfg, **options)
+        if meter is not None:
+            meter.end()
         return stats
 
     def _others(

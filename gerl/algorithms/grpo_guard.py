@@ -12,6 +12,7 @@ from gerl.algorithms.core_algos import guard_log_ratio
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.config.algorithm import GRPOGuardConfig
 from gerl.engine import ReplayedStep
+from gerl.engine.kernels import Rule
 
 
 class GRPOGuard(FlowGRPO):
@@ -19,6 +20,9 @@ class GRPOGuard(FlowGRPO):
 
     settings: GRPOGuardConfig
     scores_means = True
+
+    def gain(self, rule: Rule) -> float:
+        return rule.jacobian  # the ratio is multiplied by std
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         if self.settings.cfg == "off":  # see PolicyGradient.log_ratio

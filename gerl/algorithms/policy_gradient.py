@@ -17,13 +17,14 @@ from gerl.algorithms.core_algos import (
     ratio_spread,
     step_weights,
 )
+from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
 from gerl.engine.kernels import FlowRule, Rule, coefficients
 from gerl.model.loading import Policy
 from gerl.model.lora import lora_disabled
-from gerl.protocol import UpdateStats
+from gerl.protocol import StepFacts, UpdateStats
 
 
 class PolicyGradient(Algorithm):
@@ -45,6 +46,16 @@ class PolicyGradient(Algorithm):
         # -(x' - mean)^2 is 2 std^2 times the Gaussian's log-likelihood, up to a constant
         return 2 * step.std**2 * log_ratio if self.settings.step_likelihood == "squared_error" else log_ratio
 
+    def gain(self, rule: Rule) -> float:
+        """The factor of the drawn noise in the gradient of `log_ratio` with respect to the model output."""
+        gaussian = rule.jacobian / rule.std
+        return 2 * rule.std**2 * gaussian if self.settings.step_likelihood == "squared_error" else gaussian
+
+    def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
+        weighted = zip(trained, self._weights(tape, trained), strict=True)
+        rules = [(k, weight, _stochastic(self.config, tape, k)) for k, weight in weighted]
+        return [StepFacts(k, r.sigma, r.dt, r.std, r.jacobian, w, w * self.gain(r)) for k, w, r in rules]
+
     def policy_loss(self, step: ReplayedStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """Losses `[B]` of the rows at one step, the metrics of `clipped_policy_loss`, and `ratio_spread`."""
         log_ratio, bounds = self.log_ratio(step), self.settings.clip_range_at(step.x[0].numel())
@@ -53,7 +64,9 @@ class PolicyGradient(Algorithm):
         off = log_ratio.detach().expm1()
         return losses, metrics | ratio_spread(log_ratio, (off > bounds[1]) | (off < -bounds[0]))
 
-    def train(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int) -> UpdateStats:
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
@@ -65,6 +78,8 @@ class PolicyGradient(Algorithm):
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
+            if meter is not None:
+                meter.begin(k)
             losses, metrics = self.policy_loss(step, credit[:, k])
             deviation = metrics.pop("ratio_deviation")
             total, measured = weights[k] * losses.mean(), metrics if compared else {}
@@ -78,6 +93,8 @@ class PolicyGradient(Algorithm):
             return total * (len(rows) / num_pairs)
 
         replay(policy.pipe, tape, on_step, **options)
+        if meter is not None:
+            meter.end()
         return stats
 
     def _reference(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:

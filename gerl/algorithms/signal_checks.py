@@ -1,7 +1,11 @@
 """Warnings about settings that cannot work."""
 
 from gerl.config import ActorConfig, AlgorithmConfig
-from gerl.protocol import SamplingProbe
+from gerl.protocol import SamplingProbe, StepFacts
+
+# between the factors of the noise of two steps: beyond it the squared gradient of one is that of a hundred of the
+# other, more than a schedule has, and whatever the others learn is lost in it
+LARGEST_SPREAD = 10.0
 
 
 def ratio_limit(config: ActorConfig, half_precision: bool) -> float:
@@ -35,7 +39,34 @@ def probe_warnings(probe: SamplingProbe, clip: float | None) -> list[str]:
     for k, sigma, sigma_next, kappa in probe.reversed_noise:
         found.append(
             f"step {k} of the window, from sigma {sigma:.3f} to {sigma_next:.3f}, flips the sign of the predicted "
-            f"noise (kappa {kappa:.2f} < 0), which leaves noise in the images: end sampling.window_range before "
-            "it, or use sampling.kernel=precise"
+            f"noise (kappa {kappa:.2f} < 0), which leaves noise in the images: end sampling.window_range before it"
         )
-    return found
+    return found + spread_warnings(probe)
+
+
+def spread_warnings(probe: SamplingProbe) -> list[str]:
+    """A sentence if the noise of one trained step counts much more than that of another that has more of it."""
+    known = [(s.gain, s.std, s) for s in probe.steps if s.gain and s.std]
+    if not known:
+        return []
+    (least, noise, low), (most, less_noise, high) = min(known, key=_gain), max(known, key=_gain)
+    if most <= LARGEST_SPREAD * least or less_noise >= noise:
+        return []
+    end = next(s.step for i, (*_, s) in enumerate(known) if _spread(known[: i + 1]) > LARGEST_SPREAD)
+    remedy = f"end sampling.window_range before step {end} at the latest"
+    if probe.weighting not in (None, "std2_over_jacobian"):
+        remedy = f"set algorithm.timestep_weights=std2_over_jacobian, or {remedy}"
+    return [
+        f"the noise of step {high.step} (std {less_noise:.2g}) counts {most / least:.0f} times as much in the gradient "
+        f"as that of step {low.step} (std {noise:.2g}), and hides what other steps learn: "
+        f"{remedy}; python -m gerl.preflight signal=4 measures which steps carry the reward"
+    ]
+
+
+def _gain(known: tuple[float, float, StepFacts]) -> float:
+    return known[0]
+
+
+def _spread(known: list[tuple[float, float, StepFacts]]) -> float:
+    gains = [gain for gain, *_ in known]
+    return max(gains) / min(gains)

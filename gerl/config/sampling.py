@@ -7,6 +7,10 @@ from gerl.config.choices import KernelName, SigmaSpacing, SolverName, WindowSche
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
+# kernels whose noise is in proportion to the noise that is left: where a schedule ends at 0, the std of their last
+# stochastic step is 0.001 to 0.01, and 1 / std makes nearly all of a gradient its own
+FADING_KERNELS: tuple[KernelName, ...] = ("cps", "precise", "dance_precise")
+
 
 @dataclass(frozen=True)
 class SamplingConfig(Block):
@@ -28,10 +32,12 @@ class SamplingConfig(Block):
     )
     same_init_noise: bool = key(False, "the images of a group start from the same noise (DanceGRPO)")
     window_size: int | None = main_key(
-        None, "number of consecutive stochastic (trained) steps; null: all but the last", low=1
+        None, "number of consecutive stochastic (trained) steps; null: all of sampling.window_range", low=1
     )
     window_range: list[int] | None = main_key(
-        None, "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last"
+        None,
+        "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last step, "
+        "with the kernels cps, precise and dance_precise all but the last two",
     )
     window_schedule: WindowSchedule = key("random", "random; shift by window_stride; shift faster over time (MixGRPO)")
     window_stride: int | None = key(
@@ -68,15 +74,23 @@ class SamplingConfig(Block):
             first, end = self.steps_range
             if self.window_size > end - first:
                 raise ConfigError(
-                    f"sampling.window_size={self.window_size}: only {end - first} steps lie in [{first}, {end}) (the "
-                    "last step is deterministic); lower it or widen sampling.window_range"
+                    f"sampling.window_size={self.window_size}: only {end - first} steps lie in [{first}, {end}) "
+                    f"({self._left_out}); lower it or widen sampling.window_range"
                 )
 
     @property
     def steps_range(self) -> tuple[int, int]:
         """[first, end) of the steps that may be stochastic."""
-        first, end = self.window_range or (0, self.num_inference_steps - 1)
+        left_out = 2 if self.kernel in FADING_KERNELS else 1
+        first, end = self.window_range or (0, max(1, self.num_inference_steps - left_out))
         return first, end
+
+    @property
+    def _left_out(self) -> str:
+        """In words, which steps are left out where no range is given."""
+        if self.window_range is None and self.kernel in FADING_KERNELS:
+            return f"the last step is deterministic, the one before it has hardly any noise with kernel={self.kernel}"
+        return "the last step is deterministic"
 
     @property
     def trained_steps(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.commandline.composition import compose_run
-from gerl.config import Config
+from gerl.config import MOST_IMAGES, Config, shown
 from gerl.errors import ConfigError
 
 
@@ -18,17 +18,22 @@ from gerl.errors import ConfigError
 class Options:
     """The keys of the command line, beside those of a run."""
 
+    signal: int | None = key(
+        "4, say: instead, draw so many batches of a training step and measure at which steps their gradients agree",
+        unit="a whole number of at least 2, as gradients of independent batches are compared",
+        low=2,
+    )
     out: Path | None = key("the report for machines, a .json file, besides that on the terminal")
 
 
 PARSER = Parser(
     "the preflight",
-    "python -m gerl.preflight [experiment=NAME|FILE.yaml] [key=value ...] [out=FILE.json]",
+    "python -m gerl.preflight [experiment=NAME|FILE.yaml] [key=value ...] [signal=N] [out=FILE.json]",
     "Load the model of a run, draw and train on one prompt, and say whether, and how fast, it can train.",
     Options,
     rest=True,
-    notes="The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help all lists them. Neither "
-    "rewards nor a prompt file are needed.",
+    notes="The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help all lists them. Without "
+    "signal neither rewards nor a prompt file are needed; with it both are, and the time of so many training steps.",
 )
 
 
@@ -38,17 +43,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def preflight(arguments: list[str]) -> None:
-    """Check the keys, then examine."""
-    config, out = parse(arguments)
+    """Check the keys, then examine the run, or measure its signal."""
+    config, options = parse(arguments)
+    if options.signal is not None:
+        from gerl.preflight import signal
+
+        signal.run(config, options.signal, options.out)
+        return
     from gerl.preflight.command import run
 
-    run(config, out)
+    run(config, options.out)
 
 
-def parse(arguments: Sequence[str]) -> tuple[Config, Path | None]:
-    """The configuration and the file for the report; raises `ConfigError` for what cannot be."""
+def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
+    """The configuration and the command's own keys; raises `ConfigError` for what cannot be."""
     options, overrides = PARSER.parse(arguments)
-    config, out = compose_run(overrides).config, options.out
+    config, out, signal = compose_run(overrides).config, options.out, options.signal
     if out is not None and (out.suffix != ".json" or out.is_dir() or not out.absolute().parent.is_dir()):
         raise ConfigError(f"out={out}: give the path of a .json file in a folder that is there")
-    return config, out
+    if signal is not None and (images := signal * config.rollout.prompts_per_step * config.rollout.n) > MOST_IMAGES:
+        raise ConfigError(f"signal={shown(signal)}: that is {shown(images)} images, at most {MOST_IMAGES}; lower it")
+    return config, options

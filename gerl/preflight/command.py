@@ -3,7 +3,6 @@
 One prompt is drawn and trained on in this process, as a worker of the run would do it; the rewards are made up.
 """
 
-import json
 import logging
 import tempfile
 from collections.abc import Sequence
@@ -17,20 +16,19 @@ from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.algorithms.signal_checks import nearer_bound, ratio_limit
 from gerl.cluster import Cluster
 from gerl.config import Config
-from gerl.errors import ConfigError, DataError, GerlError, TrainingError
+from gerl.errors import DataError, GerlError, TrainingError
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve
 from gerl.model.schedulers import SameSigmas
 from gerl.preflight.bench import TEXT, Bench, attempt, first_run, further_runs
 from gerl.preflight.faithful import judge_faithful
-from gerl.preflight.findings import Report, judge_batches, judge_memory, judge_run
+from gerl.preflight.findings import Report, judge_batches, judge_memory, judge_run, write_json
 from gerl.preflight.forecast import Run, forecast_memory, forecast_seconds
 from gerl.preflight.inventory import components
 from gerl.preflight.measure import capacity
 from gerl.protocol import Prompt, RolloutTask
 from gerl.utils import dataset
 from gerl.utils.condition_images import COLUMNS
-from gerl.utils.files import reason
 from gerl.workers.hybrid import HybridWorker
 
 logger = logging.getLogger("gerl")
@@ -49,10 +47,7 @@ def run(config: Config, out: Path | None = None) -> Report:
         report.problems.append(str(error))
     logger.info("%s", report.text(config))
     if out is not None:
-        try:
-            out.write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"out={out}: it cannot be written ({reason(error)}); choose another file") from None
+        write_json(out, report.as_json())
     if report.problems:
         first, *further = report.problems
         problem = f"{len(report.problems)} problems, listed above" if further else first

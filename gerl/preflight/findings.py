@@ -1,16 +1,19 @@
 """The findings of a preflight: its numbers, sentences on what is wrong with them, and the text on the terminal."""
 
+import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from gerl.algorithms.signal_checks import probe_warnings, ratio_problem
 from gerl.config import Config
+from gerl.errors import ConfigError
 from gerl.preflight.forecast import Memory, Run, Seconds
 from gerl.preflight.inventory import Component
 from gerl.protocol import RolloutTask, SamplingProbe
-from gerl.utils.files import finite
+from gerl.utils.files import finite, reason
 
 NOT_KNOWN = "not known"
 WIDTH = 118  # characters of a line of the text
@@ -69,11 +72,11 @@ class Report:
         instead = f" in place of {self.own_scheduler}" if self.own_scheduler else ""
         where = f"{self.workers} worker(s) on {self.device}"
         yield f"{self.model}: {self.pipeline}, {self.scheduler}{instead}; {self.algorithm}; {where}"
-        yield from _wrapped("frozen", ", ".join(f"{c.name} {_count(c.parameters)} {c.dtype}" for c in self.components))
+        yield from wrapped("frozen", ", ".join(f"{c.name} {_count(c.parameters)} {c.dtype}" for c in self.components))
         for c in self.components:
             if c.lora_modules:
                 got = "" if self.run is None else f", of which {self.run.gradients[c.name]} got a gradient"
-                yield from _wrapped(
+                yield from wrapped(
                     "trained",
                     f"LoRA of {c.lora_parameters:,} parameters on {c.lora_modules} of {c.linear_layers} linear layers "
                     f"of {c.name}{got}: {_layers(c.targets)}",
@@ -93,11 +96,11 @@ class Report:
                 f"max |ratio - 1| on policy {self.run.deviation:.1e} (a run stops above {self.max_ratio_deviation:g}), "
                 f"|log ratio| in half a micro-batch {self.probe.log_ratio_noise:.1e} (99th percentile); {clip}"
             )
-        yield from _wrapped("ratio", text)
+        yield from wrapped("ratio", text)
         if self.stock_difference is not None:
             parts = f"; gradients of single samples add up within {self.parts_difference:.1e}"
             text = f"images drawn without noise differ from its own by {self.stock_difference:.1e}"
-            yield from _wrapped("pipeline", text + (parts if self.parts_difference is not None else ""))
+            yield from wrapped("pipeline", text + (parts if self.parts_difference is not None else ""))
 
     def _table(self, run: Run) -> Iterator[str]:
         yield f"{'':<10}{'micro-batch':>12}{f's/{run.unit}':>12}{'seconds':>12}{'peak memory':>14}"
@@ -107,7 +110,7 @@ class Report:
             yield f"{name:<10}{batch:>12}{each:>12.3g}{usage.seconds:>12.2f}{size(usage.peak):>14}"
 
     def _memory(self, memory: Memory, images: int, unit: str) -> Iterator[str]:
-        yield from _wrapped(
+        yield from wrapped(
             "memory",
             f"in a step {size(memory.rollout)} in the rollout, {size(memory.update)} in the update, of "
             f"{size(memory.capacity)} that a worker has; {size(memory.trajectories)} are the trajectories of "
@@ -116,7 +119,7 @@ class Report:
         words = {None: NOT_KNOWN, 0: "none"}
         largest = {"rollout": memory.largest_rollout, "actor": memory.largest_update}
         fits = " and ".join(f"{key}.micro_batch_size {words.get(n, n)}" for key, n in largest.items())
-        yield from _wrapped(
+        yield from wrapped(
             "largest",
             f"{fits}, by a line through two measured sizes; no more than the {unit}s of a step are needed",
         )
@@ -125,7 +128,7 @@ class Report:
         per_step, steps = config.rollout.prompts_per_step, config.trainer.steps
         epoch = "100 prompts" if self.prompts is None else f"an epoch of {self.prompts} prompts"
         in_epoch = duration((self.steps_per_epoch or 100 / per_step) * seconds.step)
-        yield from _wrapped(
+        yield from wrapped(
             "time",
             f"a step of {seconds.images} {unit}s: {duration(seconds.step)} ({duration(seconds.rollout)} rollout, "
             f"{duration(seconds.update)} update); {epoch}: {in_epoch}; trainer.steps={steps}: "
@@ -214,7 +217,16 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _wrapped(label: str, text: str) -> list[str]:
+def write_json(out: Path, values: dict[str, object]) -> None:
+    """Write a report for machines; raises `ConfigError` if the file cannot be written."""
+    try:
+        out.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"out={out}: it cannot be written ({reason(error)}); choose another file") from None
+
+
+def wrapped(label: str, text: str) -> list[str]:
+    """A paragraph of the text on the terminal behind its label."""
     return textwrap.wrap(f"{label:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False)
 
 

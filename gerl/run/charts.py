@@ -31,6 +31,7 @@ SIGNALS = (
     ("outside the clip range, share of off-policy pairs", "actor/off_policy/outside_fraction"),
     ("mean log-ratio, per latent value", "actor/log_ratio_mean"),
     ("norm of the gradient before clipping", "actor/grad_norm"),
+    ("largest share of a step in the squared gradient", "actor/step_grad_share"),
     ("largest weight of the LoRA", "actor/lora_max"),
     ("learning rate", "actor/lr"),
 )

@@ -14,6 +14,7 @@ ABSURD_WEIGHT = 1000.0  # no picture is left of the model long before
 BLOCK, FALL = 20, 4.0  # steps that are averaged, and how many standard errors the average has to fall
 BLANK = 0.5  # share of images of a single colour
 BOUND = 0.9  # share of the ratios of off-policy updates that lie outside the trust region
+DOMINANT = 0.9  # share of one denoising step in the squared norm of the gradient
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Health:
         self.last: Row = {}
         self.found: dict[str, Finding] = {}  # the latest of each kind
         self._said: dict[str, int] = {}  # kind -> step
+        self._dominated = 0  # steps in a row whose gradient is that of one denoising step
         self._rewards: list[float] = []
         self._blocks: list[tuple[float, float, int]] = []  # mean, standard error, last step
         self._outside: list[float] = []  # of the latest steps: share of off-policy ratios outside the trust region
@@ -69,12 +71,14 @@ class Health:
         """Take the row of a step; returns the sentences that are due: new ones, and old ones again now and then."""
         self.last, step = row, int(row["step"])
         due = []
-        for kind, text in [
-            *self._equal_rewards(row),
-            *self._broken(row),
-            *self._trust_region(row),
-            *self._falling(row),
-        ]:
+        signs = [
+            self._equal_rewards(row),
+            self._broken(row),
+            self._trust_region(row),
+            self._one_step(row),
+            self._falling(row),
+        ]
+        for kind, text in (found for sign in signs for found in sign):
             self.found[kind] = Finding(kind, step, text)
             # again when the run is more than twice as long: as often as somebody may have overlooked it
             if kind not in self._said or step >= 2 * self._said[kind] + PATIENCE:
@@ -166,6 +170,33 @@ class Health:
             )
             return [("clip never binds", text)]
         return []
+
+    def _one_step(self, row: Row) -> list[tuple[str, str]]:
+        """Whether nearly all of the gradient has come from one denoising step for a while."""
+        share, prefix = _number(row, "actor/step_grad_share"), "actor/step_grad_norm/"
+        if share is None:  # no update, or one of a single step
+            return []
+        self._dominated = self._dominated + 1 if share > DOMINANT else 0
+        norms = {int(name.removeprefix(prefix)): row[name] or 0.0 for name in row if name.startswith(prefix)}
+        if self._dominated < PATIENCE or not norms:
+            return []
+        largest, first = max(norms, key=lambda k: norms[k]), min(norms)
+        algorithm, sampling = get(self.config, "algorithm") or {}, get(self.config, "sampling") or {}
+        remedies = []
+        # the first step has most noise: these weights, or another end, would make its share larger still
+        if largest > first and algorithm.get("timestep_weights") not in (None, "std2_over_jacobian"):
+            remedies.append("set algorithm.timestep_weights=std2_over_jacobian")
+        start = (sampling.get("window_range") or [0])[0]
+        shortest = max(start + (sampling.get("window_size") or 1), 1 + max(algorithm.get("split_steps") or [0]))
+        if largest > first and largest >= shortest:
+            remedies.append(f"train the steps before it only, sampling.window_range=[{start},{largest}]")
+        measure = "python -m gerl.preflight signal=4 measures which steps carry the reward"
+        text = (
+            f"step {row['step']}: {share:.0%} of the squared gradient came from denoising step {largest}, as more than "
+            f"{DOMINANT:.0%} from one in each of the last {self._dominated} steps: what the others learn is lost in "
+            f"its noise; {' or '.join(remedies)}{'; ' if remedies else ''}{measure}"
+        )
+        return [("one step", text)]
 
     def _falling(self, row: Row) -> list[tuple[str, str]]:
         """Whether the two latest blocks of steps have a mean reward clearly below that of the best block."""

@@ -10,14 +10,14 @@ import torch
 from gerl.algorithms import Algorithm, build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
-from gerl.cluster import Cluster, WorkerGroup
+from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.commandline import signals
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
 from gerl.errors import CheckpointError
 from gerl.model.hub import Downloads
-from gerl.protocol import Prompt, RolloutTask
+from gerl.protocol import Images, Prompt, RolloutTask, Scores
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
@@ -133,6 +133,21 @@ class RayDiffusionTrainer:
 
     def setup(self, resume: RunFolder | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
+        self.start()
+        if resume is not None and resume.checkpoint is not None:
+            self.load(resume.checkpoint)
+            resume.carry_on()
+        self.update = Update(self.config, self.algorithm, self.workers, self.state, self.model.half_precision)
+        self.check_sampling()
+        # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
+        kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
+        self.tracker = Tracker(self.run_dir, self.config.logger, start_step=kept)
+        self.health = Health(asdict(self.config))
+        for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
+            self.health.observe(row)
+
+    def start(self) -> None:
+        """Try the scorers, start the workers, and load the model."""
         config, cluster = self.config, self.cluster
         per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
@@ -161,17 +176,6 @@ class RayDiffusionTrainer:
             *(len(self.workers), cluster.device, len(self.prompts), per_epoch),
         )
         self.state.identity |= {"model.path": model.weights}
-        if resume is not None and resume.checkpoint is not None:
-            self.load(resume.checkpoint)
-            resume.carry_on()
-        self.update = Update(config, self.algorithm, self.workers, self.state, model.half_precision)
-        self.check_sampling()
-        # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
-        kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
-        self.tracker = Tracker(self.run_dir, config.logger, start_step=kept)
-        self.health = Health(asdict(config))
-        for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
-            self.health.observe(row)
 
     def check_sampling(self) -> None:
         """Warn of settings that cannot work with the loaded model, in numbers measured on a first micro-batch."""
@@ -199,14 +203,17 @@ class RayDiffusionTrainer:
         for attempt in range(self.config.algorithm.dynamic_sampling + 1):
             prompts = plan_prompts(self.config, self.prompts, step, attempt)
             samples = plan_samples(self.config, prompts, step, self.state.policy_version)
-            self.roll_out(self.algorithm.plan(samples, first_id=len(drawn.tasks)), drawn, watch)
+            tasks = self.algorithm.plan(samples, first_id=len(drawn.tasks))
+            images, scores = self.roll_out(tasks, drawn, watch)
+            if attempt == 0 and (step == 1 or _due(step, self.config.validation.every, self.config.trainer.steps)):
+                training_sheet(self.tracker, tasks[0].samples, images.result().pixels, scores)
             drawn.scored.further_prompts += len(prompts) if attempt else 0
             if len(drawn.scored.groups_with_signal()) >= self.config.rollout.prompts_per_step:
                 break
         return drawn
 
-    def roll_out(self, tasks: Sequence[RolloutTask], drawn: Drawn, watch: Stopwatch) -> None:
-        """Draw and score `tasks`, and add them to `drawn`."""
+    def roll_out(self, tasks: Sequence[RolloutTask], drawn: Drawn, watch: Stopwatch) -> tuple[Pending[Images], Scores]:
+        """Draw and score `tasks`, and add them to `drawn`; returns what came of the first of them."""
         workers, owners = self.workers, [i % len(self.workers) for i in range(len(tasks))]
         rollouts = Rollouts(
             self.rewards,
@@ -221,11 +228,9 @@ class RayDiffusionTrainer:
             found = rollouts.finish()
         for task, scores in zip(tasks, found, strict=True):
             drawn.scored.add(task.samples, scores)
-        step = tasks[0].samples[0].step
-        if not drawn.tasks and (step == 1 or _due(step, self.config.validation.every, self.config.trainer.steps)):
-            training_sheet(self.tracker, tasks[0].samples, rollouts.images[0].result().pixels, found[0])
         drawn.tasks += tasks
         drawn.owners += owners
+        return rollouts.images[0], found[0]
 
     def progress_of(self, rollouts: Rollouts) -> Callable[[], str]:
         """Words for how much is drawn and downloaded so far."""

@@ -48,7 +48,7 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
         with session(run_dir, log, arguments, workers) as begin:
             folder.open(begin)
             with interruption_said(run_dir, config.trainer.steps):
-                with _entered(machines) as cluster, _reported(folder):
+                with entered(machines) as cluster, _reported(folder):
                     trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))
                     trainer.fit(folder)
                 logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
@@ -56,7 +56,7 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
 
 
 @contextlib.contextmanager
-def _entered(machines: "Cluster") -> Iterator["Cluster"]:
+def entered(machines: "Cluster") -> Iterator["Cluster"]:
     """The cluster, started; what that waits for is said."""
     with contextlib.ExitStack() as stack:
         with waiting("starting Ray" if machines.remote else "preparing the devices"):

@@ -1,6 +1,7 @@
 """Train: the optimizer steps of a trainer step, the same on all workers."""
 
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
@@ -140,7 +141,8 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
     """Averages over the trained pairs, the last optimizer step, and the `deviation` of the ratio on policy.
 
     What was not measured is left out: `result` is None if no optimizer step was tried, `deviation` if there is no ratio
-    to the rollout.
+    to the rollout. `step_grad_norm/K` is the norm of what the first micro-batch of each update added at step K (root
+    mean square), `step_grad_share` the largest share of one step in their squares.
     """
     measured = {name: value / stats.pairs for name, value in stats.sums.items() if name not in SPREAD}
     if "clip_fraction_low" in stats.sums:
@@ -151,6 +153,10 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
         measured |= {"grad_norm": result.grad_norm, "lr": result.lr}
         if result.lora_max is not None:
             measured["lora_max"] = result.lora_max
+    squares = {k: total / count for k, (total, count) in stats.step_squares.items()}
+    measured |= {f"step_grad_norm/{k}": math.sqrt(square) for k, square in squares.items()}
+    if len(squares) > 1 and (whole := sum(squares.values())) > 0:
+        measured["step_grad_share"] = max(squares.values()) / whole
     return {f"actor/{name}": value for name, value in measured.items()}
 
 

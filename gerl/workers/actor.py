@@ -1,6 +1,7 @@
 """The actor worker: tapes and credit in, a LoRA update out."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -8,6 +9,7 @@ from diffusers.optimization import get_scheduler
 
 from gerl.algorithms import Algorithm, Batch
 from gerl.algorithms.core_algos import decay_at
+from gerl.algorithms.step_gradients import StepGradients, flat_copy, squared_norm
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError
 from gerl.model.ema import EMA
@@ -36,17 +38,36 @@ class Actor:
         if algorithm.rollout_decay is not None:
             policy.sampler = EMA(policy.lora, partial(decay_at, algorithm.rollout_decay))
 
-    def accumulate(self, batches: Sequence[Batch], num_pairs: int) -> UpdateStats:
+    def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
         """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs in all.
 
         Dividing by the whole update's size makes the gradient the same for any micro-batch size and any number of
-        workers.
+        workers. `by_step`: say how much the first micro-batch of each trained step adds.
         """
-        stats = UpdateStats()
+        stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
             for rows in self.algorithm.micro_batches(batch):
-                stats += self.algorithm.train(self.policy, batch, rows, num_pairs)
-        return stats
+                new = by_step and not measured.keys() >= set(batch.trained)
+                meter = StepGradients(self.parameters, squared_norm) if new else None
+                stats += self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
+                if meter is not None:
+                    measured = meter.found | measured
+        return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
+
+    def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
+        """The gradient of `batches` as `accumulate` adds it up, by trained step, each one vector on the CPU.
+
+        Any gradient that was accumulated before is dropped, and none is left.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for batch in batches:
+            for rows in self.algorithm.micro_batches(batch):
+                self.optimizer.zero_grad(set_to_none=True)  # large and small numbers are not added up
+                meter = StepGradients(self.parameters, flat_copy)
+                self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
+                found |= {k: found[k] + new if k in found else new for k, new in meter.found.items()}
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
 
     def flat_gradient(self) -> torch.Tensor:
         """All gradients in one vector, zeros where there is none."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.config import Config
+from gerl.config.algorithm import WeightedConfig
 from gerl.engine import Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
 from gerl.model.failures import model_errors
@@ -24,7 +25,7 @@ from gerl.model.loading import (
     weights_fingerprint,
 )
 from gerl.model.paths import WEIGHTS
-from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepResult, UpdateStats
+from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepFacts, StepResult, UpdateStats
 from gerl.run.state import WorkerState
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
@@ -124,10 +125,32 @@ class HybridWorker:
         return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
 
     def accumulate(self, credit: dict[int, torch.Tensor], num_pairs: int) -> UpdateStats:
-        """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`."""
+        """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`.
+
+        Of the update's first task with something to learn, whichever worker has it, the gradient is measured by steps.
+        """
+        first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
+        stats = UpdateStats()
+        with model_errors("update"):
+            for i, v in credit.items():
+                if i in self.drawn:
+                    stats += self.actor.accumulate(batches_of(self.drawn[i], v), num_pairs, by_step=i == first)
+        return stats
+
+    def step_gradients(self, credit: dict[int, torch.Tensor], num_pairs: int) -> dict[int, torch.Tensor]:
+        """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""
         batches = [batch for i, v in credit.items() if i in self.drawn for batch in batches_of(self.drawn[i], v)]
         with model_errors("update"):
-            return self.actor.accumulate(batches, num_pairs)
+            return self.actor.step_gradients(batches, num_pairs)
+
+    def step_facts(self) -> list[StepFacts]:
+        """How each trained step of what this worker has drawn counts in the loss, in order."""
+        found: dict[int, StepFacts] = {}
+        for drawn in self.drawn.values():
+            for segment, tape in zip(drawn.task.segments, drawn.tapes, strict=True):
+                if segment.trained:
+                    found |= {facts.step: facts for facts in self.algorithm.step_facts(tape, segment.trained)}
+        return [found[k] for k in sorted(found)]
 
     def kl_to_base(self, task_id: int) -> list[float]:
         """KL `[B]` to the base model of the samples of a task that this worker drew."""
@@ -155,7 +178,10 @@ class HybridWorker:
         rules = [(k, tape.steps[k].rule) for k in segment.window]
         with_kappa = [(k, r) for k, r in rules if isinstance(r, FlowRule | EDMRule)]
         turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in with_kappa if r.kappa < 0]
-        return SamplingProbe(float(torch.cat(found).quantile(0.99)), turned, tape.steps[0].x[0].numel())
+        settings = algorithm.settings
+        weighting = settings.step_weighting if isinstance(settings, WeightedConfig) else None
+        steps, noise = algorithm.step_facts(tape, segment.trained), float(torch.cat(found).quantile(0.99))
+        return SamplingProbe(noise, turned, tape.steps[0].x[0].numel(), steps, weighting)
 
     def reduce_gradient(self) -> None:
         """Sum the gradients of all workers by one flat all-reduce; a collective call."""

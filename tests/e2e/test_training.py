@@ -20,7 +20,7 @@ BLOCKS = {
     "reward": "mean best_of_n bright/mean bright/best_of_n std failures",
     "group": "zero_std_fraction dropped",
     "actor": "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_ratio_mean loss grad_norm lr "
-    "lora_max "
+    "lora_max step_grad_norm/0 step_grad_norm/1 step_grad_norm/2 step_grad_share "
     "nonfinite_updates policy_version",
     "health": "no_signal_steps blank_fraction bright/constant_steps",
     "scorer/bright": "latency_s queue_s images_per_s retries restarts warnings",
@@ -56,6 +56,10 @@ def test_metrics_have_their_names_and_mean_what_they_say(rising: Any) -> None:
         assert row["reward/failures"] == row["group/dropped"] == row["group/zero_std_fraction"] == 0
         assert row["actor/clip_fraction"] == row["actor/log_ratio_mean"] == 0  # one update
         assert 0 < row["actor/grad_norm"] < 1
+        by_step = [row[f"actor/step_grad_norm/{k}"] for k in range(3)]  # of the only micro-batch
+        assert max(by_step) - sum(sorted(by_step)[:2]) <= row["actor/grad_norm"] * (1 + 1e-4)
+        assert row["actor/grad_norm"] <= sum(by_step) * (1 + 1e-4)
+        assert row["actor/step_grad_share"] == pytest.approx(max(by_step) ** 2 / sum(x * x for x in by_step))
         assert row["actor/ratio_deviation"] < 1e-5  # it is one on policy
         assert row["actor/lr"] == 0.02
         assert row["actor/policy_version"] == row["step"]

@@ -2,14 +2,15 @@
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gerl.config import Config, did_you_mean, from_mapping, keys, readers
+from gerl.config import Config, SamplingConfig, did_you_mean, from_mapping, keys, readers
 from gerl.config.algorithm import BY_NAME
+from gerl.config.choices import KernelName
 from gerl.errors import ConfigError
 
 
@@ -34,6 +35,18 @@ def test_values_that_are_given_arrive_typed() -> None:
 def test_a_window_of_all_steps_but_the_last_is_the_default() -> None:
     config = from_mapping({"sampling": {"num_inference_steps": 6}})
     assert config.sampling.steps_range == (0, 5) and config.sampling.trained_steps == 5
+
+
+@pytest.mark.parametrize("kernel", get_args(KernelName))
+def test_where_the_noise_fades_the_default_window_ends_a_step_earlier(kernel: str) -> None:
+    fades = kernel in ("cps", "precise", "dance_precise")
+    sampling = SamplingConfig(num_inference_steps=6, kernel=kernel)  # type: ignore[arg-type]
+    assert sampling.steps_range == (0, 4 if fades else 5) and sampling.trained_steps == 4 + (not fades)
+    assert dataclasses.replace(sampling, window_range=[0, 5]).trained_steps == 5, "who asks for it gets it"
+    assert SamplingConfig(num_inference_steps=2, kernel=kernel).steps_range == (0, 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"window_size=6: only [45] steps .*; lower it") as error:
+        dataclasses.replace(sampling, window_size=6)
+    assert ("hardly any noise" in str(error.value)) == fades
 
 
 def test_the_configuration_is_frozen() -> None:

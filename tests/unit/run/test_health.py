@@ -136,6 +136,38 @@ def test_what_is_broken_is_said_with_its_number() -> None:
     assert health.observe({"step": 5, "health/blank_fraction": None, "actor/lora_max": None}) == []
 
 
+def dominated(config: dict[str, Any], largest: int, count: int = PATIENCE, first: int = 0) -> list[str]:
+    """The sentences of so many steps in which nearly all of the gradient is that of denoising step `largest`."""
+    health, said = Health(config), list[str]()
+    norms = {f"actor/step_grad_norm/{k}": 9.0 if k == largest else 1.0 for k in range(first, 12)}
+    for i in range(count):
+        said += health.observe({"step": i + 1, "actor/step_grad_share": 0.95, **norms})
+    return said
+
+
+def test_a_gradient_that_is_that_of_one_denoising_step_is_said_after_some_steps() -> None:
+    config = CONFIG | {"algorithm": {"timestep_weights": "uniform"}}
+    assert dominated(config, 11, PATIENCE - 1) == []
+    (said,) = dominated(config, 11)
+    assert "95% of the squared gradient came from denoising step 11" in said and "signal=4" in said
+    assert "timestep_weights=std2_over_jacobian or train" in said and "sampling.window_range=[0,11]" in said
+    health = Health(config)
+    for i in range(20):  # one step in ten is nothing
+        assert not health.observe({"step": i + 1, "actor/step_grad_share": 0.5 if i % 4 else 0.95})
+
+
+def test_what_is_advised_then_takes_nothing_from_the_steps_with_more_noise() -> None:
+    best = CONFIG | {"algorithm": {"timestep_weights": "std2_over_jacobian"}, "sampling": {"window_range": [2, 12]}}
+    (said,) = dominated(best, 11, first=2)
+    assert "timestep_weights" not in said and "sampling.window_range=[2,11]" in said
+    (said,) = dominated(CONFIG | {"algorithm": {"timestep_weights": "std"}}, 0)
+    assert "timestep_weights" not in said and "window_range" not in said and "signal=4" in said
+    tree = CONFIG | {"algorithm": {"split_steps": [0, 3]}, "sampling": {"window_range": None}}
+    assert "window_range=[0,4]" in dominated(tree, 4)[0] and "window_range" not in dominated(tree, 3)[0]
+    wide = CONFIG | {"algorithm": {}, "sampling": {"window_range": [0, 12], "window_size": 12}}
+    assert "window_range" not in dominated(wide, 11)[0]
+
+
 @pytest.mark.parametrize("largest", [ABSURD_WEIGHT * 2, math.inf, math.nan])
 def test_weights_beyond_all_sense_stop_a_run(largest: float) -> None:
     assert "lower actor.lr" in (weights_problem(largest, 1e30) or "")

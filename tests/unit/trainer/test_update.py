@@ -79,6 +79,20 @@ def test_actor_metrics_are_averages_over_pairs() -> None:
     }
 
 
+def test_the_gradient_of_each_step_is_a_mean_over_what_was_measured() -> None:
+    first, second = UpdateStats(1, step_squares={0: (2.0, 1), 3: (90.0, 1)}), UpdateStats(1, step_squares={0: (6.0, 1)})
+    metrics = actor_metrics(first + second, None, None)
+    assert metrics == {
+        "actor/step_grad_norm/0": 2.0,
+        "actor/step_grad_norm/3": pytest.approx(90**0.5),
+        "actor/step_grad_share": pytest.approx(90 / 94),
+    }
+    assert actor_metrics(second, None, None) == {"actor/step_grad_norm/0": pytest.approx(6**0.5)}  # nothing to share
+    assert "actor/step_grad_share" not in actor_metrics(
+        UpdateStats(1, step_squares={0: (0.0, 1), 1: (0.0, 1)}), None, None
+    )
+
+
 def test_what_was_not_measured_has_no_metric() -> None:
     assert actor_metrics(UpdateStats(), None, None) == {}
     assert set(actor_metrics(UpdateStats(2, {"loss": 1.0}), StepResult(1.0, 1e-3, True), None)) == {

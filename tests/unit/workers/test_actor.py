@@ -73,6 +73,26 @@ def test_the_micro_batch_size_does_not_change_the_gradient(policy: Policy, tape:
         assert stats.ratio_deviation is not None and stats.ratio_deviation <= 1e-5
 
 
+@pytest.mark.parametrize("size", [4, 3])
+def test_each_step_has_its_part_of_the_gradient(policy: Policy, tape: Tape, size: int) -> None:
+    batch, actor = batch_of(tape, ADVANTAGES), new_actor(policy, micro_batch_size=size)
+    whole, unmeasured = gradient(actor, [batch])
+    actor.optimizer.zero_grad(set_to_none=True)
+    stats = actor.accumulate([batch], 8, by_step=True)
+    assert torch.equal(actor.flat_gradient(), whole) and not unmeasured.step_squares, "it is only looked at"
+    found = actor.step_gradients([batch], 8)
+    assert relative(found[1] + found[2], whole) < 1e-5 and len(found) == 2
+    assert all(p.grad is None for p in actor.parameters)
+    first = batch_of(tape, [a if i < size else None for i, a in enumerate(ADVANTAGES)])  # micro-batch
+    for k in (1, 2):
+        alone, _ = gradient(actor, [replace(batch, trained=(k,))])
+        assert found[k].norm() > 0 and relative(found[k], alone) < 1e-5
+        measured, _ = gradient(actor, [replace(first, trained=(k,))])
+        square, count = stats.step_squares[k]
+        assert count == 1 and square == pytest.approx(float(measured.norm()) ** 2, rel=1e-4)
+    assert (stats + stats).step_squares[1] == (2 * stats.step_squares[1][0], 2)
+
+
 def test_the_gradient_is_that_of_the_policy_gradient_written_by_hand(policy: Policy, tape: Tape) -> None:
     actor, advantages = new_actor(policy), torch.tensor(ADVANTAGES)
     found, stats = gradient(actor, [batch_of(tape, ADVANTAGES)])

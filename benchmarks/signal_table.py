@@ -1,0 +1,63 @@
+"""The tables of docs/preflight.md from benchmarks/results/signal/*.json: `python benchmarks/signal_table.py`.
+
+Each file is the report of `python -m gerl.preflight experiment=signs KEYS signal=N out=FILE`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "signal"
+# file -> the keys it was measured with
+MEASURED = {
+    "flow_grpo": "algorithm=flow_grpo",
+    "cps": "algorithm=flow_grpo sampling.kernel=cps",
+    "precise": "algorithm=flow_grpo sampling.kernel=precise",
+    "precise_whole": "algorithm=flow_grpo sampling.kernel=precise sampling.window_range=[0,9]",
+    "grpo_guard": "algorithm=grpo_guard",
+    "branch_grpo": "algorithm=branch_grpo",
+    "tempflow_grpo": "algorithm=tempflow_grpo",
+}
+
+
+def shown(cosine: dict[str, float] | None) -> str:
+    return "-" if cosine is None else f"{cosine['mean']:.3f} ± {cosine['error']:.3f}"
+
+
+def row(keys: str, found: dict[str, Any]) -> str:
+    """The numbers of one measurement: by step its share and cosine, and the best of the choices."""
+    largest = max(found["steps"], key=lambda step: step["share"])
+    by_name = {choice["name"]: choice["cosine"] for choice in found["choices"]}
+    windows = [(name, c) for name, c in by_name.items() if name.startswith("window") and c]
+    best = max(windows, key=lambda entry: entry[1]["mean"], default=(None, None))
+    window = f"{shown(best[1])} {best[0].removeprefix('window_range=')}" if best[0] else "-"
+    noise = by_name.get("timestep_weights=std2_over_jacobian")
+    share = f"{largest['share']:.1%} in step {largest['facts']['step']} of {len(found['steps'])}"
+    advice = f"`{found['recommended']['name']}`" if found["recommended"] else "nothing"
+    return f"| `{keys}` | {share} | {shown(found['update']['cosine'])} | {shown(noise)} | {window} | {advice} |"
+
+
+def steps(names: list[str]) -> list[str]:
+    """Cosine and share of each step, a column for each file."""
+    found = {name: json.loads((RESULTS / f"{name}.json").read_text())["steps"] for name in names}
+    lines = ["| step | " + " | ".join(f"`{name}`" for name in names) + " |", "|---" * (len(names) + 1) + "|"]
+    for k in sorted({step["facts"]["step"] for each in found.values() for step in each}):
+        cells = []
+        for each in found.values():
+            at = next((step for step in each if step["facts"]["step"] == k), None)
+            cells.append("-" if at is None else f"{shown(at['cosine'])}, {at['share']:.1%}")
+        lines.append(f"| {k} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    head = "| keys | largest share of the squared gradient | cosine as configured | with std2_over_jacobian"
+    lines = [f"{head} | best earlier end | recommended |", "|---|---|---|---|---|---|"]
+    known = [name for name in MEASURED if (RESULTS / f"{name}.json").exists()]
+    for name in known:
+        lines.append(row(MEASURED[name], json.loads((RESULTS / f"{name}.json").read_text())))
+    print("\n".join([*lines, "", *steps(known)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What is concluded from the gradients of independent batches: weights, windows, and the report."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from gerl.algorithms.core_algos import step_weights
+from gerl.config import Config, SamplingConfig, algorithm_config
+from gerl.engine.kernels import FlowRule, coefficients
+from gerl.errors import TrainingError
+from gerl.preflight.agreement import Cosine
+from gerl.preflight.signal import Measured, evaluate
+from gerl.preflight.signal_report import Choice, Signal
+from gerl.protocol import StepFacts
+
+SIGMAS = [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]
+SIZE = 4000
+
+
+def config(name: str = "flow_grpo", **keys: Any) -> Config:
+    return Config(algorithm=algorithm_config(name, **keys), sampling=SamplingConfig(num_inference_steps=5))
+
+
+def facts_of(weighting: str = "uniform") -> list[StepFacts]:
+    rules = [FlowRule(s, n, *coefficients("flow_sde", s, n, 0.7, SIGMAS[1])) for s, n in pairwise(SIGMAS[:-1])]
+    parts = [r.std for r in rules], [r.dt for r in rules], [r.jacobian for r in rules]
+    weights = step_weights(weighting, *parts)  # type: ignore[arg-type]
+    return [
+        StepFacts(k, r.sigma, r.dt, r.std, r.jacobian, w, w * r.jacobian / r.std)
+        for k, (r, w) in enumerate(zip(rules, weights, strict=True))
+    ]
+
+
+def batches(count: int = 4, weighting: str = "uniform", noise: float = 300.0) -> list[Measured]:
+    """Gradients at weights `weighting`: a common one at the first two steps, and noise which grows to `noise`."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(SIZE, generator=generator)
+    factors, found = [f.weight or 0.0 for f in facts_of(weighting)], []
+    for _ in range(count):
+        gradients = {}
+        for k, factor in enumerate(factors):
+            drawn = torch.randn(SIZE, generator=generator) * noise ** (k / 3)
+            gradients[k] = factor * (drawn + (common if k < 2 else 0))
+        found.append(Measured(24, gradients, facts_of(weighting)))
+    return found
+
+
+def by_name(signal: Signal) -> dict[str, Choice]:
+    return {choice.name: choice for choice in signal.choices}
+
+
+def test_each_step_has_its_norm_share_and_cosine() -> None:
+    signal = evaluate(config(), batches())
+    norms = [step.norm for step in signal.steps]
+    assert norms == sorted(norms) and norms[3] == pytest.approx(300 * SIZE**0.5, rel=0.05)
+    assert sum(step.share for step in signal.steps) == pytest.approx(1.0) and signal.steps[3].share > 0.9
+    first, last = signal.steps[0].cosine, signal.steps[3].cosine
+    assert first is not None and first.mean == pytest.approx(0.5, abs=0.05)
+    assert last is not None and abs(last.mean) < 0.05
+    assert signal.update.cosine is not None and abs(signal.update.cosine.mean) < 0.05
+    assert (signal.images, signal.parameters, signal.batches, signal.weighting) == (24, SIZE, 4, "uniform")
+
+
+def test_a_window_before_the_noise_is_recommended() -> None:
+    signal = evaluate(config(), batches())
+    windows = [choice.setting for choice in signal.choices if choice.name.startswith("window")]
+    assert windows == ["sampling.window_range=[0,1]", "sampling.window_range=[0,2]", "sampling.window_range=[0,3]"]
+    assert signal.recommended is not None and signal.recommended.setting == windows[0]
+    assert "sampling.window_range=[0,1]: batches agree by 0.4" in signal.text()
+
+
+@pytest.mark.parametrize("kind", ["std", "inverse_dt", "pcpo", "std2_over_jacobian"])
+def test_other_weights_are_as_if_they_had_been_configured(kind: str) -> None:
+    found = by_name(evaluate(config(), batches(noise=3.0)))[f"timestep_weights={kind}"]
+    configured = evaluate(config(timestep_weights=kind), batches(noise=3.0, weighting=kind)).update
+    assert found.setting == f"algorithm.timestep_weights={kind}"
+    assert found.cosine is not None and configured.cosine is not None
+    assert found.cosine.mean == pytest.approx(configured.cosine.mean, abs=1e-5)
+    assert found.cosine.error == pytest.approx(configured.cosine.error, abs=1e-5)
+
+
+def test_what_an_algorithm_has_no_key_for_is_left_out() -> None:
+    forward = [Measured(8, b.gradients, [StepFacts(f.step, f.sigma, f.dt) for f in b.facts]) for b in batches()]
+    signal = evaluate(config("diffusion_nft"), forward)
+    assert signal.weighting is None and all(choice.name.startswith("window_range") for choice in signal.choices)
+    assert "|J|" not in signal.text() and "|J|" in evaluate(config(), batches()).text()
+    tree = evaluate(config("branch_grpo", split_steps=[0, 2]), batches())
+    assert [c.setting for c in tree.choices] == ["sampling.window_range=[0,3]"], "the tree splits at step 2"
+    sampling = SamplingConfig(num_inference_steps=5, window_size=3)
+    moving = evaluate(
+        Config(sampling=sampling), [Measured(8, {k: b.gradients[k] for k in (1, 2, 3)}, b.facts) for b in batches()]
+    )
+    assert not any("window" in choice.name for choice in moving.choices) and len(moving.steps) == 3
+
+
+def test_two_batches_recommend_nothing_and_none_without_a_gradient_are_refused() -> None:
+    signal = evaluate(config(), batches(2))
+    assert signal.recommended is None and "use signal=4" in signal.text() and "+-" not in signal.text()
+    nothing = [Measured(8, {k: torch.zeros(SIZE) for k in range(4)}, facts_of()) for _ in range(2)]
+    with pytest.raises(TrainingError, match=r"same reward; raise rollout\.n"):
+        evaluate(config(), nothing)
+
+
+@pytest.mark.parametrize(
+    ("cosine", "words"),
+    [
+        (Cosine(0.1, 0.01), "9.0"),
+        (Cosine(0.02, 0.001), "49"),
+        (Cosine(0.01, 0.01), "more than 32"),
+        (Cosine(-0.1, 0.01), "-"),
+        (Cosine(0.1, 0.3), "-"),
+        (Cosine(0.3, None), "-"),
+        (None, "-"),
+    ],
+)
+def test_how_many_images_would_do(cosine: Cosine | None, words: str) -> None:
+    assert Choice("", None, cosine).times_images == words
+
+
+def test_the_report_is_json() -> None:
+    values = json.loads(json.dumps(evaluate(config(), batches()).as_json(), allow_nan=False))
+    assert values["steps"][1]["facts"]["step"] == 1 and values["steps"][1]["cosine"]["mean"] > 0
+    assert values["recommended"]["setting"] == "sampling.window_range=[0,1]" and values["update"]["cosine"]["error"] > 0
