@@ -260,6 +260,15 @@ def test_a_step_is_that_of_adamw() -> None:
     torch.testing.assert_close(flat(actor.policy.ema.average.values()), 0.1 * before + 0.9 * weights(actor))
 
 
+def test_epsilon_holds_small_gradients_back() -> None:
+    actor = new_actor(lr=0.01, weight_decay=0, max_grad_norm=1e9, eps=0.1)
+    before = weights(actor)
+    gradient = 0.1 * torch.ones_like(before)
+    stepped(actor, gradient)
+    # the first step of Adam: lr g / (|g| + eps)
+    torch.testing.assert_close(weights(actor), before - 0.01 * 0.5, rtol=1e-4, atol=1e-6)
+
+
 def test_the_gradient_norm_is_clipped_and_reported_unclipped() -> None:
     ones = torch.ones_like(weights(new_actor()))
     norm = math.sqrt(ones.numel())
@@ -404,13 +413,14 @@ def test_a_changed_learning_rate_schedule_takes_effect_from_the_next_update(chan
     assert found[0].lr != updated(actor, range(4, 5))[0].lr
 
 
-def test_changed_betas_and_decay_take_effect() -> None:
+def test_changed_betas_epsilon_and_decay_take_effect() -> None:
     actor, gradient = new_actor(), torch.ones_like(weights(new_actor()))
     stepped(actor, gradient)
     moved = []
-    for betas, decay in (([0.9, 0.999], 1e-4), ([0.1, 0.999], 1e-4), ([0.9, 0.999], 0.5)):
-        resumed = new_actor(betas=betas, weight_decay=decay)
+    usual: dict[str, Any] = {"betas": [0.9, 0.999], "weight_decay": 1e-4, "eps": 1e-8}
+    for changed in ({}, {"betas": [0.1, 0.999]}, {"weight_decay": 0.5}, {"eps": 1.0}):
+        resumed = new_actor(**(usual | changed))
         resumed.load_state(*actor.state())
         stepped(resumed, -gradient)
         moved.append(weights(resumed))
-    assert not torch.equal(moved[0], moved[1]) and not torch.equal(moved[0], moved[2])
+    assert not any(torch.equal(moved[0], other) for other in moved[1:])
