@@ -16,7 +16,7 @@ from gerl.model.failures import model_errors, pipeline_errors
 from gerl.model.loading import Policy, pipeline_call, training_sigmas
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
-from gerl.utils.seeding import sample_generators
+from gerl.utils.seeding import plain_generators, sample_generators
 from gerl.workers.ways import Way, Ways, one_by_one
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class Rollout:
 
         def drawn(way: Way) -> np.ndarray:
             def images(part: Sequence[Sample]) -> np.ndarray:
-                generators = sample_generators([sample.seed for sample in part])
+                generators = plain_generators([sample.seed for sample in part])  # a report says how to draw these
                 given = {"generator": generators[0] if way.text else generators}
 
                 def draw(call: dict[str, object]) -> np.ndarray:
