@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from gerl.config.algorithm import BY_NAME, AlgorithmConfig, AnyAlgorithm, FlowGRPOConfig, algorithm_config
+from gerl.config.algorithm import BY_NAME, AlgorithmConfig, AnyAlgorithm, AWMConfig, FlowGRPOConfig, algorithm_config
 from gerl.config.blocks import (
     ActorConfig,
     CheckpointConfig,
@@ -81,20 +81,15 @@ class Config:
                 f"actor.micro_batch_size={micro}: it must be at most rollout.micro_batch_size="
                 f"{rollout.micro_batch_size}, whose recorded batches are replayed"
             )
-        if algorithm.whole_groups and rollout.micro_batch_size < rollout.n:
-            raise ConfigError(
-                f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {rollout.n} images "
-                "of a group in one micro-batch; raise it, or lower rollout.n"
-            )
-        compared = algorithm.compared(rollout.n)
-        if micro is not None and micro < compared:
-            raise ConfigError(
-                f"actor.micro_batch_size={micro}: {algorithm.name} compares {compared} images within it; raise it"
-            )
         if algorithm.cfg == "off" and algorithm.scores_steps and actor.updates_per_step > 1:
             raise ConfigError(
                 f"actor.updates_per_step={actor.updates_per_step}: with algorithm.cfg=off the log-probabilities of the "
                 "rollout are not those of the unguided policy, so only the first update is on policy; use 1"
+            )
+        if isinstance(algorithm, AWMConfig) and not algorithm.off_policy and actor.updates_per_step > 1:
+            raise ConfigError(
+                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.off_policy=false the ratio is 1 in "
+                "later updates too, which are off-policy; use 1, or off_policy=true"
             )
 
 
