@@ -1,5 +1,7 @@
 """The exceptions gerl raises: each message is one sentence that says what was expected, what came and what to do."""
 
+import signal
+
 
 class GerlError(Exception):
     """Base class: a message the user can act on; the command line shows it without a traceback."""
@@ -47,9 +49,11 @@ class Interrupted(KeyboardInterrupt):
     No `Exception`: libraries catch those, and Ray lets nothing but a `KeyboardInterrupt` through its waits.
     """
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"interrupted by signal {signal_number}")
-        self.signal_number = signal_number
+    def __init__(self, signal_number: int | str) -> None:
+        """A text for the number comes from libraries that make an exception anew from its class and message."""
+        is_number = isinstance(signal_number, int)
+        super().__init__(f"interrupted by signal {signal_number}" if is_number else signal_number)
+        self.signal_number = int(signal_number) if is_number else int(signal.SIGINT)
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
         return type(self), (self.signal_number,)

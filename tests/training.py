@@ -9,6 +9,7 @@ import torch
 from gerl.algorithms import Algorithm, Batch, Rewards, build_algorithm, count_pairs, row_credit
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.planning import plan_samples
+from gerl.algorithms.pooling import Pooled, pooled_sum
 from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig, algorithm_config
 from gerl.engine import Tape
 from gerl.engine.kernels import FlowRule
@@ -68,25 +69,42 @@ class Training:
         found = [(task, *self.rollout.generate(task, self.algorithm)) for task in self.algorithm.plan(drawn)]
         self.tasks = [(task, pixels, trajectory.tapes) for task, pixels, trajectory in found]
 
-    def batches(self, task: RolloutTask, tapes: Sequence[Tape], credit: torch.Tensor) -> list[Batch]:
+    def batches(
+        self, task: RolloutTask, tapes: Sequence[Tape], credit: torch.Tensor, pooled: Pooled | None = None
+    ) -> list[Batch]:
         return [
-            Batch(tape, [task.samples[i] for i in segment.leaves], segment.trained, row_credit(segment, credit))
+            Batch(tape, [task.samples[i] for i in segment.leaves], segment.trained, row_credit(segment, credit), pooled)
             for segment, tape in zip(task.segments, tapes, strict=True)
             if segment.trained
         ]
 
     def gradient(
-        self, credit: torch.Tensor, pairs: int | None = None, algorithm: Algorithm | None = None
+        self,
+        credit: torch.Tensor,
+        pairs: int | None = None,
+        algorithm: Algorithm | None = None,
+        pooled: Pooled | None = None,
     ) -> tuple[torch.Tensor, UpdateStats]:
-        """The gradient for the credit `[B, T]` of all samples, and what was reported."""
+        """The gradient for the credit `[B, T]` of all samples, and what was reported.
+
+        `pooled`: of all workers, where this is one of several.
+        """
         parts = credit.split([len(task.samples) for task, _, _ in self.tasks])
         given = list(zip(self.tasks, parts, strict=True))
         pairs = pairs or count_pairs((task, part) for (task, _, _), part in given)
         self.actor.algorithm = algorithm or self.algorithm
+        if pooled is None and self.actor.algorithm.pools:
+            pooled = self.pooled(credit)
         self.actor.optimizer.zero_grad(set_to_none=True)
-        found = [b for (task, _, tapes), part in given for b in self.batches(task, tapes, part)]
+        found = [b for (task, _, tapes), part in given for b in self.batches(task, tapes, part, pooled)]
         stats = self.actor.accumulate(found, pairs)
         return self.actor.flat_gradient(), stats
+
+    def pooled(self, credit: torch.Tensor) -> Pooled:
+        """What the samples contribute to their groups."""
+        parts = zip(self.tasks, credit.split([len(task.samples) for task, _, _ in self.tasks]), strict=True)
+        batches = [b for (task, _, tapes), part in parts for b in self.batches(task, tapes, part)]
+        return pooled_sum(self.actor.algorithm.pool(self.policy, batch) for batch in batches)
 
 
 def noised(

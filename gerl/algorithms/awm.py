@@ -14,6 +14,7 @@ import torch
 
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.config import Config
 from gerl.config.algorithm import AWMConfig
 from gerl.config.choices import LikelihoodWeighting
 
@@ -29,11 +30,19 @@ class AWM(ForwardProcess):
     compared_with_old = ("clip_fraction_low", "clip_fraction_high", "log_ratio_mean")
     needs_all_samples = True
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if not self.settings.off_policy:  # the old policy is kept, but run only where the distance to it counts
+            self.needs_old = self.settings.old_kl_coef > 0
+
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`clipped_policy_loss` of the likelihoods; reports the shares clipped and the mean log-ratio."""
-        assert s.old is not None
         target, weighting = s.target, self.settings.weighting
-        log_prob, old = (log_likelihood(output, target, s.rule.sigma, weighting) for output in (s.output, s.old))
+        log_prob = log_likelihood(s.output, target, s.rule.sigma, weighting)
+        if not self.settings.off_policy:
+            return clipped_policy_loss(log_prob, log_prob, s.advantages, *self.settings.clip_range)[0], {}
+        assert s.old is not None
+        old = log_likelihood(s.old, target, s.rule.sigma, weighting)
         losses, metrics = clipped_policy_loss(log_prob, old, s.advantages, *self.settings.clip_range)
         del metrics["ratio_deviation"]  # a largest deviation cannot be averaged over micro-batches
         return losses, metrics

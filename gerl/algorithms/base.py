@@ -11,7 +11,8 @@ from typing import Any, assert_never
 import torch
 
 from gerl.algorithms.core_algos import batch_advantages, decoupled_advantages, group_advantages
-from gerl.algorithms.planning import group_ids, micro_batches, sde_window
+from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde_window
+from gerl.algorithms.pooling import Pooled
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm import AlgorithmConfig, NormalisedConfig
@@ -37,12 +38,16 @@ class Rewards:
 
 @dataclass(frozen=True)
 class Batch:
-    """A tape and the credit of its rows; `samples[r]` is the sample whose credit row `r` has."""
+    """A tape and the credit of its rows; `samples[r]` is the sample whose credit row `r` has.
+
+    `pooled`: what the images of their groups sum to, where the algorithm `pools`.
+    """
 
     tape: Tape
     samples: Sequence[Sample]  # [R]
     trained: tuple[int, ...]  # steps (or noise levels)
     credit: torch.Tensor  # [R, T] fp32, NaN where not trained
+    pooled: Pooled | None = None
 
 
 class Algorithm:
@@ -54,6 +59,7 @@ class Algorithm:
     reads_finished = False  # it reads the finished latents besides those of the trained steps
     old_decay: Sequence[float] | None = None  # of the old policy, see `core_algos.decay_at`; None where none is kept
     rollout_decay: Sequence[float] | None = None  # of the averaged weights that draw; None where the trained ones do
+    rollout_old_after: int | None = None  # trainer steps after which the old policy draws; None: never
 
     def __init__(self, config: Config) -> None:
         self.config, self.settings = config, config.algorithm
@@ -64,9 +70,10 @@ class Algorithm:
         """The micro-batches in which `samples` are drawn; their ids count from `first_id`."""
         together = self.settings.drawn_together(self.config.rollout.n)
         size = max(1, self.config.rollout.micro_batch_size // together) * together
+        batches = group_chunks if self.settings.whole_groups else micro_batches
         tasks: list[RolloutTask] = []
         for window, part in groupby(sorted(samples, key=self.window), key=self.window):
-            for chunk in micro_batches(list(part), size):
+            for chunk in batches(list(part), size):
                 rows = tuple(range(len(chunk)))
                 trained = self.trained_steps(window, chunk[0].step)
                 segment = Segment(tuple(s.seed for s in chunk), rows, window, trained)
@@ -111,6 +118,17 @@ class Algorithm:
 
     # --- on a worker
 
+    @property
+    def pools(self) -> bool:
+        """Whether micro-batches may be smaller than what a loss compares, so that a first pass (`pool`) is needed."""
+        rollout, n = self.config.rollout.micro_batch_size, self.config.rollout.n
+        compared = self.settings.compared(n)
+        return self.settings.whole_groups and (rollout < n or (self.config.actor.micro_batch_size or n) < compared)
+
+    def pool(self, policy: Policy, batch: Batch) -> Pooled:
+        """The part of the rows of `batch` in the losses of the others of their groups."""
+        raise NotImplementedError(f"{type(self).__name__} has no first pass: use larger micro-batches")
+
     def renews_old(self, step: int) -> bool:
         """Whether the old policy follows the trained one at the end of trainer step `step`."""
         raise NotImplementedError
@@ -132,7 +150,7 @@ class Algorithm:
         """Rows of `batch` that are trained together; those without credit are left out."""
         size = self.config.actor.micro_batch_size or len(batch.samples)
         kept = self.kept_rows(batch)
-        if not self.settings.whole_groups:
+        if not self.settings.whole_groups or self.pools:
             yield from (kept[i : i + size] for i in range(0, len(kept), size))
             return
         ids, rows = group_ids(batch.samples).tolist(), list[int]()

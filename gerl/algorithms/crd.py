@@ -7,14 +7,18 @@ centring. Estimated from forward-process errors it is
     r = -(mse(v) / w - mse(v_old) / w_old),    w = mean |v - target|, a constant: L1 weights, see `adaptive_error`
     L = clip / b * (b (r - mean_g r) - (A - mean_g A))^2,    A mapped from [-clip, clip] to [0, 1]
 
-Unlike a policy gradient it has a fixed point: the loss is 0 if and only if the two centred rewards agree.
+The gradients of the mean cancel within a group, so that it is a constant, which may come from a first pass over a group
+that is too large for one backward pass. Unlike a policy gradient it has a fixed point: the loss is 0 if and only if the
+two centred rewards agree.
 """
 
 import torch
 
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
-from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean
+from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, pooled_mean
 from gerl.config.algorithm import CRDConfig
+
+LOWEST_KL = 1e-4  # weight of the KL of the worst image, with `kl_by_reward`
 
 
 class CRD(ForwardProcess):
@@ -28,10 +32,25 @@ class CRD(ForwardProcess):
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`crd_loss`; reports the mean `implicit_reward`, 0 where nothing was learnt since the old policy."""
-        assert s.old is not None
-        implicit = implicit_reward(s.output, s.old, s.target)
-        losses = crd_loss(implicit, s.advantages, s.groups, self.settings.mix, self.settings.advantage_clip)
+        mix, clip = self.settings.mix, self.settings.advantage_clip
+        implicit = self._implicit(s)
+        losses = crd_loss(implicit, s.advantages, s.groups, mix, clip, pooled_mean(s))
         return losses, {"implicit_reward": float(implicit.detach().mean())}
+
+    def pooled(self, s: Noised) -> torch.Tensor:
+        """`excess_reward`, whose mean is subtracted."""
+        return excess_reward(self._implicit(s), s.advantages, self.settings.mix, self.settings.advantage_clip).detach()
+
+    def kl_weights(self, s: Noised) -> torch.Tensor | float:
+        """With `kl_by_reward` r + (1 - r) LOWEST_KL / kl_coef, where r is the probability that an image is good."""
+        if not self.settings.kl_by_reward:
+            return 1.0
+        lowest = min(1.0, LOWEST_KL / self.settings.kl_coef) if self.settings.kl_coef else 1.0
+        return lowest + (1 - lowest) * optimality(s.advantages, self.settings.advantage_clip)
+
+    def _implicit(self, s: Noised) -> torch.Tensor:
+        assert s.old is not None
+        return implicit_reward(s.output, s.old, s.target)
 
 
 def implicit_reward(output: torch.Tensor, old: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -39,10 +58,23 @@ def implicit_reward(output: torch.Tensor, old: torch.Tensor, target: torch.Tenso
     return adaptive_error(old.detach(), target) - adaptive_error(output, target)
 
 
+def excess_reward(implicit: torch.Tensor, advantages: torch.Tensor, mix: float, clip: float) -> torch.Tensor:
+    """`b r - A` `[B]` of implicit rewards and advantages `[B]`, the latter mapped to [0, 1]; b is `mix`."""
+    return mix * implicit - optimality(advantages, clip)
+
+
 def crd_loss(
-    implicit: torch.Tensor, advantages: torch.Tensor, groups: torch.Tensor, mix: float, clip: float
+    implicit: torch.Tensor,
+    advantages: torch.Tensor,
+    groups: torch.Tensor,
+    mix: float,
+    clip: float,
+    mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss above, `[B]`, from implicit rewards, advantages and group numbers `[B]`; b is `mix`."""
-    wanted = optimality(advantages, clip)
-    excess = mix * (implicit - group_mean(implicit, groups)) - (wanted - group_mean(wanted, groups))
-    return clip / mix * excess**2
+    """The loss above, `[B]`, from implicit rewards, advantages and group numbers `[B]`; b is `mix`.
+
+    `mean`: of `excess_reward` over each row's group, `[B]`; None: over the rows of it that are given.
+    """
+    excess = excess_reward(implicit, advantages, mix, clip)
+    mean = group_mean(excess.detach(), groups) if mean is None else mean
+    return clip / mix * (excess - mean) ** 2

@@ -7,40 +7,53 @@ denoising errors d = mean((v - target)^2) at noise shared by the group, Bradley-
     w = sigmoid(beta mean_i A_i (d_i - d_ref_i))
 
 and L = w A d with constant w has that gradient without the factor beta: the error of good images goes down, that of bad
-ones up, and the less the group's order is already learnt, the more (w = 1/2 at the base model, the reference). As in
-PPO, a row whose ratio exp(d_old - d) has left the clip range in the direction of its advantage stops.
+ones up, and the less the group's order is already learnt, the more (w = 1/2 at the reference: the base model or, as in
+TDM-R1, arXiv 2603.07700, the old policy). As in PPO, a row whose ratio exp(d_old - d) has left the clip range in the
+direction of its advantage stops.
 """
 
 import torch
 
-from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, per_sample
+from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, per_sample, pooled_mean
 from gerl.config import Config
 from gerl.config.algorithm import DGPOConfig
 
 
 class DGPO(ForwardProcess):
-    """The preferences are those against the base model; the old policy bounds the step."""
+    """The preferences are those against the base model, or the old policy, which also bounds the step."""
 
     settings: DGPOConfig
     uses_old = True
-    compared_with_old = ("stopped_fraction",)
-    uses_reference = True
+    compared_with_old: tuple[str, ...] = ("stopped_fraction",)
     shared_noise = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.needs_all_samples = self.settings.kl_coef > 0  # a sample without advantage still has a distance
+        self.uses_reference = self.settings.reference == "base"
+        self.rollout_old_after = self.settings.rollout_old_after
+        if self.settings.reference == "old":  # then w is 1/2 as long as the old policy is the trained one
+            self.compared_with_old += ("group_weight",)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`dgpo_loss`; reports the mean `group_weight` w and the `stopped_fraction` of rows."""
-        assert s.old is not None and s.reference is not None
-        target = s.target
-        error, old, reference = (per_sample((output - target) ** 2) for output in (s.output, s.old, s.reference))
-        weight = group_weight(error, reference, s.advantages, s.groups, self.settings.beta)
+        error, old, reference = self._errors(s)
+        weight = group_weight(error, reference, s.advantages, s.groups, self.settings.beta, pooled_mean(s))
         stop = stopped(error, old, s.advantages, *self.settings.clip_range)
         means = torch.stack([weight.mean(), stop.to(weight.dtype).mean()]).tolist()  # one device synchronisation
         losses = dgpo_loss(error, s.advantages, weight, stop)
         return losses, {"group_weight": means[0], "stopped_fraction": means[1]}
+
+    def pooled(self, s: Noised) -> torch.Tensor:
+        """`group_preference`, of whose mean w is the sigmoid."""
+        error, _, reference = self._errors(s)
+        return group_preference(error, reference, s.advantages, self.settings.beta)
+
+    def _errors(self, s: Noised) -> list[torch.Tensor]:
+        """Those `[B]` of the trained weights, the old policy and what preferences are measured from."""
+        reference, target = s.reference if self.settings.reference == "base" else s.old, s.target
+        assert s.old is not None and reference is not None
+        return [per_sample((output - target) ** 2) for output in (s.output, s.old, reference)]
 
 
 def dgpo_loss(error: torch.Tensor, advantages: torch.Tensor, weight: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
@@ -49,10 +62,27 @@ def dgpo_loss(error: torch.Tensor, advantages: torch.Tensor, weight: torch.Tenso
 
 
 def group_weight(
-    error: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor, groups: torch.Tensor, beta: float
+    error: torch.Tensor,
+    reference: torch.Tensor,
+    advantages: torch.Tensor,
+    groups: torch.Tensor,
+    beta: float,
+    mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """w of each row's group, `[B]` in (0, 1), a constant; the mean is over the rows of the group that are present."""
-    return group_mean(advantages * beta * (error - reference), groups).detach().sigmoid()
+    """w of each row's group, `[B]` in (0, 1), a constant.
+
+    `mean`: of `group_preference` over each row's group, `[B]`; None: over the rows of it that are given.
+    """
+    if mean is None:
+        mean = group_mean(group_preference(error, reference, advantages, beta), groups)
+    return mean.sigmoid()
+
+
+def group_preference(
+    error: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """`A beta (d - d_ref)` `[B]`, a constant: how much of its group's order a row still has to learn."""
+    return (advantages * beta * (error - reference)).detach()
 
 
 def stopped(

@@ -31,13 +31,28 @@ class DiffusionDPO(ForwardProcess):
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`dpo_loss`; reports the mean `preference_margin`: how much more than `old` the policy prefers the winners."""
+        excess, beta = self._excess(s), self.settings.beta
+        if s.pooled is None:
+            pairs = paired(s.advantages, s.groups)
+            margin = torch.where(pairs, preference_margin(excess, s.advantages, s.groups), 0.0)
+            losses = dpo_loss(margin, pairs, beta)
+        else:
+            sums, counts = s.pooled
+            pairs, own = counts == 2, s.advantages.sign() * excess
+            margin = torch.where(pairs, own.detach() - own - sums, 0.0)
+            # the other row of the pair is elsewhere: this one takes all of its own gradient, and half of the value
+            whole = 2 * dpo_loss(margin, pairs, beta)
+            losses = whole - whole.detach() / 2
+        return losses, {"preference_margin": float(margin.detach().mean())}
+
+    def pooled(self, s: Noised) -> torch.Tensor:
+        """The excess of the winner, minus that of the loser: their sum is minus the margin."""
+        return s.advantages.sign() * self._excess(s).detach()
+
+    def _excess(self, s: Noised) -> torch.Tensor:
         assert s.old is not None
         target = s.target
-        excess = per_sample((s.output - target) ** 2) - per_sample((s.old - target) ** 2)
-        pairs = paired(s.advantages, s.groups)
-        margin = torch.where(pairs, preference_margin(excess, s.advantages, s.groups), 0.0)
-        losses = dpo_loss(margin, pairs, self.settings.beta)
-        return losses, {"preference_margin": float(margin.detach().mean())}
+        return per_sample((s.output - target) ** 2) - per_sample((s.old - target) ** 2)
 
 
 def dpo_loss(margin: torch.Tensor, pairs: torch.Tensor, beta: float) -> torch.Tensor:

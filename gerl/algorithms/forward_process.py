@@ -8,16 +8,17 @@ trained weights, the reference is the base model.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, assert_never
 
 import torch
 
-from gerl.algorithms.base import Algorithm, Batch
-from gerl.algorithms.planning import drawn_steps, group_ids
+from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.planning import any_steps, drawn_steps, group_ids
+from gerl.algorithms.pooling import Pooled, Sums, group_sums, pooled_rows, pooled_sum
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm import ForwardProcessConfig
-from gerl.engine import ReplayedStep, replay
+from gerl.engine import ReplayedStep, record_structure, replay
 from gerl.engine.kernels import Rule
 from gerl.errors import ReplayError
 from gerl.model.loading import Policy
@@ -39,6 +40,7 @@ class Noised:
     reference: torch.Tensor | None  # [B, ...] fp32 that of the base model
     advantages: torch.Tensor  # [B] what `credit` made of the rewards
     groups: torch.Tensor  # [B] int64, equal for rows of one group
+    pooled: Sums | None = None  # of what `pooled` gives for the whole groups; None where they are complete here
 
     @property
     def target(self) -> torch.Tensor:
@@ -66,10 +68,31 @@ class Noised:
         x0, noise, x, output = (part(values) for values in (self.x0, self.noise, self.x, self.output))
         return replace(self, x0=x0, noise=noise, x=x, output=output, old=old, reference=reference)
 
+    def rows(self, index: list[int]) -> "Noised":
+        """The rows `index`."""
+        old, reference = (None if values is None else values[index] for values in (self.old, self.reference))
+        x0, noise, x, output = (values[index] for values in (self.x0, self.noise, self.x, self.output))
+        advantages, groups = self.advantages[index], self.groups[index]
+        return Noised(self.rule, x0, noise, x, output, old, reference, advantages, groups)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A pass over the noise levels: `on_level(k, rows with a credit, their samples) -> loss or None`."""
+
+    on_level: Callable[[int, Noised, list[Sample]], torch.Tensor | None]
+    grad: bool
+    reference: bool  # whether it needs the outputs of the base model
+
 
 def per_sample(values: torch.Tensor) -> torch.Tensor:
     """Mean over all non-batch dimensions: `[B, ...]` -> `[B]`."""
     return values.flatten(1).mean(1)
+
+
+def pooled_mean(s: Noised) -> torch.Tensor | None:
+    """For each row the mean over its whole group of what `pooled` gives, `[B]`; None where the groups are complete."""
+    return None if s.pooled is None else s.pooled[0] / s.pooled[1]
 
 
 def group_mean(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -83,10 +106,10 @@ class ForwardProcess(Algorithm):
 
     settings: ForwardProcessConfig
     uses_old: ClassVar[bool] = False
-    uses_reference: ClassVar[bool] = False
+    uses_reference: bool = False
     guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
     shared_noise: ClassVar[bool] = False  # the samples of a group get the same noise at each level
-    compared_with_old: ClassVar[tuple[str, ...]] = ()  # what `loss` reports that is 0 if the old policy is the trained
+    compared_with_old: tuple[str, ...] = ()  # what `loss` reports that is 0 if the old policy is the trained
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -104,36 +127,65 @@ class ForwardProcess(Algorithm):
         """Losses `[B]` of the rows at one noise level, and what to report (means over the rows)."""
         raise NotImplementedError
 
+    def pooled(self, s: Noised) -> torch.Tensor:
+        """The part of each row in the losses of the others of its group, `[B]`: their sum over the group matters."""
+        raise NotImplementedError
+
+    def kl_weights(self, s: Noised) -> torch.Tensor | float:
+        """Factors `[B]` of the rows' distances to the base model, besides `kl_coef`."""
+        del s
+        return 1.0
+
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
-        levels = range(*self.config.sampling.steps_range)
-        return drawn_steps(levels, self.settings.timesteps or len(levels), self.config.trainer.seed, step)
+        levels, seed = range(*self.config.sampling.steps_range), self.config.trainer.seed
+        count = min(self.settings.timesteps or len(levels), len(levels))
+        match self.settings.timesteps_drawn:
+            case "spread":
+                return drawn_steps(levels, count, seed, step)
+            case "step":
+                return any_steps(levels, count, seed, step)
+            case "sample":  # `credit` leaves out those of each sample
+                return tuple(levels)
+            case unknown:
+                assert_never(unknown)
+
+    def credit(self, rewards: Rewards) -> torch.Tensor:
+        values = super().credit(rewards)
+        levels, count = range(*self.config.sampling.steps_range), self.settings.timesteps
+        if self.settings.timesteps_drawn != "sample" or count is None or count >= len(levels):
+            return values
+        kept = torch.zeros(values.shape, dtype=torch.bool)
+        for row, sample in enumerate(rewards.samples):
+            kept[row, list(any_steps(levels, count, *self._noise_seed(sample)))] = True
+        return torch.where(kept, values, torch.nan)
+
+    def kept_rows(self, batch: Batch) -> list[int]:
+        credit = batch.credit[:, list(batch.trained)]
+        kept = ~credit.isnan().all(1) if self.needs_all_samples else (credit.nan_to_num() != 0).any(1)
+        return [int(r) for r in kept.nonzero()]
+
+    def pool(self, policy: Policy, batch: Batch) -> Pooled:
+        found: list[Pooled] = []
+        for rows in self.micro_batches(batch):
+            visit = Visit(lambda k, s, of: found.append(pooled_rows(self.pooled(s), of, k)), False, self.uses_reference)
+            self._visit(policy, batch, rows, visit)
+        return pooled_sum(found)
 
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
-        settings, tape = self.settings, batch.tape
-        x0 = tape.steps[-1].x_next[rows]
-        samples, credit = [batch.samples[r] for r in rows], batch.credit[rows].to(x0.device)
-        noise = {k: self._noise(samples, k, x0) for k in batch.trained}
-        latents = {k: tape.steps[k].rule.noised(x0, noise[k]) for k in batch.trained}
-        index = None if rows == list(range(tape.batch_size)) else rows
-        options: dict[str, Any] = {"steps": batch.trained, "index": index, "latents": latents}
-        old, reference = self._others(policy, batch, options)
-        groups = group_ids(samples).to(x0.device)
-        stats = UpdateStats()
+        settings, stats = self.settings, UpdateStats()
 
-        def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
+        def on_level(k: int, s: Noised, samples: list[Sample]) -> torch.Tensor:
             nonlocal stats
             if meter is not None:
                 meter.begin(k)
-            output = step.model_output
-            known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
-            s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups)
-            if step.written is not None:
-                s = s.without(step.written)
+            if batch.pooled is not None:
+                s = replace(s, pooled=group_sums(batch.pooled, samples, k, s.advantages))
             loss, metrics = self.loss(s)
             to_base = _distance(s.output, s.reference, settings.kl_coef)
-            total = loss + settings.kl_coef * to_base + settings.old_kl_coef * _distance(s.output, s.old, 1.0)
+            pull = settings.kl_coef * self.kl_weights(s) * to_base
+            total = loss + pull + settings.old_kl_coef * _distance(s.output, s.old, 1.0)
             sums = {}
             if s.reference is not None and settings.norm_coef > 0:
                 total = total + settings.norm_coef * norm_excess(s.output, s.reference) ** 2
@@ -142,43 +194,70 @@ class ForwardProcess(Algorithm):
             if s.reference is not None and settings.kl_coef > 0:
                 sums["kl"] = float(to_base.detach().sum())
             left_out = () if self.old_differs else self.compared_with_old
-            sums |= {name: value * len(rows) for name, value in metrics.items() if name not in left_out}
-            stats += UpdateStats(len(rows), sums)
+            sums |= {name: value * len(samples) for name, value in metrics.items() if name not in left_out}
+            stats += UpdateStats(len(samples), sums)
             return total.sum() / num_pairs
 
-        replay(policy.pipe, tape, on_step, cfg=settings.cfg, **options)
+        compared = self.uses_reference or settings.kl_coef > 0 or settings.norm_coef > 0
+        self._visit(policy, batch, rows, Visit(on_level, True, compared))
         if meter is not None:
             meter.end()
         return stats
 
+    def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: Visit) -> None:
+        """Replay the trained noise levels of `rows`, and hand on those rows that have a credit there."""
+        tape = batch.tape
+        x0 = tape.steps[-1].x_next[rows]
+        samples, credit = [batch.samples[r] for r in rows], batch.credit[rows].to(x0.device)
+        noise = {k: self._noise(samples, k, x0) for k in batch.trained}
+        latents = {k: tape.steps[k].rule.noised(x0, noise[k]) for k in batch.trained}
+        index = None if rows == list(range(tape.batch_size)) else rows
+        options: dict[str, Any] = {"steps": batch.trained, "index": index, "latents": latents}
+        old, reference = self._others(policy, batch, rows, options, visit.reference)
+        groups = group_ids(samples).to(x0.device)
+
+        def on_step(k: int, step: ReplayedStep) -> torch.Tensor | None:
+            output = step.model_output
+            known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
+            s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups)
+            kept = [i for i, missing in enumerate(credit[:, k].isnan().tolist()) if not missing]
+            if not kept:
+                return None
+            if step.written is not None:
+                s = s.without(step.written)
+            return visit.on_level(k, s if len(kept) == len(rows) else s.rows(kept), [samples[i] for i in kept])
+
+        replay(policy.pipe, tape, on_step, cfg=self.settings.cfg, grad=visit.grad, **options)
+
     def _others(
-        self, policy: Policy, batch: Batch, options: dict[str, Any]
+        self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any], with_reference: bool
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Outputs by noise level of the old policy and of the base model, as far as they are needed and not known."""
         old: dict[int, torch.Tensor] = {}
         reference: dict[int, torch.Tensor] = {}
-        cfg = self.settings.cfg
+        cfg, tape, guidance = self.settings.cfg, batch.tape, self.settings.reference_guidance
 
         def keep(outputs: dict[int, torch.Tensor]) -> Callable[[int, ReplayedStep], None]:
             return lambda k, step: outputs.update({k: step.model_output})
 
         if policy.old is not None and self.needs_old and not policy.old_is_current:
             with policy.old.swapped_in():
-                replay(policy.pipe, batch.tape, keep(old), grad=False, cfg=cfg, **options)
-        if self.uses_reference or self.settings.kl_coef > 0 or self.settings.norm_coef > 0:
-            cfg = "joint" if self.guided_reference else cfg
+                replay(policy.pipe, tape, keep(old), grad=False, cfg=cfg, **options)
+        if with_reference:
+            cfg = "joint" if self.guided_reference or guidance is not None else cfg
             with lora_disabled(list(policy.denoisers.values())):
-                replay(policy.pipe, batch.tape, keep(reference), grad=False, cfg=cfg, **options)
+                if guidance is not None:  # another call of the pipeline, at the same latents
+                    tape = record_structure(policy.pipe, tape, rows, {"guidance_scale": guidance})
+                    options = options | {"index": None}
+                replay(policy.pipe, tape, keep(reference), grad=False, cfg=cfg, **options)
         return old, reference
+
+    def _noise_seed(self, sample: Sample) -> tuple[int | str, ...]:
+        return (self.config.trainer.seed, sample.step, repr(sample.group)) if self.shared_noise else (sample.seed,)
 
     def _noise(self, samples: list[Sample], k: int, x0: torch.Tensor) -> torch.Tensor:
         """Standard normal noise of level `k` in the shape of `x0`, the same in any micro-batch."""
-        seeds = [
-            derive_seed("forward", self.config.trainer.seed, s.step, repr(s.group), k)
-            if self.shared_noise
-            else derive_seed("forward", s.seed, k)
-            for s in samples
-        ]
+        seeds = [derive_seed("forward", *self._noise_seed(s), k) for s in samples]
         shape = x0.shape[1:]
         return torch.stack([torch.randn(shape, generator=g) for g in sample_generators(seeds)]).to(x0.device)
 

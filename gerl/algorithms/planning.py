@@ -91,6 +91,13 @@ def drawn_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int
     return tuple(steps[a + int(torch.randint(b - a, (), generator=generator))] for a, b in pairwise(bounds))
 
 
+def any_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, ...]:
+    """`count` of `steps`, each subset as likely as any other, drawn from `seed`; in order."""
+    generator = torch.Generator().manual_seed(derive_seed("any steps", *seed))
+    chosen = torch.randperm(len(steps), generator=generator)[:count].tolist()
+    return tuple(steps[i] for i in sorted(chosen))
+
+
 def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_version: int) -> list[Sample]:
     """The samples of trainer step `step`: `rollout.n` of each prompt."""
     seed, same = config.trainer.seed, config.sampling.same_init_noise
@@ -142,10 +149,33 @@ def prompt_schedule(config: Config, count: int) -> PromptSchedule:
     return PromptSchedule(count, config.rollout.prompts_per_step, config.data.shuffle, config.trainer.seed)
 
 
-def update_parts(tasks: Sequence[RolloutTask], updates: int) -> list[list[RolloutTask]]:
-    """`tasks` in `updates` runs of nearly equal length, one per optimizer step; empty ones are left out."""
-    bounds = [round(i * len(tasks) / updates) for i in range(updates + 1)]
-    parts = [list(tasks[a:b]) for a, b in pairwise(bounds)]
+def group_chunks(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
+    """Micro-batches of whole groups; of parts of one group, of nearly equal size, where it has more than `size`."""
+    found: list[list[Sample]] = []
+    for _, members in groupby(samples, key=lambda sample: sample.group):
+        group = list(members)
+        alike = found and pictures_of(found[-1][0].prompt) == pictures_of(group[0].prompt)
+        if alike and len(found[-1]) + len(group) <= size:
+            found[-1] = found[-1] + group
+            continue
+        bounds = [round(i * len(group) / -(-len(group) // size)) for i in range(-(-len(group) // size) + 1)]
+        found += [group[a:b] for a, b in pairwise(bounds)]
+    return found
+
+
+def update_parts(tasks: Sequence[RolloutTask], updates: int, whole_groups: bool = False) -> list[list[RolloutTask]]:
+    """`tasks` in `updates` runs of nearly equal length, one per optimizer step; empty ones are left out.
+
+    `whole_groups`: those that share a group are in one of them.
+    """
+    units: list[list[RolloutTask]] = []
+    for task in tasks:
+        if whole_groups and units and units[-1][-1].samples[-1].group == task.samples[0].group:
+            units[-1].append(task)
+        else:
+            units.append([task])
+    bounds = [round(i * len(units) / updates) for i in range(updates + 1)]
+    parts = [[task for unit in units[a:b] for task in unit] for a, b in pairwise(bounds)]
     return [part for part in parts if part]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from gerl.config.algorithm import BY_NAME, AlgorithmConfig, AnyAlgorithm, FlowGRPOConfig, algorithm_config
+from gerl.config.algorithm import BY_NAME, AlgorithmConfig, AnyAlgorithm, AWMConfig, FlowGRPOConfig, algorithm_config
 from gerl.config.blocks import (
     ActorConfig,
     CheckpointConfig,
@@ -85,20 +85,19 @@ class Config:
         if rollout.n % together:
             raise ConfigError(f"rollout.n={rollout.n}: {algorithm.name} compares images in pairs, use an even number")
         if rollout.micro_batch_size < together:
-            what, remedy = ("group", "raise it, or lower rollout.n") if algorithm.whole_groups else ("pair", "raise it")
             raise ConfigError(
                 f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {together} images "
-                f"of a {what} in one micro-batch; {remedy}"
-            )
-        compared = algorithm.compared(rollout.n)
-        if micro is not None and micro < compared:
-            raise ConfigError(
-                f"actor.micro_batch_size={micro}: {algorithm.name} compares {compared} images within it; raise it"
+                "of a pair in one micro-batch; raise it"
             )
         if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates_per_step > 1:
             raise ConfigError(
                 f"actor.updates_per_step={actor.updates_per_step}: with algorithm.cfg=off what the rollout recorded is "
                 "not that of the unguided policy, so only the first update is on policy; use 1"
+            )
+        if isinstance(algorithm, AWMConfig) and not algorithm.off_policy and actor.updates_per_step > 1:
+            raise ConfigError(
+                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.off_policy=false the ratio is 1 in "
+                "later updates too, which are off-policy; use 1, or off_policy=true"
             )
 
 

@@ -14,6 +14,7 @@ from gerl.config.choices import (
     AdvantageEstimator,
     CfgMode,
     KLKind,
+    LevelDraw,
     LikelihoodWeighting,
     StdKind,
     StepLikelihood,
@@ -38,7 +39,7 @@ def _cfg(default: CfgMode) -> Any:
 class AlgorithmConfig(Block):
     """The keys that every algorithm reads, and the facts that others ask for."""
 
-    whole_groups: ClassVar[bool] = False  # the images of a group are needed in one micro-batch
+    whole_groups: ClassVar[bool] = False  # the loss of an image depends on the others of its group
     scores_steps: ClassVar[bool] = False  # it scores the rollout's noise: on policy the ratio to what was recorded is 1
     replays_latents: ClassVar[bool] = False  # it trains at the latents of the trajectory, not at images noised again
     branches: ClassVar[bool] = False  # trajectories split: the tree says which steps are stochastic
@@ -66,10 +67,10 @@ class AlgorithmConfig(Block):
 
     def drawn_together(self, n: int) -> int:
         """How many of the `n` images of a group a micro-batch of the rollout must hold."""
-        return n if self.whole_groups else 1
+        return 1
 
     def compared(self, n: int) -> int:
-        """How many of the `n` images of a group an update must see at once."""
+        """How many of the `n` images of a group the loss of one depends on."""
         return n if self.whole_groups else 1
 
     @property
@@ -332,8 +333,17 @@ class ForwardProcessConfig(AlgorithmConfig):
     """Finished images are noised again, and the loss compares outputs at some noise levels."""
 
     cfg: CfgMode = _cfg("off")
-    timesteps: int | None = main_key(
-        None, "noise levels trained per trainer step, spread over the range; null: all of it", low=1
+    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all of the range", low=1)
+    timesteps_drawn: LevelDraw = key(
+        "spread",
+        "which of the range they are: one of each of as many equal parts; any, the same for all images of a step; or "
+        "any of each image (group, where it shares its noise), for which the denoiser runs at all of them",
+    )
+    reference_guidance: float | None = key(
+        None,
+        "guidance scale of the base model that the KL and preferences are measured from, which may differ from the "
+        "rollout's; null: that of the update",
+        low=0,
     )
     old_decay: list[float] = key(
         [0.0, 0.0, 0.0, 0.0],
@@ -381,11 +391,30 @@ class DiffusionNFTConfig(ContrastConfig):
 class AWMConfig(ForwardProcessConfig, NormalisedConfig, ClippedConfig):
     name: Literal["awm"] = _name("awm")
     weighting: LikelihoodWeighting = key("uniform", "likelihood weight of a noise level")
+    off_policy: bool = key(
+        True, "the ratio is that to the old policy; false: to the trained weights themselves, hence 1 and never clipped"
+    )
 
 
 @dataclass(frozen=True)
 class DGPOConfig(PreferenceConfig, NormalisedConfig, ClippedConfig):
     name: Literal["dgpo"] = _name("dgpo")
+    reference: Literal["base", "old"] = key("base", "what preferences are measured from: base model or old policy")
+    rollout_old_after: int | None = key(
+        None, "trainer steps after which the old policy draws the rollouts; null: the trained weights always do", low=0
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.rollout_old_after is not None and self.rollout_decay is not None:
+            raise ConfigError(
+                f"algorithm.rollout_old_after={self.rollout_old_after}: algorithm.rollout_decay has weights of its own "
+                "draw the rollouts; use one of them"
+            )
+        if self.reference == "old" and self.reference_guidance is not None and self.kl_coef == 0:
+            raise ConfigError(
+                "algorithm.reference_guidance: with reference=old and kl_coef=0 the base model is not run; leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -393,6 +422,9 @@ class CRDConfig(ContrastConfig):
     whole_groups = True
 
     name: Literal["crd"] = _name("crd")
+    kl_by_reward: bool = key(
+        False, "the KL of an image counts by how good it is: 1e-4 at the worst up to kl_coef at the best"
+    )
 
 
 @dataclass(frozen=True)

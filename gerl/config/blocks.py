@@ -52,6 +52,9 @@ class ActorConfig(Block):
     lr_schedule: LrSchedule = key("constant", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "optimizer steps over which the learning rate rises from 0", low=0)
     betas: list[float] = key([0.9, 0.999], "AdamW betas")
+    eps: float = key(
+        1e-8, "AdamW epsilon, added to the root of the second moment: gradients well below it hardly move", above=0
+    )
     weight_decay: float = key(1e-4, "AdamW weight decay", low=0)
     max_grad_norm: float = key(1.0, "gradient norm is clipped to this", above=0)
     updates_per_step: int = main_key(1, "optimizer steps per trainer step; all but the first are off-policy", low=1)

@@ -19,7 +19,8 @@ Settings = dict[str, Any]  # block -> key -> value
 #     out of memory.
 #   actor.lr, actor.lr_schedule, actor.warmup_steps, trainer.steps: the learning rate is computed anew from them and the
 #     number of optimizer steps taken; a run that is prolonged has the schedule of the longer run from there on.
-#   actor.betas, actor.weight_decay: AdamW's moments are kept, which are averages of gradients whatever comes next.
+#   actor.betas, actor.eps, actor.weight_decay: AdamW's moments are kept, which are averages of gradients whatever comes
+#     next.
 #   actor.ema_decay, algorithm.old_decay: decays of the next updates of averages that are saved as they are.
 #   algorithm.history: rewards kept per prompt are cut to the new number, or collected from now on.
 #   sampling, rollout, reward, validation, data.shuffle: what a step draws is a function of step and seed, not of steps

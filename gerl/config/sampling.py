@@ -34,10 +34,10 @@ class SamplingConfig(Block):
     window_size: int | None = main_key(
         None, "number of consecutive stochastic (trained) steps; null: all of sampling.window_range", low=1
     )
-    window_range: list[int] | None = main_key(
+    window_range: list[int | None] | None = main_key(
         None,
         "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last step, "
-        "with the kernels cps, precise and dance_precise all but the last two",
+        "with the kernels cps, precise and dance_precise all but the last two; [0, null]: all, for kernel=ode only",
     )
     window_schedule: WindowSchedule = key("random", "random; shift by window_stride; shift faster over time (MixGRPO)")
     window_stride: int | None = key(
@@ -59,17 +59,8 @@ class SamplingConfig(Block):
             raise ConfigError(
                 f"sampling.compression={self.compression}: longer steps need the second-order sampling.solver=dpm2"
             )
-        last = self.num_inference_steps - 1
         if self.window_range is not None:
-            if len(self.window_range) != 2 or not 0 <= self.window_range[0] < self.window_range[1]:
-                raise ConfigError(
-                    f"sampling.window_range={shown(list(self.window_range))}: give [first, end) with 0 <= first < end"
-                )
-            if self.window_range[1] > last:
-                raise ConfigError(
-                    f"sampling.window_range={shown(list(self.window_range))}: it covers step {last}, the last of "
-                    f"{self.num_inference_steps}, which has no noise and no log-probability; end at {last} or before"
-                )
+            self._check_range(shown(list(self.window_range)))
         if self.window_size is not None:
             first, end = self.steps_range
             if self.window_size > end - first:
@@ -78,12 +69,30 @@ class SamplingConfig(Block):
                     f"({self._left_out}); lower it or widen sampling.window_range"
                 )
 
+    def _check_range(self, given: str) -> None:
+        last = self.num_inference_steps - 1
+        if self.window_range is None or len(self.window_range) != 2 or self.window_range[0] is None:
+            raise ConfigError(f"sampling.window_range={given}: give [first, end) with 0 <= first < end")
+        first, end = self.steps_range
+        if end > self.num_inference_steps:
+            raise ConfigError(
+                f"sampling.window_range={given}: there are {self.num_inference_steps} steps, end at "
+                f"{last if self.kernel != 'ode' else last + 1} or before"
+            )
+        if not 0 <= first < end:
+            raise ConfigError(f"sampling.window_range={given}: give [first, end) with 0 <= first < end")
+        if end > last and self.kernel != "ode":  # noise levels to train at need no noise of the rollout
+            raise ConfigError(
+                f"sampling.window_range={given}: it covers step {last}, the last of "
+                f"{self.num_inference_steps}, which has no noise and no log-probability; end at {last} or before"
+            )
+
     @property
     def steps_range(self) -> tuple[int, int]:
-        """[first, end) of the steps that may be stochastic."""
+        """[first, end) of the steps that may be stochastic, or of the noise levels that may be trained."""
         left_out = 2 if self.kernel in FADING_KERNELS else 1
         first, end = self.window_range or (0, max(1, self.num_inference_steps - left_out))
-        return first, end
+        return first or 0, self.num_inference_steps if end is None else end
 
     @property
     def _left_out(self) -> str:

@@ -1,9 +1,12 @@
 """The pipeline is the model: record and replay of any diffusers pipeline through its own `__call__`."""
 
 from gerl.engine.branch import branch
-from gerl.engine.record import record, record_probe
+from gerl.engine.record import record, record_probe, record_structure
 from gerl.engine.replay import ReplayedStep, replay
 from gerl.engine.tape import Reads, Tape
 from gerl.engine.trajectory import Trajectory, lean
 
-__all__ = ["Reads", "ReplayedStep", "Tape", "Trajectory", "branch", "lean", "record", "record_probe", "replay"]
+__all__ = [
+    "Reads", "ReplayedStep", "Tape", "Trajectory", "branch", "lean", "record", "record_probe", "record_structure",
+    "replay",
+]  # fmt: skip

@@ -86,6 +86,22 @@ def record_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Seq
     return tape.start()
 
 
+def record_structure(pipe: DiffusionPipeline, tape: Tape, index: Sequence[int], changed: Mapping[str, object]) -> Tape:
+    """The tape of the call of `tape` for its samples `index` with other arguments, `changed`, such as another guidance.
+
+    It is for replays at given latents: it has what the pipeline prepares and which components it calls with what
+    shapes, but no trajectory. The denoiser runs only where a step calls it otherwise than the step before: mostly once.
+    Raises what the pipeline raises for the arguments, and `ModelError` where it takes fewer steps than those of `tape`.
+    """
+    call, n = {**select_call(tape.call, index), **changed}, len(index)
+    found = Tape(call, n)
+    recorder = Recorder(found, Sampler("ode", 0.0), (), None)
+    recorder.structure = len(tape.steps)
+    given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
+    recorder.run(pipe, select_call(call, range(n)), given)
+    return found
+
+
 def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Sequence[torch.Generator] | None:
     """`generators`, if there is one for each of `n` samples; raises `ValueError` otherwise."""
     if generators is not None and len(generators) != n:
@@ -115,6 +131,7 @@ class Recorder:
         self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
         self.spans: dict[int, Span] = {}  # of the steps that compression changes
         self.expected: int | None = None  # number of steps that the spans rely on
+        self.structure: int | None = None  # number of steps of which only the structure is recorded
 
     def run(
         self, pipe: DiffusionPipeline, arguments: dict[str, object], generators: Sequence[torch.Generator] | None
@@ -177,6 +194,8 @@ class Recorder:
             x_next = x if self._is_skipped(k) else self.solver.step(scheduler, rule, x, model_output)
         self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers), written))
         self.carried[id(scheduler)] = x_next
+        if len(self.tape.steps) == self.structure:
+            raise StopPipeline
         return x_next
 
     def on_companion_step(
@@ -213,7 +232,8 @@ class Recorder:
             self.expected = total
 
     def _is_skipped(self, k: int) -> bool:
-        return self.spans.get(k, ONE_STEP)[0] > 0
+        """Whether step `k` leaves the latents as they are, for which no new output of the denoiser is needed."""
+        return self.spans.get(k, ONE_STEP)[0] > 0 or (self.structure is not None and k > 0)
 
     def _same_call_before(self, name: str) -> ComponentCall | None:
         """The call at the last step that corresponds to the one `name` is about to make."""
@@ -227,6 +247,8 @@ class Recorder:
         taken = len(self.tape.steps)
         if self.stop is not None:
             raise ModelError(f"the rollout should stop at step {self.stop}, but the pipeline took {taken} steps")
+        if self.structure is not None:
+            raise ModelError(f"the pipeline took {taken} steps, with other arguments {self.structure}")
         if self.window is not None and self.window - set(range(taken)):
             raise ModelError(f"the window names steps {sorted(self.window)}, but the pipeline took {taken} steps")
         if self.expected not in (None, taken):

@@ -54,9 +54,10 @@ class Policy:
         return {name: average for name, average in named.items() if average is not None}
 
     @contextlib.contextmanager
-    def as_sampler(self) -> Iterator[None]:
-        """The model computes with the weights that draw rollouts."""
-        with contextlib.nullcontext() if self.sampler is None else self.sampler.swapped_in():
+    def as_sampler(self, old: bool = False) -> Iterator[None]:
+        """The model computes with the weights that draw rollouts; `old`: with those of the old policy."""
+        drawing = self.old if old else self.sampler
+        with contextlib.nullcontext() if drawing is None else drawing.swapped_in():
             yield
 
     def lora_file(self) -> bytes:
@@ -263,9 +264,12 @@ def pipeline_call(
     return {"prompt": prompts, "output_type": "np", **given}
 
 
-def check_arguments(kind: type, sampling: SamplingConfig) -> None:
-    """Raise `ModelError` if pipelines of class `kind` do not take an argument that a rollout gives them."""
-    _check_names(kind, _arguments(sampling, sigmas=training_sigmas(sampling)))
+def check_arguments(kind: type, sampling: SamplingConfig, **overrides: object) -> None:
+    """Raise `ModelError` if pipelines of class `kind` do not take an argument that a rollout gives them.
+
+    `overrides`: further ones, None where they are not given.
+    """
+    _check_names(kind, _arguments(sampling, sigmas=training_sigmas(sampling), **overrides))
 
 
 def _arguments(sampling: SamplingConfig, **overrides: object) -> dict[str, object]:

@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def smallest(self) -> int:
-        """Size of the smallest micro-batch that the algorithm can do with."""
+        """Images of the smallest micro-batch that the algorithm can draw."""
         return self.config.algorithm.drawn_together(self.config.rollout.n)
 
     def task(self, algorithm: Algorithm) -> RolloutTask:
@@ -129,7 +129,8 @@ def update(worker: HybridWorker, task: RolloutTask, credit: torch.Tensor, pairs:
     algorithm = worker.config.algorithm
     if algorithm.subtracts_kl and algorithm.kl_coef > 0:
         worker.kl_to_base(task.id)
-    return worker.accumulate({task.id: credit}, pairs)
+    given = {task.id: credit}
+    return worker.accumulate(given, pairs, worker.pool(given) if worker.algorithm.pools else None)
 
 
 def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Run:
@@ -148,7 +149,7 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
     for names in [needed] if needed == lacking else [needed, lacking]:
         bench.prompt = with_pictures(prompt, names, folder, config)
         try:
-            first = bench.run(bench.smallest, min(bench.smallest, config.actor.micro_batch_size or bench.smallest))
+            first = bench.run(bench.smallest, bench.smallest)
         except CallRefused as error:
             refused = refused or error
             continue
@@ -188,10 +189,10 @@ def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
             run = bench.run(rollout, actor)
             break
         except TooLarge as error:
-            if (rollout if error.phase == "rollout" else actor) <= bench.smallest:
+            if error.phase == "rollout" and rollout <= bench.smallest or error.phase != "rollout" and actor == 1:
                 raise
             rollout = max(bench.smallest, rollout // 2) if error.phase == "rollout" else rollout
-            actor = min(rollout, actor if error.phase == "rollout" else max(bench.smallest, actor // 2))
+            actor = min(rollout, actor if error.phase == "rollout" else actor // 2)
     if (rollout, actor) != configured:
         report.problems.append(
             f"the GPU's memory does not hold rollout.micro_batch_size={configured[0]} with actor.micro_batch_size="

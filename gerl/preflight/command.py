@@ -70,7 +70,7 @@ def examine(config: Config, report: Report, folder: Path) -> None:
     if config.algorithm.scores_steps and config.algorithm.cfg != "off":
         report.probe = bench.probe(report.run.drawn)
         report.clip = nearer_bound(config.algorithm, report.probe)
-    report.stock_difference, report.parts_difference = bench.compare(max(bench.smallest, COMPARED))
+    report.stock_difference, report.parts_difference = bench.compare(COMPARED)
     judge_faithful(report, config, half)
     judge_run(report, bench.trained_steps)
     project(bench, prompts, runs, report)
@@ -130,7 +130,7 @@ def project(bench: Bench, prompts: Sequence[Prompt], runs: Sequence[Run], report
     report.seconds = forecast_seconds(config, tasks, workers, run, trained_share(algorithm, tasks))
     images = report.seconds.images_per_worker
     largest = min(images, config.rollout.n) if own else images
-    sizes = range(bench.smallest, largest + 1, bench.smallest)
+    sizes = range(1, largest + 1)
     room = capacity(bench.worker.device)
     if room is not None and bench.worker.device == "cpu":
         room //= workers

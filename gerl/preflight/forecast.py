@@ -84,7 +84,7 @@ def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int,
 
     Every image is in one of the step's updates; each update waits for the worker with most to do.
     """
-    parts = update_parts(tasks, config.actor.updates_per_step)
+    parts = update_parts(tasks, config.actor.updates_per_step, config.algorithm.whole_groups)
     drawn, trained = busiest(tasks, workers), sum(busiest(part, workers) for part in parts)
     rollout = drawn * run.rollout.seconds / run.images
     update = trained * share * run.update.seconds / run.images + len(parts) * run.step_seconds

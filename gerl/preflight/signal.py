@@ -15,6 +15,7 @@ import torch
 from gerl.algorithms import count_pairs
 from gerl.algorithms.core_algos import step_weights
 from gerl.algorithms.planning import plan_prompts, plan_samples
+from gerl.algorithms.pooling import pooled_sum
 from gerl.cluster import Cluster
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
@@ -84,8 +85,9 @@ def measure(trainer: RayDiffusionTrainer, number: int) -> Measured:
     parts = credit.split([len(task.samples) for task in tasks])
     pairs = count_pairs(zip(tasks, parts, strict=True))
     given = {task.id: part for task, part in zip(tasks, parts, strict=True)}
+    pooled = pooled_sum(workers.run(HybridWorker.pool, given)) if trainer.algorithm.pools else None
     found: Gradients = {}
-    for gradients in workers.run(HybridWorker.step_gradients, given, pairs):
+    for gradients in workers.run(HybridWorker.step_gradients, given, pairs, pooled):
         found |= {k: found[k] + new if k in found else new for k, new in gradients.items()}
     facts = {known.step: known for each in workers.run(HybridWorker.step_facts) for known in each}
     workers.run(HybridWorker.forget)

@@ -9,6 +9,7 @@ import torch
 from gerl.algorithms import Algorithm, count_pairs
 from gerl.algorithms.core_algos import SPREAD
 from gerl.algorithms.planning import update_parts
+from gerl.algorithms.pooling import pooled_sum
 from gerl.algorithms.signal_checks import ratio_limit, ratio_problem
 from gerl.cluster import WorkerGroup
 from gerl.config import Config
@@ -58,12 +59,14 @@ class Update:
         by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
         stats, off_policy, result = UpdateStats(), UpdateStats(), None
         deviation, started = None, self.state.policy_version
-        for number, part in enumerate(update_parts(tasks, self.config.actor.updates_per_step)):
+        whole_groups = self.config.algorithm.whole_groups
+        for number, part in enumerate(update_parts(tasks, self.config.actor.updates_per_step, whole_groups)):
             given = {task.id: by_task[task.id] for task in part}
             if not self.has_signal(torch.cat(list(given.values()))):
                 continue  # decided here for all workers, which must take the same steps
             pairs = count_pairs((task, given[task.id]) for task in part)
-            new = sum(self.workers.run(HybridWorker.accumulate, given, pairs), UpdateStats())
+            pooled = pooled_sum(self.workers.run(HybridWorker.pool, given)) if self.algorithm.pools else None
+            new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled), UpdateStats())
             if number == 0 and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)

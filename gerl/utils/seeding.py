@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from functools import cache
 
 import numpy as np
 import torch
@@ -22,5 +23,25 @@ def seed_everything(*parts: int | str) -> None:
 
 
 def sample_generators(seeds: list[int]) -> list[torch.Generator]:
-    """One CPU generator per sample: the same noise on any device."""
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
+    """One CPU generator per sample: the same noise on any device, and other noise for every seed.
+
+    `manual_seed` reads the lower 32 bits of a seed, so that of a hundred thousand samples two may draw the same noise.
+    Here all words of the generator's Mersenne Twister come from the whole seed.
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    for generator, seed in zip(generators, seeds, strict=True):
+        words = np.random.MT19937(seed).state["state"]["key"].astype(np.uint64)
+        state = generator.get_state()
+        state[_first_word() : _first_word() + words.nbytes] = torch.from_numpy(words.view(np.uint8))
+        generator.set_state(state)
+    return generators
+
+
+@cache
+def _first_word() -> int:
+    """Where in the state of torch's generator the words begin: those of NumPy's old one, which is seeded alike."""
+    words = np.random.RandomState(0).get_state(legacy=False)["state"]["key"].astype(np.uint64)
+    place = torch.Generator().manual_seed(0).get_state().numpy().tobytes().find(words.tobytes())
+    if place < 0:
+        raise RuntimeError(f"torch {torch.__version__} keeps the state of its CPU generator in a form not known here")
+    return place

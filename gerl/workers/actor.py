@@ -27,7 +27,11 @@ class Actor:
         self.policy, self.config, self.algorithm = policy, config, algorithm
         self.parameters = list(policy.lora.values())
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay
+            self.parameters,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
         )
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(

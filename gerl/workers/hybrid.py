@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
+from gerl.algorithms.pooling import Pooled, pooled_sum
 from gerl.config import Config
-from gerl.config.algorithm import WeightedConfig
+from gerl.config.algorithm import ForwardProcessConfig, WeightedConfig
 from gerl.engine import Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
 from gerl.model.failures import model_errors
@@ -54,11 +55,11 @@ class ModelFacts:
     picture_arguments: list[str]  # arguments of the pipeline that are pictures
 
 
-def batches_of(trajectory: Trajectory, credit: torch.Tensor) -> list[Batch]:
+def batches_of(trajectory: Trajectory, credit: torch.Tensor, pooled: Pooled | None = None) -> list[Batch]:
     """The segments of a trajectory with something to train, for the credit `[B, T]` of its samples."""
     samples, segments = trajectory.task.samples, trajectory.task.segments
     return [
-        Batch(tape, [samples[leaf] for leaf in segment.leaves], segment.trained, row_credit(segment, credit))
+        Batch(tape, [samples[leaf] for leaf in segment.leaves], segment.trained, row_credit(segment, credit), pooled)
         for segment, tape in zip(segments, trajectory.tapes, strict=True)
         if segment.trained
     ]
@@ -87,7 +88,9 @@ class HybridWorker:
         model, seed = self.config.model, self.config.trainer.seed
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
             self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed)
-        check_arguments(type(self.policy.pipe), self.config.sampling)
+        algorithm = self.config.algorithm
+        guidance = algorithm.reference_guidance if isinstance(algorithm, ForwardProcessConfig) else None
+        check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
         self.algorithm = build_algorithm(self.config)
         self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates)
@@ -124,24 +127,34 @@ class HybridWorker:
         start = time.perf_counter()
         return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
 
-    def accumulate(self, credit: dict[int, torch.Tensor], num_pairs: int) -> UpdateStats:
+    def pool(self, credit: dict[int, torch.Tensor]) -> Pooled:
+        """The part of this worker's tasks among those of `credit` in the losses of the others of their groups."""
+        with model_errors("update"):
+            return pooled_sum(self.algorithm.pool(self.policy, batch) for batch in self._batches(credit))
+
+    def accumulate(self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None) -> UpdateStats:
         """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`.
 
-        Of the update's first task with something to learn, whichever worker has it, the gradient is measured by steps.
+        `pooled`: the sums over groups from all workers' `pool`, where the algorithm `pools`. Of the update's first task
+        with something to learn, whichever worker has it, the gradient is measured by steps.
         """
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
         stats = UpdateStats()
         with model_errors("update"):
             for i, v in credit.items():
-                if i in self.drawn:
-                    stats += self.actor.accumulate(batches_of(self.drawn[i], v), num_pairs, by_step=i == first)
+                stats += self.actor.accumulate(self._batches({i: v}, pooled), num_pairs, by_step=i == first)
         return stats
 
-    def step_gradients(self, credit: dict[int, torch.Tensor], num_pairs: int) -> dict[int, torch.Tensor]:
+    def step_gradients(
+        self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None
+    ) -> dict[int, torch.Tensor]:
         """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""
-        batches = [batch for i, v in credit.items() if i in self.drawn for batch in batches_of(self.drawn[i], v)]
         with model_errors("update"):
-            return self.actor.step_gradients(batches, num_pairs)
+            return self.actor.step_gradients(self._batches(credit, pooled), num_pairs)
+
+    def _batches(self, credit: dict[int, torch.Tensor], pooled: Pooled | None = None) -> list[Batch]:
+        own = {i: values for i, values in credit.items() if i in self.drawn}
+        return [batch for i, values in own.items() for batch in batches_of(self.drawn[i], values, pooled)]
 
     def step_facts(self) -> list[StepFacts]:
         """How each trained step of what this worker has drawn counts in the loss, in order."""

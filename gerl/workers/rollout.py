@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from diffusers.utils import BaseOutput
 
 from gerl.algorithms import Algorithm
@@ -37,23 +38,30 @@ class Rollout:
 
         `owner`: rank of this worker.
         """
+        after = algorithm.rollout_old_after
         with model_errors("rollout", len(task.samples)):
-            pixels, tapes = self.draw(task)
+            pixels, tapes = self.draw(task, after is not None and task.samples[0].step > after)
         if len(tapes) > len(task.segments):
             if algorithm.settings.drawn_together(algorithm.config.rollout.n) > 1:
                 raise ModelError(
                     f"{type(self.policy.pipe).__name__} takes one prompt a call, but algorithm.name="
                     f"{algorithm.settings.name} compares images of a prompt in its update: choose another algorithm"
                 )
+            if algorithm.settings.whole_groups and not algorithm.pools:
+                raise ModelError(
+                    f"{type(self.policy.pipe).__name__} takes one prompt a call, but algorithm.name="
+                    f"{algorithm.settings.name} compares the images of a group: use actor.micro_batch_size=1, which "
+                    "finds by a first pass what they have in common"
+                )
             task = one_by_one(task)
         # not before all is drawn: branches go on from outputs that no replay reads
         kept = tuple(lean(t, reads_of(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
         return pixels, Trajectory(task, kept, self.policy.version, owner)
 
-    def draw(self, task: RolloutTask) -> tuple[np.ndarray, list[Tape]]:
+    def draw(self, task: RolloutTask, old: bool = False) -> tuple[np.ndarray, list[Tape]]:
         """Images `[B, H, W, 3]` uint8 of the samples of `task`, and the whole tape of each segment.
 
-        Of each segment of `one_by_one(task)` where the pipeline takes one prompt a call.
+        Of each segment of `one_by_one(task)` where the pipeline takes one prompt a call. `old`: the old policy draws.
         """
 
         def drawn(way: Way) -> tuple[np.ndarray, list[Tape]]:
@@ -66,7 +74,7 @@ class Rollout:
                     images.append(to_uint8(output))
             return np.concatenate(images), tapes
 
-        with self.policy.as_sampler():
+        with self.policy.as_sampler(old):
             return self.ways.attempt("rollout", len(task.segments[0].seeds), drawn)
 
     def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape], way: Way) -> tuple[BaseOutput | None, Tape]:
@@ -103,7 +111,8 @@ class Rollout:
 
         def drawn(way: Way) -> np.ndarray:
             def images(part: Sequence[Sample]) -> np.ndarray:
-                generators = sample_generators([sample.seed for sample in part])
+                # as a report has it, for whoever draws them again with diffusers alone
+                generators = [torch.Generator().manual_seed(sample.seed) for sample in part]
                 given = {"generator": generators[0] if way.text else generators}
 
                 def draw(call: dict[str, object]) -> np.ndarray:

@@ -144,7 +144,7 @@ def test_two_steps_of_a_recipe(
     pipe.save_pretrained(tmp_path / "model")
     index = tmp_path / "model" / "model_index.json"
     index.write_text(re.sub(r'"[^"]+"(,\s*"PictureProcessor")', r'"transformers"\1', index.read_text()))
-    end = (recipe.sampling.window_range or [0, 0])[1]
+    end = (recipe.sampling.window_range or [0, 0])[1] or 0
     keys: dict[str, Any] = {
         "experiment": name,
         "model.path": tmp_path / "model",

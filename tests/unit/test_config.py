@@ -99,6 +99,9 @@ BAD = [
     ({"rollout": {"n": 1}}, "rollout.n=1", "at least 2"),
     ({"sampling": {"noise_level": 0}}, "sampling.noise_level=0", "use kernel=flow_sde"),
     ({"sampling": {"window_range": [8, 10]}}, "sampling.window_range=[8, 10]", "end at 9"),
+    ({"sampling": {"window_range": [8, None]}}, "sampling.window_range=[8, None]", "end at 9"),
+    ({"sampling": {"window_range": [None, 3]}}, "sampling.window_range=[None, 3]", "[first, end)"),
+    ({"sampling": {"window_range": [8, 12], "kernel": "ode"}}, "sampling.window_range=[8, 12]", "end at 10 or"),
     ({"sampling": {"window_range": [3, 3]}}, "sampling.window_range=[3, 3]", "first < end"),
     ({"sampling": {"window_range": [1]}}, "sampling.window_range=[1]", "[first, end)"),
     ({"sampling": {"window_size": 10}}, "sampling.window_size=10", "only 9 steps"),
@@ -124,11 +127,20 @@ BAD = [
     ({"algorithm": {"name": "nope"}}, "algorithm.name='nope'", "'rwr' or 'best_of_n'"),
     ({"algorithm": 5}, "algorithm=5", "dictionary"),
     ({"algorithm": {"name": "tempflow_grpo", "kl_type": "k1"}}, "algorithm.kl_type=k1", "use gaussian or k2"),
-    ({"algorithm": {"name": "crd"}, "rollout": {"n": 20}}, "rollout.micro_batch_size=16", "20 images of a group"),
     (
-        {"algorithm": {"name": "diffusion_dpo"}, "actor": {"micro_batch_size": 1}},
-        "actor.micro_batch_size=1",
-        "compares 2 images",
+        {"algorithm": {"name": "awm", "off_policy": False}, "actor": {"updates_per_step": 2}},
+        "actor.updates_per_step=2",
+        "off_policy=true",
+    ),
+    (
+        {"algorithm": {"name": "dgpo", "rollout_old_after": 5, "rollout_decay": [0, 0.0, 0.0, 0.0]}},
+        "algorithm.rollout_old_after=5",
+        "algorithm.rollout_decay",
+    ),
+    (
+        {"algorithm": {"name": "dgpo", "reference": "old", "reference_guidance": 4.5}},
+        "algorithm.reference_guidance",
+        "kl_coef=0",
     ),
     ({"algorithm": {"cfg": "off"}, "actor": {"updates_per_step": 2}}, "actor.updates_per_step=2", "use 1"),
     ({"algorithm": {"kl_type": "k1"}}, "algorithm.kl_type=k1", "kl_in_reward=true"),
@@ -213,3 +225,14 @@ def test_a_run_has_the_keys_that_its_algorithm_reads(name: str) -> None:
 def test_every_key_has_a_help_text_and_a_default(name: str, key: dataclasses.Field[Any]) -> None:
     assert len(key.metadata["help"].split()) >= 2, name
     assert key.default is not dataclasses.MISSING or key.default_factory is not dataclasses.MISSING
+
+
+@pytest.mark.parametrize(
+    ("given", "levels"), [([0, 10], (0, 10)), ([0, None], (0, 10)), ([1, None], (1, 10)), (None, (0, 9))]
+)
+def test_noise_levels_that_are_trained_may_include_the_last(
+    given: list[int | None] | None, levels: tuple[int, int]
+) -> None:
+    sampling: dict[str, Any] = {"kernel": "ode", "window_range": given}
+    config = from_mapping({"algorithm": {"name": "diffusion_nft"}, "sampling": sampling})
+    assert config.sampling.steps_range == levels

@@ -18,7 +18,7 @@ from gerl.algorithms.planning import plan_samples, sde_window
 from gerl.config import ActorConfig, Config, RolloutConfig
 from gerl.config.algorithm import BY_NAME, ForwardProcessConfig
 from gerl.engine import Tape
-from gerl.errors import CheckpointError, ConfigError
+from gerl.errors import CheckpointError
 from gerl.protocol import Prompt, Sample
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
@@ -49,17 +49,18 @@ class NewConfig(ForwardProcessConfig):
 
 def test_a_new_algorithm_says_once_that_it_needs_whole_groups() -> None:
     # the configuration had a list of such algorithms besides: a new one drew groups of 24 at a micro-batch size of 8
-    def new(micro: int, **actor: int) -> Config:
+    def new(micro: int, **actor: int) -> ForwardProcess:
         rollout = RolloutConfig(n=24, micro_batch_size=micro)
-        return Config(algorithm=NewConfig(), rollout=rollout, actor=ActorConfig(**actor))  # type: ignore[arg-type]
+        c = Config(algorithm=NewConfig(), rollout=rollout, actor=ActorConfig(**actor))  # type: ignore[arg-type]
+        return ForwardProcess(c)
 
-    with pytest.raises(ConfigError, match=r"rollout\.micro_batch_size=8: new needs the 24 images"):
-        new(micro=8)
-    with pytest.raises(ConfigError, match=r"actor\.micro_batch_size=8: new compares 24 images"):
-        new(micro=48, micro_batch_size=8)
-    kept = new(micro=60)
-    tasks = ForwardProcess(kept).plan(plan_samples(kept, PROMPTS, 1, 0))
-    assert [len(task.samples) for task in tasks] == [48, 48]
+    def sizes(a: ForwardProcess) -> list[int]:
+        return [len(task.samples) for task in a.plan(plan_samples(a.config, PROMPTS, 1, 0))]
+
+    assert sizes(new(micro=60)) == [48, 48] and not new(micro=60).pools
+    assert sizes(new(micro=16)) == [12] * 8  # halves of groups, rather than 16 and 8
+    # what they have in common is then found by a first pass
+    assert new(micro=16).pools and new(micro=48, micro_batch_size=8).pools
 
 
 # --- what to draw

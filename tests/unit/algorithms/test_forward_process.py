@@ -12,7 +12,7 @@ from gerl.engine import replay
 from gerl.engine.kernels import FlowRule
 from gerl.errors import ReplayError
 from gerl.model.lora import lora_disabled
-from gerl.utils.seeding import derive_seed
+from gerl.utils.seeding import derive_seed, sample_generators
 
 NAMES = ["diffusion_nft", "awm", "dgpo", "crd", "diffusion_dpo", "rwr", "best_of_n"]
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]
@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_flow_matching_written_by_hand() -> None:
     (k,) = task.segments[0].trained
     x0 = tape.steps[-1].x_next
     seeds = [derive_seed("forward", s.seed, k) for s in task.samples]
-    noise = torch.stack([torch.randn(x0.shape[1:], generator=torch.Generator().manual_seed(s)) for s in seeds])
+    noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in sample_generators(seeds)])
     sigma = tape.steps[k].rule.sigma
     losses: list[torch.Tensor] = []
 

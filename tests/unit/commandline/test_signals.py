@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from gerl.commandline import signals
+from gerl.commandline.command import run_command
 from gerl.errors import Interrupted
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -110,6 +111,7 @@ def test_after_the_first_signal_a_save_may_still_finish() -> None:
 SECOND = """
 import os, signal, time
 from gerl.commandline import signals
+from gerl.commandline.command import run_command
 
 signals.SAME = 0.05
 with signals.handled(), signals.before_leaving(lambda: print("children end", flush=True)), signals.deferred():
@@ -133,6 +135,7 @@ def test_a_second_signal_does_not_wait(second: str) -> None:
 LATE = """
 import atexit, os, signal, sys, time
 from gerl.commandline import signals
+from gerl.commandline.command import run_command
 
 class Late:
     def __del__(self):
@@ -201,3 +204,18 @@ def test_outside_the_main_thread_it_does_nothing() -> None:
 def test_an_interruption_survives_the_way_through_a_worker_process() -> None:
     error = pickle.loads(pickle.dumps(Interrupted(15)))
     assert isinstance(error, Interrupted) and error.signal_number == 15
+
+
+def test_an_interruption_that_a_library_makes_anew_from_its_text_ends_the_command_all_the_same() -> None:
+    """As OmegaConf does with exceptions: `type(error)(message)`."""
+    again = type(Interrupted(15))("Error merging a.yaml: interrupted by signal 15")
+    assert str(again).startswith("Error merging") and again.signal_number == signal.SIGINT
+
+    def work(_: list[str]) -> None:
+        try:
+            send(signal.SIGTERM)
+            time.sleep(10)
+        except Interrupted as error:
+            raise type(error)(f"Error merging a.yaml: {error}") from error
+
+    assert run_command([], lambda: "", work) == 128 + signal.SIGTERM  # the signal that came

@@ -35,6 +35,7 @@ def test_help_is_shown_and_nothing_started(
         (GerlError("anything"), 1, "error: anything\n"),
         (Interrupted(signal.SIGTERM), 143, ""),
         (Interrupted(signal.SIGINT), 130, ""),
+        (Interrupted("made anew by a library from its class and a text"), 130, ""),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -48,3 +48,34 @@ def test_a_generator_for_each_sample() -> None:
     alone = torch.randn(4, generator=sample_generators([2**63 - 1])[0])
     assert torch.equal(noise[1], alone)
     assert sample_generators([0])[0].device.type == "cpu"
+
+
+def test_every_bit_of_a_seed_changes_the_noise() -> None:
+    seeds = [5, *(5 ^ (1 << bit) for bit in range(63))]
+    plain = [tuple(torch.randn(4, generator=torch.Generator().manual_seed(seed)).tolist()) for seed in seeds]
+    assert len(set(plain)) == 33  # torch reads the lower 32 bits
+    drawn = [tuple(torch.randn(4, generator=g).tolist()) for g in sample_generators(seeds)]
+    assert len(set(drawn)) == 64
+    assert not set(drawn) & set(plain)
+
+
+def test_no_two_of_many_sequences_agree_even_in_their_first_numbers() -> None:
+    seeds = [derive_seed("sample", 0, step, prompt) for step in range(30) for prompt in range(100)]
+    first = torch.stack([torch.randn(32, generator=g) for g in sample_generators(seeds)])
+    assert len({tuple(row) for row in first[:, :2].tolist()}) == len(seeds)
+    # as random as any noise: 96,000 numbers, mean 0 +- .0032, and rows that have nothing to do with each other
+    assert abs(float(first.mean())) < 0.015 and abs(float(first.std()) - 1) < 0.01
+    neighbours = (first[1:] * first[:-1]).mean(1)
+    assert abs(float(neighbours.mean())) < 0.015 and float(neighbours.std()) < 0.2
+
+
+def test_a_generator_counts_on_as_any_other() -> None:
+    (generator,), (again,) = sample_generators([2**40]), sample_generators([2**40])
+    several = torch.cat([torch.randn(7, generator=generator), torch.randn(1000, generator=generator)])
+    assert generator.initial_seed() == 2**40 and not torch.equal(several[:7], several[7:14])
+    again.set_state(again.get_state())  # what is set can be read back
+    torch.testing.assert_close(torch.randn(7, generator=again), several[:7], rtol=0, atol=0)
+    twister = np.random.MT19937(2**40)  # and the numbers are those of this algorithm at these words
+    twister.state = {"bit_generator": "MT19937", "state": {"key": twister.state["state"]["key"], "pos": 624}}
+    uniform = torch.rand(700, generator=sample_generators([2**40])[0])
+    assert (uniform * 2**24).tolist() == (twister.random_raw(700) % 2**24).tolist()

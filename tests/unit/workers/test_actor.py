@@ -251,6 +251,15 @@ def test_a_step_is_that_of_adamw() -> None:
     torch.testing.assert_close(flat(actor.policy.ema.average.values()), 0.1 * before + 0.9 * weights(actor))
 
 
+def test_epsilon_holds_small_gradients_back() -> None:
+    actor = new_actor(lr=0.01, weight_decay=0, max_grad_norm=1e9, eps=0.1)
+    before = weights(actor)
+    gradient = 0.1 * torch.ones_like(before)
+    stepped(actor, gradient)
+    # the first step of Adam: lr g / (|g| + eps)
+    torch.testing.assert_close(weights(actor), before - 0.01 * 0.5, rtol=1e-4, atol=1e-6)
+
+
 def test_the_gradient_norm_is_clipped_and_reported_unclipped() -> None:
     ones = torch.ones_like(weights(new_actor()))
     norm = math.sqrt(ones.numel())

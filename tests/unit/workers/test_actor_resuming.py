@@ -111,13 +111,14 @@ def test_a_changed_learning_rate_schedule_takes_effect_from_the_next_update(chan
     assert found[0].lr != updated(actor, range(4, 5))[0].lr
 
 
-def test_changed_betas_and_decay_take_effect() -> None:
+def test_changed_betas_epsilon_and_decay_take_effect() -> None:
     actor, gradient = new_actor(), torch.ones_like(weights(new_actor()))
     stepped(actor, gradient)
     moved = []
-    for betas, decay in (([0.9, 0.999], 1e-4), ([0.1, 0.999], 1e-4), ([0.9, 0.999], 0.5)):
-        resumed = new_actor(betas=betas, weight_decay=decay)
+    usual: dict[str, Any] = {"betas": [0.9, 0.999], "weight_decay": 1e-4, "eps": 1e-8}
+    for changed in ({}, {"betas": [0.1, 0.999]}, {"weight_decay": 0.5}, {"eps": 1.0}):
+        resumed = new_actor(**(usual | changed))
         resumed.load_state(*actor.state())
         stepped(resumed, -gradient)
         moved.append(weights(resumed))
-    assert not torch.equal(moved[0], moved[1]) and not torch.equal(moved[0], moved[2])
+    assert not any(torch.equal(moved[0], other) for other in moved[1:])
