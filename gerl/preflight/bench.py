@@ -189,7 +189,7 @@ def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
             run = bench.run(rollout, actor)
             break
         except TooLarge as error:
-            if error.phase == "rollout" and rollout <= bench.smallest or error.phase != "rollout" and actor == 1:
+            if (error.phase == "rollout" and rollout <= bench.smallest) or (error.phase != "rollout" and actor == 1):
                 raise
             rollout = max(bench.smallest, rollout // 2) if error.phase == "rollout" else rollout
             actor = min(rollout, actor if error.phase == "rollout" else actor // 2)
