@@ -4,6 +4,7 @@ from gerl.algorithms.awm import AWM
 from gerl.algorithms.base import Algorithm, Batch, Rewards, count_pairs, row_credit
 from gerl.algorithms.branch_grpo import BranchGRPO
 from gerl.algorithms.crd import CRD
+from gerl.algorithms.dense_grpo import DenseGRPO
 from gerl.algorithms.dgpo import DGPO
 from gerl.algorithms.diffusion_dpo import DiffusionDPO
 from gerl.algorithms.diffusion_nft import DiffusionNFT
@@ -25,6 +26,7 @@ ALGORITHMS: dict[type[configs.AlgorithmConfig], type[Algorithm]] = {
     configs.GRPOGuardConfig: GRPOGuard,
     configs.FlowDPPOConfig: FlowDPPO,
     configs.TempFlowGRPOConfig: TempFlowGRPO,
+    configs.DenseGRPOConfig: DenseGRPO,
     configs.BranchGRPOConfig: BranchGRPO,
     configs.DiffusionNFTConfig: DiffusionNFT,
     configs.AWMConfig: AWM,

@@ -220,6 +220,21 @@ class TempFlowGRPOConfig(WeightedConfig, TreeConfig, NormalisedConfig):
 
 
 @dataclass(frozen=True)
+class DenseGRPOConfig(WeightedConfig, ClippedConfig, NormalisedConfig):
+    branches = True
+
+    name: Literal["dense_grpo"] = _name("dense_grpo")
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        super().check_sampling(sampling)
+        if sampling.compression < 1:
+            raise ConfigError(
+                f"sampling.compression={sampling.compression}: {self.name} makes an image of the latents of every "
+                "step, which must be comparable; use 1"
+            )
+
+
+@dataclass(frozen=True)
 class BranchGRPOConfig(TreeConfig):
     name: Literal["branch_grpo"] = _name("branch_grpo")
     split_steps: list[int] = key([0, 2, 4], "steps at which a trajectory splits")
@@ -326,8 +341,8 @@ class BestOfNConfig(ForwardProcessConfig):
 
 
 AnyAlgorithm = Annotated[
-    FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | BranchGRPOConfig | DiffusionNFTConfig
-    | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig | RWRConfig | BestOfNConfig,
+    FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | DenseGRPOConfig | BranchGRPOConfig
+    | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig | RWRConfig | BestOfNConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {

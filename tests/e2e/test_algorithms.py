@@ -41,6 +41,7 @@ RATIO = "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_
 OLD_RATIO = RATIO.removeprefix("ratio_deviation ")  # to the old policy: nothing is compared with the rollout
 POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
+dense_grpo
 """.split()
 MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
     "awm": OLD_RATIO,
