@@ -12,6 +12,7 @@ from gerl.algorithms.flow_dppo import FlowDPPO
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.forward_process import ForwardProcess
 from gerl.algorithms.grpo_guard import GRPOGuard
+from gerl.algorithms.neighbor_grpo import NeighborGRPO
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.algorithms.regression import BestOfN, RewardWeightedRegression
 from gerl.algorithms.tempflow_grpo import TempFlowGRPO
@@ -28,6 +29,7 @@ ALGORITHMS: dict[type[configs.AlgorithmConfig], type[Algorithm]] = {
     configs.TempFlowGRPOConfig: TempFlowGRPO,
     configs.DenseGRPOConfig: DenseGRPO,
     configs.BranchGRPOConfig: BranchGRPO,
+    configs.NeighborGRPOConfig: NeighborGRPO,
     configs.DiffusionNFTConfig: DiffusionNFT,
     configs.AWMConfig: AWM,
     configs.DGPOConfig: DGPO,

@@ -91,10 +91,10 @@ class Config:
             raise ConfigError(
                 f"actor.micro_batch_size={micro}: {algorithm.name} compares {compared} images within it; raise it"
             )
-        if algorithm.cfg == "off" and algorithm.scores_steps and actor.updates_per_step > 1:
+        if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates_per_step > 1:
             raise ConfigError(
-                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.cfg=off the log-probabilities of the "
-                "rollout are not those of the unguided policy, so only the first update is on policy; use 1"
+                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.cfg=off what the rollout recorded is "
+                "not that of the unguided policy, so only the first update is on policy; use 1"
             )
 
 

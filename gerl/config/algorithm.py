@@ -31,6 +31,7 @@ class AlgorithmConfig(Block):
 
     whole_groups: ClassVar[bool] = False  # the images of a group are needed in one micro-batch
     scores_steps: ClassVar[bool] = False  # it scores the rollout's noise: on policy the ratio to what was recorded is 1
+    replays_latents: ClassVar[bool] = False  # it trains at the latents of the trajectory, not at images noised again
     branches: ClassVar[bool] = False  # trajectories split: the tree says which steps are stochastic
 
     name: str
@@ -109,6 +110,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     """The noise of a trajectory's stochastic steps is scored."""
 
     scores_steps = True
+    replays_latents = True
 
     kl_type: KLKind = key("gaussian", "the true KL of a step; |dt| times it; squared velocity; or sampled estimators")
 
@@ -253,6 +255,40 @@ class BranchGRPOConfig(TreeConfig):
             )
 
 
+# --- learning from neighbours
+
+
+@dataclass(frozen=True)
+class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
+    whole_groups = True
+    replays_latents = True
+
+    name: Literal["neighbor_grpo"] = _name("neighbor_grpo")
+    timesteps: int | None = main_key(
+        None, "noise levels trained per trainer step, spread over the range; null: all of it", low=1
+    )
+    anchors: int = key(4, "images of a group that are trained, drawn anew each step", low=1)
+    temperature: float = key(1.0, "mean squared distance of latents at which a neighbour counts 1/e", above=0)
+    quasi_norm: float = key(
+        0.8, "p of the norm that divides advantages: below 2, groups without clear winners count less", above=0, high=2
+    )
+
+    def compared(self, n: int) -> int:
+        return 1  # its neighbours are known from the rollout
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if sampling.kernel != "ode" or sampling.solver != "euler":
+            given = f"kernel={sampling.kernel}" if sampling.kernel != "ode" else f"solver={sampling.solver}"
+            raise ConfigError(
+                f"sampling.{given}: {self.name} compares Euler steps without noise, use kernel=ode with solver=euler"
+            )
+        if not sampling.same_init_noise or sampling.init_noise_spread == 0:
+            raise ConfigError(
+                f"sampling.init_noise_spread={sampling.init_noise_spread}: {self.name} compares images whose initial "
+                "noises lie near each other; use same_init_noise=true with init_noise_spread=0.3"
+            )
+
+
 # --- learning from noised images
 
 
@@ -342,7 +378,8 @@ class BestOfNConfig(ForwardProcessConfig):
 
 AnyAlgorithm = Annotated[
     FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | DenseGRPOConfig | BranchGRPOConfig
-    | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig | RWRConfig | BestOfNConfig,
+    | NeighborGRPOConfig | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig | RWRConfig
+    | BestOfNConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {

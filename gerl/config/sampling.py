@@ -27,6 +27,12 @@ class SamplingConfig(Block):
         1.0, "share of the steps after the window that are taken, each the longer (MixGRPO-Flash)", above=0, high=1
     )
     same_init_noise: bool = key(False, "the images of a group start from the same noise (DanceGRPO)")
+    init_noise_spread: float = key(
+        0.0,
+        "how far the initial noises of a group lie from the one that same_init_noise gives: 0 on it, 1 anywhere",
+        low=0,
+        high=1,
+    )
     window_size: int | None = main_key(
         None, "number of consecutive stochastic (trained) steps; null: all but the last", low=1
     )
@@ -45,6 +51,11 @@ class SamplingConfig(Block):
             raise ConfigError(
                 f"sampling.window_schedule={self.window_schedule}: a window that moves needs a "
                 "sampling.window_size and window_per=step"
+            )
+        if self.init_noise_spread > 0 and not self.same_init_noise:
+            raise ConfigError(
+                f"sampling.init_noise_spread={self.init_noise_spread}: it is the distance from a noise that the images "
+                "of a group share; set sampling.same_init_noise=true too"
             )
         if self.compression < 1 and self.solver == "euler":
             raise ConfigError(

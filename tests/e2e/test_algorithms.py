@@ -44,6 +44,7 @@ flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow
 dense_grpo
 """.split()
 MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
+    "neighbor_grpo": RATIO,
     "awm": OLD_RATIO,
     "awm_fast": OLD_RATIO,
     "best_of_n": "squared_error",
