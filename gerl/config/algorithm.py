@@ -4,12 +4,20 @@
 algorithms read stands in a class that they inherit from. What an algorithm does is in `gerl/algorithms`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import Field
 
-from gerl.config.choices import AdvantageEstimator, CfgMode, KLKind, LikelihoodWeighting, StdKind, StepWeighting
+from gerl.config.choices import (
+    AdvantageEstimator,
+    CfgMode,
+    KLKind,
+    LikelihoodWeighting,
+    NodeStdKind,
+    StdKind,
+    StepWeighting,
+)
 from gerl.config.sampling import SamplingConfig
 from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
@@ -238,15 +246,31 @@ class DenseGRPOConfig(WeightedConfig, ClippedConfig, NormalisedConfig):
 
 @dataclass(frozen=True)
 class BranchGRPOConfig(TreeConfig):
-    name: Literal["branch_grpo"] = _name("branch_grpo")
-    split_steps: list[int] = key([0, 2, 4], "steps at which a trajectory splits")
+    name: Literal["branch_grpo", "tree_grpo"] = _name("branch_grpo")
+    split_steps: list[int] | None = key(
+        [0, 2, 4], "steps at which a trajectory splits; null: those of the window, the only ones with noise (TreeGRPO)"
+    )
+    node_std: NodeStdKind = key(
+        "depth", "what a node's advantage is divided by: the std of the nodes of its depth, or of the leaves (TreeGRPO)"
+    )
 
     def check(self) -> None:
         super().check()
+        if self.split_steps is None:
+            return
         if not self.split_steps or sorted(set(self.split_steps)) != list(self.split_steps):
             raise ConfigError(f"algorithm.split_steps={list(self.split_steps)}: give rising step indices")
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
+        if self.split_steps is None:
+            if sampling.window_size is None or sampling.window_per == "group":
+                raise ConfigError(
+                    "algorithm.split_steps=null: trees split at the steps of a window, give a sampling.window_size and "
+                    "window_per=step"
+                )
+            sampling = replace(sampling, window_size=None, window_schedule="random")  # has a meaning here
+            super().check_sampling(sampling)
+            return
         super().check_sampling(sampling)
         last = sampling.steps_range[1] - 1
         if self.split_steps[-1] > last:

@@ -39,7 +39,9 @@ class SamplingConfig(Block):
     window_range: list[int] | None = main_key(
         None, "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last"
     )
-    window_schedule: WindowSchedule = key("random", "random; shift by window_size; shift faster over time (MixGRPO)")
+    window_schedule: WindowSchedule = key(
+        "random", "random; early ones more likely (TreeGRPO); shift by window_size; shift faster over time (MixGRPO)"
+    )
     window_every: int = key(1, "trainer steps for which a window stays where it is", low=1)
     window_per: WindowScope = key("step", "one random window per trainer step, or per group")
     call: dict[str, Any] = key({}, "further keyword arguments of the pipeline's __call__, such as max_sequence_length")
@@ -47,7 +49,8 @@ class SamplingConfig(Block):
     def check(self) -> None:
         if self.kernel == "cps" and self.noise_level > 1:
             raise ConfigError(f"sampling.noise_level={self.noise_level}: cps takes at most 1, which re-noises fully")
-        if self.window_schedule != "random" and (self.window_size is None or self.window_per == "group"):
+        drawn = self.window_schedule in ("random", "geometric")
+        if not drawn and (self.window_size is None or self.window_per == "group"):
             raise ConfigError(
                 f"sampling.window_schedule={self.window_schedule}: a window that moves needs a "
                 "sampling.window_size and window_per=step"
