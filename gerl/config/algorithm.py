@@ -256,10 +256,9 @@ class BranchGRPOConfig(TreeConfig):
 
     def check(self) -> None:
         super().check()
-        if self.split_steps is None:
-            return
-        if not self.split_steps or sorted(set(self.split_steps)) != list(self.split_steps):
-            raise ConfigError(f"algorithm.split_steps={list(self.split_steps)}: give rising step indices")
+        splits = self.split_steps
+        if splits is not None and (not splits or sorted(set(splits)) != list(splits)):
+            raise ConfigError(f"algorithm.split_steps={list(splits)}: give rising step indices")
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         if self.split_steps is None:
@@ -268,12 +267,10 @@ class BranchGRPOConfig(TreeConfig):
                     "algorithm.split_steps=null: trees split at the steps of a window, give a sampling.window_size and "
                     "window_per=step"
                 )
-            sampling = replace(sampling, window_size=None, window_schedule="random")  # has a meaning here
-            super().check_sampling(sampling)
-            return
+            sampling = replace(sampling, window_size=None, window_schedule="random")  # here they have a meaning
         super().check_sampling(sampling)
         last = sampling.steps_range[1] - 1
-        if self.split_steps[-1] > last:
+        if self.split_steps is not None and self.split_steps[-1] > last:
             raise ConfigError(
                 f"algorithm.split_steps={list(self.split_steps)}: the last stochastic step is {last}, split before"
             )
