@@ -28,7 +28,7 @@ FITTED = {
     "mix_grpo_flash": "sampling.window_size=2 sampling.window_every=2",
     "tempflow_grpo": "rollout.n=2 algorithm.branch_factor=3",
     "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] sampling.kernel=flow_sde sampling.noise_level=0.7",
-    "tree_grpo": "rollout.n=2 algorithm.branch_factor=2",
+    "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 rollout.micro_batch_size=48",
     "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=96 trainer.steps=16 trainer.seed=1 "
     "actor.lr=0.005",
     "dgpo": "sampling.window_range=[0,4]",
