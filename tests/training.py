@@ -20,6 +20,10 @@ from gerl.protocol import Prompt, RolloutTask, Sample, UpdateStats
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
 
+# what an algorithm refuses to do without
+DRAWN: dict[str, dict[str, Any]] = {
+    "neighbor_grpo": {"kernel": "ode", "same_init_noise": True, "init_noise_spread": 0.3}
+}
 PROMPTS = [Prompt(0, "a red fox"), Prompt(1, "blue")]
 
 
@@ -51,7 +55,7 @@ def config(
     fixed["call"] = {"max_sequence_length": 8, "output_type": "np"}
     return Config(
         algorithm=algorithm_config(name, **own),
-        sampling=SamplingConfig(**{**fixed, **sampling}),  # type: ignore[arg-type]
+        sampling=SamplingConfig(**{**fixed, **DRAWN.get(name, {}), **sampling}),  # type: ignore[arg-type]
         rollout=RolloutConfig(prompts_per_step=2, n=n, micro_batch_size=micro or 2 * n),
         actor=ActorConfig(micro_batch_size=actor_micro),
     )

@@ -4,6 +4,7 @@ from gerl.algorithms.awm import AWM
 from gerl.algorithms.base import Algorithm, Batch, Rewards, count_pairs, row_credit
 from gerl.algorithms.branch_grpo import BranchGRPO
 from gerl.algorithms.crd import CRD
+from gerl.algorithms.dense_grpo import DenseGRPO
 from gerl.algorithms.dgpo import DGPO
 from gerl.algorithms.diffusion_dpo import DiffusionDPO
 from gerl.algorithms.diffusion_nft import DiffusionNFT
@@ -12,29 +13,32 @@ from gerl.algorithms.flow_dppo import FlowDPPO
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.forward_process import ForwardProcess
 from gerl.algorithms.grpo_guard import GRPOGuard
+from gerl.algorithms.neighbor_grpo import NeighborGRPO
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.algorithms.regression import BestOfN, RewardWeightedRegression
 from gerl.algorithms.tempflow_grpo import TempFlowGRPO
-from gerl.config import Config
-from gerl.config import algorithm as configs
+from gerl.config import Config, noised_images, policy_gradients
+from gerl.config.algorithm_keys import AlgorithmConfig
 
 __all__ = ["ALGORITHMS", "Algorithm", "Batch", "ForwardProcess", "PolicyGradient", "Rewards", "build_algorithm",
            "count_pairs", "row_credit"]  # fmt: skip
 
-ALGORITHMS: dict[type[configs.AlgorithmConfig], type[Algorithm]] = {
-    configs.FlowGRPOConfig: FlowGRPO,
-    configs.GRPOGuardConfig: GRPOGuard,
-    configs.FlowDPPOConfig: FlowDPPO,
-    configs.TempFlowGRPOConfig: TempFlowGRPO,
-    configs.BranchGRPOConfig: BranchGRPO,
-    configs.FDFOConfig: FDFO,
-    configs.DiffusionNFTConfig: DiffusionNFT,
-    configs.AWMConfig: AWM,
-    configs.DGPOConfig: DGPO,
-    configs.CRDConfig: CRD,
-    configs.DiffusionDPOConfig: DiffusionDPO,
-    configs.RWRConfig: RewardWeightedRegression,
-    configs.BestOfNConfig: BestOfN,
+ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm]] = {
+    policy_gradients.FlowGRPOConfig: FlowGRPO,
+    policy_gradients.GRPOGuardConfig: GRPOGuard,
+    policy_gradients.FlowDPPOConfig: FlowDPPO,
+    policy_gradients.TempFlowGRPOConfig: TempFlowGRPO,
+    policy_gradients.DenseGRPOConfig: DenseGRPO,
+    policy_gradients.BranchGRPOConfig: BranchGRPO,
+    policy_gradients.FDFOConfig: FDFO,
+    policy_gradients.NeighborGRPOConfig: NeighborGRPO,
+    noised_images.DiffusionNFTConfig: DiffusionNFT,
+    noised_images.AWMConfig: AWM,
+    noised_images.DGPOConfig: DGPO,
+    noised_images.CRDConfig: CRD,
+    noised_images.DiffusionDPOConfig: DiffusionDPO,
+    noised_images.RWRConfig: RewardWeightedRegression,
+    noised_images.BestOfNConfig: BestOfN,
 }
 
 

@@ -15,7 +15,7 @@ from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde
 from gerl.algorithms.pooling import Pooled
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
-from gerl.config.algorithm import AlgorithmConfig, NormalisedConfig
+from gerl.config.algorithm_keys import AlgorithmConfig, NormalisedConfig
 from gerl.engine import ReplayedStep, Tape
 from gerl.model.loading import Policy
 from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats

@@ -6,7 +6,7 @@ from typing import get_args
 
 import torch
 
-from gerl.config.choices import KLKind, StdKind, StepWeighting
+from gerl.config.choices import KLKind, NodeStdKind, StdKind, StepWeighting
 
 # --- advantages
 
@@ -120,13 +120,15 @@ def group_ranks(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
 
 
 def tree_advantages(
-    rewards: torch.Tensor, nodes: torch.Tensor, group_ids: torch.Tensor, eps: float = 1e-8
+    rewards: torch.Tensor, nodes: torch.Tensor, group_ids: torch.Tensor, eps: float = 1e-8, std: NodeStdKind = "depth"
 ) -> torch.Tensor:
     """BranchGRPO (arXiv 2509.06040): the advantage of each leaf's ancestor at each depth of its tree, `[B, D]`.
 
     `rewards` `[B]` of the leaves, `nodes` `[B, D]` integer ids of their ancestors, distinct within one group and depth.
     A node's reward is the mean over its leaves; its advantage `(reward - mean) / (std + eps)` over the nodes of its
     group and depth, each counted once however many leaves it has, and 0 where std < 1e-6 or it is alone (a root).
+    `std`: that of the nodes of the depth, or that of the group's leaves (TreeGRPO, arXiv 2512.08153), which in a tree
+    of equal branches makes the advantage of a node the mean of those of its leaves.
     Raises `ValueError` on shapes that differ and non-finite rewards.
     """
     if nodes.ndim != 2 or nodes.shape[:1] != rewards.shape:
@@ -135,7 +137,8 @@ def tree_advantages(
     for depth, ids in enumerate(nodes.unbind(1)):
         keys, node = torch.stack([group_ids, ids], 1).unique(dim=0, return_inverse=True)
         g = _grouped(_grouped(rewards, node).mean, keys[:, 0])
-        scaled = (g.values - g.mean[g.members]) / (g.std[g.members] + eps)
+        spread = g.std if std == "depth" else _grouped(rewards, group_ids).std
+        scaled = (g.values - g.mean[g.members]) / (spread[g.members] + eps)
         result[:, depth] = torch.where(g.std[g.members] < 1e-6, 0.0, scaled)[node]
     return _typed_as(rewards, result)
 

@@ -16,7 +16,7 @@ import torch
 
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
 from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, pooled_mean
-from gerl.config.algorithm import CRDConfig
+from gerl.config.noised_images import CRDConfig
 
 LOWEST_KL = 1e-4  # weight of the KL of the worst image, with `kl_by_reward`
 

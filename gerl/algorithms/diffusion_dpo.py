@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import preference_pairs
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.config.algorithm import DiffusionDPOConfig
+from gerl.config.noised_images import DiffusionDPOConfig
 
 
 class DiffusionDPO(ForwardProcess):

@@ -30,7 +30,7 @@ import torch
 from gerl.algorithms.base import Algorithm, Batch, Rewards
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
-from gerl.config.algorithm import FDFOConfig
+from gerl.config.policy_gradients import FDFOConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.model.loading import Policy
 from gerl.model.lora import lora_disabled

@@ -9,7 +9,7 @@ import torch
 
 from gerl.algorithms.core_algos import gaussian_kl, masked_policy_loss, ratio_spread
 from gerl.algorithms.flow_grpo import FlowGRPO
-from gerl.config.algorithm import FlowDPPOConfig
+from gerl.config.policy_gradients import FlowDPPOConfig
 from gerl.engine import ReplayedStep
 
 

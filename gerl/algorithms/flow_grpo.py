@@ -12,7 +12,7 @@ from gerl.algorithms.base import Batch, Rewards
 from gerl.algorithms.planning import drawn_steps
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config import Config
-from gerl.config.algorithm import ChainConfig
+from gerl.config.policy_gradients import ChainConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.errors import CheckpointError
 from gerl.model.loading import Policy

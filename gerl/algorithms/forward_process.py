@@ -17,7 +17,7 @@ from gerl.algorithms.planning import any_steps, drawn_steps, group_ids
 from gerl.algorithms.pooling import Pooled, Sums, group_sums, pooled_rows, pooled_sum
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
-from gerl.config.algorithm import ForwardProcessConfig
+from gerl.config.noised_images import ForwardProcessConfig
 from gerl.engine import ReplayedStep, record_structure, replay
 from gerl.engine.kernels import Rule
 from gerl.errors import ReplayError

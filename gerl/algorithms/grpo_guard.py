@@ -10,7 +10,7 @@ import torch
 
 from gerl.algorithms.core_algos import guard_log_ratio
 from gerl.algorithms.flow_grpo import FlowGRPO
-from gerl.config.algorithm import GRPOGuardConfig
+from gerl.config.policy_gradients import GRPOGuardConfig
 from gerl.engine import ReplayedStep
 from gerl.engine.kernels import Rule
 

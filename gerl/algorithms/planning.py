@@ -15,6 +15,8 @@ from gerl.utils.seeding import derive_seed
 
 # MixGRPO's decay strategy (arXiv 2507.21802, section 4.2): a window stays exp(-RATE * steps past the threshold) as long
 DECAY_RATE = 0.1
+# TreeGRPO's random window (arXiv 2512.08153, equation 7): the probability of a start is this of that of the one before
+GEOMETRIC_RATE = 0.5
 VALIDATION_SEED = 42  # of the fixed noise of each held-out prompt
 
 
@@ -55,12 +57,17 @@ def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[i
         return ()
     first, end = config.sampling.steps_range
     size, every = config.sampling.trained_steps, config.sampling.window_every
-    if config.sampling.window_schedule == "random":
+    if config.sampling.window_schedule in ("random", "geometric"):
         own = (group.prompt,) if group is not None and config.sampling.window_per == "group" else ()
         # a window that stays for 1 step is drawn from the step itself
         parts = (*own, step if every == 1 else (step - 1) // every)
         generator = torch.Generator().manual_seed(derive_seed("window", config.trainer.seed, *parts))
-        start = first + int(torch.randint(end - first - size + 1, (), generator=generator))
+        count = end - first - size + 1
+        if config.sampling.window_schedule == "random":
+            start = first + int(torch.randint(count, (), generator=generator))
+        else:
+            odds = GEOMETRIC_RATE ** torch.arange(count, dtype=torch.double)
+            start = first + int(torch.multinomial(odds, 1, generator=generator))
     else:
         start = _moving_start(config.sampling, step)
     return tuple(range(start, start + size))

@@ -19,7 +19,7 @@ from gerl.algorithms.core_algos import (
 )
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
-from gerl.config.algorithm import PolicyGradientConfig
+from gerl.config.policy_gradients import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
 from gerl.engine.kernels import FlowRule, Rule, coefficients
 from gerl.model.loading import Policy

@@ -13,7 +13,7 @@ import torch
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import best_of_group, regression_weights
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.config.algorithm import BestOfNConfig, RWRConfig
+from gerl.config.noised_images import BestOfNConfig, RWRConfig
 
 
 class _Regression(ForwardProcess):

@@ -17,7 +17,7 @@ import torch
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.planning import micro_batches
 from gerl.algorithms.policy_gradient import PolicyGradient
-from gerl.config.algorithm import TempFlowGRPOConfig
+from gerl.config.policy_gradients import TempFlowGRPOConfig
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.seeding import derive_seed
 

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from gerl.config.algorithm import BY_NAME, AlgorithmConfig, AnyAlgorithm, AWMConfig, FlowGRPOConfig, algorithm_config
+from gerl.config.algorithm import BY_NAME, AnyAlgorithm, algorithm_config
+from gerl.config.algorithm_keys import AlgorithmConfig
 from gerl.config.blocks import (
     ActorConfig,
     CheckpointConfig,
@@ -26,6 +27,8 @@ from gerl.config.blocks import (
     TrainerConfig,
     ValidationConfig,
 )
+from gerl.config.noised_images import AWMConfig
+from gerl.config.policy_gradients import FlowGRPOConfig
 from gerl.config.sampling import SamplingConfig
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
@@ -85,9 +88,10 @@ class Config:
         if rollout.n % together:
             raise ConfigError(f"rollout.n={rollout.n}: {algorithm.name} compares images in pairs, use an even number")
         if rollout.micro_batch_size < together:
+            what = "pair" if together == 2 else "group"
             raise ConfigError(
                 f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {together} images "
-                "of a pair in one micro-batch; raise it"
+                f"of a {what} in one micro-batch; raise it"
             )
         if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates_per_step > 1:
             raise ConfigError(

@@ -31,6 +31,12 @@ class SamplingConfig(Block):
         1.0, "share of the steps after the window that are taken, each the longer (MixGRPO-Flash)", above=0, high=1
     )
     same_init_noise: bool = key(False, "the images of a group start from the same noise (DanceGRPO)")
+    init_noise_spread: float = key(
+        0.0,
+        "how far the initial noises of a group lie from the one that same_init_noise gives: 0 on it, 1 anywhere",
+        low=0,
+        high=1,
+    )
     window_size: int | None = main_key(
         None, "number of consecutive stochastic (trained) steps; null: all of sampling.window_range", low=1
     )
@@ -39,9 +45,11 @@ class SamplingConfig(Block):
         "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last step, "
         "with the kernels cps, precise and dance_precise all but the last two; [0, null]: all, for kernel=ode only",
     )
-    window_schedule: WindowSchedule = key("random", "random; shift by window_stride; shift faster over time (MixGRPO)")
     window_stride: int | None = key(
         None, "steps by which a window that moves goes on; null: its size; 0: it stays at the first steps", low=0
+    )
+    window_schedule: WindowSchedule = key(
+        "random", "random; early ones more likely (TreeGRPO); shift by window_stride; shift faster over time (MixGRPO)"
     )
     window_every: int = key(1, "trainer steps for which a window stays where it is", low=1)
     window_per: WindowScope = key("step", "one random window per trainer step, or per group")
@@ -50,10 +58,16 @@ class SamplingConfig(Block):
     def check(self) -> None:
         if self.kernel == "cps" and self.noise_level > 1:
             raise ConfigError(f"sampling.noise_level={self.noise_level}: cps takes at most 1, which re-noises fully")
-        if self.window_schedule != "random" and (self.window_size is None or self.window_per == "group"):
+        drawn = self.window_schedule in ("random", "geometric")
+        if not drawn and (self.window_size is None or self.window_per == "group"):
             raise ConfigError(
                 f"sampling.window_schedule={self.window_schedule}: a window that moves needs a "
                 "sampling.window_size and window_per=step"
+            )
+        if self.init_noise_spread > 0 and not self.same_init_noise:
+            raise ConfigError(
+                f"sampling.init_noise_spread={self.init_noise_spread}: it is the distance from a noise that the images "
+                "of a group share; set sampling.same_init_noise=true too"
             )
         if self.compression < 1 and self.solver == "euler":
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ def record(
     probe: Tape | bool = True,
     *,
     init_generators: Sequence[torch.Generator] | None = None,
+    init_spread: float = 0.0,
     solver: str = "euler",
     compression: float = 1.0,
     stop: int | None = None,
@@ -47,8 +49,11 @@ def record(
 
     `generators`: one `torch.Generator` per sample, from which its initial latents and then its step noise are drawn;
     None: the global generator. `init_generators`: others for the initial latents, and whatever else the pipeline draws;
-    equal seeds make equal latents. `probe`: True makes the one-sample tape needed to replay sub-batches, a tape reuses
-    that of an earlier call of the same kind, False goes without.
+    equal seeds make equal latents. `init_spread` s in [0, 1]: with what `generators` draw mixed in, as sqrt(1 - s^2) of
+    the one and s of the other, which is as normal.
+
+    `probe`: True makes the one-sample tape needed to replay sub-batches, a tape reuses that of an earlier call of the
+    same kind, False goes without.
 
     `stop`: leave the pipeline where it is about to take this step: the tape ends before it, but has what the denoiser
     said there, so that `branch` can go on from it; it keeps the denoiser's outputs however large (those of FLUX Kontext
@@ -56,13 +61,14 @@ def record(
     it is not `noise_level`.
 
     Raises `ModelError` where the scheduler has no transition kernel, the solver is not for it, or `window` or `stop`
-    name a step that cannot be.
+    name a step that cannot be, and with `init_spread` where the pipeline draws no noise that can be mixed.
     """
     n = batch_size(call)
     arguments = {name: value for name, value in call.items() if name != "generator"}
     tape = Tape(select_call(arguments, range(n)), n)
     sampler = Sampler(kernel, noise_level, solver, compression)
     recorder = Recorder(tape, sampler, window, check_generators(generators, n), stop, noise_at)
+    recorder.init_spread = init_spread
     # fresh lists both times: some pipelines write into theirs
     arguments = select_call(arguments, range(n))
     output = recorder.run(pipe, arguments, check_generators(init_generators, n) or generators)
@@ -132,6 +138,8 @@ class Recorder:
         self.spans: dict[int, Span] = {}  # of the steps that compression changes
         self.expected: int | None = None  # number of steps that the spans rely on
         self.structure: int | None = None  # number of steps of which only the structure is recorded
+        self.init_spread = 0.0  # how much of `generators` is mixed into what the pipeline draws
+        self.mixed = False  # whether it was
 
     def run(
         self, pipe: DiffusionPipeline, arguments: dict[str, object], generators: Sequence[torch.Generator] | None
@@ -151,12 +159,25 @@ class Recorder:
         self.depth += 1
         try:
             value = method(*args, **kwargs)
+            if name == "randn_tensor" and self.init_spread > 0:
+                value = self._spread(value, method, *args, **kwargs)
         finally:
             self.depth -= 1
         if self.depth == 0:
             # a copy, since pipelines write into what they got: masked embeddings, latents scaled in place
             self.tape.answers.append(Answer(name, detached_copy(value)))
         return value
+
+    def _spread(self, common: object, draw: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """`common`, what the pipeline drew by `draw` from the generators that it was given, and some from its own."""
+        bound = inspect.signature(draw).bind(*args, **kwargs).arguments
+        given = bound.get("generator")
+        if given is None or self.generators is None:
+            return common
+        own = draw(**bound | {"generator": list(self.generators) if isinstance(given, list) else self.generators[0]})
+        assert torch.is_tensor(common) and torch.is_tensor(own)
+        self.mixed = True
+        return math.sqrt(1 - self.init_spread**2) * common + self.init_spread * own
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if self.depth:  # a replay answers the method around it, and never comes here
@@ -216,8 +237,16 @@ class Recorder:
             return sample.float().clone()  # the first step, or the pipeline edited the latents in between
         return x
 
+    def _check_mixed(self) -> None:
+        if self.init_spread > 0 and not self.mixed:
+            raise ModelError(
+                "the pipeline draws its noise in a way of its own, which cannot be mixed: sampling.init_noise_spread "
+                "has to be 0"
+            )
+
     def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:
         """Prepare for step `k`, whoever takes it: drop large outputs, plan the compression, stop where asked to."""
+        self._check_mixed()
         self._drop_large_outputs(k, MAX_KEPT_OUTPUT * sample.numel())
         if self.sampler.compression < 1 and k == 0:
             self._compress(self.window, self.transitions.num_steps(scheduler, timestep))

@@ -19,8 +19,8 @@ from gerl.algorithms.pooling import pooled_sum
 from gerl.cluster import Cluster
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
-from gerl.config.algorithm import WeightedConfig
 from gerl.config.choices import StepWeighting
+from gerl.config.policy_gradients import WeightedConfig
 from gerl.errors import ConfigError, TrainingError
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.algorithms.pooling import Pooled, pooled_sum
 from gerl.config import Config
-from gerl.config.algorithm import ForwardProcessConfig, WeightedConfig
+from gerl.config.noised_images import ForwardProcessConfig
+from gerl.config.policy_gradients import WeightedConfig
 from gerl.engine import Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
 from gerl.model.failures import model_errors

@@ -94,6 +94,7 @@ class Rollout:
         samples = [task.samples[leaf] for leaf in segment.leaves]
         initial = [s.init_seed for s in samples if s.init_seed is not None]
         options["init_generators"] = sample_generators(initial) if initial else None
+        options["init_spread"] = sampling.init_noise_spread if initial else 0.0
 
         def draw(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
             return record(pipe, call, probe=self._probe or True, **options)

@@ -29,6 +29,7 @@ FITTED = {
     "mix_grpo_flash": "sampling.window_size=2 sampling.window_every=2",
     "tempflow_grpo": "rollout.n=2 algorithm.branch_factor=3",
     "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] sampling.kernel=flow_sde sampling.noise_level=0.7",
+    "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 rollout.micro_batch_size=48",
     "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=96 trainer.steps=16 trainer.seed=1 "
     "actor.lr=0.005",
     "dgpo": "sampling.window_range=[0,4]",
@@ -43,9 +44,11 @@ OFF_POLICY = "clip_fraction clip_range log_ratio_abs outside_fraction"  # of a s
 OLD_RATIO = RATIO.removeprefix("ratio_deviation ")  # to the old policy: nothing is compared with the rollout
 POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
+dense_grpo tree_grpo
 """.split()
 MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
     "fdfo": RATIO,
+    "neighbor_grpo": RATIO,
     "awm": OLD_RATIO,
     "awm_fast": OLD_RATIO,
     "best_of_n": "squared_error",

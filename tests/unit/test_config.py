@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from training import DRAWN
 
 from gerl.config import Config, SamplingConfig, did_you_mean, from_mapping, keys, readers
 from gerl.config.algorithm import BY_NAME
@@ -211,7 +212,8 @@ def test_a_key_with_two_letters_swapped_is_suggested(name: str, data: st.DataObj
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_run_has_the_keys_that_its_algorithm_reads(name: str) -> None:
-    settings = from_mapping({"algorithm": {"name": name}, "sampling": {"kernel": "flow_sde"}}).algorithm
+    sampling = DRAWN.get(name, {"kernel": "flow_sde"})
+    settings = from_mapping({"algorithm": {"name": name}, "sampling": sampling}).algorithm
     read = {known.removeprefix("algorithm.") for known, _ in keys(BY_NAME[name]) if known.startswith("algorithm.")}
     assert set(dataclasses.asdict(settings)) == read == {f.name for f in dataclasses.fields(settings)}
     for known, _ in keys():

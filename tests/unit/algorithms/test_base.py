@@ -16,7 +16,8 @@ from training import config
 from gerl.algorithms import ALGORITHMS, Algorithm, Batch, ForwardProcess, Rewards, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples, sde_window
 from gerl.config import ActorConfig, Config, RolloutConfig
-from gerl.config.algorithm import BY_NAME, ForwardProcessConfig
+from gerl.config.algorithm import BY_NAME
+from gerl.config.noised_images import ForwardProcessConfig
 from gerl.engine import Tape
 from gerl.errors import CheckpointError
 from gerl.protocol import Prompt, Sample

@@ -64,6 +64,14 @@ def test_without_a_window_every_step_but_the_last_is_stochastic() -> None:
     assert sde_window(config(window_size=None, window_range=[2, 5]), 3) == (2, 3, 4)
 
 
+def test_early_windows_may_be_likelier() -> None:
+    c = config(window_schedule="geometric")
+    drawn = Counter(sde_window(c, step)[0] for step in range(1, 3001))
+    odds = [0.5**k / sum(0.5**j for j in range(6)) for k in range(6)]  # TreeGRPO, equation 7, with r = 0.5
+    assert set(drawn) <= set(range(6))
+    assert all(abs(drawn[k] - 3000 * p) < 5 * (3000 * p) ** 0.5 for k, p in enumerate(odds))
+
+
 # --- windows that move
 
 

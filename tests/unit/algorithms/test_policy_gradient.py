@@ -164,7 +164,12 @@ def test_without_guidance_in_the_update_the_other_ratios_start_at_one_too(name: 
 
 
 @pytest.mark.parametrize(
-    ("name", "keys"), [("tempflow_grpo", {"branch_factor": 2}), ("branch_grpo", {"split_steps": [0, 1]})]
+    ("name", "keys"),
+    [
+        ("tempflow_grpo", {"branch_factor": 2}),
+        ("branch_grpo", {"split_steps": [0, 1]}),
+        ("tree_grpo", {"split_steps": None, "sampling_window_size": 2, "sampling_window_schedule": "geometric"}),
+    ],
 )
 def test_trees_are_on_policy_and_micro_batches_change_nothing(name: str, keys: dict[str, Any]) -> None:
     training = Training(config(name, n=2, **keys))

@@ -8,7 +8,9 @@ import torch
 from training import config, rewards
 
 from gerl.algorithms import build_algorithm, count_pairs
+from gerl.algorithms.core_algos import group_advantages
 from gerl.algorithms.planning import plan_samples
+from gerl.errors import ConfigError
 from gerl.protocol import Prompt, RolloutTask
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(2)]
@@ -133,3 +135,61 @@ def test_trees_of_a_prompt_compare_at_the_root_too() -> None:
     (task,) = plan(a, PROMPTS[:1])
     credit = a.credit(rewards(task.samples, [0.0, 2.0, 4.0, 6.0]))
     torch.testing.assert_close(credit[:, 0], torch.tensor([-1.0, -1.0, 1.0, 1.0]))
+
+
+# --- TreeGRPO
+
+
+def tree(n: int = 1, micro: int = 27, steps: int = 10, factor: int = 3, size: int = 3, **keys: Any) -> Any:
+    settings = {"split_steps": None, "node_std": "leaves", "branch_factor": factor, **keys}
+    window = {"sampling_window_size": size, "sampling_window_schedule": "geometric"}
+    return build_algorithm(config("tree_grpo", n, steps=steps, micro=micro, **settings, **window))
+
+
+def planned(a: Any, step: int) -> list[RolloutTask]:
+    return list(a.plan(plan_samples(a.config, PROMPTS[:1], step, 0)))
+
+
+def test_a_tree_is_noisy_in_a_window_that_moves_and_splits_at_each_of_its_steps() -> None:
+    a, starts = tree(), set()
+    for step in range(1, 20):
+        (task,) = planned(a, step)
+        trunk, *depths = task.segments
+        start = trunk.stop
+        assert start is not None and (trunk.window, trunk.trained, trunk.start) == ((), (), 0)
+        assert [(s.window, s.trained) for s in depths] == [((k,), (k,)) for k in range(start, start + 3)]
+        assert [len(s.seeds) for s in depths] == [3, 9, 27] and len(task.samples) == 27
+        assert depths[-1].stop is None and count_pairs([(task, torch.ones(27, 10))]) == 39
+        # once to the window, of its steps the first once for all, then a row for each node and leaf
+        assert evaluations(task, 10) == start + 1 + 3 + 9 + 27 * (10 - start - 3)
+        starts.add(start)
+    assert {0, 1, 2} <= starts
+
+
+def test_a_node_has_the_mean_of_the_advantages_of_its_leaves() -> None:
+    a = tree(n=2)
+    tasks = planned(a, 3)
+    samples = [s for task in tasks for s in task.samples]
+    totals = torch.rand(54, generator=torch.Generator().manual_seed(0))
+    credit = a.credit(rewards(samples, totals.tolist()))
+    leaves = group_advantages(totals, torch.zeros(54, dtype=torch.long), eps=0.0)
+    (first, *_) = splits = a.splits(3)
+    for depth, k in enumerate(splits, start=1):
+        size = 3 ** (3 - depth)
+        expected = leaves.unflatten(0, (-1, size)).mean(1).repeat_interleave(size)
+        torch.testing.assert_close(credit[:, k], expected)
+    assert first == tasks[0].segments[0].stop
+    norms = [float(credit[:, k].norm()) for k in splits]
+    assert norms == sorted(norms)  # the mean of many is nearer to the mean of all
+    by_depth = tree(n=2, node_std="depth").credit(rewards(samples, totals.tolist()))
+    for k in splits:  # BranchGRPO's differs by a factor
+        factor = by_depth[:, k].std(correction=0) / credit[:, k].std(correction=0)
+        torch.testing.assert_close(by_depth[:, k], factor * credit[:, k])
+
+
+@pytest.mark.parametrize(
+    "keys", [{"sampling_window_size": None}, {"sampling_window_size": 2, "sampling_window_per": "group"}]
+)
+def test_trees_of_a_window_need_one_for_all(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.split_steps=null: .*window_size and window_per=step"):
+        config("tree_grpo", 1, split_steps=None, **keys)

@@ -10,7 +10,8 @@ import yaml
 
 from gerl.commandline.composition import compose_run, experiments, shipped
 from gerl.config import Config, ScorerConfig, from_mapping
-from gerl.config.algorithm import BY_NAME, AWMConfig
+from gerl.config.algorithm import BY_NAME
+from gerl.config.noised_images import AWMConfig
 from gerl.errors import ConfigError
 
 

@@ -1,0 +1,134 @@
+"""Neighbor GRPO (arXiv 2511.16955): trajectories without noise from initial noises near each other, scored by distance.
+
+The images of a prompt start from noises around one that they share, `sqrt(1 - s^2) e + s d_i` with `s` =
+`sampling.init_noise_spread` (equation 7), and go on by the ODE. No step is random, so the policy that is trained is a
+surrogate: at step k a trajectory, the anchor, may leap to any of the G that the group has, each x_i the sooner the
+nearer it is to where the trained weights take the anchor, x (equation 8),
+
+    pi(i) = softmax_i(-|x_i - x|^2 / temperature),    |.|^2 the mean over dimensions,
+
+and its ratio to the policy that drew gives PPO's clipped surrogate, the mean over the group's advantages A_i (equation
+9). On policy, A being centred, the normaliser of the softmax has no gradient, and what is left,
+
+    grad sum_i A_i log pi(i) = 2 / temperature sum_i A_i mean((x_i - x) grad x),
+
+draws the anchor towards its neighbours with good rewards and away from those with bad ones. Neighbours of one noise are
+about as far from each other, so any may be the anchor: `anchors` of a group are drawn anew each trainer step, and only
+they are evaluated. Of the anchor only its own step is replayed, from latents that the rollout recorded.
+
+Advantages are divided by their p-norm, `sqrt(G) A / |A|_p` (equation 11), which for p = 2 is the standard deviation:
+with p < 2 a group of which all images differ a little counts less than one in which few stand out.
+
+Its authors repeat the equations in arXiv 2603.17461, section 3.1, with the temperature. Distances are means over
+dimensions, as all log-probabilities of gerl are; the papers write sums. Rollouts by a solver of second order are not
+built: the step of the anchor that is compared with them is an Euler step.
+"""
+
+from typing import Any
+
+import torch
+
+from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.core_algos import clipped_policy_loss
+from gerl.algorithms.planning import drawn_steps, group_ids
+from gerl.algorithms.step_gradients import StepGradients
+from gerl.config.policy_gradients import NeighborGRPOConfig
+from gerl.engine import ReplayedStep, replay
+from gerl.model.loading import Policy
+from gerl.model.lora import lora_disabled
+from gerl.protocol import UpdateStats
+from gerl.utils.seeding import derive_seed
+
+
+class NeighborGRPO(Algorithm):
+    """The neighbours of an image are the images of its group, itself included."""
+
+    settings: NeighborGRPOConfig
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        steps = range(*self.config.sampling.steps_range)
+        return drawn_steps(steps, self.settings.timesteps or len(steps), self.config.trainer.seed, step)
+
+    def advantages(self, rewards: Rewards) -> torch.Tensor:
+        return quasi_normed(super().advantages(rewards), rewards.group_ids, self.settings.quasi_norm)
+
+    def kept_rows(self, batch: Batch) -> list[int]:
+        """The anchors of the groups with a credit."""
+        credit, ids = batch.credit[:, list(batch.trained)], group_ids(batch.samples)
+        anchors: list[int] = []
+        for number in range(int(ids.max()) + 1):
+            rows = (ids == number).nonzero().flatten()
+            known = not credit[rows].isnan().any()
+            if known and (self.settings.kl_coef > 0 or bool((credit[rows] != 0).any())):
+                first = batch.samples[int(rows[0])]
+                seed = derive_seed("anchors", self.config.trainer.seed, first.step, repr(first.group))
+                order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+                anchors += sorted(rows[order[: self.settings.anchors]].tolist())
+        return anchors
+
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
+        settings, tape = self.settings, batch.tape
+        options: dict[str, Any] = {"steps": batch.trained, "index": rows, "cfg": settings.cfg}
+        base = self._base(policy, batch, options) if settings.kl_coef > 0 else {}
+        ids, guided = group_ids(batch.samples), settings.cfg != "off"
+        groups = [(ids == ids[row]).nonzero().flatten().tolist() for row in rows]
+        stats = UpdateStats()
+
+        def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
+            nonlocal stats
+            if meter is not None:
+                meter.begin(k)
+            everyone = tape.steps[k].x_next
+            credit = batch.credit[:, k].to(everyone.device)
+            # without guidance the recorded step is that of another policy
+            old = everyone[rows] if guided else step.mean.detach()
+            total, sums, deviation = torch.zeros((), device=everyone.device), dict[str, float](), 0.0
+            for j, group in enumerate(groups):
+                trained, before = (log_policy(x[j], everyone[group], settings.temperature) for x in (step.mean, old))
+                losses, metrics = clipped_policy_loss(trained, before, credit[group], *settings.clip_range)
+                deviation = max(deviation, metrics.pop("ratio_deviation"))
+                metrics["loss"] = float(losses.detach().mean())
+                loss = losses.mean()
+                if base:
+                    kl = (((step.mean[j] - base[k][j]) / step.rule.jacobian) ** 2).mean()
+                    loss = loss + settings.kl_coef * kl
+                    metrics |= {"kl": float(kl.detach()), "loss": float(loss.detach())}
+                kept = metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}
+                sums = {name: sums.get(name, 0.0) + value for name, value in kept.items()}
+                # an anchor stands for those of its group that are none
+                total = total + loss * (len(group) / min(settings.anchors, len(group)))
+            stats += UpdateStats(len(rows), sums, deviation if guided else None)
+            return total / num_pairs
+
+        replay(policy.pipe, tape, on_step, **options)
+        if meter is not None:
+            meter.end()
+        return stats
+
+    def _base(self, policy: Policy, batch: Batch, options: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """Where the base model takes the anchors."""
+        means: dict[int, torch.Tensor] = {}
+        with lora_disabled(list(policy.denoisers.values())):
+            replay(policy.pipe, batch.tape, lambda k, step: means.update({k: step.mean}), grad=False, **options)
+        return means
+
+
+def log_policy(x: torch.Tensor, neighbours: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log pi of the module, `[G]` fp32, from an anchor's latents `x` `[...]` and those of its group `[G, ...]`."""
+    distances = ((neighbours.detach().float() - x.float()) ** 2).flatten(1).mean(1)
+    return (-distances / temperature).log_softmax(0)
+
+
+def quasi_normed(advantages: torch.Tensor, groups: torch.Tensor, p: float) -> torch.Tensor:
+    """`sqrt(G) A / (sum |A|^p)^(1/p)` over each group of G, `[B]`; 0 where all of a group are."""
+    result = torch.zeros_like(advantages)
+    for number in groups.unique():
+        members = groups == number
+        values = advantages[members].double()
+        highest = values.abs().max()
+        if highest > 0:
+            scaled = values / highest  # powers of p cannot overflow
+            result[members] = (len(values) ** 0.5 * scaled / scaled.abs().pow(p).sum() ** (1 / p)).to(result.dtype)
+    return result

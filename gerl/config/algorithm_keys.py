@@ -1,0 +1,104 @@
+"""The keys and facts that algorithms of several kinds share."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_args
+
+from gerl.config.choices import AdvantageEstimator, CfgMode, StdKind
+from gerl.config.sampling import SamplingConfig
+from gerl.config.schema import Block, key, main_key
+
+
+def name_key(default: str) -> Any:
+    help = "the algorithm; `algorithm=NAME` on the command line picks it with its published settings"
+    return main_key(default, help)
+
+
+def cfg_key(default: CfgMode) -> Any:
+    halves = "gradient through both halves; only the conditional one; or off (CFG distillation)"
+    return main_key(default, f"guidance in the update: {halves}")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig(Block):
+    """The keys that every algorithm reads, and the facts that others ask for."""
+
+    whole_groups: ClassVar[bool] = False  # the loss of an image depends on the others of its group
+    scores_steps: ClassVar[bool] = False  # it scores the rollout's noise: on policy the ratio to what was recorded is 1
+    replays_latents: ClassVar[bool] = False  # it trains at the latents of the trajectory, not at images noised again
+    branches: ClassVar[bool] = False  # trajectories split: the tree says which steps are stochastic
+
+    name: str
+    cfg: CfgMode = cfg_key("joint")
+    kl_coef: float = main_key(0.0, "weight of the distance to the base model; at 0 no reference pass is run", low=0)
+    advantage_clip: float = key(5.0, "advantages are clipped to +- this", above=0)
+    dynamic_sampling: int = key(
+        0, "times a step draws further prompts in place of groups whose rewards are all equal (DAPO)", low=0
+    )
+
+    def _path(self, name: str) -> str:
+        return f"algorithm.{name}"
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The values of `algorithm.name` that mean this class."""
+        return get_args(cls.__annotations__["name"])
+
+    @property
+    def groups_of_one(self) -> bool:
+        """Whether a prompt may have a single image."""
+        return False
+
+    def drawn_together(self, n: int) -> int:
+        """How many of the `n` images of a group a micro-batch of the rollout must hold."""
+        return 1
+
+    def compared(self, n: int) -> int:
+        """How many of the `n` images of a group the loss of one depends on."""
+        return n if self.whole_groups else 1
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """How far below and above 1 the ratio may go; None where it is not bounded."""
+        return None
+
+    def clip_range_at(self, dimensions: int) -> tuple[float, float] | None:
+        """`clip_range` for latents of so many dimensions."""
+        del dimensions
+        return self.clip_range
+
+    @property
+    def subtracts_kl(self) -> bool:
+        """Whether the KL to the base model is subtracted from the rewards rather than added to the loss."""
+        return False
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `ConfigError` if it cannot learn from what `sampling` draws."""
+
+
+@dataclass(frozen=True)
+class NormalisedConfig(AlgorithmConfig):
+    """Credit is the reward relative to a baseline."""
+
+    adv_estimator: AdvantageEstimator = key(
+        "grpo",
+        "baseline: mean of the group; of its other members; of the batch; or each scorer normalised before the sum",
+    )
+    advantage_std: StdKind = key(
+        "group", "what the centred rewards are divided by: the group's std, the batch's, or nothing (Dr. GRPO)"
+    )
+
+    @property
+    def groups_of_one(self) -> bool:
+        return self.adv_estimator == "reinforce_pp"
+
+
+@dataclass(frozen=True)
+class ClippedConfig(AlgorithmConfig):
+    """The ratio to the policy that drew has bounds."""
+
+    clip_low: float = main_key(1e-4, "lower bound of the ratio is 1 - this", above=0, high=1)
+    clip_high: float = main_key(1e-4, "upper bound of the ratio is 1 + this", above=0)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        return self.clip_low, self.clip_high

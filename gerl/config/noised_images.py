@@ -1,0 +1,127 @@
+"""The keys of the algorithms that noise finished images again and compare outputs at some noise levels."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gerl.config.algorithm_keys import AlgorithmConfig, ClippedConfig, NormalisedConfig, cfg_key, name_key
+from gerl.config.choices import CfgMode, LevelDraw, LikelihoodWeighting
+from gerl.config.schema import key, main_key
+from gerl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ForwardProcessConfig(AlgorithmConfig):
+    """Finished images are noised again, and the loss compares outputs at some noise levels."""
+
+    cfg: CfgMode = cfg_key("off")
+    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all of the range", low=1)
+    timesteps_drawn: LevelDraw = key(
+        "spread",
+        "which of the range they are: one of each of as many equal parts; any, the same for all images of a step; or "
+        "any of each image (group, where it shares its noise), for which the denoiser runs at all of them",
+    )
+    reference_guidance: float | None = key(
+        None,
+        "guidance scale of the base model that the KL and preferences are measured from, which may differ from the "
+        "rollout's; null: that of the update",
+        low=0,
+    )
+    old_decay: list[float] = key(
+        [0.0, 0.0, 0.0, 0.0],
+        "decay of the old policy, averaged once a trainer step: [hold, start, slope, limit] is start for `hold` steps, "
+        "then rises by slope a step to limit",
+    )
+    old_every: int = key(1, "trainer steps between updates of the old policy", low=1)
+    rollout_decay: list[float] | None = key(
+        None, "the same of the weights that draw rollouts; null: the trained weights"
+    )
+    old_kl_coef: float = key(0.0, "weight of the squared distance to the old policy", low=0)
+    norm_coef: float = key(
+        0.0, "weight of the squared excess of the output's norm over that of the base model (NormGuard)", low=0
+    )
+
+    def check(self) -> None:
+        super().check()
+        for name, value in (("old_decay", self.old_decay), ("rollout_decay", self.rollout_decay)):
+            if value is not None and (len(value) != 4 or not (0 <= value[1] <= 1 and 0 <= value[3] <= 1)):
+                raise ConfigError(f"algorithm.{name}={list(value)}: give [hold, start, slope, limit], decays in [0, 1]")
+
+
+@dataclass(frozen=True)
+class ContrastConfig(ForwardProcessConfig, NormalisedConfig):
+    """The policy is compared with the old one by what it implies."""
+
+    mix: float = key(1.0, "b: how far the implicit policies lie from the old one", above=0)
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(ForwardProcessConfig):
+    """The images of a group are preferred to each other, at noise that they share."""
+
+    whole_groups = True
+
+    beta: float = key(100.0, "sharpness of preferences", above=0)
+
+
+@dataclass(frozen=True)
+class DiffusionNFTConfig(ContrastConfig):
+    name: Literal["diffusion_nft"] = name_key("diffusion_nft")
+
+
+@dataclass(frozen=True)
+class AWMConfig(ForwardProcessConfig, NormalisedConfig, ClippedConfig):
+    name: Literal["awm"] = name_key("awm")
+    weighting: LikelihoodWeighting = key("uniform", "likelihood weight of a noise level")
+    off_policy: bool = key(
+        True, "the ratio is that to the old policy; false: to the trained weights themselves, hence 1 and never clipped"
+    )
+
+
+@dataclass(frozen=True)
+class DGPOConfig(PreferenceConfig, NormalisedConfig, ClippedConfig):
+    name: Literal["dgpo"] = name_key("dgpo")
+    reference: Literal["base", "old"] = key("base", "what preferences are measured from: base model or old policy")
+    rollout_old_after: int | None = key(
+        None, "trainer steps after which the old policy draws the rollouts; null: the trained weights always do", low=0
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.rollout_old_after is not None and self.rollout_decay is not None:
+            raise ConfigError(
+                f"algorithm.rollout_old_after={self.rollout_old_after}: algorithm.rollout_decay has weights of its own "
+                "draw the rollouts; use one of them"
+            )
+        if self.reference == "old" and self.reference_guidance is not None and self.kl_coef == 0:
+            raise ConfigError(
+                "algorithm.reference_guidance: with reference=old and kl_coef=0 the base model is not run; leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class CRDConfig(ContrastConfig):
+    whole_groups = True
+
+    name: Literal["crd"] = name_key("crd")
+    kl_by_reward: bool = key(
+        False, "the KL of an image counts by how good it is: 1e-4 at the worst up to kl_coef at the best"
+    )
+
+
+@dataclass(frozen=True)
+class DiffusionDPOConfig(PreferenceConfig):
+    name: Literal["diffusion_dpo"] = name_key("diffusion_dpo")
+
+    def compared(self, n: int) -> int:
+        return 2  # the best and the worst
+
+
+@dataclass(frozen=True)
+class RWRConfig(ForwardProcessConfig):
+    name: Literal["rwr"] = name_key("rwr")
+    beta: float = key(1.0, "sharpness of the softmax over the rewards of a group", above=0)
+
+
+@dataclass(frozen=True)
+class BestOfNConfig(ForwardProcessConfig):
+    name: Literal["best_of_n"] = name_key("best_of_n")
