@@ -15,7 +15,7 @@ SETTINGS = """
 sampling.num_inference_steps=10 model.lora_alpha=32 actor.lr=0.04 rollout.prompts_per_step=6 rollout.micro_batch_size=4
 checkpoint.every=0 reward.scorers.bright.weight=1
 """.split()
-IMAGES = {"branch_grpo": 1, "tempflow_grpo": 1}  # of a tree: images a prompt; elsewhere 4
+IMAGES = {"branch_grpo": 1, "tree_grpo": 1, "tempflow_grpo": 1}  # of a tree: images a prompt; elsewhere 4
 OTHER_PIPELINES = ("ddpo",)  # its kernel is that of Stable Diffusion 1.x
 PRESETS = [name for name in shipped("algorithm") if name not in OTHER_PIPELINES]
 

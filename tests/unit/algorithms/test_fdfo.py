@@ -21,7 +21,7 @@ from gerl.errors import ConfigError
 from gerl.model.lora import lora_disabled
 from gerl.protocol import Prompt, Sample
 
-CHURN = {"sampling_kernel": "cps", "sampling_noise_level": 0.045}
+CHURN = {"sampling_kernel": "cps", "sampling_noise_level": 0.045, "sampling_window_range": [0, 3]}
 HALF_DIFFERENCES = [0.5, -0.5, -1.0, 1.0, 0.0, 0.0, 2.0, -2.0]
 CREDIT = chain_credit(HALF_DIFFERENCES)
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(3)]

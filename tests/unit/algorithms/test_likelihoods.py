@@ -12,7 +12,7 @@ from gerl.errors import ConfigError
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]
 CREDIT = chain_credit(ADVANTAGES)
-CPS = {"sampling_kernel": "cps", "sampling_noise_level": 0.8}
+CPS = {"sampling_kernel": "cps", "sampling_noise_level": 0.8, "sampling_window_range": [0, 3]}
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def probe_of(kernel: str, noise: float, steps: int, weighting: str = "uniform", 
         StepFacts(k, r.sigma, r.dt, r.std, r.jacobian, w, w * r.jacobian / r.std)
         for k, (r, w) in enumerate(zip(rules, weights, strict=True))
     ]
-    return SamplingProbe(0.0, [], facts, weighting)
+    return SamplingProbe(0.0, [], steps=facts, weighting=weighting)
 
 
 @pytest.mark.parametrize("kernel", ["precise", "cps", "dance_precise"])

@@ -209,7 +209,7 @@ def test_every_candidate_has_the_same_budget(name: str, shipped_suite: Suite) ->
 
 def test_the_fingerprint_is_that_of_what_is_computed() -> None:
     def of(*overrides: str) -> str:
-        return suite.fingerprint(compose_run(["algorithm=awm", *overrides]).config)
+        return suite.fingerprint(compose_run(["algorithm=rwr", *overrides]).config)
 
     assert of() == of("trainer.seed=3") == of("cluster.launcher=local", "logger.progress=false", "checkpoint.every=0")
     assert len({of(), of("actor.lr=2e-3"), of("trainer.steps=3"), of("sampling.num_inference_steps=4")}) == 4
