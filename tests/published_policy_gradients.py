@@ -178,7 +178,14 @@ PUBLISHED: dict[str, Sourced] = {
 }
 
 DEVIATIONS: dict[str, Sourced] = {
-    "flow_grpo": {"algorithm.kl_coef": (0.0, KL_BY_REWARD)},
+    "flow_grpo": {
+        "algorithm.kl_coef": (0.0, KL_BY_REWARD),
+        "algorithm.timestep_weights": (
+            "std2_over_jacobian",
+            "with uniform ones the noise of the least noisy steps is nearly all of the gradient",
+        ),
+        "sampling.same_init_noise": (True, "rewards of a group then differ by the noise that is scored only"),
+    },
     "dance_grpo": {"sampling.num_inference_steps": (10, MODEL_STEPS)},
     "mix_grpo": {"actor.lr": (3e-4, ALL_WEIGHTS), "sampling.num_inference_steps": (10, MODEL_STEPS)},
     "mix_grpo_flash": {"actor.lr": (3e-4, ALL_WEIGHTS), "sampling.num_inference_steps": (10, MODEL_STEPS)},

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gerl.commandline.files import either, near_names, read_yaml
 from gerl.commandline.form import check_form
-from gerl.config import Config, ScorerConfig, did_you_mean, from_mapping, nearest_key
+from gerl.config import Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers
 from gerl.config.changes import settings_of
 from gerl.errors import ConfigError
 
@@ -79,7 +79,12 @@ def compose_run(overrides: Sequence[str]) -> Composed:
         composed = _compose("config", {}, overrides)
         run_dir, values = _folder(composed.hydra.run.dir), _values(composed)
     choices, name = composed.hydra.runtime.choices, str(values["algorithm"]["name"])
-    preset = str(choices.algorithm) if algorithm_of(str(choices.algorithm)) == name else name
+    preset = str(choices.algorithm)
+    if algorithm_of(preset) != name:  # a file sets it over the preset of another one, of which it means nothing
+        given = {_key(override) for override in overrides}
+        unread = [key for key in map(str, _preset(preset)) if name not in readers(key) and f"algorithm.{key}" not in given]
+        values["algorithm"] = {key: value for key, value in values["algorithm"].items() if key not in unread}
+        preset = name
     return Composed(_config(values, overrides), str(choices.experiment), run_dir, preset)
 
 
@@ -281,7 +286,14 @@ def _check_algorithm(overrides: Sequence[str], name: str) -> None:
 
 def algorithm_of(preset: str) -> str:
     """The `algorithm.name` of a shipped `algorithm=PRESET`."""
-    return str(OmegaConf.load(config_folder() / "algorithm" / f"{preset}.yaml").algorithm.name)
+    return str(_preset(preset).name)
+
+
+def _preset(preset: str) -> DictConfig:
+    """The keys of the block `algorithm` that a shipped preset sets."""
+    block = OmegaConf.load(config_folder() / "algorithm" / f"{preset}.yaml").algorithm
+    assert isinstance(block, DictConfig)
+    return block
 
 
 def _sentence(error: Exception) -> str:

@@ -14,9 +14,9 @@ from gerl.config import AlgorithmConfig, algorithm_config
 from gerl.config.algorithm import BY_NAME
 from gerl.engine.kernels import gaussian_log_prob
 
-SCALED = set(
-    "flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo grpo_guard tempflow_grpo dense_grpo branch_grpo tree_grpo".split()
-)
+SCALED = """
+flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo grpo_guard tempflow_grpo dense_grpo branch_grpo tree_grpo
+""".split()
 
 
 def log_ratios(dimensions: int, shift: float, std: float, rows: int = 400) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from gerl.commandline.composition import compose_run, experiments, shipped
-from gerl.config import Config, ScorerConfig, from_mapping
+from gerl.config import SamplingConfig, ScorerConfig, from_mapping
 from gerl.config.algorithm import BY_NAME
 from gerl.config.noised_images import AWMConfig
 from gerl.errors import ConfigError
@@ -17,8 +17,9 @@ from gerl.errors import ConfigError
 
 def test_without_a_recipe_the_defaults_are_those_of_the_dataclasses() -> None:
     composed = compose_run(["experiment=plain"])
-    preset = {"actor": {"updates_per_step": 2}, "algorithm": {"advantage_std": "batch"}}  # of flow_grpo
-    assert composed.config == from_mapping(preset)
+    algorithm = {"advantage_std": "batch", "timestep_weights": "std2_over_jacobian"}
+    preset = {"algorithm": algorithm, "actor": {"updates_per_step": 2}, "sampling": {"same_init_noise": True}}
+    assert composed.config == from_mapping(preset)  # of flow_grpo
     assert composed.experiment == "plain"
     assert re.fullmatch(r"outputs/plain/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", str(composed.run_dir))
 
@@ -128,7 +129,7 @@ def test_an_experiment_of_your_own(tmp_path: Path) -> None:
     assert composed.experiment == composed.run_dir.parent.name == "my_try__2"
     path.write_text("trainer:\n  steps: 4\n")  # read anew each time, and without the one before
     again = compose_run([f"experiment={path}"]).config
-    assert (again.trainer.steps, again.sampling) == (4, Config().sampling)
+    assert (again.trainer.steps, again.sampling) == (4, SamplingConfig(same_init_noise=True))
 
 
 def test_the_config_of_a_run_is_an_experiment(tmp_path: Path) -> None:
@@ -186,7 +187,11 @@ def test_hydra_errors_are_sentences() -> None:
         (["+algorithm.zebra=1"], "algorithm.zebra: there is no such key", "--help all lists all"),
         (["algorithm.mix=1"], "algorithm.mix=1: awm does not read it", "only diffusion_nft, crd"),
         (["algorithm=mix_grpo", "algorithm.mix=1"], "algorithm.mix=1: mix_grpo does not read it", "only diffusion_nft"),
-        (["experiment=wan21_1b3_ocr", "algorithm=crd"], "algorithm.clip_low=0.001: crd does not read it", "only flow"),
+        (
+            ["experiment=wan21_1b3_ocr", "algorithm=crd"],
+            "algorithm.timestep_weights=uniform: crd does not read it",
+            "only flow",
+        ),
     ],
 )
 def test_a_key_of_another_algorithm_needs_no_plus_sign_to_get_a_sentence(
