@@ -82,7 +82,9 @@ def compose_run(overrides: Sequence[str]) -> Composed:
     preset = str(choices.algorithm)
     if algorithm_of(preset) != name:  # a file sets it over the preset of another one, of which it means nothing
         given = {_key(override) for override in overrides}
-        unread = [key for key in map(str, _preset(preset)) if name not in readers(key) and f"algorithm.{key}" not in given]
+        unread = [
+            key for key in map(str, _preset(preset)) if name not in readers(key) and f"algorithm.{key}" not in given
+        ]
         values["algorithm"] = {key: value for key, value in values["algorithm"].items() if key not in unread}
         preset = name
     return Composed(_config(values, overrides), str(choices.experiment), run_dir, preset)

@@ -20,7 +20,6 @@ from gerl.commandline.composition import compose_run
 from gerl.run.checkpoint import load_checkpoint, save_checkpoint
 from gerl.trainer.main_flowgrpo import main
 from gerl.utils.dataset import load_prompts
-from gerl.utils.seeding import sample_generators
 from gerl.utils.tensors import pack_tensors
 
 Arguments = Callable[..., list[str]]
@@ -297,7 +296,7 @@ def test_the_bare_command_carries_on_the_same_run_and_a_change_takes_effect(
     resume = f"checkpoint.resume={stopped.folder}"
     before = (stopped.folder / "config.yaml").read_text()
     assert main([resume, "trainer.steps=4"]) == 0  # no experiment, model, prompts or scorer
-    assert stopped.column("actor/lr")[-2:] == [pytest.approx(0.01 * 2 / 3), 0.01]  # after a warm-up of three steps
+    assert stopped.column("actor/lr")[-2:] == [0.01, 0.01]  # after a warm-up of three optimizer steps
     assert main([resume, "trainer.steps=5", "actor.lr=0.005", "cluster.num_workers=1"]) == 0
     assert stopped.column("actor/lr")[-1] == 0.005
     changes = [message for message in caplog.messages if message.startswith("resumed with changes: ")]
@@ -357,7 +356,7 @@ def test_plain_diffusers_draws_the_validation_images_with_the_lora(
             num_inference_steps=4,
             guidance_scale=1.0,
             max_sequence_length=8,
-            generator=sample_generators([s.seed for s in samples]),
+            generator=[torch.Generator().manual_seed(s.seed) for s in samples],
             output_type="pil",
         ).images
         return np.stack([np.asarray(image) for image in images])

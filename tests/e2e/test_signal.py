@@ -29,7 +29,8 @@ def measure(arguments: Callable[..., list[str]], tmp_path: Path, caplog: pytest.
 
 
 def test_gradients_of_batches_are_compared_step_by_step(measure: Measure) -> None:
-    found = measure("sampling.kernel=precise", "sampling.window_range=[0,3]", sampling__num_inference_steps=5)
+    settings = ["sampling.kernel=precise", "sampling.window_range=[0,3]", "algorithm.timestep_weights=uniform"]
+    found = measure(*settings, sampling__num_inference_steps=5)
     assert (found["batches"], found["images"], found["weighting"]) == (3, 8, "uniform")
     assert [step["facts"]["step"] for step in found["steps"]] == [0, 1, 2]
     assert all(step["norm"] > 0 and -1 <= step["cosine"]["mean"] <= 1 for step in found["steps"])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 
 Train = Callable[..., Any]
 # An easy task for random weights: a large LoRA and a high learning rate, scored by the brightness.
@@ -84,7 +83,8 @@ def test_the_actor_micro_batch_changes_nothing(train: Train, tmp_path: Path) -> 
     assert weights[0].abs().max() > 0.01  # it did learn something
     for run, other in zip(runs[:2], weights[:2], strict=True):
         assert run.column("actor/grad_norm") == pytest.approx(runs[2].column("actor/grad_norm"), rel=1e-4)
-        assert torch.allclose(other, weights[2], atol=1e-5)
+        # AdamW divides a gradient near 0 by its own size, so that single weights show the rounding
+        assert (other - weights[2]).norm() < 2e-4 * weights[2].norm()
 
 
 def test_kl_to_the_base_model(train: Train, tmp_path: Path) -> None:

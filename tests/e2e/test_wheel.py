@@ -57,5 +57,5 @@ def test_it_trains_from_another_folder(
     said = run("-P", "-c", MAIN, *given, cwd=elsewhere, env=environment)
     assert said.splitlines()[0] == str(target / "gerl" / "__init__.py")
     (folder,) = (elsewhere / "outputs" / "plain").iterdir()
-    assert run_of(folder).column("actor/policy_version") == [1, 2]
+    assert run_of(folder).column("actor/policy_version") == [2, 4]
     assert (folder / "report.html").exists() and (folder / "checkpoints" / "step_2" / "lora").is_dir()

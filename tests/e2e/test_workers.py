@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
 
 STEPS = 2
 # Brightness, with a log of when it was called and what it saw.
@@ -112,7 +111,8 @@ def assert_same_run(run: Any, other: Any) -> None:
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert run.column("reward/mean")[0] == other.column("reward/mean")[0]  # drawn before any update
     assert run.lora(STEPS).abs().max() > 0.01
-    assert torch.allclose(run.lora(STEPS), other.lora(STEPS), atol=1e-5)
+    # AdamW divides a gradient near 0 by its own size, so that single weights show the rounding
+    assert (run.lora(STEPS) - other.lora(STEPS)).norm() < 2e-4 * other.lora(STEPS).norm()
 
 
 def test_one_and_two_workers_draw_and_learn_the_same(run: Callable[..., Any], two: Any) -> None:
