@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/python -m gerl.trainer.main_flowgrpo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
