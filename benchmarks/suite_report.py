@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean, median_low, stdev
+from statistics import fmean, median, median_low, stdev
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -85,6 +85,16 @@ def summaries(runs: Iterable[Run]) -> list[Summary]:
     return sorted(found, key=lambda summary: -fmean(summary.rewards))
 
 
+def usual_validation(found: Iterable[Summary]) -> float:
+    """CPU seconds of a validation, median of all runs: those of the machine for which the table has CPU seconds."""
+    return float(median(run["validation_seconds"] for summary in found for run in summary.runs))
+
+
+def cpu_seconds(run: Run, validation: float) -> float:
+    """What a run's training steps would take on a machine that validates in `validation` seconds."""
+    return float(run["points"][-1]["cpu_seconds"]) * validation / float(run["validation_seconds"])
+
+
 def same_settings(one: Run, other: Run) -> bool:
     return (one["overrides"], one["fingerprint"]) == (other["overrides"], other["fingerprint"])
 
@@ -160,16 +170,18 @@ def table(runs: Sequence[Run]) -> str:
         return NOT_MEASURED
     marks = letters(found)
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    lines += [f"| {' | '.join(cells(summary, mark))} |" for summary, mark in zip(found, marks, strict=True)]
+    usual = usual_validation(found)
+    lines += [f"| {' | '.join(cells(summary, mark, usual))} |" for summary, mark in zip(found, marks, strict=True)]
     picture = f"![Held-out reward against denoiser evaluations](pictures/{PICTURE.name})"
     return "\n".join([*lines, "", ranking(found, marks), "", conditions(found), "", picture])
 
 
-def cells(summary: Summary, mark: str) -> list[str]:
-    """An algorithm's row."""
+def cells(summary: Summary, mark: str, validation: float) -> list[str]:
+    """An algorithm's row; `validation`: see `cpu_seconds`."""
     to_goal = summary.to(GOAL)
     stopped = sum(bool(run["error"]) for run in summary.runs)
-    costs = [fmean(evaluations(run["points"][-1]) for run in summary.runs), fmean(summary.of_last("cpu_seconds"))]
+    calls = fmean(evaluations(run["points"][-1]) for run in summary.runs)
+    seconds = fmean(cpu_seconds(run, validation) for run in summary.runs)
     images, steps = fmean(summary.of_last("images")), fmean(run["optimizer_steps"] for run in summary.runs)
     return [
         f"`{summary.algorithm}`",
@@ -178,9 +190,9 @@ def cells(summary: Summary, mark: str) -> list[str]:
         f"{len(summary.runs)}{f' ({stopped} diverged)' if stopped else ''}",
         str(interval(summary.rewards)),
         str(interval(summary.of_last("exact"))),
-        f"{costs[0]:,.0f}",
+        f"{calls:,.0f}",
         "-" if to_goal is None else f"{to_goal:,}",
-        f"{costs[1]:,.0f}",
+        f"{seconds:,.0f}",
         f"{images:,.0f}",
         f"{steps:,.0f}",
     ]
@@ -206,7 +218,11 @@ def conditions(found: Sequence[Summary]) -> str:
     base = words(f"{run['points'][0]['reward']:.3f}" for run in runs)
     code = words(version(run["gerl"]) for run in runs)
     torch, machines = words(str(run["torch"]) for run in runs), words(machine(run["hardware"]) for run in runs)
-    return f"Base model: {base}. Measured with gerl {code}, torch {torch}, one thread a run of {machines}."
+    usual = f"{usual_validation(found):.1f} s"
+    return (
+        f"Base model: {base}. Measured with gerl {code}, torch {torch}, one thread a run of {machines}. CPU seconds "
+        f"stand for a machine that validates in {usual}: those of a run are scaled by what a validation took it."
+    )
 
 
 def words(values: Iterable[str]) -> str:

@@ -7,7 +7,8 @@
 Trains the signs pipeline in this process, with one model, prompts and OCR reward for all, and validates on the held-out
 prompts as it goes. Counted are the evaluations of the denoiser on an image: forward (rollout, update, old policy, base
 model) and backward, and the images scored, without those of validation. The CPU seconds are those of the process in the
-training steps, the OCR included. `--suite` is described in suite.py, `--table` and `--plot` in suite_report.py.
+training steps, the OCR included; those of a validation, which is the same work in every run, say how fast the machine
+was. `--suite` is described in suite.py, `--table` and `--plot` in suite_report.py.
 """
 
 import argparse
@@ -84,6 +85,7 @@ class Measured:
 
     points: list[Point] = field(default_factory=list)
     optimizer_steps: int = 0
+    validation_seconds: float = 0.0  # CPU seconds of a validation, on average
     error: str = ""
     fingerprint: str = ""
 
@@ -117,12 +119,15 @@ class CountingTrainer(RayDiffusionTrainer):
         return drawn
 
     def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
-        self.calls.counting = False
+        self.calls.counting, before = False, time.process_time()
         metrics = super().validate(step, watch)
-        self.calls.counting = True
+        self.calls.counting, seconds = True, time.process_time() - before
         rewards = metrics["val/reward/mean"], metrics.get(EXACT, float("nan"))
         paid = self.calls.forward, self.calls.backward, self.cpu_seconds, self.images
         point = Point(step, *paid, *rewards)
+        self.measured.validation_seconds += (seconds - self.measured.validation_seconds) / (
+            len(self.measured.points) + 1
+        )
         self.measured.points.append(point)
         self.measured.optimizer_steps = self.state.policy_version
         print(f"  {self.config.algorithm.name:16s} seed {self.config.trainer.seed} {point}", flush=True)

@@ -28,7 +28,7 @@ def run(
     ]
     return {
         "algorithm": name, "overrides": list(keys), "seed": seed, "stage": stage, "fingerprint": "-".join(keys),
-        "points": points, "optimizer_steps": 20, "error": error, "torch": "2.0",
+        "points": points, "optimizer_steps": 20, "validation_seconds": 2.0, "error": error, "torch": "2.0",
         "gerl": {"version": "0.1.0", "commit": "0123456789"}, "hardware": {"cpu": "a CPU", "cores": 2},
     }  # fmt: skip
 
@@ -36,6 +36,14 @@ def run(
 def runs_of(name: str, *rewards: float) -> list[dict[str, Any]]:
     final = [run(name, reward, seed) for seed, reward in enumerate(rewards, start=1)]
     return [run(name, 0.7, 0, TUNE), *final]
+
+
+def test_cpu_seconds_do_not_depend_on_the_machine() -> None:
+    fast, slow = run("awm_fast", 0.8), run("awm_fast", 0.8)
+    slow["validation_seconds"] *= 3
+    slow["points"] = [point | {"cpu_seconds": 3 * point["cpu_seconds"]} for point in slow["points"]]
+    assert report.cpu_seconds(slow, 2.0) == pytest.approx(report.cpu_seconds(fast, 2.0)) == 6.0
+    assert report.usual_validation([report.Summary("awm_fast", [fast, slow, fast])]) == 2.0
 
 
 # --- statistics

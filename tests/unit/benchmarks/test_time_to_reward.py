@@ -30,6 +30,7 @@ def test_a_run_counts_what_it_paid(
     assert (first["forward"], first["backward"], first["images"], first["cpu_seconds"]) == (0, 0, 0, 0)
     assert (last["step"], last["forward"], last["backward"], last["images"]) == (1, 4 * 3 + 4 * 2 + 1, 4 * 2, 4)
     assert last["cpu_seconds"] > 0 and last["exact"] is None  # no OCR
+    assert 0 < run["validation_seconds"] < 60
     assert (run["algorithm"], run["seed"], run["optimizer_steps"], run["error"]) == ("rwr", 7, 1, "")
     assert run["gerl"]["version"] and run["torch"] and run["hardware"]["cores"] and len(run["fingerprint"]) == 16
     assert "| rwr | 7 | 1 | 1 | 21 | 8 |" in capsys.readouterr().out
