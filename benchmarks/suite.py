@@ -1,8 +1,9 @@
 """The suite of `time_to_reward.py`: what is run in which order, and the results that there are.
 
-Every algorithm has the same number of candidate settings (suite.yaml). Each runs once with the tuning seed; the one
-with the best held-out reward at its end then runs with further seeds. Each run is a process of its own, and its result
-is written as soon as it is there, so that the suite can be stopped at any moment and carried on.
+Every algorithm has the same number of candidate settings (suite.yaml). Each runs once with the tuning seed for its
+first steps; the one with the best held-out reward after them then runs to the end with further seeds. Each run is a
+process of its own, and its result is written as soon as it is there, so that the suite can be stopped at any moment and
+carried on.
 """
 
 import hashlib
@@ -56,15 +57,18 @@ class Job:
     candidate: Candidate
     seed: int
     stage: str
+    until: int | None = None  # trainer steps after which the run ends; None: all
 
     @property
     def key(self) -> tuple[Any, ...]:
         """The entries of a result that say which run it is of."""
-        return self.candidate.algorithm, self.candidate.keys, self.seed, self.stage, self.candidate.fingerprint
+        chosen = self.candidate
+        return chosen.algorithm, chosen.keys, self.seed, self.stage, self.until, chosen.fingerprint
 
     def command(self) -> list[str]:
         """The command that makes this run, and no other."""
-        return [PROGRAM, self.candidate.algorithm, *self.candidate.arguments, "--seeds", str(self.seed)]
+        end = [] if self.until is None else ["--until", str(self.until)]
+        return [PROGRAM, self.candidate.algorithm, *self.candidate.arguments, "--seeds", str(self.seed), *end]
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Suite:
 
     candidates: Mapping[str, Sequence[Candidate]]
     tuning_seed: int
+    tuning_steps: int | None
     seeds: Sequence[int]
     images: int
 
@@ -90,21 +95,29 @@ class Suite:
         done = list(runs)
         known = {key_of(run) for run in done}
         most = max((len(found) for found in self.candidates.values()), default=0)
-        tuning = [
-            Job(found[i], self.tuning_seed, TUNE)
-            for i in range(most)
-            for found in self.candidates.values()
-            if i < len(found)
-        ]
-        best = {name: best_candidate(found, self.tuning_seed, done) for name, found in self.candidates.items()}
+        tuning = [self.tuning(found[i]) for i in range(most) for found in self.candidates.values() if i < len(found)]
+        best = {name: self.best(found, done) for name, found in self.candidates.items()}
         final = [Job(chosen, seed, FINAL) for seed in self.seeds for chosen in best.values() if chosen is not None]
         return next((job for job in (*tuning, *final) if job.key not in known and job not in taken), None)
 
     def plans(self, run: Run) -> bool:
         """Whether `run` is of one of the candidates as they are, or of an algorithm that is left out."""
         found = self.candidates.get(run["algorithm"])
-        seeds = (self.tuning_seed,) if run["stage"] == TUNE else self.seeds
-        return found is None or any(Job(c, s, run["stage"]).key == key_of(run) for c in found for s in seeds)
+        if found is None:
+            return True
+        planned = [self.tuning(c) for c in found] + [Job(c, seed, FINAL) for c in found for seed in self.seeds]
+        return key_of(run) in (job.key for job in planned)
+
+    def tuning(self, candidate: Candidate) -> Job:
+        """The run by which a candidate is judged."""
+        return Job(candidate, self.tuning_seed, TUNE, self.tuning_steps)
+
+    def best(self, candidates: Sequence[Candidate], runs: Iterable[Run]) -> Candidate | None:
+        """The candidate with the best tuning run; None as long as one of them has no run."""
+        by_key = {key_of(run): run for run in runs}
+        found = [by_key.get(self.tuning(c).key) for c in candidates]
+        known = [run for run in found if run is not None]
+        return candidates[found.index(best_run(known))] if known and len(known) == len(found) else None
 
 
 def read_suite(path: Path = SUITE, algorithms: Sequence[str] = (), overrides: Sequence[str] = ()) -> Suite:
@@ -118,7 +131,7 @@ def read_suite(path: Path = SUITE, algorithms: Sequence[str] = (), overrides: Se
         ]
         for name in names
     }
-    return Suite(candidates, content["tuning_seed"], content["seeds"], content["images"])
+    return Suite(candidates, content["tuning_seed"], content["tuning_steps"], content["seeds"], content["images"])
 
 
 def candidate(algorithm: str, keys: Sequence[str], arguments: Sequence[str]) -> Candidate:
@@ -133,14 +146,6 @@ def fingerprint(config: Config) -> str:
     settings = {block: values for block, values in settings_of(config).items() if block not in HARMLESS}
     settings["trainer"] = {key: value for key, value in settings["trainer"].items() if key != "seed"}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def best_candidate(candidates: Sequence[Candidate], seed: int, runs: Iterable[Run]) -> Candidate | None:
-    """The candidate with the best tuning run; None as long as one of them has no run."""
-    by_key = {key_of(run): run for run in runs}
-    found = [by_key.get(Job(c, seed, TUNE).key) for c in candidates]
-    known = [run for run in found if run is not None]
-    return candidates[found.index(best_run(known))] if known and len(known) == len(found) else None
 
 
 def best_run(runs: Sequence[Run]) -> Run:
@@ -163,7 +168,7 @@ def evaluations(point: Mapping[str, Any]) -> int:
 
 def key_of(run: Run) -> tuple[Any, ...]:
     """The entries that say which run it is, as `Job.key`."""
-    return run["algorithm"], tuple(run["overrides"]), run["seed"], run["stage"], run["fingerprint"]
+    return run["algorithm"], tuple(run["overrides"]), run["seed"], run["stage"], run["until"], run["fingerprint"]
 
 
 # --- the file of results
@@ -207,7 +212,7 @@ class Process:
         run: Run = json.loads(self.out.read_text(encoding="utf-8"))
         if run["fingerprint"] != self.job.candidate.fingerprint:  # a preset was edited meanwhile
             return None
-        asked = {"overrides": list(self.job.candidate.keys), "stage": self.job.stage}
+        asked = {"overrides": list(self.job.candidate.keys), "stage": self.job.stage, "until": self.job.until}
         return {**run, **asked, "command": shlex.join(["python", *self.job.command()])}
 
 

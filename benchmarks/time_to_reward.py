@@ -91,7 +91,7 @@ class Measured:
 
 
 class Reached(Exception):
-    """The target reward is reached."""
+    """The target reward, or the step until which the run is wanted, is reached."""
 
 
 class CountingTrainer(RayDiffusionTrainer):
@@ -100,6 +100,7 @@ class CountingTrainer(RayDiffusionTrainer):
     calls: Calls
     measured: Measured
     target: float
+    until: int | None
     images: int = 0
     cpu_seconds: float = 0.0
     started: float  # process time at the begin of the step
@@ -131,7 +132,7 @@ class CountingTrainer(RayDiffusionTrainer):
         self.measured.points.append(point)
         self.measured.optimizer_steps = self.state.policy_version
         print(f"  {self.config.algorithm.name:16s} seed {self.config.trainer.seed} {point}", flush=True)
-        if point.reward >= self.target:
+        if point.reward >= self.target or step == self.until:
             raise Reached
         return metrics
 
@@ -143,15 +144,15 @@ class CountingTrainer(RayDiffusionTrainer):
         """No checkpoints."""
 
 
-def measure(name: str, seed: int, target: float, overrides: Sequence[str]) -> Measured:
-    """Train with algorithm `name` until `target`, the last step, or an update that makes no sense."""
+def measure(name: str, seed: int, target: float, overrides: Sequence[str], until: int | None = None) -> Measured:
+    """Train with algorithm `name` to `target`, step `until`, the last step, or an update that makes no sense."""
     config = compose_run([f"algorithm={name}", f"trainer.seed={seed}", *suite.FIXED, *overrides]).config
     measured = Measured(fingerprint=suite.fingerprint(config))
     with tempfile.TemporaryDirectory() as folder, Cluster(config.cluster, config.reward.gpu_shares) as cluster:
         prompts = load_prompts(config.data.train)
         held_out = load_prompts(config.validation.data) if config.validation.data else []
         trainer = CountingTrainer(config, Path(folder), cluster, prompts, held_out, {})
-        trainer.target, trainer.measured = target, measured
+        trainer.target, trainer.until, trainer.measured = target, until, measured
         try:
             with contextlib.suppress(Reached):
                 trainer.fit()
@@ -189,7 +190,7 @@ def by_hand(names: Sequence[str], overrides: Sequence[str], args: argparse.Names
     columns = ("algorithm", "seed", "steps", "optimizer steps", "forward", "backward", "CPU seconds", "held-out reward")
     table = f"\n| {' | '.join(columns)} | exactly as asked | calls to {args.target:g} |\n|{'---|' * 10}\n"
     for name, seed in product(names or ["flow_grpo", "flow_grpo_fast", "diffusion_nft"], args.seeds):
-        measured = measure(name, seed, args.target, overrides)
+        measured = measure(name, seed, args.target, overrides, args.until)
         table += row(name, seed, measured, args.target)
         if args.out:
             with args.out.open("a") as file:
@@ -224,6 +225,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("algorithms", nargs="*", help=f"some of {', '.join(shipped('algorithm'))}; key=value overrides")
     parser.add_argument("--target", type=float, default=2.0, help="end a run at this held-out reward")
+    parser.add_argument("--until", type=int, help="end a run at the validation of this step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, help="append each run as a line of JSON")
     parser.add_argument("--suite", action="store_true", help="make the runs of suite.yaml that --results lacks")

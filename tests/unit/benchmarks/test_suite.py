@@ -20,16 +20,16 @@ def candidates(name: str, count: int = 2) -> list[Candidate]:
     return [Candidate(name, (f"actor.lr={i}",), (), f"{name}-{i}") for i in range(count)]
 
 
-def plan(*names: str, seeds: tuple[int, ...] = (1, 2)) -> Suite:
-    return Suite({name: candidates(name) for name in names}, 0, seeds, 96)
+def plan(*names: str, seeds: tuple[int, ...] = (1, 2), count: int = 2) -> Suite:
+    return Suite({name: candidates(name, count) for name in names}, 0, 10, seeds, 96)
 
 
 def result(job: Job, reward: float = 0.5, cost: int = 100, error: str = "") -> dict[str, Any]:
     """A result of `job` as the file has it."""
-    algorithm, keys, seed, stage, fingerprint = job.key
+    algorithm, keys, seed, stage, until, fingerprint = job.key
     point = {"step": 20, "forward": cost, "backward": cost, "reward": reward}
     known = {"algorithm": algorithm, "overrides": list(keys), "seed": seed, "stage": stage, "fingerprint": fingerprint}
-    return {**known, "points": [point], "error": error}
+    return {**known, "until": until, "points": [point], "error": error}
 
 
 def order(found: Suite) -> list[tuple[str, str, int, str]]:
@@ -60,40 +60,42 @@ def test_breadth_first() -> None:
 def test_taken_jobs_are_passed_over_and_an_algorithm_waits_for_its_tuning() -> None:
     found = plan("a", "b", seeds=(1,))
     a, b = found.candidates["a"], found.candidates["b"]
-    tuned = [result(Job(c, 0, TUNE)) for c in (*a, b[0])]
-    going_on = Job(b[1], 0, TUNE)
+    tuned = [result(found.tuning(c)) for c in (*a, b[0])]
+    going_on = found.tuning(b[1])
     job = found.next_job(tuned, [going_on])
     assert job == Job(a[0], 1, FINAL)
     assert found.next_job(tuned, [going_on, job]) is None
     assert found.next_job([*tuned, result(going_on), result(job)]) == Job(b[0], 1, FINAL)
 
 
-@pytest.mark.parametrize("changed", ["algorithm", "overrides", "seed", "stage", "fingerprint"])
+@pytest.mark.parametrize("changed", ["algorithm", "overrides", "seed", "stage", "until", "fingerprint"])
 def test_a_run_is_known_by_all_that_decides_it(changed: str) -> None:
     found = plan("a")
-    first = Job(found.candidates["a"][0], 0, TUNE)
+    first = found.tuning(found.candidates["a"][0])
     run = result(first)
     assert found.next_job([run]) != first
     assert found.next_job([{**run, changed: ["other"] if changed == "overrides" else "other"}]) == first
 
 
 def test_the_best_candidate() -> None:
-    a = candidates("a", 4)
-    jobs = [Job(c, 0, TUNE) for c in a]
+    found = plan("a", count=4)
+    a = found.candidates["a"]
+    jobs = [found.tuning(c) for c in a]
+    assert {job.until for job in jobs} == {10}
     rewards = [(0.7, 100, ""), (0.8, 200, ""), (0.8, 100, ""), (0.9, 100, "it diverged")]
     runs = [result(job, *values) for job, values in zip(jobs, rewards, strict=True)]
-    assert suite.best_candidate(a, 0, runs) == a[2]  # of equal rewards the cheaper one; a run that diverged is the last
-    assert suite.best_candidate(a, 0, runs[:3]) is None
-    assert suite.best_candidate(a, 0, [{**run, "seed": 1} for run in runs]) is None
+    assert found.best(a, runs) == a[2]  # of equal rewards the cheaper one; a run that diverged is the last
+    assert found.best(a, runs[:3]) is None
+    assert found.best(a, [{**run, "seed": 1} for run in runs]) is None
     assert suite.best_run([runs[3]]) == runs[3]
 
 
 def test_results_of_changed_settings_are_replaced() -> None:
     found = plan("a")
-    old, kept = result(Job(candidates("a", 3)[2], 0, TUNE)), result(Job(found.candidates["a"][1], 0, TUNE))
-    other = result(Job(candidates("b")[0], 0, TUNE))  # an algorithm that this call leaves out
+    old, kept = result(found.tuning(candidates("a", 3)[2])), result(found.tuning(found.candidates["a"][1]))
+    other = result(found.tuning(candidates("b")[0]))  # an algorithm that this call leaves out
     losing = result(Job(found.candidates["a"][0], 1, FINAL))
-    new = result(Job(found.candidates["a"][0], 0, TUNE))
+    new = result(found.tuning(found.candidates["a"][0]))
     assert suite.with_run([old, kept, other, losing], new, found) == [kept, new, losing, other]
     assert suite.with_run([new], {**new, "error": "again"}, found) == [{**new, "error": "again"}]
 
@@ -132,7 +134,7 @@ def worker(tmp_path: Path, fails: str = "") -> Any:
 
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     path, found = tmp_path / "runs.json", plan("a", "b", seeds=(1,))
-    suite.save_runs(path, [result(Job(found.candidates["a"][0], 0, TUNE))])
+    suite.save_runs(path, [result(found.tuning(found.candidates["a"][0]))])
     assert suite.carry_out(found, path, jobs=2, start=worker(tmp_path)) == []
     started = (tmp_path / "started").read_text().splitlines()
     assert len(started) == 5 == len(set(started)) and "a actor.lr=0 0 tune" not in started
@@ -193,6 +195,8 @@ def test_every_preset_has_as_many_different_candidates(shipped_suite: Suite) -> 
     assert sorted(shipped_suite.candidates) == shipped("algorithm")
     assert {len({c.fingerprint for c in found}) for found in shipped_suite.candidates.values()} == {4}
     assert shipped_suite.tuning_seed not in shipped_suite.seeds and len(set(shipped_suite.seeds)) == 5
+    job = shipped_suite.next_job([])
+    assert job is not None and job.command()[-2:] == ["--until", "10"]
 
 
 @pytest.mark.parametrize("name", shipped("algorithm"))
