@@ -140,7 +140,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     assert len(started) == 5 == len(set(started)) and "a actor.lr=0 0 tune" not in started
     runs = suite.load_runs(path)
     assert len(runs) == found.length == len({suite.key_of(run) for run in runs})
-    assert runs[1]["command"] == "python benchmarks/time_to_reward.py a --seeds 0"
+    assert runs[1]["command"] == "python benchmarks/time_to_reward.py a --seeds 0 --until 10"
     assert suite.carry_out(found, path, start=worker(tmp_path)) == []
     assert len((tmp_path / "started").read_text().splitlines()) == 5
 
