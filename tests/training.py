@@ -9,7 +9,7 @@ import torch
 from gerl.algorithms import Algorithm, Batch, Rewards, build_algorithm, count_pairs, row_credit
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.planning import plan_samples
-from gerl.algorithms.pooling import Pooled, pooled_sum
+from gerl.algorithms.pooling import Pooled
 from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig, algorithm_config
 from gerl.engine import Tape
 from gerl.engine.kernels import FlowRule
@@ -108,7 +108,7 @@ class Training:
         """What the samples contribute to their groups."""
         parts = zip(self.tasks, credit.split([len(task.samples) for task, _, _ in self.tasks]), strict=True)
         batches = [b for (task, _, tapes), part in parts for b in self.batches(task, tapes, part)]
-        return pooled_sum(self.actor.algorithm.pool(self.policy, batch) for batch in batches)
+        return self.actor.pool(batches)
 
 
 def noised(

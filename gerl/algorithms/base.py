@@ -123,10 +123,11 @@ class Algorithm:
         """Whether micro-batches may be smaller than what a loss compares, so that a first pass (`pool`) is needed."""
         rollout, n = self.config.rollout.micro_batch_size, self.config.rollout.n
         compared = self.settings.compared(n)
-        return self.settings.whole_groups and (rollout < n or (self.config.actor.micro_batch_size or n) < compared)
+        small = rollout < n or (self.config.actor.micro_batch_size or n) < compared
+        return self.settings.whole_groups and small
 
-    def pool(self, policy: Policy, batch: Batch) -> Pooled:
-        """The part of the rows of `batch` in the losses of the others of their groups."""
+    def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
+        """The part of `rows` of `batch` in the losses of the others of their groups."""
         raise NotImplementedError(f"{type(self).__name__} has no first pass: use larger micro-batches")
 
     def renews_old(self, step: int) -> bool:
@@ -172,7 +173,7 @@ class Algorithm:
         return [int(r) for r in kept.nonzero()]
 
     def train(
-        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         """Add the gradient of `rows` of `batch`, as a part of an update of `num_pairs` (sample, timestep) pairs.
 

@@ -66,7 +66,7 @@ class FDFO(Algorithm):
         return (rewards.totals - rewards.totals[partners(rewards.samples)]) / 2
 
     def train(
-        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
         index = None if rows == list(range(tape.batch_size)) else rows

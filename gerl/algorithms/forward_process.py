@@ -164,15 +164,14 @@ class ForwardProcess(Algorithm):
         kept = ~credit.isnan().all(1) if self.needs_all_samples else (credit.nan_to_num() != 0).any(1)
         return [int(r) for r in kept.nonzero()]
 
-    def pool(self, policy: Policy, batch: Batch) -> Pooled:
+    def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
         found: list[Pooled] = []
-        for rows in self.micro_batches(batch):
-            visit = Visit(lambda k, s, of: found.append(pooled_rows(self.pooled(s), of, k)), False, self.uses_reference)
-            self._visit(policy, batch, rows, visit)
+        visit = Visit(lambda k, s, of: found.append(pooled_rows(self.pooled(s), of, k)), False, self.uses_reference)
+        self._visit(policy, batch, rows, visit)
         return pooled_sum(found)
 
     def train(
-        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, stats = self.settings, UpdateStats()
 
@@ -221,8 +220,8 @@ class ForwardProcess(Algorithm):
             known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
             s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups)
             kept = [i for i, missing in enumerate(credit[:, k].isnan().tolist()) if not missing]
-            if not kept:
-                return None
+            if not kept:  # ranks in lockstep go back through the denoiser equally often
+                return 0 * output.sum() if visit.grad and self.config.lockstep else None
             if step.written is not None:
                 s = s.without(step.written)
             return visit.on_level(k, s if len(kept) == len(rows) else s.rows(kept), [samples[i] for i in kept])

@@ -67,7 +67,7 @@ class NeighborGRPO(Algorithm):
         return anchors
 
     def train(
-        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
         options: dict[str, Any] = {"steps": batch.trained, "index": rows, "cfg": settings.cfg}

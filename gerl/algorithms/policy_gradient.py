@@ -65,7 +65,7 @@ class PolicyGradient(Algorithm):
         return losses, metrics | ratio_spread(log_ratio, (off > bounds[1]) | (off < -bounds[0]))
 
     def train(
-        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: int, meter: StepGradients[Any] | None = None
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
         index = None if rows == list(range(tape.batch_size)) else rows

@@ -68,7 +68,7 @@ def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
     if not isinstance(cause, Exception) or isinstance(cause, ray.exceptions.RayError):
         return error
     if not isinstance(cause, GerlError):
-        cause.add_note(f"in {worker}:\n{_last_frames(error.traceback_str)}")
+        cause.add_note(f"in {worker}:\n{_last_frames(str(error))}")  # the text is the traceback of the other process
     return cause
 
 

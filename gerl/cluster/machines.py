@@ -36,13 +36,25 @@ class Cluster:
         self._ends = contextlib.ExitStack()
         self.device = self._device()
         self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
+        self.ranks = config.ranks_per_worker
         self.num_workers = config.num_workers or self._default_workers()
+
+    @property
+    def processes(self) -> int:
+        """Processes of all workers: rank `r` of worker `w` is number `w * ranks + r`."""
+        return self.num_workers * self.ranks
 
     def _default_workers(self) -> int:
         if self.device == "cuda":
-            return torch.cuda.device_count()
+            workers, left = divmod(torch.cuda.device_count(), self.ranks)
+            if left:
+                raise ClusterError(
+                    f"cluster.ranks_per_worker={self.ranks} does not divide the {torch.cuda.device_count()} GPUs: "
+                    "choose another, or leave some of them unused by cluster.num_workers"
+                )
+            return workers
         # on a CPU two processes beat one with as many threads, which wait for each other at every operation
-        return min(2, _cores()) if self.remote else 1
+        return max(1, min(2, _cores()) // self.ranks) if self.remote else 1
 
     def _device(self) -> str:
         if self.config.device == "cuda" and not torch.cuda.is_available():
@@ -82,12 +94,14 @@ class Cluster:
         if self.device != "cuda":
             return
         devices = int(ray.cluster_resources().get("GPU", 0)) if self.remote else torch.cuda.device_count()
-        if self.num_workers > devices:
+        if self.processes > devices:
+            each = "" if self.ranks == 1 else f" of cluster.ranks_per_worker={self.ranks} GPUs each"
             raise ClusterError(
-                f"cluster.num_workers={self.num_workers}, but there are only {devices} GPUs: lower it or use more GPUs"
+                f"cluster.num_workers={self.num_workers}{each}, but there are only {devices} GPUs: lower it or use "
+                "more GPUs"
             )
         if self.remote:
-            self.gpus = worker_share(devices, self.num_workers, self.scorers)
+            self.gpus = worker_share(devices, self.processes, self.scorers)
 
     def worker_device(self, rank: int) -> str:
         """The torch device of worker `rank`; Ray shows each worker its own GPU only."""
@@ -95,8 +109,8 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads of one rollout and actor worker."""
-        return self.config.threads_per_worker or max(1, _cores() // self.num_workers)
+        """CPU threads of one process of a rollout and actor worker."""
+        return self.config.threads_per_worker or max(1, _cores() // self.processes)
 
     def workers(
         self,
@@ -117,7 +131,7 @@ class Cluster:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
         # shares that always fit: the CPU is shared by design, Ray's accounting must not leave a worker unplaced
         total = ray.cluster_resources().get("CPU", 1.0)
-        share = int(1000 * total / (self.num_workers + len(self.scorers) + 1)) / 1000
+        share = int(1000 * total / (self.processes + len(self.scorers) + 1)) / 1000
         environment = {"OMP_NUM_THREADS": str(threads)}
         options: dict[str, object] = {"num_cpus": min(share, 1.0), "runtime_env": {"env_vars": environment}}
         if gpus and self.device == "cuda":

@@ -70,6 +70,25 @@ class Config:
             )
         self.algorithm.check_sampling(self.sampling)
         self._check_batches()
+        self._check_ranks()
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the ranks of a worker gather weights from each other, and so have to call the model equally often."""
+        return self.model.shard != "none"
+
+    def _check_ranks(self) -> None:
+        cluster, shard = self.cluster, self.model.shard
+        if cluster.ranks_per_worker > 1 and cluster.launcher == "local":
+            raise ConfigError(
+                f"cluster.ranks_per_worker={cluster.ranks_per_worker}: ranks are processes, which cluster.launcher="
+                "local has one of; use cluster.launcher=ray"
+            )
+        if self.lockstep and cluster.ranks_per_worker == 1:
+            raise ConfigError(
+                f"model.shard={shard}: the weights are shared by the ranks of a worker, of which there is one; raise "
+                "cluster.ranks_per_worker, or use model.shard=none"
+            )
 
     def _check_batches(self) -> None:
         rollout, actor, algorithm = self.rollout, self.actor, self.algorithm

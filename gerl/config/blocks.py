@@ -21,6 +21,11 @@ class ModelConfig(Block):
     lora_targets: str | None = main_key(
         None, "regular expression on names of linear layers; null: attention and feed-forward of the repeated blocks"
     )
+    shard: Literal["none", "denoiser", "all"] = key(
+        "none",
+        "frozen weights of which each rank of a worker (cluster.ranks_per_worker) holds a part: those of the denoiser, "
+        "or of the text encoders as well",
+    )
     offload: bool = key(
         False,
         "text encoders and VAE are on the GPU only while they run, one at a time: less memory, and some seconds more a "
@@ -185,8 +190,12 @@ class ClusterConfig(Block):
     launcher: Literal["ray", "local"] = key("ray", "workers as Ray actors, or in this process")
     num_workers: int | None = main_key(
         None,
-        "rollout and actor workers; null: one per GPU; on a CPU two over Ray (if it has two cores), one in process",
+        "rollout and actor workers; null: as many as the GPUs have ranks for; on a CPU two over Ray (if it has two "
+        "cores, and a worker one rank), one in process",
         low=1,
+    )
+    ranks_per_worker: int = main_key(
+        1, "processes of a worker, each on a device of its own with its part of a micro-batch; see model.shard", low=1
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")
     threads_per_worker: int | None = key(None, "CPU threads of a worker; null: its share of the cores", low=1)

@@ -15,8 +15,8 @@ Settings = dict[str, Any]  # block -> key -> value
 # The keys that a run and the checkpoint it carries on from must have in common, and why. All others may change: they
 # take effect from the next step on, because the program reads them from the configuration, never from the saved state.
 # Key by key, those for which that is not obvious:
-#   model.offload, model.gradient_checkpointing, model.compile: memory and time, which is what one changes after running
-#     out of memory.
+#   model.shard, model.offload, model.gradient_checkpointing, model.compile: memory and time, which is what one changes
+#     after running out of memory.
 #   actor.lr, actor.lr_schedule, actor.warmup_steps, trainer.steps: the learning rate is computed anew from them and the
 #     number of optimizer steps taken; a run that is prolonged has the schedule of the longer run from there on.
 #   actor.betas, actor.eps, actor.weight_decay: AdamW's moments are kept, which are averages of gradients whatever comes

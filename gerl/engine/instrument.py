@@ -14,6 +14,7 @@ from diffusers.guiders.guider_utils import GuiderOutput
 from diffusers.models.autoencoders import vae as vae_module
 from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
+from torch.distributed.fsdp import FSDPModule
 
 from gerl.errors import ModelError
 
@@ -121,8 +122,15 @@ def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
                 put_routed(module, "randn_tensor", head.on_method, "randn_tensor")
         for name, component in pipe.components.items():
             if isinstance(component, torch.nn.Module):
-                compiled = component._compiled_call_impl is not None  # module.compile() goes past forward
-                put_routed(component, "_compiled_call_impl" if compiled else "forward", head.on_component, name)
+                call = "forward"
+                if component._compiled_call_impl is not None:  # module.compile() goes past forward
+                    call = "_compiled_call_impl"
+                elif isinstance(component, FSDPModule):
+                    # outside of its hooks, which gather the weights: neither the cut of the graph nor the backward pass
+                    # that is pending from the step before may come between them and the forward pass
+                    call = "_compiled_call_impl"
+                    _put(undo, component, call, component._call_impl)
+                put_routed(component, call, head.on_component, name)
         yield
     finally:
         for restore in reversed(undo):

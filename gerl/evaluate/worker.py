@@ -72,7 +72,7 @@ def draw(
     variants = [BASE, *loras]
     manager = RewardManager(config.reward, cluster)
     batches = plan_validation(config, prompts, 0)
-    count = min(cluster.num_workers, len(batches) * images * len(variants))
+    count = min(cluster.processes, len(batches) * images * len(variants))
     workers = cluster.workers(
         "worker",
         EvaluationWorker,
@@ -98,7 +98,7 @@ def _draw_tasks(
     def submit(i: int) -> Pending[Images]:
         return workers.submit(i % count, EvaluationWorker.draw, i, *tasks[i])
 
-    rollouts = Rollouts(manager, [samples for _, samples in tasks], submit, count)
+    rollouts = Rollouts(manager, [samples for _, samples in tasks], submit, [i % count for i in range(len(tasks))])
     scored = rollouts.finish()
     return [
         row

@@ -13,6 +13,7 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
+from torch.distributed.device_mesh import DeviceMesh
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
@@ -24,6 +25,7 @@ from gerl.model.lora import add_lora, lora_file
 from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
 from gerl.model.schedulers import trainable_scheduler
+from gerl.model.sharding import shard, sharded_components
 from gerl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Policy:
     denoisers: dict[str, ModelMixin]
     lora: dict[str, torch.nn.Parameter]
     ema: EMA
+    fingerprint: str = ""  # of the base weights
     version: int = 0  # optimizer steps taken
     old: EMA | None = None
     old_is_current: bool = True  # `old` holds the trained weights: no need to run it
@@ -133,8 +136,10 @@ def own_code(folder: Path, index: dict[str, object]) -> list[str]:
     return [f"{pipeline}.py", *found]
 
 
-def load_pipeline(config: ModelConfig, device: str) -> DiffusionPipeline:
+def load_pipeline(config: ModelConfig, device: str, to_shard: bool = False) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
+
+    `to_shard`: the components that `config.shard` names stay on the CPU.
 
     Weights are in `config.dtype`, but for layers that a model's class keeps in fp32 (diffusers' `from_pretrained` does)
     and VAE decoders, see `decode_in_fp32`. Raises `ModelError` if `config.path` cannot be loaded or has no denoiser.
@@ -151,7 +156,9 @@ def load_pipeline(config: ModelConfig, device: str) -> DiffusionPipeline:
             component.requires_grad_(False).eval()
     if dtype != "float32":
         decode_in_fp32(pipe)
-    place(pipe, find_denoisers(pipe), device, config.offload)
+    denoisers = find_denoisers(pipe)
+    sharded = sharded_components(pipe, denoisers, config.shard) if to_shard else {}
+    place(pipe, denoisers, device, config.offload, sharded)
     return pipe
 
 
@@ -198,12 +205,15 @@ def _is_denoiser(model: torch.nn.Module) -> bool:
     return timed and any(isinstance(layer, torch.nn.Linear) for block in blocks for layer in block.modules())
 
 
-def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -> Policy:
+def load_policy(
+    config: ModelConfig, ema_decay: float, device: str, seed: int, mesh: DeviceMesh | None = None
+) -> Policy:
     """Load the pipeline and add a LoRA, the same on every worker with the same `seed`.
 
+    `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole.
     Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do what `config` asks for.
     """
-    pipe = load_pipeline(config, device)
+    pipe = load_pipeline(config, device, to_shard=mesh is not None)
     denoisers = find_denoisers(pipe)
     lora: dict[str, torch.nn.Parameter] = {}
     for name, denoiser in denoisers.items():
@@ -218,7 +228,10 @@ def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -
     if missing := sorted(denoisers.keys() - loadable_loras(pipe)):
         names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
         logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
-    return Policy(pipe, denoisers, lora, EMA(lora, ema_decay))
+    fingerprint = weights_fingerprint(denoisers)
+    if mesh is not None:
+        shard(sharded_components(pipe, denoisers, config.shard), set(lora.values()), mesh)
+    return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint)
 
 
 def loadable_loras(pipe: DiffusionPipeline) -> set[str]:

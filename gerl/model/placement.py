@@ -1,6 +1,6 @@
 """Where the frozen parts of a pipeline are, and in which precision they compute."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 
 import torch
@@ -52,9 +52,15 @@ class OffloadedComponents:
             self.present = None
 
 
-def place(pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin], device: str, offload: bool) -> None:
-    """Bring `pipe` to `device`; with `offload` its text encoders, image encoders and VAEs only while they are used."""
-    modules = {name: c for name, c in pipe.components.items() if isinstance(c, torch.nn.Module)}
+def place(
+    pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin], device: str, offload: bool, sharded: Collection[str] = ()
+) -> None:
+    """Bring `pipe` to `device`; with `offload` its text encoders, image encoders and VAEs only while they are used.
+
+    The components `sharded` stay where they are.
+    """
+    components = pipe.components.items()
+    modules = {name: c for name, c in components if isinstance(c, torch.nn.Module) and name not in sharded}
     offloaded = {
         name: c
         for name, c in modules.items()

@@ -28,11 +28,12 @@ from gerl.run.timing import Stopwatch
 from gerl.run.tracking import Progress, Tracker, read_metrics
 from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
 from gerl.trainer.folder import RunFolder, check_identity
+from gerl.trainer.owners import kind, share
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.rollouts import Rollouts
 from gerl.trainer.update import Update
-from gerl.workers.hybrid import HybridWorker, ModelFacts
+from gerl.workers.hybrid import HybridWorker, ModelFacts, repeated
 
 logger = logging.getLogger(__name__)
 NO_CREDIT = 1e-6  # what rounding leaves of the credit of equal rewards
@@ -40,10 +41,12 @@ NO_CREDIT = 1e-6  # what rounding leaves of the credit of equal rewards
 
 @dataclass
 class Drawn:
-    """The micro-batches of a step, the worker that holds the trajectories of each, and what the scorers said."""
+    """The micro-batches of a step, the process that holds the trajectories of each, and what the scorers said."""
 
     tasks: list[RolloutTask] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
+    sets: list[list[int]] | None = None  # ids of the tasks drawn at the same time; None: not in lockstep
+    repeats: list[tuple[int, int]] = field(default_factory=list)  # (id, process that repeated the task)
     scored: Scored = field(default_factory=Scored)
 
 
@@ -158,22 +161,23 @@ class RayDiffusionTrainer:
         self.workers = cluster.workers(
             "worker",
             HybridWorker,
-            cluster.num_workers,
+            cluster.processes,
             lambda rank: (config, rank, cluster.worker_device(rank), cluster.threads, total_updates),
             gpus=cluster.gpus,
             threads=cluster.threads,
         )
-        with waiting(f"loading {config.model.path} on {len(self.workers)} worker(s)", self.downloads):
-            self.model = model = self.workers.run(HybridWorker.setup)[0]
-        for sentence in model.notes:
-            logger.info("%s", sentence)
         if cluster.remote and len(self.workers) > 1:
             address = self.workers.submit(0, HybridWorker.address).result()
             self.workers.run(HybridWorker.join, address, len(self.workers))
+        with waiting(f"loading {config.model.path} on {len(self.workers)} process(es)", self.downloads):
+            self.model = model = self.workers.run(HybridWorker.setup)[0]
+        for sentence in model.notes:
+            logger.info("%s", sentence)
+        ranks = f" of {cluster.ranks} ranks" if cluster.ranks > 1 else ""
         logger.info(
-            "%s, LoRA of %s parameters on %s; %d worker(s) on %s; %d prompts, %d steps an epoch",
+            "%s, LoRA of %s parameters on %s; %d worker(s)%s on %s; %d prompts, %d steps an epoch",
             *(model.pipeline, f"{model.lora_parameters:,}", " and ".join(model.denoisers)),
-            *(len(self.workers), cluster.device, len(self.prompts), per_epoch),
+            *(cluster.num_workers, ranks, cluster.device, len(self.prompts), per_epoch),
         )
         self.state.identity |= {"model.path": model.weights}
 
@@ -185,7 +189,9 @@ class RayDiffusionTrainer:
         samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.state.policy_version)
         task = Algorithm.plan(algorithm, samples)[0]
         with waiting(f"measuring the numerical noise of the ratio on {len(task.samples)} images"):
-            probe = self.workers.submit(0, HybridWorker.probe, task).result()
+            asked = range(self.cluster.ranks if config.lockstep else 1)
+            probes = [self.workers.submit(rank, HybridWorker.probe, task) for rank in asked]
+            probe = probes[0].result()
         logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
         if (clip := config.algorithm.clip_range_at(probe.dimensions)) is not None:
             self.update.clip_range = clip
@@ -214,13 +220,16 @@ class RayDiffusionTrainer:
 
     def roll_out(self, tasks: Sequence[RolloutTask], drawn: Drawn, watch: Stopwatch) -> tuple[Pending[Images], Scores]:
         """Draw and score `tasks`, and add them to `drawn`; returns what came of the first of them."""
-        workers, owners = self.workers, [i % len(self.workers) for i in range(len(tasks))]
-        rollouts = Rollouts(
-            self.rewards,
-            [task.samples for task in tasks],
-            lambda i: workers.submit(owners[i], HybridWorker.generate, tasks[i]),
-            len(workers),
-        )
+        workers, owners = self.workers, share([kind(task) for task in tasks], self.config, len(self.workers))
+        repetitions: list[Pending[None]] = []
+
+        def submit(i: int) -> Pending[Images]:
+            image = workers.submit(owners.processes[i], HybridWorker.generate, tasks[i])
+            for k, process in owners.repeated_after(i):
+                repetitions.append(workers.submit(process, HybridWorker.repeat, tasks[k]))
+            return image
+
+        rollouts = Rollouts(self.rewards, [task.samples for task in tasks], submit, owners.processes)
         count = sum(len(task.samples) for task in tasks)
         with watch("rollout"), waiting(f"drawing {count} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
@@ -228,8 +237,13 @@ class RayDiffusionTrainer:
             found = rollouts.finish()
         for task, scores in zip(tasks, found, strict=True):
             drawn.scored.add(task.samples, scores)
+        for repetition in repetitions:
+            repetition.result()
         drawn.tasks += tasks
-        drawn.owners += owners
+        drawn.owners += owners.processes
+        if self.config.lockstep:
+            drawn.sets = (drawn.sets or []) + [[tasks[i].id for i in members] for members in owners.sets]
+            drawn.repeats += [(tasks[i].id, process) for i, process in owners.repeats]
         return rollouts.images[0], found[0]
 
     def progress_of(self, rollouts: Rollouts) -> Callable[[], str]:
@@ -249,12 +263,14 @@ class RayDiffusionTrainer:
         """Distances `[B]` of the samples to the base model, computed by all workers at once."""
         owned = zip(drawn.tasks, drawn.owners, strict=True)
         pending = [self.workers.submit(owner, HybridWorker.kl_to_base, task.id) for task, owner in owned]
+        for task_id, process in drawn.repeats:
+            self.workers.submit(process, HybridWorker.kl_to_base, repeated(task_id))
         return [value for found in pending for value in found.result()]
 
     def train(self, drawn: Drawn, credit: torch.Tensor, watch: Stopwatch) -> Metrics:
         """Take the step's optimizer steps; returns their metrics."""
         with watch("update"), waiting("updating the LoRA", after=self.patience):
-            metrics = self.update.run(drawn.tasks, credit)
+            metrics = self.update.run(drawn.tasks, credit, drawn.sets)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal)
 
@@ -265,12 +281,15 @@ class RayDiffusionTrainer:
         scored, shown = Scored(), shown_prompts(len(self.held_out), self.config.validation.images)
         with (watch or Stopwatch())("validation"):
             batches, workers = plan_validation(self.config, self.held_out, step), self.workers
-            rollouts = Rollouts(
-                self.rewards,
-                batches,
-                lambda i: workers.submit(i % len(workers), HybridWorker.validate, i, batches[i]),
-                len(workers),
-            )
+            owners = share([len(batch) for batch in batches], self.config, len(workers))
+
+            def submit(i: int) -> Pending[Images]:
+                image = workers.submit(owners.processes[i], HybridWorker.validate, i, batches[i])
+                for k, process in owners.repeated_after(i):
+                    workers.submit(process, HybridWorker.validate, k, batches[k])
+                return image
+
+            rollouts = Rollouts(self.rewards, batches, submit, owners.processes)
             with waiting(f"validating {len(self.held_out)} prompts", self.progress_of(rollouts)):
                 found = rollouts.finish()
             for batch, scores in zip(batches, found, strict=True):

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gerl.cluster import WorkerGroup
+from gerl.cluster import WorkerGroup, wait_any
 from gerl.errors import CheckpointError, ClusterError, Interrupted
 from gerl.run.checkpoint import checkpoint_paths, load_checkpoint
 from gerl.workers.hybrid import HybridWorker
@@ -16,22 +16,27 @@ logger = logging.getLogger(__name__)
 def save_from_any(workers: WorkerGroup[HybridWorker], save: Callable[[int], None]) -> str:
     """Call `save` with the first worker that can give its state; returns why none could, or nothing.
 
-    All workers hold the same LoRA and optimizer, and the state before the update in which they may be.
+    All workers hold the same LoRA and optimizer, and the state before the update in which they may be. One may wait for
+    another that failed: those that answer first are asked first.
     """
     reasons = list[str]()
-    for worker in range(len(workers)):
-        try:
-            workers.submit(worker, HybridWorker.forget)  # an out-of-memory error may be why we are here
-            save(worker)
-            return ""
-        except CheckpointError as error:
-            return str(error)
-        except ClusterError:
-            reasons.append(f"worker {worker} is gone")
-        # the run is ending for another reason, and what a worker in an unknown state raises must not hide it
-        except Exception as error:
-            logger.debug("worker %d has no checkpoint to give", worker, exc_info=True)
-            reasons.append(next(iter(str(error).splitlines()), type(error).__name__))
+    # what they forget makes room: an out-of-memory error may be why we are here
+    asked = {workers.submit(worker, HybridWorker.forget): worker for worker in range(len(workers))}
+    while asked:
+        for call in wait_any(list(asked)):
+            worker = asked.pop(call)
+            try:
+                call.result()
+                save(worker)
+                return ""
+            except CheckpointError as error:
+                return str(error)
+            except ClusterError:
+                reasons.append(f"worker {worker} is gone")
+            # the run is ending for another reason, and what a worker in an unknown state raises must not hide it
+            except Exception as error:
+                logger.debug("worker %d has no checkpoint to give", worker, exc_info=True)
+                reasons.append(next(iter(str(error).splitlines()), type(error).__name__))
     return "; ".join(dict.fromkeys(reasons))
 
 

@@ -6,11 +6,11 @@ from gerl.cluster import Pending, wait_any
 from gerl.protocol import Images, Scores
 from gerl.rewards.manager import RewardManager, Scorable
 
-AHEAD = 2  # micro-batches submitted to a worker: the one it draws and the next
+AHEAD = 2  # micro-batches submitted to a process: the one it draws and the next
 
 
 class Rollouts:
-    """Micro-batches of `samples` on their way: `draw(i)` submits the i-th, to worker `i % workers`.
+    """Micro-batches of `samples` on their way: `draw(i)` submits the i-th, to process `owners[i]`.
 
     Where the scorers do not keep up, drawing pauses, so that images do not pile up.
     """
@@ -20,15 +20,15 @@ class Rollouts:
         manager: RewardManager,
         samples: Sequence[Sequence[Scorable]],
         draw: Callable[[int], Pending[Images]],
-        workers: int,
+        owners: Sequence[int],
     ) -> None:
-        self.draw, self.workers, self.count = draw, workers, len(samples)
+        self.draw, self.owners, self.count = draw, owners, len(samples)
         self.sizes = [len(batch) for batch in samples]
         self.scorers = list(manager.config.scorers)
         self.scoring = manager.open(samples)
         self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
         self.drawn: set[int] = set()
-        self.limit = workers + self.scoring.capacity  # something is always there to be scored
+        self.limit = len(set(owners)) + self.scoring.capacity  # something is always there to be scored
 
     def wait_until_drawn(self) -> None:
         """Return when all images are drawn; raises what drawing and scoring raise."""
@@ -63,6 +63,6 @@ class Rollouts:
     def _submit(self) -> None:
         while len(self.images) < self.count and self.scoring.queued < self.limit:
             i = len(self.images)
-            if len([k for k in range(i % self.workers, i, self.workers) if k not in self.drawn]) >= AHEAD:
+            if len([k for k in range(i) if self.owners[k] == self.owners[i] and k not in self.drawn]) >= AHEAD:
                 break
             self.images.append(self.draw(i))

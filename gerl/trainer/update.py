@@ -41,20 +41,23 @@ class Update:
         self.clip_range: tuple[float, float] | None = None  # of the ratio, for the model's latents
         self.said_spread = False
 
-    def run(self, tasks: Sequence[RolloutTask], credit: torch.Tensor) -> Metrics:
+    def run(
+        self, tasks: Sequence[RolloutTask], credit: torch.Tensor, sets: Sequence[Sequence[int]] | None = None
+    ) -> Metrics:
         """Take the step's optimizer steps for the `credit` `[B, T]` of its samples; returns their metrics.
 
-        The first one is on policy, where the ratio must be 1. Raises `TrainingError` if it is not, or if too many
+        `sets`: ids of the tasks that the ranks of a worker drew at the same time, where they are in lockstep. The first
+        step is on policy, where the ratio must be 1. Raises `TrainingError` if it is not, or if too many
         gradients are not finite.
         """
         state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
         try:
-            return self._run(tasks, credit)
+            return self._run(tasks, credit, sets)
         except BaseException:
             state.policy_version, state.nonfinite = counts  # the record is that of the finished step
             raise
 
-    def _run(self, tasks: Sequence[RolloutTask], credit: torch.Tensor) -> Metrics:
+    def _run(self, tasks: Sequence[RolloutTask], credit: torch.Tensor, sets: Sequence[Sequence[int]] | None) -> Metrics:
         seed_everything("update", self.config.trainer.seed, self.state.step)
         by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
         stats, off_policy, result = UpdateStats(), UpdateStats(), None
@@ -65,8 +68,12 @@ class Update:
             if not self.has_signal(torch.cat(list(given.values()))):
                 continue  # decided here for all workers, which must take the same steps
             pairs = count_pairs((task, given[task.id]) for task in part)
-            pooled = pooled_sum(self.workers.run(HybridWorker.pool, given)) if self.algorithm.pools else None
-            new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled), UpdateStats())
+            at_once = (
+                None if sets is None else [list(members) for members in sets if not given.keys().isdisjoint(members)]
+            )
+            pools = self.algorithm.pools
+            pooled = pooled_sum(self.workers.run(HybridWorker.pool, given, at_once)) if pools else None
+            new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled, at_once), UpdateStats())
             if number == 0 and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)

@@ -1,6 +1,7 @@
 """The actor worker: tapes and credit in, a LoRA update out."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +10,7 @@ from diffusers.optimization import get_scheduler
 
 from gerl.algorithms import Algorithm, Batch
 from gerl.algorithms.core_algos import decay_at
+from gerl.algorithms.pooling import Pooled, pooled_sum
 from gerl.algorithms.step_gradients import StepGradients, flat_copy, squared_norm
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError
@@ -23,8 +25,16 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter o
 class Actor:
     """Accumulates the algorithm's gradient of a whole update, then takes one optimizer step."""
 
-    def __init__(self, policy: Policy, config: ActorConfig, algorithm: Algorithm, total_updates: int) -> None:
-        self.policy, self.config, self.algorithm = policy, config, algorithm
+    def __init__(
+        self,
+        policy: Policy,
+        config: ActorConfig,
+        algorithm: Algorithm,
+        total_updates: int,
+        most: Callable[[int], int] = lambda count: count,
+    ) -> None:
+        """`most`: the largest of the numbers that the ranks of a worker call it with, where they are in lockstep."""
+        self.policy, self.config, self.algorithm, self.most = policy, config, algorithm, most
         self.parameters = list(policy.lora.values())
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -50,13 +60,38 @@ class Actor:
         """
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
-            for rows in self.algorithm.micro_batches(batch):
+            parts, idle = self._parts(batch)
+            for rows in parts:
                 new = by_step and not measured.keys() >= set(batch.trained)
                 meter = StepGradients(self.parameters, squared_norm) if new else None
                 stats += self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 if meter is not None:
                     measured = meter.found | measured
+            for blank, rows in idle:
+                self.algorithm.train(self.policy, blank, rows, math.inf)  # adds a gradient of zeros
         return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
+
+    def pool(self, batches: Sequence[Batch]) -> Pooled:
+        """The part of `batches` in the losses of the others of their groups."""
+        found: list[Pooled] = []
+        for batch in batches:
+            parts, idle = self._parts(batch)
+            found += [self.algorithm.pool(self.policy, batch, rows) for rows in parts]
+            for blank, rows in idle:
+                self.algorithm.pool(self.policy, blank, rows)
+        return pooled_sum(found)
+
+    def _parts(self, batch: Batch) -> tuple[list[list[int]], list[tuple[Batch, list[int]]]]:
+        """The rows of `batch` that are trained together, and what makes up for the parts that another rank has more of.
+
+        That are a batch and rows of it, of which nothing counts.
+        """
+        parts = list(self.algorithm.micro_batches(batch))
+        more = self.most(len(parts)) - len(parts)
+        if not more:
+            return parts, []
+        blank = replace(batch, credit=torch.ones_like(batch.credit), pooled=None)
+        return parts, [(blank, next(self.algorithm.micro_batches(blank)))] * more
 
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
         """The gradient of `batches` as `accumulate` adds it up, by trained step, each one vector on the CPU.

@@ -1,10 +1,12 @@
-"""The process group of the workers' all-reduce."""
+"""The process groups: that of all workers, for the all-reduce, and that of the ranks of a worker."""
 
 import os
 import socket
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gerl.cluster import own_host
 
@@ -39,6 +41,21 @@ class Meeting:
         )
         backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+
+
+class Ranks:
+    """The ranks of this process's worker, in lockstep; made by all processes of all workers at once."""
+
+    def __init__(self, device: str, ranks: int) -> None:
+        self.device, kind = device, device.partition(":")[0]
+        shape, names = (dist.get_world_size() // ranks, ranks), ("worker", "rank")
+        self.mesh: DeviceMesh = init_device_mesh(kind, shape, mesh_dim_names=names)["rank"]
+
+    def most(self, count: int) -> int:
+        """The largest of the numbers that the ranks call this with; a collective call."""
+        largest = torch.tensor(count, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.mesh.get_group())
+        return int(largest)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
-from gerl.algorithms.pooling import Pooled, pooled_sum
+from gerl.algorithms.pooling import Pooled
 from gerl.config import Config
 from gerl.config.noised_images import ForwardProcessConfig
 from gerl.config.policy_gradients import WeightedConfig
@@ -24,7 +24,6 @@ from gerl.model.loading import (
     load_policy,
     lora_lines,
     replaced_scheduler,
-    weights_fingerprint,
 )
 from gerl.model.paths import WEIGHTS
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepFacts, StepResult, UpdateStats
@@ -34,10 +33,11 @@ from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
-from gerl.workers.collective import Meeting
+from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.rollout import Rollout, count_blank
 
 logger = logging.getLogger(__name__)
+Sets = Sequence[Sequence[int]] | None  # ids of the tasks that the ranks of a worker drew at the same time
 State = tuple[dict[str, bytes], WorkerState]  # files and numbers of a checkpoint
 
 
@@ -66,8 +66,17 @@ def batches_of(trajectory: Trajectory, credit: torch.Tensor, pooled: Pooled | No
     ]
 
 
+def repeated(task_id: int) -> int:
+    """The id under which a rank keeps its repetition of another rank's task."""
+    return ~task_id
+
+
 class HybridWorker:
-    """One of the workers that share the images of a step, and hold the same LoRA and optimizer."""
+    """A process of the workers that share the images of a step, and hold the same LoRA and optimizer.
+
+    A worker may have several, its ranks, each with a part of the frozen weights (model.shard). They gather these from
+    each other while they draw and train, so all of them have to call the model equally often.
+    """
 
     def __init__(self, config: Config, rank: int, device: str, threads: int, total_updates: int) -> None:
         self.config, self.rank, self.device, self.threads = config, rank, device, threads
@@ -76,6 +85,7 @@ class HybridWorker:
         self.before: tuple[int, State] | None = None  # of the last update: the finished step and its state
         self.blank = 0  # images of this step that have a single colour
         self.meeting = Meeting()
+        self.ranks: Ranks | None = None  # where they are in lockstep
         self.policy: Policy
         self.rollout: Rollout
         self.actor: Actor
@@ -88,19 +98,21 @@ class HybridWorker:
         seed_everything("worker", self.config.trainer.seed)
         model, seed = self.config.model, self.config.trainer.seed
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
-            self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed)
+            mesh = None if self.ranks is None else self.ranks.mesh
+            self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed, mesh)
         algorithm = self.config.algorithm
         guidance = algorithm.reference_guidance if isinstance(algorithm, ForwardProcessConfig) else None
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
         self.algorithm = build_algorithm(self.config)
-        self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates)
+        most = {} if self.ranks is None else {"most": self.ranks.most}
+        self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates, **most)
         return ModelFacts(
             type(self.policy.pipe).__name__,
             list(self.policy.denoisers),
             sum(p.numel() for p in self.policy.lora.values()),
             any(d.dtype != torch.float32 for d in self.policy.denoisers.values()),
-            weights_fingerprint(self.policy.denoisers),
+            self.policy.fingerprint,
             notes,
             replaced_scheduler(self.policy.pipe, model.path),
             lora_lines(self.policy.pipe, self.policy.denoisers),
@@ -112,8 +124,10 @@ class HybridWorker:
         return self.meeting.open()
 
     def join(self, address: str, world_size: int) -> None:
-        """Meet the other workers; a collective call."""
+        """Meet the other processes, before the model is loaded; a collective call."""
         self.meeting.join(address, self.rank, world_size, self.device)
+        if self.config.lockstep:
+            self.ranks = Ranks(self.device, self.config.cluster.ranks_per_worker)
 
     def generate(self, task: RolloutTask) -> Images:
         """Draw a micro-batch and keep its trajectory."""
@@ -123,26 +137,33 @@ class HybridWorker:
         self.blank += count_blank(pixels)
         return Images(task.id, pixels, time.perf_counter() - start)
 
+    def repeat(self, task: RolloutTask) -> None:
+        """Draw a micro-batch of another rank, whose images do not count."""
+        seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
+        self.drawn[repeated(task.id)] = self.rollout.generate(task, self.algorithm, self.rank)[1]
+
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
         """Draw held-out prompts with the averaged LoRA."""
         start = time.perf_counter()
         return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
 
-    def pool(self, credit: dict[int, torch.Tensor]) -> Pooled:
+    def pool(self, credit: dict[int, torch.Tensor], sets: Sets = None) -> Pooled:
         """The part of this worker's tasks among those of `credit` in the losses of the others of their groups."""
         with model_errors("update"):
-            return pooled_sum(self.algorithm.pool(self.policy, batch) for batch in self._batches(credit))
+            return self.actor.pool(self._batches(self._own(credit, sets)))
 
-    def accumulate(self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None) -> UpdateStats:
+    def accumulate(
+        self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None, sets: Sets = None
+    ) -> UpdateStats:
         """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`.
 
         `pooled`: the sums over groups from all workers' `pool`, where the algorithm `pools`. Of the update's first task
-        with something to learn, whichever worker has it, the gradient is measured by steps.
+        with something to learn, whichever worker has it, the gradient is measured by steps. `sets`: in lockstep.
         """
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
         stats = UpdateStats()
         with model_errors("update"):
-            for i, v in credit.items():
+            for i, v in self._own(credit, sets).items():
                 stats += self.actor.accumulate(self._batches({i: v}, pooled), num_pairs, by_step=i == first)
         return stats
 
@@ -152,6 +173,14 @@ class HybridWorker:
         """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""
         with model_errors("update"):
             return self.actor.step_gradients(self._batches(credit, pooled), num_pairs)
+
+    def _own(self, credit: dict[int, torch.Tensor], sets: Sets) -> dict[int, torch.Tensor]:
+        """The credit of what this process has drawn; in lockstep one task of each set, NaN where it has no credit."""
+        if sets is None:
+            return {i: values for i, values in credit.items() if i in self.drawn}
+        own = [i for members in sets for i in (*members, repeated(members[0])) if i in self.drawn]
+        nothing = torch.full((1, self.config.sampling.num_inference_steps), torch.nan)
+        return {i: credit.get(i, nothing.expand(len(self.drawn[i].task.samples), -1)) for i in own}
 
     def _batches(self, credit: dict[int, torch.Tensor], pooled: Pooled | None = None) -> list[Batch]:
         own = {i: values for i, values in credit.items() if i in self.drawn}

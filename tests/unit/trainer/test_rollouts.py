@@ -33,7 +33,7 @@ def drawing(submitted: list[int]) -> Callable[[int], Pending[Images]]:
 
 def test_every_micro_batch_is_drawn_once_and_scored_in_its_place(manager: RewardManager) -> None:
     submitted: list[int] = []
-    rollouts = Rollouts(manager, BATCHES, drawing(submitted), workers=3)
+    rollouts = Rollouts(manager, BATCHES, drawing(submitted), [i % 3 for i in range(len(BATCHES))])
     rollouts.wait_until_drawn()
     assert submitted == list(range(20))
     assert [s.totals for s in rollouts.finish()] == [[float(i)] for i in range(20)]
@@ -45,13 +45,13 @@ def test_what_drawing_raised_is_raised(manager: RewardManager) -> None:
         raise ModelError("out of memory")
 
     with pytest.raises(ModelError, match="out of memory"):
-        Rollouts(manager, BATCHES[:1], lambda _: Pending("worker", call=fail), workers=1).finish()
+        Rollouts(manager, BATCHES[:1], lambda _: Pending("worker", call=fail), [0]).finish()
 
 
 def test_drawing_pauses_while_scorers_lag_behind(manager: RewardManager) -> None:
     """What is drawn and not scored stays bounded; here every call ends when it is submitted."""
     submitted: list[int] = []
-    rollouts = Rollouts(manager, BATCHES, drawing(submitted), workers=1)
+    rollouts = Rollouts(manager, BATCHES, drawing(submitted), [0] * len(BATCHES))
     rollouts.advance()
     assert submitted == [0, 1]  # no more are on their way to a worker at once
     (process,) = manager.pools["a"].idle
@@ -67,7 +67,7 @@ def test_drawing_pauses_while_scorers_lag_behind(manager: RewardManager) -> None
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_no_worker_has_more_than_two_micro_batches_at_once(manager: RewardManager, workers: int) -> None:
     submitted: list[int] = []
-    rollouts = Rollouts(manager, BATCHES, drawing(submitted), workers)
+    rollouts = Rollouts(manager, BATCHES, drawing(submitted), [i % workers for i in range(len(BATCHES))])
 
     def on_their_way(worker: int) -> Sequence[int]:
         return [i for i in submitted if i % workers == worker and i not in rollouts.drawn]

@@ -9,10 +9,11 @@ import tiny
 import torch
 from actors import flat, new_actor, stepped, weights
 from replaying import counted_rows
-from training import new_policy, relative
+from training import Training, chain_credit, config, new_policy, relative
 
 from gerl.algorithms import Batch
 from gerl.algorithms.core_algos import gaussian_kl
+from gerl.config.algorithm import BY_NAME
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.batching import select_call
 from gerl.model.loading import Policy
@@ -307,3 +308,17 @@ def test_learning_rate_schedules(schedule: str, warmup: int, expected: list[floa
         rate = actor.optimizer.param_groups[0]["lr"]
         assert rate == pytest.approx(0.02 * factor)
         assert stepped(actor, torch.ones_like(weights(actor))).lr == rate
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME.keys() - {"branch_grpo", "dense_grpo", "tempflow_grpo", "tree_grpo"}))
+def test_parts_that_another_rank_has_more_of_change_nothing(name: str) -> None:
+    training = Training(config(name, n=4, micro=8))
+    credit = chain_credit([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.0, -1.0])
+    gradient, stats = training.gradient(credit)
+    assert gradient.abs().max() > 0
+    training.actor.most = lambda count: count + 1
+    again, same = training.gradient(credit)
+    assert torch.equal(again, gradient) and same == stats
+    training.actor.most = lambda count: 1  # a rank with nothing to learn goes along
+    nothing, empty = training.gradient(torch.full_like(credit, torch.nan), pairs=1)
+    assert not nothing.any() and empty.pairs == 0

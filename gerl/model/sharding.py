@@ -1,0 +1,69 @@
+"""Frozen weights in parts: each rank of a worker holds one, and gathers a block's others while the block computes.
+
+FSDP2 (`torch.distributed.fsdp.fully_shard`) on the repeated blocks and the rest of a model. The LoRA is left out: it
+stays whole on every rank, so that optimizer, averages, all-reduce, checkpoints and export are as without.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from diffusers import DiffusionPipeline
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from gerl.errors import ModelError
+
+
+def sharded_components(
+    pipe: DiffusionPipeline, denoisers: Mapping[str, torch.nn.Module], which: Literal["none", "denoiser", "all"]
+) -> dict[str, torch.nn.Module]:
+    """The components of `pipe` whose weights are divided, by name: the denoisers, with "all" text encoders as well."""
+    if which == "none":
+        return {}
+    encoders = {name: part for name, part in pipe.components.items() if isinstance(part, PreTrainedModel)}
+    return {**denoisers, **(encoders if which == "all" else {})}
+
+
+def shard(components: Mapping[str, torch.nn.Module], whole: set[torch.nn.Parameter], mesh: DeviceMesh) -> None:
+    """Divide the weights of `components` among the ranks of `mesh`, but for the parameters `whole`.
+
+    They come to the device of the mesh block by block. Raises `ModelError` for a component without repeated blocks.
+    """
+    for name, component in components.items():
+        blocks = repeated_blocks(component)
+        if not blocks:
+            raise ModelError(
+                f"model.shard: {name} ({type(component).__name__}) has no repeated blocks, whose weights could be "
+                "gathered one after the other: use model.shard=none"
+            )
+        # pipelines call text encoders in many ways, past their own `forward`: what they call in the end are layers
+        rest = layers(component, blocks) if isinstance(component, PreTrainedModel) else [component]
+        for module in (*blocks, *rest):
+            fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=True)
+        component.to(mesh.device_type)  # what is left: buffers, and weights that layers share
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The entries of the outermost lists of modules in `model` that have weights, in order."""
+    found: list[torch.nn.Module] = []
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists.append(name)
+            found += [entry for entry in module if next(entry.parameters(), None) is not None]
+    return found
+
+
+def layers(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The linear and embedding layers of `model` outside of `blocks` whose weight no other layer has."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    return [
+        module
+        for module in outside
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and uses[id(module.weight)] == 1
+    ]

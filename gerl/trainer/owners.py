@@ -1,0 +1,47 @@
+"""Which process draws which micro-batch, so that the ranks of a worker call the model equally often where they must."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from gerl.config import Config
+from gerl.protocol import RolloutTask
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The process of each micro-batch.
+
+    In lockstep the micro-batches are in sets, one for each rank of a worker, of which all make the same calls. Where
+    there are too few of a kind for a set, ranks repeat the set's first one, and nothing comes of it.
+    """
+
+    processes: list[int]  # [M]
+    sets: list[list[int]] = field(default_factory=list)  # of micro-batches drawn at the same time, in lockstep only
+    repeats: list[tuple[int, int]] = field(default_factory=list)  # (micro-batch, process that repeats it)
+
+    def repeated_after(self, number: int) -> list[tuple[int, int]]:
+        """The repetitions in the set that micro-batch `number` is the last one of."""
+        last = [members for members in self.sets if members[-1] == number]
+        return [repeat for repeat in self.repeats if last and repeat[0] == last[0][0]]
+
+
+def share(kinds: Sequence[Hashable], config: Config, processes: int) -> Owners:
+    """The owners of micro-batches by their `kinds`, which are equal where they need the same calls of the model."""
+    if not config.lockstep:
+        return Owners([i % processes for i in range(len(kinds))])
+    ranks, found = config.cluster.ranks_per_worker, Owners([])
+    for _, alike in groupby(range(len(kinds)), key=lambda i: kinds[i]):
+        members = list(alike)
+        for start in range(0, len(members), ranks):
+            chosen = members[start : start + ranks]
+            first = len(found.sets) * ranks % processes  # the worker's rank 0
+            found.sets.append(chosen)
+            found.processes.extend(range(first, first + len(chosen)))
+            found.repeats.extend((chosen[0], first + r) for r in range(len(chosen), ranks))
+    return found
+
+
+def kind(task: RolloutTask) -> Hashable:
+    """Equal for tasks that need the same calls: their segments, and the numbers of rows and of trained steps of each."""
+    return tuple((len(s.seeds), s.parent, s.start, s.stop, len(s.window), len(s.trained)) for s in task.segments)
