@@ -194,7 +194,7 @@ class ClusterConfig(Block):
         "cores, and a worker one rank), one in process",
         low=1,
     )
-    ranks_per_worker: int = main_key(
+    ranks_per_worker: int = key(
         1, "processes of a worker, each on a device of its own with its part of a micro-batch; see model.shard", low=1
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")

@@ -43,5 +43,5 @@ def share(kinds: Sequence[Hashable], config: Config, processes: int) -> Owners:
 
 
 def kind(task: RolloutTask) -> Hashable:
-    """Equal for tasks that need the same calls: their segments, and the numbers of rows and of trained steps of each."""
+    """Equal for tasks that need the same calls: their segments, and the rows and trained steps of each."""
     return tuple((len(s.seeds), s.parent, s.start, s.stop, len(s.window), len(s.trained)) for s in task.segments)
