@@ -1,10 +1,10 @@
 """The other blocks: model, rollout, actor, reward, data, validation, checkpoint, cluster, logger, trainer."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gerl.config.choices import Dtype, LrSchedule, RewardNormalisation
+from gerl.config.choices import Dtype, LrSchedule, Optimizer, RewardNormalisation
 from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
@@ -21,6 +21,12 @@ class ModelConfig(Block):
     lora_targets: str | None = main_key(
         None, "regular expression on names of linear layers; null: attention and feed-forward of the repeated blocks"
     )
+    lora: str | None = key(
+        None,
+        "a LoRA to start from: hub id, file, folder or checkpoint, in a layout of gerl.export; the trained LoRA begins "
+        "as this one, of at most model.lora_rank",
+    )
+    merge_lora: bool = key(False, "merge model.lora into the base model, and train a new LoRA on top of it")
     offload: bool = key(
         False,
         "text encoders and VAE are on the GPU only while they run, one at a time: less memory, and some seconds more a "
@@ -30,6 +36,8 @@ class ModelConfig(Block):
     compile: str | None = key(None, "torch.compile backend for the denoiser, such as inductor; null: not compiled")
 
     def check(self) -> None:
+        if self.merge_lora and self.lora is None:
+            raise ConfigError("model.merge_lora=true: there is no model.lora to merge; give one, or use false")
         try:
             re.compile(self.lora_targets or "")
         except re.error as error:
@@ -37,6 +45,10 @@ class ModelConfig(Block):
             raise ConfigError(
                 f"model.lora_targets={self.lora_targets!r} is no regular expression ({error}): {hint}, or use null"
             ) from None
+
+    def carried_on(self) -> "ModelConfig":
+        """The model of a resumed run, which does not read the LoRA it began with: its checkpoint has what became."""
+        return self if self.merge_lora else replace(self, lora=None)
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,9 @@ class RolloutConfig(Block):
 
 @dataclass(frozen=True)
 class ActorConfig(Block):
+    optimizer: Optimizer = key(
+        "adamw", "adamw, or adamw8bit: its moments in 8 bits, a quarter of the memory (needs the package bitsandbytes)"
+    )
     lr: float = main_key(3e-4, "AdamW learning rate", above=0)
     lr_schedule: LrSchedule = key("constant", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "optimizer steps over which the learning rate rises from 0", low=0)

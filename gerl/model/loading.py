@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from gerl.model.lora import add_lora, lora_file
 from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
 from gerl.model.schedulers import trainable_scheduler
+from gerl.model.skeletons import skeletons
+from gerl.model.start_lora import begin_with, merge_start, read_start
 from gerl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -101,17 +103,22 @@ def _loading(path: str) -> Iterator[None]:
 def check_model(config: ModelConfig, sampling: SamplingConfig) -> None:
     """Find out what can be known before the weights are loaded; a pipeline of the hub is fetched into its cache.
 
-    Raises `ModelError` if there is no such pipeline or if it does not take the arguments of `sampling`, `ConfigError`
-    for a compiler that torch does not have.
+    Raises `ModelError` if there is no such pipeline, if it does not take the arguments of `sampling`, or if it cannot
+    have the LoRA of `config.lora`, `ConfigError` for a compiler that torch does not have.
     """
     check_backend(config.compile)
     quiet_messages()
     given = resolve(config.path)
     with _loading(config.path):
-        index = DiffusionPipeline.load_config(given if Path(given).is_dir() else fetch(given))
-        name = index["_class_name"]
+        folder = given if Path(given).is_dir() else fetch(given)
+        name = DiffusionPipeline.load_config(folder)["_class_name"]
     if isinstance(name, str) and isinstance(kind := getattr(diffusers, name, None), type):
         check_arguments(kind, sampling)
+    if config.lora is not None:
+        with _loading(config.path):
+            models = skeletons(folder)
+        if models is not None:  # else its own code has to build them
+            read_start(config, denoisers_among(models))
 
 
 def own_code(folder: Path, index: dict[str, object]) -> list[str]:
@@ -137,7 +144,8 @@ def load_pipeline(config: ModelConfig, device: str) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
     Weights are in `config.dtype`, but for layers that a model's class keeps in fp32 (diffusers' `from_pretrained` does)
-    and VAE decoders, see `decode_in_fp32`. Raises `ModelError` if `config.path` cannot be loaded or has no denoiser.
+    and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. Raises `ModelError` if `config.path`
+    cannot be loaded or has no denoiser.
     """
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device.startswith("cuda") else "float32")
     pipe = read_pipeline(config.path, getattr(torch, dtype))
@@ -151,7 +159,10 @@ def load_pipeline(config: ModelConfig, device: str) -> DiffusionPipeline:
             component.requires_grad_(False).eval()
     if dtype != "float32":
         decode_in_fp32(pipe)
-    place(pipe, find_denoisers(pipe), device, config.offload)
+    denoisers = find_denoisers(pipe)
+    if config.lora is not None and config.merge_lora:
+        merge_start(config, denoisers)
+    place(pipe, denoisers, device, config.offload)
     return pipe
 
 
@@ -176,19 +187,24 @@ def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
     several: Wan 2.2 has one for high and one for low noise levels, Ideogram 4 one for the conditional and one for the
     unconditional prediction. Raises `ModelError` if there is none.
     """
-    models = {
-        name: component
-        for name, component in pipe.components.items()
-        if isinstance(component, ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
-    }
-    found = {name: model for name, model in models.items() if _is_denoiser(model)}
-    found = found or {name: models[name] for name in DENOISERS if name in models}
+    found = denoisers_among(pipe.components)
     if not found:
         raise ModelError(
             f"{type(pipe).__name__} has no denoiser: none of its components {', '.join(pipe.components)} is a model "
             "of diffusers with repeated blocks that is called with a timestep"
         )
     return found
+
+
+def denoisers_among(components: Mapping[str, object]) -> dict[str, ModelMixin]:
+    """Those of a pipeline's components that get a LoRA, see `find_denoisers`; skeletons will do."""
+    models = {
+        name: component
+        for name, component in components.items()
+        if isinstance(component, ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
+    }
+    found = {name: model for name, model in models.items() if _is_denoiser(model)}
+    return found or {name: models[name] for name in DENOISERS if name in models}
 
 
 def _is_denoiser(model: torch.nn.Module) -> bool:
@@ -201,10 +217,12 @@ def _is_denoiser(model: torch.nn.Module) -> bool:
 def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -> Policy:
     """Load the pipeline and add a LoRA, the same on every worker with the same `seed`.
 
-    Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do what `config` asks for.
+    With `config.lora`, not merged, the LoRA begins as that one. Raises `ModelError`, as `load_pipeline` does, and if a
+    denoiser cannot do what `config` asks for.
     """
     pipe = load_pipeline(config, device)
     denoisers = find_denoisers(pipe)
+    start = read_start(config, denoisers) if config.lora is not None and not config.merge_lora else {}
     lora: dict[str, torch.nn.Parameter] = {}
     for name, denoiser in denoisers.items():
         added = add_lora(
@@ -215,6 +233,9 @@ def load_policy(config: ModelConfig, ema_decay: float, device: str, seed: int) -
             _checkpoint_gradients(denoiser)
         if config.compile is not None:
             denoiser.compile(backend=config.compile)
+    begin_with(start, denoisers)
+    if start:
+        logger.info("the LoRA begins as %s", config.lora)
     if missing := sorted(denoisers.keys() - loadable_loras(pipe)):
         names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
         logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
