@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gerl.config.choices import Dtype, LrSchedule, Optimizer, RewardNormalisation
+from gerl.config.choices import Dtype, LrSchedule, Optimizer, Quantisation, RewardNormalisation
 from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
@@ -27,6 +27,12 @@ class ModelConfig(Block):
         "as this one, of at most model.lora_rank",
     )
     merge_lora: bool = key(False, "merge model.lora into the base model, and train a new LoRA on top of it")
+    quantize: Quantisation = key(
+        "none",
+        "frozen weights of the denoisers in 8 or 4 bits: int8 and fp8 (torchao), nf4 (bitsandbytes, GPU only); layers "
+        "compute in model.dtype, and the LoRA stays float32",
+    )
+    quantize_encoders: Quantisation = key("none", "the same for the text encoders")
     offload: bool = key(
         False,
         "text encoders and VAE are on the GPU only while they run, one at a time: less memory, and some seconds more a "
@@ -38,6 +44,11 @@ class ModelConfig(Block):
     def check(self) -> None:
         if self.merge_lora and self.lora is None:
             raise ConfigError("model.merge_lora=true: there is no model.lora to merge; give one, or use false")
+        if self.merge_lora and self.quantize != "none":
+            raise ConfigError(
+                f"model.quantize={self.quantize}: weights are quantised as they are read, so nothing can be merged "
+                "into them; use model.merge_lora=false, or give a folder with the merged model as model.path"
+            )
         try:
             re.compile(self.lora_targets or "")
         except re.error as error:

@@ -29,6 +29,8 @@ Settings = dict[str, Any]  # block -> key -> value
 FIXED = {
     "model.path": "the saved LoRA was trained on these weights",
     "model.dtype": "the saved LoRA was trained on weights of this precision",
+    "model.quantize": "the saved LoRA was trained on weights of this precision",
+    "model.quantize_encoders": "the saved LoRA was trained on what text encoders of this precision say",
     "model.lora_rank": "the saved LoRA has this rank",
     "model.lora_alpha": "the saved LoRA was trained at this scale",
     "model.lora_targets": "the saved LoRA is on these layers",

@@ -101,7 +101,7 @@ def read_config(run_dir: Path) -> Base:
     try:
         model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
         merged = str(model["lora"]) if model.get("merge_lora") is True else None
-        return Base(str(model["path"]), float(model["lora_alpha"]), merged)
+        return Base(str(model["path"]), float(model["lora_alpha"]), merged, str(model.get("quantize", "none")))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({reason(error)}): the export needs it beside checkpoints/, for the LoRA's alpha"
@@ -130,7 +130,9 @@ def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Seque
     """The files that were written, and how they are loaded."""
     out = str(request.out)
     if request.format == "merged":
-        return f"wrote {out} ({len(written)} files)\nload it:\n    DiffusionPipeline.from_pretrained({out!r})"
+        lines = [f"wrote {out} ({len(written)} files)", f"trained on {base}"]
+        lines += [] if base.quantised == "none" else ["merged into the weights before they were quantised"]
+        return "\n".join([*lines, "load it:", f"    DiffusionPipeline.from_pretrained({out!r})"])
     lines = [*(f"wrote {path}" for path in written), f"trained on {base}"]
     if base.merged is not None:
         lines.append(f"it is what was learned beyond {base.merged}: load that too, both at scale 1")

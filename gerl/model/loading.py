@@ -23,6 +23,7 @@ from gerl.model.libraries import quiet_messages
 from gerl.model.lora import add_lora, lora_file
 from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
+from gerl.model.quantisation import check_quantisation, leading_values, quantisation_config
 from gerl.model.schedulers import trainable_scheduler
 from gerl.model.skeletons import skeletons
 from gerl.model.start_lora import begin_with, merge_start, read_start
@@ -68,11 +69,11 @@ class Policy:
             return lora_file(self.denoisers)
 
 
-def read_pipeline(path: str, dtype: torch.dtype) -> DiffusionPipeline:
-    """The pipeline of a hub id or folder, on the CPU, as diffusers loads it.
+def read_pipeline(path: str, dtype: torch.dtype, config: ModelConfig | None = None) -> DiffusionPipeline:
+    """The pipeline of a hub id or folder, on the CPU, as diffusers loads it, quantised as `config` asks.
 
-    Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, or
-    if a hub id would run code.
+    Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, if
+    it cannot be quantised, or if a hub id would run code.
     """
     given = resolve(path)
     own = Path(given).is_dir()
@@ -84,7 +85,10 @@ def read_pipeline(path: str, dtype: torch.dtype) -> DiffusionPipeline:
             logger.info("model.path=%r: running the code in %s", path, ", ".join(code))
         elif isinstance(index["_class_name"], list):
             raise ModelError(refusal_of_code(path))
-        return DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=bool(code))
+        quantised = quantisation_config(config, folder, dtype, denoisers_among) if config is not None else None
+        return DiffusionPipeline.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=bool(code), quantization_config=quantised
+        )
 
 
 @contextlib.contextmanager
@@ -143,12 +147,13 @@ def own_code(folder: Path, index: dict[str, object]) -> list[str]:
 def load_pipeline(config: ModelConfig, device: str) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
-    Weights are in `config.dtype`, but for layers that a model's class keeps in fp32 (diffusers' `from_pretrained` does)
-    and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. Raises `ModelError` if `config.path`
-    cannot be loaded or has no denoiser.
+    Weights are in `config.dtype` or quantised, but for layers that a model's class keeps in fp32 (diffusers'
+    `from_pretrained` does) and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. Raises
+    `ModelError` if `config.path` cannot be loaded or has no denoiser, `ConfigError` for a package that is missing.
     """
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device.startswith("cuda") else "float32")
-    pipe = read_pipeline(config.path, getattr(torch, dtype))
+    check_quantisation(config, device)
+    pipe = read_pipeline(config.path, getattr(torch, dtype), config)
     if getattr(pipe, "scheduler", None) is None:
         raise ModelError(f"{type(pipe).__name__} has no component 'scheduler': there are no denoising steps to train")
     pipe.scheduler = trainable_scheduler(pipe.scheduler)
@@ -342,6 +347,6 @@ def weights_fingerprint(denoisers: dict[str, ModelMixin]) -> str:
         for name, p in denoiser.named_parameters():
             if "lora_" in name:
                 continue
-            head = p.detach().flatten()[:256].float().cpu()
+            head = leading_values(p, 256)
             digest.update(f"{name}{tuple(p.shape)}".encode() + head.numpy().tobytes())
     return digest.hexdigest()

@@ -41,12 +41,14 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         from gerl.cluster import Cluster
         from gerl.model.loading import check_model
+        from gerl.model.quantisation import check_quantisation
         from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
         from gerl.trainer.rescue import interruption_said
         from gerl.workers.optimizers import check_optimizer
 
         machines = Cluster(config.cluster, config.reward.gpu_shares)
         if not (machines.remote and os.environ.get("RAY_ADDRESS")):  # else they may be on other machines
+            check_quantisation(model, machines.device)
             check_model(model, config.sampling)
             check_optimizer(config.actor, machines.device)
         workers = f"{machines.num_workers} on {machines.device}, {config.cluster.launcher}"
