@@ -1,5 +1,6 @@
 """gerl: reinforcement learning for diffusion models."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,10 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "record", "replay"]
 __version__ = "0.1.0"
+
+# torchao, where it is installed, is imported by diffusers and says then that it was built for another torch or GPU
+for _library in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+    logging.getLogger(_library).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> object:

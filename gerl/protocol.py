@@ -141,13 +141,15 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class StepResult:
-    """An optimizer step: gradient norm before clipping, learning rate, whether it was taken, and the largest weight
-    of the LoRA after it (None where it was not taken)."""
+    """An optimizer step: gradient norm before clipping, learning rate, whether it was taken, the largest weight of
+    the LoRA after it (None where it was not taken), and the root mean square of the gradient's elements before
+    clipping."""
 
     grad_norm: float
     lr: float
     applied: bool
     lora_max: float | None = None
+    grad_rms: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The other blocks: model, rollout, actor, reward, data, validation, checkpoint, cluster, logger, trainer."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gerl.config.choices import Dtype, LrSchedule, RewardNormalisation
+from gerl.config.choices import Dtype, LrSchedule, Optimizer, Quantisation, RewardNormalisation
 from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
@@ -26,6 +26,18 @@ class ModelConfig(Block):
         "frozen weights of which each rank of a worker (cluster.ranks_per_worker) holds a part: those of the denoiser, "
         "or of the text encoders as well",
     )
+    lora: str | None = key(
+        None,
+        "a LoRA to start from: hub id, file, folder or checkpoint, in a layout of gerl.export; the trained LoRA begins "
+        "as this one, of at most model.lora_rank",
+    )
+    merge_lora: bool = key(False, "merge model.lora into the base model, and train a new LoRA on top of it")
+    quantize: Quantisation = key(
+        "none",
+        "frozen weights of the denoisers in 8 or 4 bits: int8 and fp8 (torchao), nf4 (bitsandbytes, GPU only); layers "
+        "compute in model.dtype, and the LoRA stays float32",
+    )
+    quantize_encoders: Quantisation = key("none", "the same for the text encoders")
     offload: bool = key(
         False,
         "text encoders and VAE are on the GPU only while they run, one at a time: less memory, and some seconds more a "
@@ -35,6 +47,13 @@ class ModelConfig(Block):
     compile: str | None = key(None, "torch.compile backend for the denoiser, such as inductor; null: not compiled")
 
     def check(self) -> None:
+        if self.merge_lora and self.lora is None:
+            raise ConfigError("model.merge_lora=true: there is no model.lora to merge; give one, or use false")
+        if self.merge_lora and self.quantize != "none":
+            raise ConfigError(
+                f"model.quantize={self.quantize}: weights are quantised as they are read, so nothing can be merged "
+                "into them; use model.merge_lora=false, or give a folder with the merged model as model.path"
+            )
         try:
             re.compile(self.lora_targets or "")
         except re.error as error:
@@ -42,6 +61,10 @@ class ModelConfig(Block):
             raise ConfigError(
                 f"model.lora_targets={self.lora_targets!r} is no regular expression ({error}): {hint}, or use null"
             ) from None
+
+    def carried_on(self) -> "ModelConfig":
+        """The model of a resumed run, which does not read the LoRA it began with: its checkpoint has what became."""
+        return self if self.merge_lora else replace(self, lora=None)
 
 
 @dataclass(frozen=True)
@@ -53,6 +76,9 @@ class RolloutConfig(Block):
 
 @dataclass(frozen=True)
 class ActorConfig(Block):
+    optimizer: Optimizer = key(
+        "adamw", "adamw, or adamw8bit: its moments in 8 bits, a quarter of the memory (needs the package bitsandbytes)"
+    )
     lr: float = main_key(3e-4, "AdamW learning rate", above=0)
     lr_schedule: LrSchedule = key("constant", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "optimizer steps over which the learning rate rises from 0", low=0)

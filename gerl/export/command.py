@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +12,7 @@ import yaml
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.errors import CheckpointError, ConfigError, ModelError
+from gerl.export.base import Base
 from gerl.model.paths import resolve
 from gerl.run.checkpoint import Checkpoint, find_checkpoint
 from gerl.utils.files import reason, write_atomically
@@ -68,9 +69,9 @@ def run(request: Request) -> list[Path]:
         GerlError: the checkpoint, the base model or the folder does not fit what is asked for.
     """
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)
-    path, alpha = read_config(run_dir)
-    path = request.model or path
-    check_out(request, checkpoint, path)
+    base = read_config(run_dir)
+    base = replace(base, path=request.model or base.path)
+    check_out(request, checkpoint, base.path)
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     from gerl.export.files import lora_files, merged_pipeline, write_files
     from gerl.model.libraries import quiet_libraries
@@ -80,31 +81,32 @@ def run(request: Request) -> list[Path]:
     quiet_libraries()
     tensors = unpack_tensors(checkpoint.read(STATE))
     kind = KINDS[request.weights]
-    loras = collect_loras({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}, alpha)
+    loras = collect_loras({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}, base.alpha)
     if not loras:
         raise CheckpointError(f"the checkpoint {checkpoint.path} holds no LoRA: only a LoRA can be exported")
     logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)
     if request.format == "merged":
-        pipe = merged_pipeline(loras, path)
+        pipe = merged_pipeline(loras, base)
         written = write_atomically(request.out, lambda folder: pipe.save_pretrained(str(folder)))
     else:
-        files = lora_files(request.format, loras, path)
+        files = lora_files(request.format, loras, base)
         written = write_atomically(request.out, lambda folder: write_files(files, folder))
-    logger.info("%s", closing_screen(request, loras, written))
+    logger.info("%s", closing_screen(request, loras, written, base))
     return written
 
 
-def read_config(run_dir: Path) -> tuple[str, float]:
-    """`model.path` and `model.lora_alpha` of a run; raises `ConfigError` if its config.yaml does not have them."""
+def read_config(run_dir: Path) -> Base:
+    """The base model of a run and its LoRA's alpha; raises `ConfigError` if its config.yaml does not have them."""
     path = run_dir / "config.yaml"
     try:
         model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
-        return str(model["path"]), float(model["lora_alpha"])
+        merged = str(model["lora"]) if model.get("merge_lora") is True else None
+        return Base(str(model["path"]), float(model["lora_alpha"]), merged, str(model.get("quantize", "none")))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({reason(error)}): the export needs it beside checkpoints/, for the LoRA's alpha"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} is not the configuration of a run ({type(error).__name__}: {reason(error)}): restore it"
         ) from None
@@ -124,12 +126,17 @@ def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
         raise ConfigError(f"out={request.out}: the folder has files in it; choose another, or add overwrite=true")
 
 
-def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Sequence[Path]) -> str:
+def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Sequence[Path], base: Base) -> str:
     """The files that were written, and how they are loaded."""
     out = str(request.out)
     if request.format == "merged":
-        return f"wrote {out} ({len(written)} files)\nload it:\n    DiffusionPipeline.from_pretrained({out!r})"
-    lines = [*(f"wrote {path}" for path in written), "load it:"]
+        lines = [f"wrote {out} ({len(written)} files)", f"trained on {base}"]
+        lines += [] if base.quantised == "none" else ["merged into the weights before they were quantised"]
+        return "\n".join([*lines, "load it:", f"    DiffusionPipeline.from_pretrained({out!r})"])
+    lines = [*(f"wrote {path}" for path in written), f"trained on {base}"]
+    if base.merged is not None:
+        lines.append(f"it is what was learned beyond {base.merged}: load that too, both at scale 1")
+    lines.append("load it:")
     for name in loras:
         match request.format:
             case "diffusers" if name in ("transformer", "unet"):

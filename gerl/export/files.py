@@ -5,15 +5,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import accelerate
 import diffusers
 import torch
 from safetensors import safe_open
 
+from gerl.config import ModelConfig
 from gerl.errors import ModelError
+from gerl.export.base import Base
+from gerl.model import skeletons
+from gerl.model.loading import find_denoisers
 from gerl.model.lora_layouts import diffusers_file, kohya_file, merge, peft_files
 from gerl.model.lora_weights import Lora, check_fit
 from gerl.model.paths import WEIGHTS, resolve
+from gerl.model.start_lora import merge_start
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -25,20 +29,23 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def lora_files(format: str, loras: Mapping[str, Lora], base: str) -> dict[str, bytes]:
-    """The files of a format, by name relative to `out`; raises `ModelError` if the base model has no such layout."""
+def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, bytes]:
+    """The files of a format, by name relative to `out`, which note the base.
+
+    Raises `ModelError` if the base model has no such layout.
+    """
     files: dict[str, bytes] = {}
     match format:
         case "diffusers":
-            files[WEIGHTS] = diffusers_file(loras)
+            files[WEIGHTS] = diffusers_file(loras, str(base))
         case "peft":
             for name, lora in loras.items():
-                files |= {f"{name}/{file}": content for file, content in peft_files(lora, base).items()}
+                files |= {f"{name}/{file}": content for file, content in peft_files(lora, str(base)).items()}
         case "kohya":
             for name, lora in loras.items():
-                denoiser = skeleton(base, name)
-                check_fit(lora, denoiser, f"{name} of {base}")
-                files[f"lora_{name}.safetensors"] = kohya_file(lora, denoiser)
+                denoiser = skeleton(base.path, name)
+                check_fit(lora, denoiser, f"{name} of {base.path}")
+                files[f"lora_{name}.safetensors"] = kohya_file(lora, denoiser, str(base))
     return files
 
 
@@ -49,23 +56,26 @@ def skeleton(base: str, name: str) -> diffusers.ModelMixin:
         index = diffusers.DiffusionPipeline.load_config(folder)
         if name not in index:
             raise ModelError(f"model={base} has no {name}, to which the LoRA belongs")
-        model = getattr(diffusers, index[name][1])
-        with accelerate.init_empty_weights():
-            return model.from_config(model.load_config(folder, subfolder=name))
+        return skeletons.skeleton(folder, name, index)
 
 
-def merged_pipeline(loras: Mapping[str, Lora], base: str) -> diffusers.DiffusionPipeline:
-    """The whole pipeline with the LoRAs in its weights; every component keeps the precision of its files."""
-    with loading(base):
-        folder = Path(resolve(base))
+def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.DiffusionPipeline:
+    """The whole pipeline with the LoRAs in its weights; every component keeps the precision of its files.
+
+    A LoRA that was merged into the base before training comes first.
+    """
+    with loading(base.path):
+        folder = Path(resolve(base.path))
         if not folder.is_dir():
             folder = Path(diffusers.DiffusionPipeline.download(str(folder)))
         pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=stored_dtypes(folder))
+    if base.merged is not None:
+        merge_start(ModelConfig(path=base.path, lora=base.merged, merge_lora=True), find_denoisers(pipe))
     for name, lora in loras.items():
         denoiser = pipe.components.get(name)
         if denoiser is None:
-            raise ModelError(f"model={base} has no {name}, to which the LoRA belongs; give the model it is of")
-        check_fit(lora, denoiser, f"{name} of {base}")
+            raise ModelError(f"model={base.path} has no {name}, to which the LoRA belongs; give the model it is of")
+        check_fit(lora, denoiser, f"{name} of {base.path}")
         merge(lora, denoiser)
     return pipe
 

@@ -1,11 +1,12 @@
-"""Pipelines of the Hugging Face hub: fetched into its cache, and what goes wrong there as sentences."""
+"""Pipelines and LoRAs of the Hugging Face hub: fetched into its cache, and what goes wrong there as sentences."""
 
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from diffusers import DiffusionPipeline
-from huggingface_hub import constants, model_info
+from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -17,6 +18,7 @@ from huggingface_hub.utils import httpx
 
 from gerl.commandline.waiting import logger, waiting
 from gerl.errors import GerlError, ModelError
+from gerl.model.paths import INDEX
 from gerl.utils.files import reason
 
 PATIENCE = 10.0  # seconds for the hub's first answer
@@ -70,6 +72,29 @@ def fetch(path: str) -> str:
     return str(folder)
 
 
+def fetch_lora(source: str) -> Path:
+    """The folder or file of a LoRA of the hub in the cache, after a download; `source` is `owner/name[/path inside]`.
+
+    Only safetensors files and the configurations of PEFT are fetched. Raises `ModelError`, also for a pipeline.
+    """
+    owner, name, *inside = source.split("/")
+    repository, file = f"{owner}/{name}", "/".join(inside)
+    wanted = [file, f"{file}/*"] if file else ["*.safetensors", "*adapter_config.json"]
+    unreached = _unreached(repository)
+    try:
+        if unreached is None:
+            files = {entry.rfilename for entry in model_info(repository, timeout=PATIENCE).siblings or []}
+            if not file and INDEX in files:
+                raise ModelError(f"model.lora={source!r} is a pipeline, no LoRA: give it as model.path")
+        with waiting(f"fetching {source} from {constants.ENDPOINT}", Downloads()):
+            folder = snapshot_download(repository, allow_patterns=wanted, local_files_only=unreached is not None)
+    except GerlError:
+        raise
+    except Exception as error:  # see `fetch`
+        raise ModelError(_sentence(repository, error, unreached, "model.lora")) from error
+    return Path(folder) / file
+
+
 def refusal_of_code(path: str) -> str:
     """The sentence for a pipeline of the hub that would run code."""
     return (
@@ -87,48 +112,43 @@ def _unreached(path: str) -> Exception | None:
     return None
 
 
-def _sentence(path: str, error: Exception, unreached: Exception | None) -> str:
-    """The cause and the remedy, where a pipeline is neither in the cache nor comes from the hub."""
+def _sentence(path: str, error: Exception, unreached: Exception | None, key: str = "model.path") -> str:
+    """The cause and the remedy, where what `key` asks for is neither in the cache nor comes from the hub."""
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    given = f"{key}={path!r}"
     first = unreached or error
     causes = list(_causes(first))
     if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
         return (
-            f"model.path={path!r} does not fit on the disk of the hub's cache {cache}: free space, or set HF_HOME to a "
+            f"{given} does not fit on the disk of the hub's cache {cache}: free space, or set HF_HOME to a "
             "folder on a larger disk"
         )
     if any(isinstance(cause, GatedRepoError) for cause in causes):
-        return f"model.path={path!r} is gated: accept its terms at {hub}/{path}, then log in with 'hf auth login'"
+        return f"{given} is gated: accept its terms at {hub}/{path}, then log in with 'hf auth login'"
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-        return (
-            f"model.path={path!r}: {hub} has no such model, or a private one: correct the id, or log in with "
-            "'hf auth login'"
-        )
+        return f"{given}: {hub} has no such model, or a private one: correct the id, or log in with 'hf auth login'"
     status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), None)
     if status in (401, 403):
         return (
-            f"model.path={path!r}: {hub} refuses access ({status}): log in with 'hf auth login', and accept the terms "
+            f"{given}: {hub} refuses access ({status}): log in with 'hf auth login', and accept the terms "
             f"at {hub}/{path} if it has some"
         )
-    absent = f"model.path={path!r} is not, or not whole, in the hub's cache {cache}"
+    absent = f"{given} is not, or not whole, in the hub's cache {cache}"
     if isinstance(unreached, OfflineModeIsEnabled):
-        return f"{absent}, and HF_HUB_OFFLINE is set: unset it, or set model.path to a folder with the pipeline"
+        return f"{absent}, and HF_HUB_OFFLINE is set: unset it, or set {key} to a folder with it"
     if unreached is not None:
         return (
             f"{absent}, and {hub} cannot be asked ({_words(unreached)}): connect this machine to it, or fetch it on "
-            f"another with 'hf download {path} --local-dir FOLDER' and set model.path=FOLDER here"
+            f"another with 'hf download {path} --local-dir FOLDER' and set {key}=FOLDER here"
         )
     if any(isinstance(cause, EntryNotFoundError) for cause in causes):
         return (
-            f"model.path={path!r} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; "
+            f"{given} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; "
             "give a model in the format of diffusers"
         )
     if any(isinstance(cause, httpx.TransportError | HfHubHTTPError) for cause in causes):
-        return (
-            f"model.path={path!r}: the download from {hub} broke off ({_words(error)}): start again, what is there is "
-            "kept"
-        )
-    return f"model.path={path!r} cannot be loaded as a diffusers pipeline: {_words(error)}"
+        return f"{given}: the download from {hub} broke off ({_words(error)}): start again, what is there is kept"
+    return f"{given} cannot be loaded as a diffusers pipeline: {_words(error)}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,11 @@ from gerl.model.libraries import quiet_messages
 from gerl.model.lora import add_lora, lora_file
 from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
+from gerl.model.quantisation import check_quantisation, leading_values, quantisation_config
 from gerl.model.schedulers import trainable_scheduler
 from gerl.model.sharding import shard, sharded_components
+from gerl.model.skeletons import skeletons
+from gerl.model.start_lora import begin_with, merge_start, read_start
 from gerl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -69,11 +72,11 @@ class Policy:
             return lora_file(self.denoisers)
 
 
-def read_pipeline(path: str, dtype: torch.dtype) -> DiffusionPipeline:
-    """The pipeline of a hub id or folder, on the CPU, as diffusers loads it.
+def read_pipeline(path: str, dtype: torch.dtype, config: ModelConfig | None = None) -> DiffusionPipeline:
+    """The pipeline of a hub id or folder, on the CPU, as diffusers loads it, quantised as `config` asks.
 
-    Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, or
-    if a hub id would run code.
+    Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, if
+    it cannot be quantised, or if a hub id would run code.
     """
     given = resolve(path)
     own = Path(given).is_dir()
@@ -85,7 +88,10 @@ def read_pipeline(path: str, dtype: torch.dtype) -> DiffusionPipeline:
             logger.info("model.path=%r: running the code in %s", path, ", ".join(code))
         elif isinstance(index["_class_name"], list):
             raise ModelError(refusal_of_code(path))
-        return DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=bool(code))
+        quantised = quantisation_config(config, folder, dtype, denoisers_among) if config is not None else None
+        return DiffusionPipeline.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=bool(code), quantization_config=quantised
+        )
 
 
 @contextlib.contextmanager
@@ -104,17 +110,22 @@ def _loading(path: str) -> Iterator[None]:
 def check_model(config: ModelConfig, sampling: SamplingConfig) -> None:
     """Find out what can be known before the weights are loaded; a pipeline of the hub is fetched into its cache.
 
-    Raises `ModelError` if there is no such pipeline or if it does not take the arguments of `sampling`, `ConfigError`
-    for a compiler that torch does not have.
+    Raises `ModelError` if there is no such pipeline, if it does not take the arguments of `sampling`, or if it cannot
+    have the LoRA of `config.lora`, `ConfigError` for a compiler that torch does not have.
     """
     check_backend(config.compile)
     quiet_messages()
     given = resolve(config.path)
     with _loading(config.path):
-        index = DiffusionPipeline.load_config(given if Path(given).is_dir() else fetch(given))
-        name = index["_class_name"]
+        folder = given if Path(given).is_dir() else fetch(given)
+        name = DiffusionPipeline.load_config(folder)["_class_name"]
     if isinstance(name, str) and isinstance(kind := getattr(diffusers, name, None), type):
         check_arguments(kind, sampling)
+    if config.lora is not None:
+        with _loading(config.path):
+            models = skeletons(folder)
+        if models is not None:  # else its own code has to build them
+            read_start(config, denoisers_among(models))
 
 
 def own_code(folder: Path, index: dict[str, object]) -> list[str]:
@@ -139,13 +150,14 @@ def own_code(folder: Path, index: dict[str, object]) -> list[str]:
 def load_pipeline(config: ModelConfig, device: str, to_shard: bool = False) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
-    `to_shard`: the components that `config.shard` names stay on the CPU.
-
-    Weights are in `config.dtype`, but for layers that a model's class keeps in fp32 (diffusers' `from_pretrained` does)
-    and VAE decoders, see `decode_in_fp32`. Raises `ModelError` if `config.path` cannot be loaded or has no denoiser.
+    Weights are in `config.dtype` or quantised, but for layers that a model's class keeps in fp32 (diffusers'
+    `from_pretrained` does) and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. `to_shard`:
+    the components that `config.shard` names stay on the CPU. Raises `ModelError` if `config.path` cannot be loaded or
+    has no denoiser, `ConfigError` for a package that is missing.
     """
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device.startswith("cuda") else "float32")
-    pipe = read_pipeline(config.path, getattr(torch, dtype))
+    check_quantisation(config, device)
+    pipe = read_pipeline(config.path, getattr(torch, dtype), config)
     if getattr(pipe, "scheduler", None) is None:
         raise ModelError(f"{type(pipe).__name__} has no component 'scheduler': there are no denoising steps to train")
     pipe.scheduler = trainable_scheduler(pipe.scheduler)
@@ -157,6 +169,8 @@ def load_pipeline(config: ModelConfig, device: str, to_shard: bool = False) -> D
     if dtype != "float32":
         decode_in_fp32(pipe)
     denoisers = find_denoisers(pipe)
+    if config.lora is not None and config.merge_lora:
+        merge_start(config, denoisers)
     sharded = sharded_components(pipe, denoisers, config.shard) if to_shard else {}
     place(pipe, denoisers, device, config.offload, sharded)
     return pipe
@@ -183,19 +197,24 @@ def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
     several: Wan 2.2 has one for high and one for low noise levels, Ideogram 4 one for the conditional and one for the
     unconditional prediction. Raises `ModelError` if there is none.
     """
-    models = {
-        name: component
-        for name, component in pipe.components.items()
-        if isinstance(component, ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
-    }
-    found = {name: model for name, model in models.items() if _is_denoiser(model)}
-    found = found or {name: models[name] for name in DENOISERS if name in models}
+    found = denoisers_among(pipe.components)
     if not found:
         raise ModelError(
             f"{type(pipe).__name__} has no denoiser: none of its components {', '.join(pipe.components)} is a model "
             "of diffusers with repeated blocks that is called with a timestep"
         )
     return found
+
+
+def denoisers_among(components: Mapping[str, object]) -> dict[str, ModelMixin]:
+    """Those of a pipeline's components that get a LoRA, see `find_denoisers`; skeletons will do."""
+    models = {
+        name: component
+        for name, component in components.items()
+        if isinstance(component, ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
+    }
+    found = {name: model for name, model in models.items() if _is_denoiser(model)}
+    return found or {name: models[name] for name in DENOISERS if name in models}
 
 
 def _is_denoiser(model: torch.nn.Module) -> bool:
@@ -210,11 +229,13 @@ def load_policy(
 ) -> Policy:
     """Load the pipeline and add a LoRA, the same on every worker with the same `seed`.
 
-    `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole.
-    Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do what `config` asks for.
+    `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole. With `config.lora`,
+    not merged, the LoRA begins as that one. Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do
+    what `config` asks for.
     """
     pipe = load_pipeline(config, device, to_shard=mesh is not None)
     denoisers = find_denoisers(pipe)
+    start = read_start(config, denoisers) if config.lora is not None and not config.merge_lora else {}
     lora: dict[str, torch.nn.Parameter] = {}
     for name, denoiser in denoisers.items():
         added = add_lora(
@@ -225,6 +246,9 @@ def load_policy(
             _checkpoint_gradients(denoiser)
         if config.compile is not None:
             denoiser.compile(backend=config.compile)
+    begin_with(start, denoisers)
+    if start:
+        logger.info("the LoRA begins as %s", config.lora)
     if missing := sorted(denoisers.keys() - loadable_loras(pipe)):
         names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
         logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
@@ -334,6 +358,6 @@ def weights_fingerprint(denoisers: dict[str, ModelMixin]) -> str:
         for name, p in denoiser.named_parameters():
             if "lora_" in name:
                 continue
-            head = p.detach().flatten()[:256].float().cpu()
+            head = leading_values(p, 256)
             digest.update(f"{name}{tuple(p.shape)}".encode() + head.numpy().tobytes())
     return digest.hexdigest()

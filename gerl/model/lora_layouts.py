@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 
 from gerl.errors import ModelError
-from gerl.model.lora_weights import METADATA, Lora
+from gerl.model.lora_weights import METADATA, Halves, Lora
 from gerl.utils.tensors import pack_tensors
 
 
@@ -79,8 +79,11 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
 SAME_NAMES = ("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "UNet2DConditionModel")
 
 
-def diffusers_file(loras: Mapping[str, Lora]) -> bytes:
-    """A safetensors file of diffusers: a LoRA under each prefix, rank and alpha in the file's header."""
+def diffusers_file(loras: Mapping[str, Lora], base: str | None = None) -> bytes:
+    """A safetensors file of diffusers: a LoRA under each prefix, rank and alpha in the file's header.
+
+    `base`: what it was trained on, for the header.
+    """
     tensors: dict[str, torch.Tensor] = {}
     header: dict[str, object] = {}
     for prefix, lora in loras.items():
@@ -88,7 +91,11 @@ def diffusers_file(loras: Mapping[str, Lora]) -> bytes:
             tensors |= {f"{prefix}.{layer}.lora_A.weight": a, f"{prefix}.{layer}.lora_B.weight": b}
         config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.layers)}
         header |= {f"{prefix}.{key}": value for key, value in config.items()}
-    return pack_tensors(tensors, {"format": "pt", METADATA: json.dumps(header, indent=2)})
+    return pack_tensors(tensors, {"format": "pt", METADATA: json.dumps(header, indent=2), **_note(base)})
+
+
+def _note(base: str | None) -> dict[str, str]:
+    return {} if base is None else {"base_model": base}
 
 
 def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
@@ -106,10 +113,11 @@ def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
     }
 
 
-def kohya_file(lora: Lora, denoiser: torch.nn.Module) -> bytes:
+def kohya_file(lora: Lora, denoiser: torch.nn.Module, base: str | None = None) -> bytes:
     """A safetensors file in kohya's layout: `lora_unet_NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`.
 
-    Only the class and the sizes of `denoiser` are read, so it may be on the meta device. Where several layers are one
+    Only the class and the sizes of `denoiser` are read, so it may be on the meta device. `base`: as in
+    `diffusers_file`. Where several layers are one
     in the original code, their LoRAs become the blocks of one LoRA, whose rank is the sum of theirs.
 
     Raises:
@@ -135,7 +143,60 @@ def kohya_file(lora: Lora, denoiser: torch.nn.Module) -> bytes:
         # readers divide alpha by the rank they find, that of all blocks together
         alpha = torch.tensor(lora.scale * len(down))
         tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
-    return pack_tensors(tensors, {"format": "pt"})
+    return pack_tensors(tensors, {"format": "pt", **_note(base)})
+
+
+def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> dict[str, Halves]:
+    """The LoRA of each layer of `denoiser` in the tensors of a file in kohya's layout, see `kohya_file`.
+
+    Where several layers are one in the original code, each gets the rows of its own, and the part of the rank that
+    they use: exactly the LoRAs that `kohya_file` was given. Only the class and the sizes of `denoiser` are read.
+
+    Raises:
+        ModelError: kohya's layout of this class is not known, or the file has something else.
+    """
+    originals = _kohya_names(denoiser)
+    found: dict[str, Halves] = {}
+    modules = sorted({name.split(".")[0] for name in tensors})
+    for module in modules:
+        halves = [tensors.get(f"{module}.{part}.weight") for part in ("lora_down", "lora_up")]
+        alpha = tensors.get(f"{module}.alpha")
+        down, up = halves
+        if module not in originals or down is None or up is None or not down.ndim == up.ndim == 2:
+            raise ModelError(f"its {module} is no LoRA of a linear layer of {type(denoiser).__name__}")
+        scale = 1.0 if alpha is None else float(alpha) / len(down)
+        top, parts = 0, originals[module]
+        for part in parts:
+            rows = len(denoiser.get_parameter(f"{part}.weight"))
+            own = up[top : top + rows]
+            top += rows
+            used = own.any(0).nonzero().flatten()
+            if len(parts) == 1:
+                found[part] = Halves(down, own, scale)
+            elif len(used):
+                columns = slice(int(used[0]), int(used[-1]) + 1)
+                found[part] = Halves(down[columns], own[:, columns], scale)
+        if top != len(up):
+            raise ModelError(f"its {module} has {len(up)} rows, and {type(denoiser).__name__} {top} in this place")
+    return found
+
+
+def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """The layers of `denoiser` that make up each module of a kohya file, by the module's name."""
+    family = type(denoiser).__name__
+    if family not in LAYOUTS:
+        raise ModelError(
+            f"kohya's layout for {family} is not known, only for {', '.join(LAYOUTS)}: give a file of diffusers or PEFT"
+        )
+    names: dict[str, tuple[str, ...]] = {}
+    for layer, module in denoiser.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            try:
+                original, parts = _original(layer, family)
+            except ModelError:  # kohya has no name for it
+                continue
+            names["lora_unet_" + original.replace(".", "_")] = parts
+    return names
 
 
 def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
@@ -153,9 +214,15 @@ def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
     return layer, (layer,)
 
 
-@torch.no_grad()
 def merge(lora: Lora, denoiser: torch.nn.Module) -> None:
     """Add the LoRA to the weights of `denoiser`: computed in fp32, rounded once to the precision of the weights."""
-    for layer, (a, b) in lora.layers.items():
+    merge_halves(lora.halves, denoiser)
+
+
+@torch.no_grad()
+def merge_halves(layers: Mapping[str, Halves], denoiser: torch.nn.Module) -> None:
+    """As `merge`, for a LoRA whose layers may have a rank and a scale each."""
+    for layer, halves in layers.items():
         weight = denoiser.get_parameter(f"{layer}.weight")
-        weight.copy_(weight.float() + lora.scale * (b.float() @ a.float()))
+        update = (halves.b.float() @ halves.a.float()).to(weight.device)
+        weight.copy_(weight.float() + halves.scale * update)

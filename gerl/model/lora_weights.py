@@ -21,6 +21,20 @@ VARIANTS = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bia
 
 
 @dataclass(frozen=True)
+class Halves:
+    """The LoRA of one layer: its update is `scale * b @ a`, with `a [rank, in]` and `b [out, rank]`."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The rank, which other layers of the same LoRA need not have."""
+        return len(self.a)
+
+
+@dataclass(frozen=True)
 class Lora:
     """The LoRA of one denoiser: by layer, `A [rank, in]` and `B [out, rank]`; a layer's update is `scale * B @ A`."""
 
@@ -36,6 +50,11 @@ class Lora:
     def scale(self) -> float:
         """alpha / rank (Hu et al. 2021, section 4.1)."""
         return self.alpha / self.rank
+
+    @property
+    def halves(self) -> dict[str, Halves]:
+        """The LoRA of each layer by itself."""
+        return {layer: Halves(a, b, self.scale) for layer, (a, b) in self.layers.items()}
 
     @property
     def targets(self) -> str:
@@ -105,10 +124,11 @@ def _fault(lora: Lora, alpha: object) -> str | None:
     return None
 
 
-def check_fit(lora: Lora, denoiser: torch.nn.Module, where: str) -> None:
+def check_fit(lora: Lora | Mapping[str, Halves], denoiser: torch.nn.Module, where: str) -> None:
     """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or has it in another size."""
     linear = {name: module for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)}
-    for layer, (a, b) in lora.layers.items():
+    for layer, halves in (lora.halves if isinstance(lora, Lora) else lora).items():
+        a, b = halves.a, halves.b
         if layer not in linear:
             raise ModelError(f"the LoRA does not fit {where}: it has no linear layer {layer}; give the model it is of")
         sizes, expected = (a.shape[1], b.shape[0]), (linear[layer].in_features, linear[layer].out_features)

@@ -1,4 +1,4 @@
-"""`model.path`: the pipeline that ships with gerl, a folder, or a hub id. It is read before torch is imported."""
+"""`model.path` and `model.lora`: what ships with gerl, folders, files and hub ids, read before torch is imported."""
 
 import re
 from importlib import resources
@@ -38,6 +38,26 @@ def resolve(path: str) -> str:
     if not (folder / INDEX).is_file():
         raise ModelError(f"model.path={path!r} is no pipeline: {_why(folder)}")
     return str(folder)
+
+
+def local_lora(source: str) -> Path | None:
+    """The file or folder of `model.lora`; None for one of the hub. Raises `ModelError` for what can be neither."""
+    path, given = Path(source).expanduser(), f"model.lora={source!r}"
+    if path.exists():
+        if (path / INDEX).is_file():
+            raise ModelError(f"{given} is a pipeline, no LoRA: give it as model.path")
+        if (path / "checkpoints").is_dir():
+            raise ModelError(f"{given} is a run: give one of its checkpoints, {source}/checkpoints/step_N")
+        return path
+    if address := ADDRESS.match(source):
+        remedy = f"the hub id, model.lora={address[1]}" if address[1] else "a hub id such as owner/name, or a file"
+        raise ModelError(f"{given} is a web address: give {remedy}")
+    if source.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", source):
+        raise ModelError(
+            f"{given}: there is no file or folder {path.absolute()}; correct the path, or give a hub id such as "
+            "'owner/name' or 'owner/name/FILE.safetensors'"
+        )
+    return None
 
 
 def _why(folder: Path) -> str:

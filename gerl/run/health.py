@@ -74,6 +74,7 @@ class Health:
         signs = [
             self._equal_rewards(row),
             self._broken(row),
+            self._tiny(row),
             self._trust_region(row),
             self._one_step(row),
             self._falling(row),
@@ -141,6 +142,17 @@ class Health:
             )
             found.append(("large weights", text))
         return found
+
+    def _tiny(self, row: Row) -> list[tuple[str, str]]:
+        """Whether the gradient is below the epsilon by which AdamW divides instead."""
+        rms, eps = _number(row, "actor/grad_rms"), get(self.config, "actor", "eps")
+        if rms is None or not isinstance(eps, int | float) or not 0 < rms < eps:
+            return []
+        text = (
+            f"step {row['step']}: the root mean square of the gradient, {rms:.2g}, is below actor.eps={eps:g}, by "
+            f"which AdamW then divides in place of it, so that the weights hardly move: use actor.eps={_below(rms)}"
+        )
+        return [("gradient below eps", text)]
 
     def _trust_region(self, row: Row) -> list[tuple[str, str]]:
         """Whether the latest steps with off-policy updates had nearly all their ratios outside the range, or none."""
@@ -229,6 +241,11 @@ def weights_problem(largest: float, lr: float) -> str | None:
         f"the largest weight of the LoRA is {largest:.3g} after an optimizer step at learning rate {lr:.3g}, above "
         f"{ABSURD_WEIGHT:g}, where usual ones are below 1: nothing of this step is kept; lower actor.lr"
     )
+
+
+def _below(rms: float) -> str:
+    """A power of ten at least a thousand times smaller."""
+    return f"1e{math.floor(math.log10(rms)) - 3}"
 
 
 def _number(row: Row, name: str) -> float | None:

@@ -136,7 +136,7 @@ class RayDiffusionTrainer:
 
     def setup(self, resume: RunFolder | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
-        self.start()
+        self.start(resumed=resume is not None and resume.checkpoint is not None)
         if resume is not None and resume.checkpoint is not None:
             self.load(resume.checkpoint)
             resume.carry_on()
@@ -149,9 +149,10 @@ class RayDiffusionTrainer:
         for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
             self.health.observe(row)
 
-    def start(self) -> None:
-        """Try the scorers, start the workers, and load the model."""
+    def start(self, resumed: bool = False) -> None:
+        """Try the scorers, start the workers, and load the model, as a resumed run needs it if it is one."""
         config, cluster = self.config, self.cluster
+        loaded = replace(config, model=config.model.carried_on()) if resumed else config
         per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
         logger.info("reward: %s", described(config.reward.scorers))
@@ -162,7 +163,7 @@ class RayDiffusionTrainer:
             "worker",
             HybridWorker,
             cluster.processes,
-            lambda rank: (config, rank, cluster.worker_device(rank), cluster.threads, total_updates),
+            lambda rank: (loaded, rank, cluster.worker_device(rank), cluster.threads, total_updates),
             gpus=cluster.gpus,
             threads=cluster.threads,
         )

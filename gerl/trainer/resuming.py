@@ -209,10 +209,13 @@ def _refuse(found: Sequence[Change], path: Path, saved: Mapping[str, str], diges
 
 
 def _is_moved_model(change: Change) -> bool:
-    """Whether the model's folder may have another place now; its weights are compared once it is loaded."""
-    if change.key != "model.path" or not str(change.old).startswith(("/", "~", ".")):
+    """Whether the model's folder, or a LoRA merged into it, may have another place now.
+
+    The weights are compared once they are loaded.
+    """
+    if change.key not in ("model.path", "model.lora") or not str(change.old).startswith(("/", "~", ".")):
         return False
-    return not Path(change.old).expanduser().exists() and Path(str(change.new)).expanduser().is_dir()
+    return not Path(change.old).expanduser().exists() and Path(str(change.new)).expanduser().exists()
 
 
 def _say_finished(run_dir: Path, steps: int, found: Sequence[Change]) -> None:

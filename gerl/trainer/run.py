@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gerl.commandline import signals
 from gerl.commandline.waiting import waiting
 from gerl.errors import GerlError
-from gerl.model.paths import resolve
+from gerl.model.paths import local_lora, resolve
 from gerl.rewards.checks import read_prompts
 from gerl.run.log import RunLog
 from gerl.run.report import write_report
@@ -33,17 +33,24 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with RunLog() as log:
         resolve(config.model.path)
+        model = config.model if folder.checkpoint is None else config.model.carried_on()
+        if model.lora is not None:
+            local_lora(model.lora)
         prompts = read_prompts(config, "data.train", config.data.train)
         held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         from gerl.cluster import Cluster
         from gerl.model.loading import check_model
+        from gerl.model.quantisation import check_quantisation
         from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
         from gerl.trainer.rescue import interruption_said
+        from gerl.workers.optimizers import check_optimizer
 
         machines = Cluster(config.cluster, config.reward.gpu_shares)
         if not (machines.remote and os.environ.get("RAY_ADDRESS")):  # else they may be on other machines
-            check_model(config.model, config.sampling)
+            check_quantisation(model, machines.device)
+            check_model(model, config.sampling)
+            check_optimizer(config.actor, machines.device)
         workers = f"{machines.num_workers} on {machines.device}, {config.cluster.launcher}"
         with session(run_dir, log, arguments, workers) as begin:
             folder.open(begin)

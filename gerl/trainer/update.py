@@ -161,8 +161,8 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
         measured["ratio_deviation"] = deviation
     if result is not None:
         measured |= {"grad_norm": result.grad_norm, "lr": result.lr}
-        if result.lora_max is not None:
-            measured["lora_max"] = result.lora_max
+        known = {"lora_max": result.lora_max, "grad_rms": result.grad_rms}
+        measured |= {name: value for name, value in known.items() if value is not None}
     squares = {k: total / count for k, (total, count) in stats.step_squares.items()}
     measured |= {f"step_grad_norm/{k}": math.sqrt(square) for k, square in squares.items()}
     if len(squares) > 1 and (whole := sum(squares.values())) > 0:

@@ -18,8 +18,9 @@ from gerl.model.ema import EMA
 from gerl.model.loading import Policy
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.state import ScheduleState, WorkerState
+from gerl.workers.optimizers import build_optimizer, expected_state, restore, state_of
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter once it has been updated
+OPTIMIZER = "optimizer/"  # of the names of its tensors in a checkpoint
 
 
 class Actor:
@@ -36,13 +37,7 @@ class Actor:
         """`most`: the largest of the numbers that the ranks of a worker call it with, where they are in lockstep."""
         self.policy, self.config, self.algorithm, self.most = policy, config, algorithm, most
         self.parameters = list(policy.lora.values())
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
+        self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(
             name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=total_updates
@@ -121,6 +116,7 @@ class Actor:
         """Clip the gradient and take an optimizer step; a non-finite gradient is dropped instead."""
         lr = self.schedule.get_last_lr()[0]
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        rms = norm / math.sqrt(sum(p.numel() for p in self.parameters))
         finite, largest = norm == norm and norm != float("inf"), None
         if finite:
             self.optimizer.step()
@@ -131,7 +127,7 @@ class Actor:
                 largest = float(torch.nn.utils.get_total_norm(self.parameters, float("inf")))
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(norm, lr, finite, largest)
+        return StepResult(norm, lr, finite, largest, rms)
 
     def finish_step(self, step: int) -> None:
         """End of trainer step `step`: the old policies follow the trained one."""
@@ -148,8 +144,7 @@ class Actor:
         averages = self.policy.averages()
         for kind, average in averages.items():
             tensors |= {f"{kind}/{name}": value for name, value in average.average.items()}
-        for name, p in self.policy.lora.items():
-            tensors |= {f"optimizer/{key}/{name}": value for key, value in self.optimizer.state.get(p, {}).items()}
+        tensors |= {f"{OPTIMIZER}{key}": value for key, value in state_of(self.optimizer, self.policy.lora).items()}
         return tensors, WorkerState(
             self.policy.version,
             {kind: average.updates for kind, average in averages.items()},
@@ -167,11 +162,7 @@ class Actor:
         self.check_state(tensors, numbers)
         for name, p in self.policy.lora.items():
             p.copy_(tensors[f"lora/{name}"])
-            if f"optimizer/step/{name}" in tensors:
-                # AdamW keeps its step counter on the CPU
-                places = {key: "cpu" if key == "step" else p.device for key in MOMENTS}
-                restored = {key: tensors[f"optimizer/{key}/{name}"].to(place) for key, place in places.items()}
-                self.optimizer.state[p] = {key: value.clone() for key, value in restored.items()}
+        restore(self.optimizer, self.policy.lora, _of_optimizer(tensors))
         for kind, average in self.policy.averages().items():
             average.load({name: tensors[f"{kind}/{name}"] for name in self.policy.lora}, numbers.averages[kind])
         self.policy.old_is_current = numbers.old_is_current
@@ -195,11 +186,8 @@ class Actor:
             raise CheckpointError("state.json has a negative count of updates")
         lora: dict[str, torch.Tensor] = dict(self.policy.lora)
         expected = {f"{kind}/{name}": p for kind in ("lora", *averages) for name, p in lora.items()}
-        scalar = torch.zeros((), dtype=torch.float32)
-        for name, p in lora.items():
-            moments = {f"optimizer/{key}/{name}": scalar if key == "step" else p for key in MOMENTS}
-            if any(moment in tensors for moment in moments):  # none before the first update
-                expected |= moments
+        moments = expected_state(self.config, lora, _of_optimizer(tensors))
+        expected |= {f"{OPTIMIZER}{key}": like for key, like in moments.items()}
         for name, like in expected.items():
             if name not in tensors:
                 raise CheckpointError(f"state.safetensors has no tensor {name}")
@@ -211,6 +199,10 @@ class Actor:
                 )
         if extra := [name for name in tensors if name not in expected]:
             raise CheckpointError(f"state.safetensors has a tensor {extra[0]}, for which the run has no use")
+
+
+def _of_optimizer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(OPTIMIZER): value for key, value in tensors.items() if key.startswith(OPTIMIZER)}
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -34,6 +34,7 @@ from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
 from gerl.workers.collective import Meeting, Ranks
+from gerl.workers.optimizers import check_optimizer
 from gerl.workers.rollout import Rollout, count_blank
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class HybridWorker:
         """Load the pipeline and everything that works on it."""
         torch.set_num_threads(self.threads)
         quiet_libraries()
+        check_optimizer(self.config.actor, self.device)
         seed_everything("worker", self.config.trainer.seed)
         model, seed = self.config.model, self.config.trainer.seed
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):

@@ -70,7 +70,7 @@ MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
     "diffusion_nft": "old_distance",
 }
 WITH_KL = ("awm", "dgpo", "diffusion_nft", "rwr")
-EVERY_STEP = "loss grad_norm lr lora_max nonfinite_updates policy_version"
+EVERY_STEP = "loss grad_norm grad_rms lr lora_max nonfinite_updates policy_version"
 ON_SD15 = {"sampling__call": "{output_type: np}"}
 
 

@@ -19,7 +19,7 @@ BLOCKS = {
     "reward": "mean best_of_n bright/mean bright/best_of_n std failures",
     "group": "zero_std_fraction dropped",
     "actor": "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_ratio_mean loss grad_norm lr "
-    "lora_max step_grad_norm/0 step_grad_norm/1 step_grad_norm/2 step_grad_share "
+    "lora_max grad_rms step_grad_norm/0 step_grad_norm/1 step_grad_norm/2 step_grad_share "
     "nonfinite_updates policy_version",
     "health": "no_signal_steps blank_fraction bright/constant_steps",
     "scorer/bright": "latency_s queue_s images_per_s retries restarts warnings",

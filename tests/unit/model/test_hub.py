@@ -21,6 +21,7 @@ READ = """
 import sys, time, logging
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import GerlError
+from gerl.model.hub import fetch_lora
 from gerl.model.loading import check_model, read_pipeline
 import torch
 
@@ -28,6 +29,10 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 for path in sys.argv[1:]:
     start = time.monotonic()
     try:
+        if path.startswith("lora:"):
+            found = fetch_lora(path.removeprefix("lora:"))
+            print(found.name, sorted(file.name for file in found.rglob("*")) if found.is_dir() else "file")
+            continue
         check_model(ModelConfig(path=path), SamplingConfig())
         print("read", type(read_pipeline(path, torch.float32)).__name__)
     except GerlError as error:
@@ -92,6 +97,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadingHTTPServe
         file = "readme.md" if index is None else "model_index.json"
         (Hub.root / "owner" / name / file).write_text(json.dumps(index))
     (Hub.root / "owner" / "code" / "mine.py").write_text("raise RuntimeError('it was run')\n")
+    lora = Hub.root / "owner" / "lora"
+    lora.mkdir()
+    for file in ("a.safetensors", "b.safetensors", "notes.md"):
+        (lora / file).write_bytes(b"content")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -129,6 +138,16 @@ def test_a_pipeline_is_fetched_with_bars_and_read_again_without_the_hub(
     (whole, none), shown = read(tmp_path, hub, *names, HF_ENDPOINT="http://127.0.0.1:9")
     assert whole == "read StableDiffusion3Pipeline" and "from the cache" in shown
     assert "127.0.0.1:9 cannot be asked" in none and "Connection refused" in none and "--local-dir" in none
+
+
+def test_a_lora_is_fetched_without_what_it_does_not_need(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    names = ["lora:owner/lora/b.safetensors", "lora:owner/lora", "lora:owner/tiny", "lora:owner/none"]
+    (file, folder, pipeline, none), _ = read(tmp_path, hub, *names)
+    assert file == "b.safetensors file" and folder.endswith("['a.safetensors', 'b.safetensors']")
+    assert "model.lora='owner/tiny' is a pipeline" in pipeline and "model.path" in pipeline
+    assert "model.lora='owner/none'" in none and "no such model" in none
+    (again, absent), _ = read(tmp_path, hub, names[0], "lora:owner/none", HF_HUB_OFFLINE="1")
+    assert again == file and "model.lora='owner/none' is not" in absent and "set model.lora to a folder" in absent
 
 
 def test_growth_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

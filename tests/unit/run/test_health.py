@@ -136,6 +136,15 @@ def test_what_is_broken_is_said_with_its_number() -> None:
     assert health.observe({"step": 5, "health/blank_fraction": None, "actor/lora_max": None}) == []
 
 
+@pytest.mark.parametrize(("rms", "said"), [(3e-10, True), (1e-8, False), (0.0, False), (None, False)])
+def test_a_gradient_below_the_epsilon_of_the_optimizer_is_said(rms: float | None, said: bool) -> None:
+    health = Health(CONFIG | {"actor": {"lr": 1e-3, "eps": 1e-8}})
+    found = health.observe({"step": 1, "actor/grad_rms": rms})
+    assert len(found) == said
+    if said:
+        assert "3e-10" in found[0] and "actor.eps=1e-08" in found[0] and "actor.eps=1e-13" in found[0]
+
+
 def dominated(config: dict[str, Any], largest: int, count: int = PATIENCE, first: int = 0) -> list[str]:
     """The sentences of so many steps in which nearly all of the gradient is that of denoising step `largest`."""
     health, said = Health(config), list[str]()

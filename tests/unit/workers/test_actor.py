@@ -245,7 +245,8 @@ def test_a_step_is_that_of_adamw() -> None:
     noise = torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
     expected = StepResult(pytest.approx(float(noise.norm()), rel=1e-5), 0.01, True)  # type: ignore[arg-type]
     result = stepped(actor, noise)
-    assert result == replace(expected, lora_max=float(weights(actor).abs().max()))
+    rms = pytest.approx(float(noise.square().mean().sqrt()), rel=1e-5)
+    assert result == replace(expected, lora_max=float(weights(actor).abs().max()), grad_rms=rms)
     # the first step of Adam moves by lr sign(g), after decay by lr * weight_decay
     torch.testing.assert_close(weights(actor), before * (1 - 0.001) - 0.01 * noise.sign(), rtol=1e-4, atol=1e-4)
     assert actor.policy.version == 1 and actor.policy.ema.updates == 1
