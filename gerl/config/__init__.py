@@ -129,6 +129,9 @@ def from_mapping(values: dict[str, Any]) -> Config:
     algorithm = values.get("algorithm", {})
     if isinstance(algorithm, dict):  # without a name it is the default one
         values = {**values, "algorithm": {"name": FlowGRPOConfig.name, **algorithm}}
+    model = values.get("model", {})
+    if isinstance(model, dict) and isinstance(offload := model.get("offload"), bool):  # of an older version
+        values = {**values, "model": {**model, "offload": "encoders" if offload else "none"}}
     try:
         return TypeAdapter(Config).validate_python(values)
     except ValidationError as error:

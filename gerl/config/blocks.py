@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gerl.config.choices import Dtype, LrSchedule, Optimizer, Quantisation, RewardNormalisation
+from gerl.config.choices import Dtype, LrSchedule, Offload, Optimizer, Quantisation, RewardNormalisation
 from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
@@ -38,10 +38,10 @@ class ModelConfig(Block):
         "compute in model.dtype, and the LoRA stays float32",
     )
     quantize_encoders: Quantisation = key("none", "the same for the text encoders")
-    offload: bool = key(
-        False,
-        "text encoders and VAE are on the GPU only while they run, one at a time: less memory, and some seconds more a "
-        "micro-batch of the rollout; the update does not need them",
+    offload: Offload = key(
+        "none",
+        "encoders: text encoders and VAE are on the GPU only while they run, one at a time: some seconds more a "
+        "micro-batch of the rollout; blocks: the denoiser's blocks as well: slow, where nothing else fits",
     )
     gradient_checkpointing: bool = main_key(False, "recompute activations in the backward pass: less memory, more time")
     compile: str | None = key(None, "torch.compile backend for the denoiser, such as inductor; null: not compiled")
@@ -54,6 +54,8 @@ class ModelConfig(Block):
                 f"model.quantize={self.quantize}: weights are quantised as they are read, so nothing can be merged "
                 "into them; use model.merge_lora=false, or give a folder with the merged model as model.path"
             )
+        if self.offload == "blocks":
+            self._check_blocks()
         try:
             re.compile(self.lora_targets or "")
         except re.error as error:
@@ -61,6 +63,18 @@ class ModelConfig(Block):
             raise ConfigError(
                 f"model.lora_targets={self.lora_targets!r} is no regular expression ({error}): {hint}, or use null"
             ) from None
+
+    def _check_blocks(self) -> None:
+        if self.quantize != "none":
+            raise ConfigError(
+                f"model.offload=blocks: weights of model.quantize={self.quantize} cannot be moved while a gradient "
+                "needs them; use model.offload=encoders, or model.quantize=none"
+            )
+        if self.compile is not None:
+            raise ConfigError(
+                f"model.offload=blocks: model.compile={self.compile} would compile the denoiser without the moves of "
+                "its blocks; use model.offload=encoders, or model.compile=null"
+            )
 
     def carried_on(self) -> "ModelConfig":
         """The model of a resumed run, which does not read the LoRA it began with: its checkpoint has what became."""

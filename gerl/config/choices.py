@@ -19,6 +19,7 @@ LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 LevelDraw = Literal["spread", "step", "sample"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Offload = Literal["none", "encoders", "blocks"]
 Quantisation = Literal["none", "int8", "fp8", "nf4"]
 Optimizer = Literal["adamw", "adamw8bit"]
 LrSchedule = Literal["constant", "linear", "cosine"]

@@ -19,11 +19,12 @@ LIBRARIES = ("diffusers", "transformers", "peft", "diffusers_modules")
 COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
 FULL = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 LONGEST = 400  # characters of a library's own words
+SMALLER = "sampling.height and sampling.width, or use model.offload=encoders (or blocks)"
 LESS_MEMORY: dict[Phase, str] = {
-    "loading": "use model.offload=true or model.dtype=bfloat16",
-    "rollout": "lower rollout.micro_batch_size, or sampling.height and sampling.width, or use model.offload=true",
-    "validation": "lower validation.micro_batch_size, or sampling.height and sampling.width, or use model.offload=true",
-    "update": "lower actor.micro_batch_size, or use model.gradient_checkpointing=true",
+    "loading": "use model.offload=encoders (or blocks), model.quantize=int8 or model.dtype=bfloat16",
+    "rollout": f"lower rollout.micro_batch_size, or {SMALLER}",
+    "validation": f"lower validation.micro_batch_size, or {SMALLER}",
+    "update": "lower actor.micro_batch_size, or use model.gradient_checkpointing=true, or model.offload=blocks",
 }
 
 

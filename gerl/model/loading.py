@@ -241,6 +241,8 @@ def load_policy(
         added = add_lora(
             denoiser, config.lora_rank, config.lora_alpha, config.lora_targets, derive_seed("lora", seed, name)
         )
+        for p in added.values():  # of a block that is on the CPU until it runs
+            p.data = p.data.to(device)
         lora |= {f"{name}.{key}": p for key, p in added.items()}
         if config.gradient_checkpointing:
             _checkpoint_gradients(denoiser)

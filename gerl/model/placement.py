@@ -5,10 +5,12 @@ from functools import partial
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
+from gerl.config.choices import Offload
 from gerl.engine.batching import Arguments
+from gerl.model.sharding import repeated_blocks
 
 DECODER = ("post_quant_conv", "decoder")  # the parts of a VAE that make images of latents
 
@@ -52,23 +54,91 @@ class OffloadedComponents:
             self.present = None
 
 
-def place(
-    pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin], device: str, offload: bool, sharded: Collection[str] = ()
-) -> None:
-    """Bring `pipe` to `device`; with `offload` its text encoders, image encoders and VAEs only while they are used.
+class OffloadedBlocks:
+    """Keeps the frozen weights of the repeated blocks of denoisers on the CPU, and those of one block on `device`.
 
-    The components `sharded` stay where they are.
+    A block's weights come before it is called, and again before its backward pass begins, be its activations kept or
+    recomputed: they leave when another block's come. They never change, so leaving is free: the copy on the CPU is
+    taken up again. All else stays on `device`: layers outside of the blocks, which are small and take part at both ends
+    of the backward pass, and what is added to the blocks later, the LoRA.
+
+    Diffusers' own group offload would take the LoRA along (with streams, restore it from a copy as it was before
+    training), and leaves a block's weights on the CPU while the block is recomputed piece by piece.
+    """
+
+    def __init__(self, denoisers: Iterable[torch.nn.Module], device: str) -> None:
+        self.device = torch.device(device)
+        self.present: torch.nn.Module | None = None
+        self.homes: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for denoiser in denoisers:
+            blocks = repeated_blocks(denoiser)
+            for block in blocks:
+                self.homes[block] = [(t, self._home(t)) for t in (*block.parameters(), *block.buffers())]
+                for part in block.modules():  # of some models a part is called past its block
+                    part.register_forward_pre_hook(partial(self._before, block))
+                    part.register_forward_hook(partial(self._after, block))
+            inside = {id(t) for block in blocks for t, _ in self.homes[block]}
+            for tensor in (*denoiser.parameters(), *denoiser.buffers()):
+                if id(tensor) not in inside:
+                    tensor.data = tensor.data.to(self.device)
+
+    def _home(self, tensor: torch.Tensor) -> torch.Tensor:
+        home = tensor.data.to("cpu")
+        tensor.data = home.pin_memory() if self.device.type == "cuda" else home
+        return tensor.data
+
+    def enter(self, block: torch.nn.Module) -> None:
+        """Bring the weights of `block` to the device, in place of those that are there."""
+        if block is self.present:
+            return
+        self.leave()
+        self.present = block
+        for tensor, home in self.homes[block]:
+            tensor.data = home.to(self.device, non_blocking=True)
+        for tensor in block.parameters():  # what was added to it since, which stays
+            if tensor.device != self.device:
+                tensor.data = tensor.data.to(self.device)
+
+    def leave(self) -> None:
+        """Send the weights away that are on the device."""
+        if self.present is not None:
+            for tensor, home in self.homes[self.present]:
+                tensor.data = home
+            self.present = None
+
+    def _before(self, block: torch.nn.Module, *_: object) -> None:
+        self.enter(block)
+
+    def _after(self, block: torch.nn.Module, part: torch.nn.Module, args: object, output: object) -> None:
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self.enter(block))
+
+
+def place(
+    pipe: DiffusionPipeline,
+    denoisers: dict[str, ModelMixin],
+    device: str,
+    offload: Offload,
+    sharded: Collection[str] = (),
+) -> None:
+    """Bring `pipe` to `device`.
+
+    `offload`: its text encoders, image encoders and VAEs only while they are used, and for `blocks` the blocks of its
+    denoisers, too. The components `sharded` stay where they are.
     """
     components = pipe.components.items()
     modules = {name: c for name, c in components if isinstance(c, torch.nn.Module) and name not in sharded}
     offloaded = {
         name: c
         for name, c in modules.items()
-        if offload and name not in denoisers and (isinstance(c, PreTrainedModel) or hasattr(c, "decode"))
+        if offload != "none" and name not in denoisers and (isinstance(c, PreTrainedModel) or hasattr(c, "decode"))
     }
     for name, module in modules.items():
-        if name not in offloaded:
+        if name not in offloaded and not (name in denoisers and offload == "blocks"):
             module.to(device)
+    if offload == "blocks":
+        OffloadedBlocks(denoisers.values(), device)
     if offloaded:
         OffloadedComponents(offloaded.values(), denoisers.values(), device)
 

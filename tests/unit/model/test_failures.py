@@ -48,7 +48,7 @@ def test_bugs_of_gerl_and_its_own_sentences_stay_as_they_are(pipe: StableDiffusi
 
 
 @pytest.mark.parametrize("phase, keys", [
-    ("loading", ["model.offload=true"]), ("rollout", ["rollout.micro_batch_size", "16 images"]),
+    ("loading", ["model.offload=encoders"]), ("rollout", ["rollout.micro_batch_size", "16 images"]),
     ("validation", ["validation.micro_batch_size"]),
     ("update", ["actor.micro_batch_size", "model.gradient_checkpointing=true"]),
 ])  # fmt: skip

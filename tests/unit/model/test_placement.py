@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from gerl.config import ModelConfig
 from gerl.engine import record, replay
 from gerl.model.loading import load_policy
 from gerl.model.lora import add_lora
-from gerl.model.placement import OffloadedComponents, decode_in_fp32, place
+from gerl.model.placement import OffloadedBlocks, OffloadedComponents, decode_in_fp32, place
 
 
 def watched_moves(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -33,7 +33,7 @@ def test_encoders_and_vae_are_on_the_device_only_while_they_run(monkeypatch: pyt
     call = tiny.call_for(case, guided=True) | {"output_type": "np"}
     plain, _ = record(pipe, call, generators=tiny.generators())
     moves = watched_moves(pipe, monkeypatch)
-    place(pipe, {"transformer": pipe.transformer}, "cpu:0", offload=True)
+    place(pipe, {"transformer": pipe.transformer}, "cpu:0", offload="encoders")
     offloaded = ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
     assert moves == [("transformer", "cpu:0")] + [(name, "cpu") for name in offloaded]
 
@@ -55,7 +55,7 @@ def test_encoders_and_vae_are_on_the_device_only_while_they_run(monkeypatch: pyt
 def test_without_offload_everything_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tiny.build(tiny.CASES["sd15"])
     moves = watched_moves(pipe, monkeypatch)
-    place(pipe, {"unet": pipe.unet}, "cpu:0", offload=False)
+    place(pipe, {"unet": pipe.unet}, "cpu:0", offload="none")
     assert sorted(moves) == [("text_encoder", "cpu:0"), ("unet", "cpu:0"), ("vae", "cpu:0")]
     assert not pipe.vae.decoder._forward_pre_hooks
 
@@ -81,6 +81,117 @@ def test_a_compiled_denoiser_sends_offloaded_components_away() -> None:
         assert offloaded.present is component
         assert torch.equal(denoiser(x), torch.nn.functional.linear(x, denoiser.weight, denoiser.bias))
         assert offloaded.present is None
+
+
+# --- blocks of the denoiser
+
+
+class Poisoned(OffloadedBlocks):
+    """Away from the device weights are NaN: what computes with them, forward or backward, is found out.
+
+    At most one block's weights may be numbers at a time.
+    """
+
+    made: ClassVar[list["Poisoned"]] = []
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.made.append(self)
+        self.entered: list[torch.nn.Module] = []
+        for block in self.homes:
+            self.poison(block)
+
+    def poison(self, block: torch.nn.Module) -> None:
+        for tensor, home in self.homes[block]:
+            tensor.data = torch.full_like(home, torch.nan) if home.is_floating_point() else torch.zeros_like(home)
+
+    def enter(self, block: torch.nn.Module) -> None:
+        self.entered += [] if block is self.present else [block]
+        super().enter(block)
+
+    def leave(self) -> None:
+        before = self.present
+        super().leave()
+        if before is not None:
+            self.poison(before)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["sd3", "sd15", "flux", "wan", "z_image"])
+def test_blocks_that_come_and_go_compute_the_same(
+    name: str, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images and gradient are bitwise those of a model that stays, also where a block is recomputed in parts."""
+    case = tiny.CASES[name]
+    tiny.build(case).save_pretrained(tmp_path)
+    monkeypatch.setattr("gerl.model.placement.OffloadedBlocks", Poisoned)
+    call = tiny.call_for(case, guided=True) | {"output_type": "np"}
+    found = []
+    for offload in ("none", "blocks"):
+        config = ModelConfig(path=str(tmp_path), lora_rank=2, gradient_checkpointing=checkpointing, offload=offload)
+        Poisoned.made.clear()
+        policy = load_policy(config, 0.9, "cpu", 0)
+        torch.manual_seed(2)
+        for p in policy.lora.values():
+            p.data.normal_(0, 0.2)
+        images, tape = record(policy.pipe, call, kernel=case.kernel, generators=tiny.generators())
+        ratios: list[float] = []
+
+        def loss(k: int, step: Any, ratios: list[float] = ratios) -> torch.Tensor:
+            ratios.append(float((step.log_prob - step.recorded_log_prob).detach().abs().max()))
+            return step.log_prob.mean()
+
+        replay(policy.pipe, tape, loss)
+        assert max(ratios) == 0.0 and len(Poisoned.made) == (offload == "blocks")
+        grads = [torch.zeros(1) if p.grad is None else p.grad for p in policy.lora.values()]
+        found.append((tiny.output_of(images), torch.cat([g.flatten() for g in grads])))
+    (images, exact), (again, gradient) = found
+    assert np.array_equal(np.asarray(images), np.asarray(again)) and torch.equal(gradient, exact) and exact.any()
+    (offloaded,) = Poisoned.made
+    there = [b for b in offloaded.homes if not any(t.isnan().any() for t, _ in offloaded.homes[b])]
+    assert len(there) == 1 and len(offloaded.homes) > 1 and set(offloaded.entered) == set(offloaded.homes)
+
+
+def test_what_is_added_to_a_block_stays() -> None:
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    model.outer = torch.nn.Linear(2, 2)
+    Poisoned([model], "cpu")
+    first, second = model.blocks
+    first.lora = torch.nn.Linear(2, 2)
+
+    def away() -> list[bool]:
+        return [bool(layer.weight.isnan().any()) for layer in (first, second, first.lora, model.outer)]
+
+    assert away() == [True, True, False, False]
+    with torch.no_grad():
+        first.lora.weight.add_(1)  # as an optimizer does while the block is away
+    trained = first.lora.weight.clone()
+    first(torch.ones(2))
+    assert away() == [False, True, False, False] and torch.equal(first.lora.weight, trained)
+    second(torch.ones(2))
+    assert away() == [True, False, False, False] and torch.equal(first.lora.weight, trained)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_gpu_holds_one_block_at_a_time(checkpointing: bool) -> None:
+    gradients, peaks = [], []
+    for offload in ("none", "blocks"):
+        config = ModelConfig(dtype="float32", offload=offload, gradient_checkpointing=checkpointing)
+        policy = load_policy(config, 0.9, "cuda", 0)
+        call = {"prompt": ["a sign"], "height": 32, "width": 96, "num_inference_steps": 3, "guidance_scale": 1.0}
+        torch.cuda.reset_peak_memory_stats()
+        _, tape = record(policy.pipe, call | {"output_type": "np", "max_sequence_length": 1},
+                         generators=[torch.Generator().manual_seed(0)])  # fmt: skip
+        replay(policy.pipe, tape, lambda k, step: step.log_prob.mean())
+        peaks.append(torch.cuda.max_memory_allocated())
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.lora.values() if p.grad is not None]))
+        assert all(p.is_cuda for p in policy.lora.values())
+        del policy, tape
+        torch.cuda.empty_cache()
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
+    assert peaks[1] < peaks[0] or not checkpointing
 
 
 # --- precision

@@ -39,6 +39,20 @@ def test_the_same_command_changes_nothing(made: Made, arguments: tuple[str, ...]
     assert (config.actor.lr, config.algorithm.name, list(config.reward.scorers)) == (1e-3, "flow_grpo", ["ocr", "mine"])
 
 
+@pytest.mark.parametrize(("old", "new"), [(True, "encoders"), (False, "none")])
+def test_an_older_value_that_means_the_same_changes_nothing(made: Made, old: bool, new: str) -> None:
+    run = made("a")
+    settings = yaml.safe_load((run / CURRENT).read_text())
+    settings["model"]["offload"] = old
+    (run / CURRENT).write_text(yaml.safe_dump(settings))
+    for state in run.glob("checkpoints/*/state.json"):
+        assert json.loads(state.read_text())["settings"]["model"]["offload"] == "none"
+    folder = opened(f"checkpoint.resume={run}")
+    assert folder.composed.config.model.offload == new
+    before = {**settings, "model": settings["model"] | {"offload": old}}
+    assert not [c for c in changes(before, settings_of(folder.composed.config)) if c.key == "model.offload"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
