@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "signal"
+PUBLISHED = "algorithm.timestep_weights=uniform sampling.same_init_noise=false"  # of Flow-GRPO
 # file -> the keys it was measured with
 MEASURED = {
     "flow_grpo": "algorithm=flow_grpo",
-    "cps": "algorithm=flow_grpo sampling.kernel=cps",
-    "precise": "algorithm=flow_grpo sampling.kernel=precise",
-    "precise_whole": "algorithm=flow_grpo sampling.kernel=precise sampling.window_range=[0,9]",
+    "flow_grpo_uniform": f"algorithm=flow_grpo {PUBLISHED}",
+    "cps": f"algorithm=flow_grpo sampling.kernel=cps {PUBLISHED}",
+    "precise": f"algorithm=flow_grpo sampling.kernel=precise {PUBLISHED}",
+    "precise_whole": f"algorithm=flow_grpo sampling.kernel=precise sampling.window_range=[0,9] {PUBLISHED}",
     "grpo_guard": "algorithm=grpo_guard",
     "branch_grpo": "algorithm=branch_grpo",
     "tempflow_grpo": "algorithm=tempflow_grpo",

@@ -56,6 +56,8 @@ class ModelConfig(Block):
             )
         if self.offload == "blocks":
             self._check_blocks()
+        if self.shard != "none":
+            self._check_shards()
         try:
             re.compile(self.lora_targets or "")
         except re.error as error:
@@ -63,6 +65,20 @@ class ModelConfig(Block):
             raise ConfigError(
                 f"model.lora_targets={self.lora_targets!r} is no regular expression ({error}): {hint}, or use null"
             ) from None
+
+    def _check_shards(self) -> None:
+        others = {
+            "quantize": (self.quantize, "none"),
+            "quantize_encoders": (self.quantize_encoders, "none"),
+            "compile": (self.compile, None),
+            "offload": (self.offload if self.offload == "blocks" else "none", "none"),
+        }
+        for name, (value, off) in others.items():
+            if value != off:
+                raise ConfigError(
+                    f"model.{name}={value}: this and weights that are divided among ranks do not go together yet; use "
+                    f"model.shard=none, or model.{name}={'null' if off is None else off}"
+                )
 
     def _check_blocks(self) -> None:
         if self.quantize != "none":

@@ -12,6 +12,7 @@ from gerl.commandline.command import run_command
 from gerl.commandline.composition import compose_run
 from gerl.config import MOST_IMAGES, Config, shown
 from gerl.errors import ConfigError
+from gerl.preflight.sizing.hardware import GPUS, Name
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,33 @@ class Options:
         unit="a whole number of at least 2, as gradients of independent batches are compared",
         low=2,
     )
+    hardware: Name | None = key(
+        "h100-80gb; instead, say what the run would take on GPUs of this kind, which need not be here: memory of a "
+        "rank, work, time and the cheapest layout that fits; nothing is loaded but configurations. One of "
+        f"{', '.join(GPUS)}"
+    )
+    gpus: int = key(
+        "8; how many of them, in all machines", 1, unit="a whole number of at least 1, the GPUs of all machines", low=1
+    )
+    share: int = key(
+        "40; percent of the GPU's published bf16 peak that is reached, for the times of hardware",
+        40,
+        unit="a whole number of percent, from 1 to 100",
+        low=1,
+    )
     out: Path | None = key("the report for machines, a .json file, besides that on the terminal")
 
 
 PARSER = Parser(
     "the preflight",
-    "python -m gerl.preflight [experiment=NAME|FILE.yaml] [key=value ...] [signal=N] [out=FILE.json]",
+    "python -m gerl.preflight [experiment=NAME|FILE.yaml] [key=value ...] [signal=N | hardware=NAME gpus=N] "
+    "[out=FILE.json]",
     "Load the model of a run, draw and train on one prompt, and say whether, and how fast, it can train.",
     Options,
     rest=True,
     notes="The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help all lists them. Without "
-    "signal neither rewards nor a prompt file are needed; with it both are, and the time of so many training steps.",
+    "signal neither rewards nor a prompt file are needed; with it both are, and the time of so many training steps. "
+    "With hardware the weights are not needed either: docs/sizing.md.",
 )
 
 
@@ -50,6 +67,11 @@ def preflight(arguments: list[str]) -> None:
 
         signal.run(config, options.signal, options.out)
         return
+    if options.hardware is not None:
+        from gerl.preflight.sizing import command
+
+        command.run(config, options.hardware, options.gpus, options.share, options.out)
+        return
     from gerl.preflight.command import run
 
     run(config, options.out)
@@ -63,4 +85,10 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
         raise ConfigError(f"out={out}: give the path of a .json file in a folder that is there")
     if signal is not None and (images := signal * config.rollout.prompts_per_step * config.rollout.n) > MOST_IMAGES:
         raise ConfigError(f"signal={shown(signal)}: that is {shown(images)} images, at most {MOST_IMAGES}; lower it")
+    if options.hardware is None and any(name in (a.partition("=")[0] for a in arguments) for name in ("gpus", "share")):
+        raise ConfigError("gpus and share are of hardware, which is not given: add hardware=h100-80gb, say")
+    if options.hardware is not None and signal is not None:
+        raise ConfigError("signal needs the model, and hardware does without: give one of them")
+    if options.share > 100:
+        raise ConfigError(f"share={options.share}: it must be a whole number of percent, from 1 to 100")
     return config, options

@@ -1,0 +1,232 @@
+"""What the recipes take, on shapes, and how near such predictions come to real runs.
+
+python benchmarks/sizing.py facts [RECIPE ...]   # of the recipes, into benchmarks/results/sizing; minutes each
+python benchmarks/sizing.py table                # the tables of docs/sizing.md, from those files
+python benchmarks/sizing.py check [WIDTH ...]    # real runs on a CPU beside the predictions; 150 M to 600 M weights
+"""
+
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from gerl.algorithms import build_algorithm, count_pairs
+from gerl.commandline.composition import compose_run
+from gerl.config import Config
+from gerl.errors import GerlError
+from gerl.model.libraries import quiet_libraries
+from gerl.model.paths import resolve
+from gerl.preflight.bench import TEXT, Bench
+from gerl.preflight.sizing.build import build_policy
+from gerl.preflight.sizing.command import Sizing, sized
+from gerl.preflight.sizing.facts import Facts, find_facts
+from gerl.preflight.sizing.hardware import Name
+from gerl.preflight.sizing.ledger import CPU_ATTENTION
+from gerl.protocol import Prompt
+from gerl.workers.actor import Actor
+from gerl.workers.hybrid import HybridWorker, batches_of
+from gerl.workers.rollout import Rollout
+
+RESULTS = Path(__file__).parent / "results" / "sizing"
+RECIPES = Path(__file__).parent.parent / "configs" / "experiment"
+MACHINES: dict[str, tuple[Name, int]] = {
+    "1 x 24 GB": ("rtx4090-24gb", 1),
+    "1 x 80 GB": ("h100-80gb", 1),
+    "8 x 80 GB": ("h100-80gb", 8),
+    "4 x 8 x 80 GB": ("h100-80gb", 32),
+}
+SHARE = 40  # percent of the published peak
+logger = logging.getLogger("sizing")
+
+
+def recipes() -> list[str]:
+    """The recipes of the hub's models."""
+    return [file.stem for file in sorted(RECIPES.glob("*.yaml")) if file.stem not in ("plain", "signs")]
+
+
+def config_of(recipe: str) -> Config:
+    """The configuration of a recipe."""
+    return compose_run([f"experiment={recipe}"]).config
+
+
+def write_facts(names: Sequence[str]) -> None:
+    """Size recipes, and write what was found, or why nothing was."""
+    quiet_libraries()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in names or recipes():
+        logger.info(name)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found: dict[str, object] = asdict(find_facts(config_of(name), Path(folder), both=False))
+            except GerlError as error:
+                found = {"refused": str(error)}
+        (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def facts_of(recipe: str) -> Facts | str | None:
+    """What was found of a recipe, why nothing was, or None where nobody has looked."""
+    file = RESULTS / f"{recipe}.json"
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return found["refused"] if "refused" in found else Facts.from_json(found)
+
+
+def table() -> str:
+    """The table of docs/sizing.md: what a rank holds, and the cheapest layout on each of the machines."""
+    lines = [
+        f"| recipe | weights | LoRA, optimizer | as configured, peak | TFLOP an image | {' | '.join(MACHINES)} |",
+        "|" + "---|" * (5 + len(MACHINES)),
+    ]
+    for recipe in recipes():
+        facts = facts_of(recipe)
+        if not isinstance(facts, Facts):
+            reason = "not computed yet" if facts is None else facts
+            lines.append(f"| {recipe} | {reason} |" + " |" * (3 + len(MACHINES)))
+            continue
+        config = config_of(recipe)
+        found = [sized(config, facts, kind, gpus, SHARE) for kind, gpus in MACHINES.values()]
+        one = found[2].memory  # trajectories as of 8 GPUs
+        numbers = f"{one.weights / 1e9:.1f} GB | {one.lora / 1e9:.2f} GB | {one.peak / 1e9:.0f} GB"
+        work = f"{facts.flops(found[0].layout.checkpointing) / 1e12:.0f}"
+        lines.append(f"| {recipe} | {numbers} | {work} | {' | '.join(map(cell, found))} |")
+    return "\n".join(lines)
+
+
+def cell(found: Sizing) -> str:
+    """A machine's column: the layout, where it is not the configured one, its peak, and seconds an image."""
+    choice = found.choice
+    if choice is None:
+        return "no"
+    words = choice.layout.keys().replace("cluster.ranks_per_worker", "G").replace("model.", "").split()
+    given = [word for word in words if not word.startswith("gradient_checkpointing")]
+    if choice.batch != found.batch:
+        given.append(f"micro-batches {choice.batch.rollout}, {choice.batch.actor}")
+    layout = f"{', '.join(given)}: " if given else ""
+    return f"{layout}{choice.memory.peak / 1e9:.0f} GB, {choice.seconds:.2g} s"
+
+
+def wide(folder: Path, width: int, layers: int = 2) -> Path:
+    """The signs pipeline with a denoiser of other size, as configurations without weights."""
+    source = Path(resolve("signs"))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = folder / "transformer" / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    heads = width // config["attention_head_dim"]
+    config |= {"num_attention_heads": heads, "num_layers": layers, "caption_projection_dim": width}
+    config["pos_embed_max_size"] = 48
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@dataclass(frozen=True)
+class Real:
+    """Of a micro-batch that was drawn and trained with real weights: most bytes alive besides them, and operations."""
+
+    rollout: int
+    update: int
+    rollout_flops: int
+    update_flops: int
+
+
+def real_run(config: Config) -> Real:
+    """Draw and train a micro-batch on the CPU, with weights as their classes initialise them.
+
+    Bytes are those of torch's allocator, as its profiler records them; operations those of torch's FlopCounterMode.
+    """
+    worker = HybridWorker(config, 0, "cpu", torch.get_num_threads(), 1)
+    worker.policy = build_policy(config, torch.float32, None)
+    worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
+    worker.algorithm = build_algorithm(config)
+    worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
+    for denoiser in worker.policy.denoisers.values():
+        if config.model.gradient_checkpointing:
+            denoiser.enable_gradient_checkpointing()
+    task = Bench(worker, Prompt(0, TEXT)).task(worker.algorithm)
+    worker.generate(task)  # the first one looks at the pipeline's structure as well
+    rollout, rollout_flops = _measured(lambda: worker.generate(task))
+    for p in worker.policy.lora.values():
+        p.grad = torch.zeros_like(p)
+    credit = torch.ones(len(task.samples), config.sampling.num_inference_steps)
+    batches = batches_of(worker.drawn[task.id], credit)
+    update, update_flops = _measured(lambda: worker.actor.accumulate(batches, count_pairs([(task, credit)])))
+    return Real(rollout, update, rollout_flops, update_flops)
+
+
+def _measured(work: Callable[[], object]) -> tuple[int, int]:
+    with profile(profile_memory=True) as found:
+        work()
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:  # not at once: it keeps tensors
+        work()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(accumulate(sizes, initial=0)), counter.get_total_flops()
+
+
+def check(widths: Sequence[str]) -> None:
+    """Print predictions beside real runs."""
+    logger.info("| denoiser | gradient_checkpointing | | predicted | real | |")
+    for width in widths or ("1536", "2304", "3072"):
+        with tempfile.TemporaryDirectory() as name:
+            folder = wide(Path(name) / "wide", int(width))
+            for checkpointing in (False, True):
+                compare(config_at(folder, checkpointing), Path(name))
+
+
+def config_at(folder: Path, checkpointing: bool) -> Config:
+    """A micro-batch that a CPU draws and trains in seconds."""
+    keys = (
+        "model.lora_rank=16 sampling.height=64 sampling.width=96 sampling.num_inference_steps=3 "
+        "sampling.window_range=[0,1] rollout.n=4 rollout.micro_batch_size=4"
+    )
+    return compose_run(
+        [
+            "experiment=signs",
+            "algorithm=flow_grpo",
+            *keys.split(),
+            f"model.path={folder}",
+            f"model.gradient_checkpointing={str(checkpointing).lower()}",
+        ]
+    ).config
+
+
+def compare(config: Config, folder: Path) -> None:
+    """A row for each number."""
+    facts = find_facts(config, folder, torch.float32, both=False)
+    real = real_run(config)
+    (updated,) = facts.updates.values()
+    (size,) = (p.weights.total / 4e6 for p in facts.parts if p.kind == "denoiser")
+    pairs = {
+        "rollout, bytes": (max(facts.rollout.peaks.values()), real.rollout),
+        "update, bytes": (max(updated.peaks.values()), real.update),
+        "rollout, operations": (facts.rollout.total, real.rollout_flops),
+        "update, operations": (updated.total, real.update_flops),
+    }
+    for what, (predicted, found) in pairs.items():
+        row = f"{size:.0f} M | {config.model.gradient_checkpointing} | {what} | {predicted:.4g} | {found:.4g}"
+        logger.info("| %s | %+.1f%% |", row, 100 * (predicted / found - 1))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a command line."""
+    command, *names = arguments
+    if command == "facts":
+        write_facts(names)
+    elif command == "table":
+        logger.info("\n%s", table())
+    elif command == "check":
+        check(names)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    main(sys.argv[1:])

@@ -1,0 +1,187 @@
+"""A pipeline of real size without weights: from the configurations of a folder, the hub's cache, or gerl's record."""
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+import yaml
+from diffusers import DiffusionPipeline, ModelMixin
+from huggingface_hub import try_to_load_from_cache
+
+from gerl.config import Config
+from gerl.errors import ModelError
+from gerl.model.ema import EMA
+from gerl.model.loading import Policy, find_denoisers, leave_out_safety_checker
+from gerl.model.lora import add_lora
+from gerl.model.paths import INDEX, resolve
+from gerl.model.placement import decode_in_fp32
+from gerl.model.schedulers import trainable_scheduler
+from gerl.preflight.sizing.stage import Stage
+from gerl.preflight.sizing.tokens import Tokens
+
+RECORD = "architectures.yaml"  # among gerl's assets
+
+
+def _record() -> dict[str, Any]:
+    found = yaml.safe_load((resources.files("gerl") / "assets" / RECORD).read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def known_models() -> list[str]:
+    """Hub ids of the models whose architecture gerl has on record."""
+    return list(_record()["models"])
+
+
+def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> DiffusionPipeline:
+    """The pipeline of `path` without its weights, in the precisions in which `load_pipeline` has them.
+
+    On another `device` than meta, they are as their classes initialise them.
+
+    Raises `ModelError` where the architecture is not known, or has a class that cannot be built.
+    """
+    given = resolve(path)
+    folder = Path(given) if Path(given).is_dir() else _cached(given)
+    if folder is None and path not in known_models():
+        raise ModelError(
+            f"model.path={path!r} is not in the hub's cache, and its architecture is not on record "
+            f"({', '.join(known_models())}): set model.path to a folder with its model_index.json and the config.json "
+            "of every component"
+        )
+    try:
+        pipe = _from_folder(folder, dtype, device) if folder is not None else _from_record(path, dtype, device)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+        first = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ModelError(
+            f"model.path={path!r} cannot be sized, since it cannot be built without weights: {first}"
+        ) from error
+    pipe.scheduler = trainable_scheduler(pipe.scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    leave_out_safety_checker(pipe)
+    for component in pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False).eval()
+    if dtype != torch.float32:
+        decode_in_fp32(pipe)
+    return pipe
+
+
+def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Policy:
+    """As `load_policy`, but of shapes, which run on `stage`; with None, of weights that nobody has trained."""
+    model, device = config.model, "meta" if stage is not None else "cpu"
+    pipe = build_pipeline(model.path, dtype, device)
+    denoisers = find_denoisers(pipe)
+    for denoiser in denoisers.values():
+        with torch.device(device):
+            add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, 0)
+    if stage is not None:
+        stage.put_on(pipe)
+    lora = {
+        f"{name}.{key}": p
+        for name, denoiser in denoisers.items()
+        for key, p in denoiser.named_parameters()
+        if p.requires_grad
+    }
+    return Policy(pipe, denoisers, lora, EMA(lora, config.actor.ema_decay))
+
+
+def _cached(path: str) -> Path | None:
+    """The folder of a hub id in the hub's cache, if all of its configurations are there."""
+    index = try_to_load_from_cache(path, INDEX)
+    if not isinstance(index, str):
+        return None
+    folder = Path(index).parent
+    parts = [name for name, value in json.loads(Path(index).read_text()).items() if _is_component(value)]
+    return folder if all((folder / name).is_dir() for name in parts) else None
+
+
+def _is_component(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+
+
+def _from_folder(folder: Path, dtype: torch.dtype, device: str) -> DiffusionPipeline:
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    if not isinstance(index["_class_name"], str):
+        raise ValueError("its pipeline is code of its own")
+    components: dict[str, Any] = {}
+    for name, value in index.items():
+        if _is_component(value):
+            library, kind = value
+            components[name] = _component(_class(f"{library}.{kind}"), folder / name, dtype, device)
+        elif not name.startswith("_"):
+            components[name] = None if value == [None, None] else value
+    return _assembled(getattr(diffusers, index["_class_name"]), components)
+
+
+def _component(kind: type, folder: Path, dtype: torch.dtype, device: str) -> Any:
+    if not issubclass(kind, torch.nn.Module):
+        return kind.from_pretrained(folder)  # type: ignore[attr-defined]
+    return _module(kind, json.loads((folder / "config.json").read_text(encoding="utf-8")), dtype, device)
+
+
+def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipeline:
+    record = _record()
+    model = record["models"][path]
+    components: dict[str, Any] = {}
+    for name, value in model["components"].items():
+        part = record["parts"][value] if isinstance(value, str) else value
+        if isinstance(part, dict) and "tokens" in part:
+            components[name] = Tokens(part["tokens"], part.get("end", 2))
+        elif isinstance(part, dict):
+            kind = _class(part["class"])
+            module = issubclass(kind, torch.nn.Module)
+            components[name] = _module(kind, part["config"], dtype, device) if module else kind(**part["config"])
+        else:
+            components[name] = part
+    return _assembled(getattr(diffusers, model["pipeline"]), components)
+
+
+def _assembled(kind: type[DiffusionPipeline], components: Mapping[str, Any]) -> DiffusionPipeline:
+    accepted = inspect.signature(kind.__init__).parameters
+    return kind(**{name: value for name, value in components.items() if name in accepted})
+
+
+def _class(name: str) -> type:
+    library, _, kind = name.rpartition(".")
+    module = importlib.import_module(library) if library in ("diffusers", "transformers") else None
+    found = getattr(module or diffusers, kind, None) or getattr(transformers, kind, None)
+    if found is None:
+        found = getattr(importlib.import_module(f"diffusers.pipelines.{library}"), kind)
+    assert isinstance(found, type)
+    return found
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _module(kind: Any, config: dict[str, Any], dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """A component as its class initialises it, in `dtype` but for the parts that its class keeps in fp32."""
+    with torch.device(device), _default_dtype(dtype):
+        if issubclass(kind, ModelMixin):
+            module: torch.nn.Module = kind.from_config({k: v for k, v in config.items() if not k.startswith("_")})
+            kept = kind._keep_in_fp32_modules or []
+        else:
+            given = kind.config_class(**{k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")})
+            module = kind(given)
+            kept = getattr(module, "_keep_in_fp32_modules_strict", None) or []
+            if dtype == torch.float16:
+                kept = [*kept, *(getattr(module, "_keep_in_fp32_modules", None) or [])]
+    for name, parameter in module.named_parameters():
+        if any(part in name.split(".") for part in kept):
+            parameter.data = parameter.data.float()
+    return module

@@ -1,0 +1,232 @@
+"""Parts, memory and work of a run, whatever it runs on: found by drawing and training a micro-batch on shapes."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from gerl.algorithms import build_algorithm, count_pairs
+from gerl.config import Config
+from gerl.errors import GerlError, ModelError
+from gerl.model.lora import ADAPTER
+from gerl.preflight.bench import TABLES, TEXT, Bench, with_pictures
+from gerl.preflight.forecast import rows_of
+from gerl.preflight.sizing.build import build_policy
+from gerl.preflight.sizing.stage import Stage, Tally
+from gerl.protocol import Prompt, RolloutTask
+from gerl.utils.condition_images import COLUMNS
+from gerl.workers.actor import Actor
+from gerl.workers.hybrid import HybridWorker, batches_of
+from gerl.workers.rollout import Rollout
+
+FP32 = 4  # bytes
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # of torch: what a shape cannot tell
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Frozen weights of a part of a model: all bytes, and of its linear layers elements, rows and bytes."""
+
+    total: int = 0
+    elements: int = 0
+    rows: int = 0
+    linear: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component of the pipeline. `block`: the largest of its repeated blocks; `root`: what is outside of them."""
+
+    name: str
+    kind: str  # denoiser, encoder or decoder
+    weights: Weights
+    block: Weights
+    root: Weights
+    largest: int  # elements of the largest linear layer
+
+
+@dataclass
+class Facts:
+    """Bytes and floating-point operations of a configuration; those of activations are of its micro-batches."""
+
+    model: str
+    pipeline: str
+    algorithm: str
+    dtype: str
+    unit: str  # image or video
+    images: int  # of the micro-batch
+    drawn: int  # rows that are denoised together
+    trained: int  # rows of a forward and backward
+    parts: list[Part]
+    lora: int  # parameters
+    averages: int  # copies of the LoRA: EMA, and old and sampling policies
+    swapped: bool  # the rollout puts another LoRA in the place of the trained one, which is kept meanwhile
+    tape: float  # bytes an image
+    rollout: Tally = field(default_factory=Tally)
+    updates: dict[bool, Tally] = field(default_factory=dict)  # by gradient checkpointing
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Facts":
+        """As `dataclasses.asdict` has written it."""
+        parts = [
+            Part(**p | {name: Weights(**p[name]) for name in ("weights", "block", "root")}) for p in values["parts"]
+        ]
+        updates = {on == "true": Tally(**tally) for on, tally in values["updates"].items()}
+        return cls(**values | {"parts": parts, "rollout": Tally(**values["rollout"]), "updates": updates})
+
+    def lora_bytes(self) -> int:
+        """Of the LoRA, its gradient, two moments and the averages, all fp32."""
+        return self.lora * FP32 * (4 + self.averages)
+
+    def flops(self, checkpointing: bool) -> float:
+        """Of an image: drawn, decoded and trained on."""
+        return (self.rollout.total + self.updates[checkpointing].total) / self.images
+
+
+def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16, both: bool = True) -> Facts:
+    """Draw and train a micro-batch of `config` on shapes, with gradient checkpointing and without, or as configured.
+
+    Made-up pictures lie in `folder`. Raises `ModelError` for a model that is not known, or does not run on shapes.
+    """
+    stage = Stage()
+    worker = HybridWorker(config, 0, "cpu", torch.get_num_threads(), 1)
+    worker.policy = build_policy(config, dtype, stage)
+    pipe = worker.policy.pipe
+    with _on_shapes(pipe):
+        worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
+        worker.algorithm = build_algorithm(config)
+        worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
+        task = Bench(worker, _prompt(pipe, config, folder)).task(worker.algorithm)
+        stage.phase = "rollout"
+        worker.generate(task)
+        stage.tallies["rollout"].restart()  # the first one looked at the pipeline's structure as well
+        images = worker.generate(task)
+        for p in worker.policy.lora.values():
+            p.grad = torch.zeros_like(p)
+            stage.ledger.leave_out(p.grad)
+        updates = {on: _update(worker, task, stage, on) for on in _ways(worker, both)}
+    trained = [segment for segment in task.segments if segment.trained]
+    drawn, count = worker.drawn[task.id], len(task.samples)
+    return Facts(
+        config.model.path,
+        type(pipe).__name__,
+        config.algorithm.name,
+        str(dtype).removeprefix("torch."),
+        "image" if images.pixels.ndim == 4 else "video",
+        count,
+        rows_of(task.segments),
+        min(config.actor.micro_batch_size or config.rollout.micro_batch_size, rows_of(trained)),
+        [_part(name, c, name in worker.policy.denoisers) for name, c in pipe.components.items() if _is_module(c)],
+        sum(p.numel() for p in worker.policy.lora.values()),
+        len(worker.policy.averages()),
+        worker.policy.sampler is not None or worker.policy.old is not None,
+        drawn.nbytes / count,
+        stage.tallies["rollout"],
+        updates,
+    )
+
+
+def _prompt(pipe: DiffusionPipeline, config: Config, folder: Path) -> Prompt:
+    """A prompt, with the pictures that the pipeline needs, or that the file of prompts has room for."""
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    pictured = Path(config.data.train).suffix in TABLES
+    needed = inspect.Parameter.empty
+    names = [name for name in COLUMNS if name in accepted and (pictured or accepted[name].default is needed)]
+    return with_pictures(Prompt(0, TEXT), names, folder, config)
+
+
+def _ways(worker: HybridWorker, both: bool) -> list[bool]:
+    """Without gradient checkpointing, and with it where the denoisers can."""
+    if not both:
+        return [worker.config.model.gradient_checkpointing]
+    able = all(getattr(d, "_supports_gradient_checkpointing", False) for d in worker.policy.denoisers.values())
+    return [False, True] if able else [False]
+
+
+def _update(worker: HybridWorker, task: RolloutTask, stage: Stage, checkpointing: bool) -> Tally:
+    """The gradient of a micro-batch, with the passes before it that the algorithm makes."""
+    config = worker.config
+    for denoiser in worker.policy.denoisers.values():
+        if checkpointing:
+            denoiser.enable_gradient_checkpointing()
+    stage.phase = f"update, gradient_checkpointing={checkpointing}"
+    credit = torch.ones(len(task.samples), config.sampling.num_inference_steps)
+    credit[1::2] = -1.0
+    worker.policy.old_is_current = False
+    if config.algorithm.subtracts_kl and config.algorithm.kl_coef > 0:
+        worker.kl_to_base(task.id)
+    pooled = worker.pool({task.id: credit}) if worker.algorithm.pools else None
+    batches = batches_of(worker.drawn[task.id], credit, pooled)
+    worker.actor.accumulate(batches, count_pairs([(task, credit)]))
+    return stage.tallies[stage.phase]
+
+
+@contextmanager
+def _on_shapes(pipe: DiffusionPipeline) -> Iterator[None]:
+    kind = type(pipe).__name__
+    try:
+        yield
+    except (GerlError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if dependent := next((e for e in _causes(error) if isinstance(e, NEEDS_VALUES)), None):
+            raise ModelError(
+                f"{kind} cannot be sized: it decides by the values of its activations what to compute "
+                f"({dependent.func}), and without weights there are none; use a preflight without hardware, which "
+                "loads them"
+            ) from error
+        if isinstance(error, GerlError):
+            raise
+        first = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ModelError(f"{kind} cannot be sized, since it does not run without weights: {first}") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_module(component: object) -> bool:
+    return isinstance(component, torch.nn.Module)
+
+
+def _part(name: str, component: torch.nn.Module, denoises: bool) -> Part:
+    lists = [m for m in component.modules() if isinstance(m, torch.nn.ModuleList)]
+    nested = {id(inner) for outer in lists for inner in outer.modules() if inner is not outer}
+    entries = [block for outer in lists if id(outer) not in nested for block in outer]
+    blocks = [_weights(block) for block in entries]
+    within = {id(p) for block in entries for p in block.parameters()}
+    largest = max((p.numel() for _, p in _linear(component)), default=0)
+    return Part(
+        name,
+        "denoiser" if denoises else "decoder" if hasattr(component, "decode") else "encoder",
+        _weights(component),
+        max(blocks, key=lambda w: w.total, default=Weights()),
+        _weights(component, within),
+        largest,
+    )
+
+
+def _linear(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.Linear) and ".lora_" not in f".{name}":
+            yield name, layer.weight
+
+
+def _weights(module: torch.nn.Module, leave_out: frozenset[int] | set[int] = frozenset()) -> Weights:
+    """The weights of `module`, its LoRA aside."""
+    frozen = {id(p): p for name, p in module.named_parameters() if f".{ADAPTER}." not in name}
+    counted = {key: p for key, p in frozen.items() if key not in leave_out}
+    linear = {id(p): p for _, p in _linear(module) if id(p) in counted}
+    buffers = sum(b.numel() * b.element_size() for b in module.buffers()) if not leave_out else 0
+    return Weights(
+        sum(p.numel() * p.element_size() for p in counted.values()) + buffers,
+        sum(p.numel() for p in linear.values()),
+        sum(p.shape[0] for p in linear.values()),
+        sum(p.numel() * p.element_size() for p in linear.values()),
+    )

@@ -1,0 +1,44 @@
+"""GPUs by what their makers publish of them. It is read before torch is imported."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Name = Literal[
+    "rtx3090-24gb", "rtx4090-24gb", "l4-24gb", "a10-24gb", "rtx5090-32gb", "a100-40gb", "l40s-48gb", "a100-80gb",
+    "h100-80gb", "h200-141gb", "b200-180gb",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`peak`: dense bf16 operations a second with fp32 accumulation; `memory`: bytes, 10^9 a GB, as its name says.
+
+    `bandwidth` of its memory, `link` to the other GPUs of a machine (one direction) and `bus` to the machine's memory
+    (one direction): bytes a second. `together`: how many of them a machine has, for groups that share weights.
+    """
+
+    peak: float
+    memory: float
+    bandwidth: float
+    link: float
+    bus: float
+    together: int = 8
+
+
+PCIE4, PCIE5 = 32e9, 64e9  # 16 lanes
+
+# NVIDIA's data sheets and architecture white papers of each; figures with sparsity are halved. Without NVLink the GPUs
+# of a machine reach each other over PCIe.
+GPUS: dict[Name, Gpu] = {
+    "rtx3090-24gb": Gpu(71e12, 24e9, 936e9, PCIE4, PCIE4),
+    "rtx4090-24gb": Gpu(165.2e12, 24e9, 1008e9, PCIE4, PCIE4),
+    "l4-24gb": Gpu(121e12, 24e9, 300e9, PCIE4, PCIE4),
+    "a10-24gb": Gpu(125e12, 24e9, 600e9, PCIE4, PCIE4),
+    "rtx5090-32gb": Gpu(209.5e12, 32e9, 1792e9, PCIE5, PCIE5),
+    "a100-40gb": Gpu(312e12, 40e9, 1555e9, 300e9, PCIE4),
+    "l40s-48gb": Gpu(362e12, 48e9, 864e9, PCIE4, PCIE4),
+    "a100-80gb": Gpu(312e12, 80e9, 2039e9, 300e9, PCIE4),
+    "h100-80gb": Gpu(989.4e12, 80e9, 3350e9, 450e9, PCIE5),
+    "h200-141gb": Gpu(989.4e12, 141e9, 4800e9, 450e9, PCIE5),
+    "b200-180gb": Gpu(2250e12, 180e9, 7700e9, 900e9, PCIE5),
+}

@@ -1,0 +1,302 @@
+"""A pipeline whose components are shapes without values, that draws and trains all the same.
+
+The pipeline, gerl's engine and its algorithms run as they are, on real latents and embeddings, which are small. Where a
+component of the pipeline is called, it runs under `FakeTensorMode`, which tells what it would allocate and compute;
+what it hands on is noise of the right shape. A call with gradient hands on a node of autograd, whose backward is that
+of the component. A call that was made before, with the same shapes and as many graphs alive, is not made again.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from transformers import Cache
+
+from gerl.preflight.sizing.ledger import Ledger
+
+# what pipelines call on a component besides `forward`; a part of it that they call is found by its own `forward`
+LARGE = 2**22  # elements from which on a tensor is of zeros, which take no memory until they are written
+METHODS = ("decode", "encode", "get_image_features", "get_text_features", "generate")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor that a call hands on; a tensor would count as alive."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Given:
+    """One of its arguments that a call hands on: their leaf of this position."""
+
+    position: int
+
+
+@dataclass
+class Cost:
+    """Of a call: floating-point operations of forward and backward."""
+
+    forward: int = 0
+    backward: int = 0
+    output: Any = None  # shapes
+
+
+@dataclass
+class Tally:
+    """Of a phase: operations by component, and the most bytes that were alive while it ran, weights aside."""
+
+    flops: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)  # backward passes as well
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Operations of all components."""
+        return sum(self.flops.values())
+
+    def called(self, name: str, flops: int) -> None:
+        """Another call of the component `name`, forward or backward."""
+        self.flops[name] = self.flops.get(name, 0) + flops
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def restart(self) -> None:
+        """Count operations from 0; peaks stay."""
+        self.flops.clear()
+        self.calls.clear()
+
+
+class Handle:
+    """A graph that waits for its backward; `outputs` is empty where the call was made before."""
+
+    def __init__(self, stage: "Stage", name: str, cost: Cost, outputs: list[torch.Tensor]) -> None:
+        self.stage, self.name, self.cost, self.outputs = stage, name, cost, outputs
+        self.open = True
+        stage.graphs += 1
+
+    def close(self) -> None:
+        if self.open:
+            self.open, self.outputs = False, []
+            self.stage.graphs -= 1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Node(torch.autograd.Function):
+    """The component's graph as one node of the pipeline's; `anchor` lets the outputs need a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, handle: Handle, *values: torch.Tensor) -> Any:
+        ctx.handle = handle
+        ctx.mark_non_differentiable(*(v for v in values if not v.is_floating_point()))
+        return tuple(v.clone() for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.handle.stage.backward(ctx.handle, grads)
+        return (None,) * (2 + len(grads))
+
+
+class Stage:
+    """Runs components as shapes. `phase` names what is going on; `tallies` has what each phase took."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.ledger = Ledger()
+        self.tallies: dict[str, Tally] = {}
+        self.phase = ""
+        self.graphs = 0  # alive
+        self._inside = False
+        self._costs: dict[object, Cost] = {}
+        self._blocks: dict[object, tuple[int, Any]] = {}
+        self._originals: list[torch.nn.Parameter] = []
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the device meta as one of the CPU without values."""
+        return FakeTensor(self.mode, tensor, torch.device("cpu"))
+
+    def put_on(self, pipe: DiffusionPipeline) -> None:
+        """Route the calls of all components of `pipe`, whose weights become shapes of the CPU."""
+        for name, component in pipe.components.items():
+            if not isinstance(component, torch.nn.Module):
+                continue
+            shared: dict[int, torch.nn.Parameter] = {}  # weights that are tied stay so
+            for module in component.modules():
+                self._give_shapes(module, shared)
+                module.__dict__["_apply"] = lambda *_, own=module, **__: own  # shapes are not cast in place
+            self.ledger.leave_out([*component.parameters(), *component.buffers()])
+            lora = [m for m in component.modules() if isinstance(m, BaseTunerLayer)]
+            if not hasattr(component, "decode"):  # the blocks of a video's decoder write into lists that they are given
+                for module in component.modules():
+                    if isinstance(module, torch.nn.ModuleList):
+                        for block in module:
+                            self._repeat(block)
+            for module in component.modules():
+                methods = ("forward", *METHODS) if module is component else ("forward",)
+                for method in methods:
+                    if callable(original := getattr(module, method, None)):
+                        routed = functools.partial(self._call, name, lora, original)
+                        module.__dict__[method] = functools.update_wrapper(routed, original)
+
+    def _give_shapes(self, module: torch.nn.Module, shared: dict[int, torch.nn.Parameter]) -> None:
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta and not isinstance(p, FakeTensor):
+                if id(p) not in shared:
+                    shared[id(p)] = torch.nn.Parameter(self.fake(p.data), requires_grad=p.requires_grad)
+                    self._originals.append(p)  # so that no other one gets its id
+                module._parameters[name] = shared[id(p)]
+        for values in (module._buffers, module.__dict__):
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, FakeTensor):
+                    values[name] = self.fake(value)
+
+    def _repeat(self, block: torch.nn.Module) -> None:
+        """Let `block` answer without gradient what a block of the same structure has answered to the same shapes."""
+        original = block.forward
+        structure = (type(block), tuple((n, tuple(p.shape), p.dtype) for n, p in block.named_parameters()))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves = tree_leaves((args, kwargs))
+            if torch.is_grad_enabled() or any(isinstance(v, Cache) for v in leaves):
+                return original(*args, **kwargs)
+            adapted = [m.disable_adapters for m in block.modules() if isinstance(m, BaseTunerLayer)][:1]
+            key = (structure, str(adapted), _signature((args, kwargs)))
+            if key not in self._blocks:
+                before = self.ledger.flops
+                output = original(*args, **kwargs)
+                given = {id(v.untyped_storage()): i for i, v in enumerate(leaves) if torch.is_tensor(v)}
+
+                def describe(value: Any) -> Any:
+                    position = given.get(id(value.untyped_storage())) if torch.is_tensor(value) else None
+                    same = position is not None and leaves[position].shape == value.shape
+                    return Given(position) if position is not None and same else _description(value)
+
+                like = tree_map(describe, output)
+                self._blocks[key] = (self.ledger.flops - before, like)
+                return output
+            flops, like = self._blocks[key]
+            self.ledger.flops += flops
+
+            def answer(value: Any) -> Any:
+                if isinstance(value, Shape):
+                    return torch.empty(value.size, dtype=value.dtype)
+                return leaves[value.position] if isinstance(value, Given) else value
+
+            return tree_map(answer, like)
+
+        block.__dict__["forward"] = functools.update_wrapper(forward, original)
+
+    @contextmanager
+    def _within(self, name: str, grad: bool) -> Iterator[Tally]:
+        """Operations are of shapes and counted as those of the component `name`."""
+        tally = self.tallies.setdefault(self.phase, Tally())
+        self._inside = True
+        self.ledger.reset()
+        try:
+            with torch.set_grad_enabled(grad), self.mode, self.ledger:
+                yield tally
+        finally:
+            self._inside = False
+            tally.peaks[name] = max(tally.peaks.get(name, 0), self.ledger.peak)
+
+    def _call(
+        self, name: str, lora: list[BaseTunerLayer], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._inside:
+            return function(*args, **kwargs)
+        grad = torch.is_grad_enabled() and any(p.requires_grad for layer in lora for p in layer.parameters())
+        adapted = bool(lora) and not lora[0].disable_adapters
+        key = (self.phase, id(function), name, grad, adapted, self.graphs if grad else 0, _signature((args, kwargs)))
+        cost = self._costs.get(key)
+        outputs: list[torch.Tensor] = []
+        if cost is None:
+            cost = self._costs[key] = Cost()
+            with self._within(name, grad):
+                fakes = tree_map(self._input, (args, kwargs))
+                self.ledger.count(fakes)
+                output = function(*fakes[0], **fakes[1])
+                cost.forward, cost.output = self.ledger.flops, tree_map(_description, output)
+                outputs = [v for v in tree_leaves(output) if isinstance(v, torch.Tensor)] if grad else []
+                del fakes, output
+        self.tallies[self.phase].called(name, cost.forward)
+        leaves, structure = tree_flatten(cost.output)
+        values = [self._values(v) if isinstance(v, Shape) else self._real(v) for v in leaves]
+        if grad:
+            places = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+            handle = Handle(self, name, cost, outputs)
+            nodes = _Node.apply(self._anchor, handle, *(values[i] for i in places))
+            for i, node in zip(places, nodes, strict=True):
+                values[i] = node
+        return tree_unflatten(values, structure)
+
+    def backward(self, handle: Handle, grads: tuple[torch.Tensor | None, ...]) -> None:
+        """The backward pass of a component's call; it is made where its forward was."""
+        if handle.outputs:
+            with self._within(handle.name, True):
+                pairs = [
+                    (output, self._input(grad))
+                    for output, grad in zip(handle.outputs, grads, strict=True)
+                    if output.requires_grad and grad is not None
+                ]
+                self.ledger.count([grad for _, grad in pairs])
+                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+                handle.cost.backward = self.ledger.flops
+        self.tallies[self.phase].called(handle.name, handle.cost.backward)
+        handle.close()
+
+    def _input(self, value: Any) -> Any:
+        """Numbers become shapes; integers and masks stay, since models read them."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or not value.is_floating_point():
+            return value
+        return self.fake(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
+
+    def _values(self, shape: Shape) -> torch.Tensor:
+        """Noise, or zeros of integers."""
+        if not shape.dtype.is_floating_point or math.prod(shape.size) > LARGE:
+            return torch.zeros(shape.size, dtype=shape.dtype)
+        return torch.randn(shape.size, generator=self._generator).to(shape.dtype)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, DiagonalGaussianDistribution):
+            found = copy.copy(value)
+            found.__dict__ = {k: self._values(v) if isinstance(v, Shape) else v for k, v in vars(value).items()}
+            return found
+        return value
+
+
+def _description(value: Any) -> Any:
+    """A call's output, without anything alive."""
+    if isinstance(value, Cache):
+        return None
+    if isinstance(value, DiagonalGaussianDistribution):
+        found = copy.copy(value)
+        found.__dict__ = {k: _description(v) for k, v in vars(value).items()}
+        return found
+    return Shape(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _signature(tree: Any) -> object:
+    """All of a call that decides its cost: shapes, the values of integers, and everything else."""
+
+    def describe(value: Any) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
+        few = not value.is_floating_point() and not isinstance(value, FakeTensor) and value.numel() <= 2**16
+        return (tuple(value.shape), value.dtype, tuple(value.flatten().tolist()) if few and value.ndim > 1 else None)
+
+    leaves, structure = tree_flatten(tree)
+    return (str(structure), tuple(map(describe, leaves)))
