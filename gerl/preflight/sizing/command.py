@@ -92,14 +92,8 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
 def configured(config: Config, facts: Facts) -> Layout:
     """The layout that the keys of `config` ask for."""
     model = config.model
-    offload = {True: "encoders", False: "none"}.get(model.offload, model.offload)
-    return Layout(
-        getattr(config.cluster, "ranks_per_worker", 1),
-        getattr(model, "shard", "none"),
-        getattr(model, "quantize", "none"),
-        model.gradient_checkpointing and True in facts.updates,
-        str(offload),
-    )
+    checkpointing = model.gradient_checkpointing and True in facts.updates
+    return Layout(config.cluster.ranks_per_worker, model.shard, model.quantize, checkpointing, model.offload)
 
 
 def text(found: Sizing) -> str:
