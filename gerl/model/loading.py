@@ -160,20 +160,25 @@ def load_pipeline(config: ModelConfig, device: str, to_shard: bool = False) -> D
     pipe = read_pipeline(config.path, getattr(torch, dtype), config)
     if getattr(pipe, "scheduler", None) is None:
         raise ModelError(f"{type(pipe).__name__} has no component 'scheduler': there are no denoising steps to train")
-    pipe.scheduler = trainable_scheduler(pipe.scheduler)
-    pipe.set_progress_bar_config(disable=True)
-    leave_out_safety_checker(pipe)
-    for component in pipe.components.values():
-        if isinstance(component, torch.nn.Module):
-            component.requires_grad_(False).eval()
-    if dtype != "float32":
-        decode_in_fp32(pipe)
+    prepare(pipe, half=dtype != "float32")
     denoisers = find_denoisers(pipe)
     if config.lora is not None and config.merge_lora:
         merge_start(config, denoisers)
     sharded = sharded_components(pipe, denoisers, config.shard) if to_shard else {}
     place(pipe, denoisers, device, config.offload, sharded)
     return pipe
+
+
+def prepare(pipe: DiffusionPipeline, half: bool) -> None:
+    """Freeze `pipe`, and give it a scheduler that has a transition kernel; `half`: its weights have half precision."""
+    pipe.scheduler = trainable_scheduler(pipe.scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    leave_out_safety_checker(pipe)
+    for component in pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            component.requires_grad_(False).eval()
+    if half:
+        decode_in_fp32(pipe)
 
 
 def leave_out_safety_checker(pipe: DiffusionPipeline) -> None:

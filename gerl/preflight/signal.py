@@ -85,9 +85,9 @@ def measure(trainer: RayDiffusionTrainer, number: int) -> Measured:
     parts = credit.split([len(task.samples) for task in tasks])
     pairs = count_pairs(zip(tasks, parts, strict=True))
     given = {task.id: part for task, part in zip(tasks, parts, strict=True)}
-    pooled = pooled_sum(workers.run(HybridWorker.pool, given)) if trainer.algorithm.pools else None
+    pooled = pooled_sum(workers.run(HybridWorker.pool, given, drawn.sets)) if trainer.algorithm.pools else None
     found: Gradients = {}
-    for gradients in workers.run(HybridWorker.step_gradients, given, pairs, pooled):
+    for gradients in workers.run(HybridWorker.step_gradients, given, pairs, pooled, drawn.sets):
         found |= {k: found[k] + new if k in found else new for k, new in gradients.items()}
     facts = {known.step: known for each in workers.run(HybridWorker.step_facts) for known in each}
     workers.run(HybridWorker.forget)

@@ -95,11 +95,14 @@ class Actor:
         """
         found: dict[int, torch.Tensor] = {}
         for batch in batches:
-            for rows in self.algorithm.micro_batches(batch):
+            parts, idle = self._parts(batch)
+            for rows in parts:
                 self.optimizer.zero_grad(set_to_none=True)  # large and small numbers are not added up
                 meter = StepGradients(self.parameters, flat_copy)
                 self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 found |= {k: found[k] + new if k in found else new for k, new in meter.found.items()}
+            for blank, rows in idle:
+                self.algorithm.train(self.policy, blank, rows, math.inf)
         self.optimizer.zero_grad(set_to_none=True)
         return found
 

@@ -170,11 +170,11 @@ class HybridWorker:
         return stats
 
     def step_gradients(
-        self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None
+        self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None, sets: Sets = None
     ) -> dict[int, torch.Tensor]:
         """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""
         with model_errors("update"):
-            return self.actor.step_gradients(self._batches(credit, pooled), num_pairs)
+            return self.actor.step_gradients(self._batches(self._own(credit, sets), pooled), num_pairs)
 
     def _own(self, credit: dict[int, torch.Tensor], sets: Sets) -> dict[int, torch.Tensor]:
         """The credit of what this process has drawn; in lockstep one task of each set, NaN where it has no credit."""

@@ -91,6 +91,15 @@ def test_of_what_ray_says_the_type_and_the_first_clause_are_quoted(error: ray.ex
     assert not any(word in said for word in ("RPC", "details", "Traceback", "0f0f", "abab", "..", ".;", ".)")), said
 
 
+def test_a_workers_own_exception_keeps_the_end_of_its_traceback() -> None:
+    text = 'Traceback (most recent call last):\n  File "a.py", line 7, in work\n    stop()\nRuntimeError: no'
+    task = ray.exceptions.RayTaskError("work", text, RuntimeError("no"), pid=1, ip="127.0.0.1")
+    raised = calls._translated("worker 1", task.as_instanceof_cause())  # as ray.get raises it
+    assert type(raised) is RuntimeError and str(raised) == "no"
+    (note,) = raised.__notes__
+    assert note.startswith("in worker 1:\n") and 'File "a.py", line 7, in work' in note
+
+
 def test_what_depends_on_a_failed_call_fails_with_its_exception(group: WorkerGroup[Worker]) -> None:
     chained = group.submit(1, Worker.note, group.submit(0, Worker.fail, "the cause").later())
     assert group.workers[1].calls == []

@@ -19,11 +19,9 @@ from huggingface_hub import try_to_load_from_cache
 from gerl.config import Config
 from gerl.errors import ModelError
 from gerl.model.ema import EMA
-from gerl.model.loading import Policy, find_denoisers, leave_out_safety_checker
+from gerl.model.loading import Policy, find_denoisers, prepare
 from gerl.model.lora import add_lora
 from gerl.model.paths import INDEX, resolve
-from gerl.model.placement import decode_in_fp32
-from gerl.model.schedulers import trainable_scheduler
 from gerl.preflight.sizing.stage import Stage
 from gerl.preflight.sizing.tokens import Tokens
 
@@ -63,14 +61,7 @@ def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> Diffu
         raise ModelError(
             f"model.path={path!r} cannot be sized, since it cannot be built without weights: {first}"
         ) from error
-    pipe.scheduler = trainable_scheduler(pipe.scheduler)
-    pipe.set_progress_bar_config(disable=True)
-    leave_out_safety_checker(pipe)
-    for component in pipe.components.values():
-        if isinstance(component, torch.nn.Module):
-            component.requires_grad_(False).eval()
-    if dtype != torch.float32:
-        decode_in_fp32(pipe)
+    prepare(pipe, half=dtype != torch.float32)
     return pipe
 
 
