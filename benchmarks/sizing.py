@@ -154,7 +154,7 @@ def real_run(config: Config) -> Real:
     task = Bench(worker, Prompt(0, TEXT)).task(worker.algorithm)
     worker.generate(task)  # the first one looks at the pipeline's structure as well
     rollout, rollout_flops = _measured(lambda: worker.generate(task))
-    for p in worker.policy.lora.values():
+    for p in worker.policy.trained.values():
         p.grad = torch.zeros_like(p)
     credit = torch.ones(len(task.samples), config.sampling.num_inference_steps)
     batches = batches_of(worker.drawn[task.id], credit)

@@ -8,7 +8,7 @@ from training import new_policy
 
 from gerl.algorithms import build_algorithm
 from gerl.config import ActorConfig, Config, SamplingConfig, algorithm_config
-from gerl.model.loading import Policy
+from gerl.model.policy import Policy
 from gerl.protocol import StepResult
 from gerl.workers.actor import Actor
 

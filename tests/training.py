@@ -14,8 +14,8 @@ from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, Vali
 from gerl.engine import Tape
 from gerl.engine.kernels import FlowRule
 from gerl.model.ema import EMA
-from gerl.model.loading import Policy
 from gerl.model.lora import add_lora
+from gerl.model.policy import Policy
 from gerl.protocol import Prompt, RolloutTask, Sample, UpdateStats
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout

@@ -17,7 +17,7 @@ from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm_keys import AlgorithmConfig, NormalisedConfig
 from gerl.engine import ReplayedStep, Tape
-from gerl.model.loading import Policy
+from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats
 
 

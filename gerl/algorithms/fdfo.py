@@ -32,8 +32,7 @@ from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.policy_gradients import FDFOConfig
 from gerl.engine import ReplayedStep, replay
-from gerl.model.loading import Policy
-from gerl.model.lora import lora_disabled
+from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask, Sample, UpdateStats
 from gerl.utils.seeding import derive_seed
 
@@ -102,7 +101,7 @@ class FDFO(Algorithm):
     def _base(self, policy: Policy, batch: Batch, options: dict[str, Any]) -> dict[int, torch.Tensor]:
         """Means of the trained steps under the base model."""
         means: dict[int, torch.Tensor] = {}
-        with lora_disabled(list(policy.denoisers.values())):
+        with policy.base():
             replay(policy.pipe, batch.tape, lambda k, step: means.update({k: step.mean}), grad=False, **options)
         return means
 

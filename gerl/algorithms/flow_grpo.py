@@ -15,8 +15,7 @@ from gerl.config import Config
 from gerl.config.policy_gradients import ChainConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.errors import CheckpointError
-from gerl.model.loading import Policy
-from gerl.model.lora import lora_disabled
+from gerl.model.policy import Policy
 
 
 class FlowGRPO(PolicyGradient):
@@ -43,7 +42,7 @@ class FlowGRPO(PolicyGradient):
             kl = self._kl(step, step.recorded_mean, step.recorded_log_prob)
             total.add_(kl.cpu() / len(batch.trained))
 
-        with lora_disabled(list(policy.denoisers.values())):
+        with policy.base():
             replay(policy.pipe, batch.tape, on_step, steps=batch.trained, grad=False)
         return total
 

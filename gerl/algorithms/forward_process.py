@@ -21,8 +21,7 @@ from gerl.config.noised_images import ForwardProcessConfig
 from gerl.engine import ReplayedStep, record_structure, replay
 from gerl.engine.kernels import Rule
 from gerl.errors import ReplayError
-from gerl.model.loading import Policy
-from gerl.model.lora import lora_disabled
+from gerl.model.policy import Policy
 from gerl.protocol import Sample, UpdateStats
 from gerl.utils.seeding import derive_seed, sample_generators
 
@@ -244,7 +243,7 @@ class ForwardProcess(Algorithm):
                 replay(policy.pipe, tape, keep(old), grad=False, cfg=cfg, **options)
         if with_reference:
             cfg = "joint" if self.guided_reference or guidance is not None else cfg
-            with lora_disabled(list(policy.denoisers.values())):
+            with policy.base():
                 if guidance is not None:  # another call of the pipeline, at the same latents
                     tape = record_structure(policy.pipe, tape, rows, {"guidance_scale": guidance})
                     options = options | {"index": None}

@@ -34,8 +34,7 @@ from gerl.algorithms.planning import drawn_steps, group_ids
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config.policy_gradients import NeighborGRPOConfig
 from gerl.engine import ReplayedStep, replay
-from gerl.model.loading import Policy
-from gerl.model.lora import lora_disabled
+from gerl.model.policy import Policy
 from gerl.protocol import UpdateStats
 from gerl.utils.seeding import derive_seed
 
@@ -110,7 +109,7 @@ class NeighborGRPO(Algorithm):
     def _base(self, policy: Policy, batch: Batch, options: dict[str, Any]) -> dict[int, torch.Tensor]:
         """Where the base model takes the anchors."""
         means: dict[int, torch.Tensor] = {}
-        with lora_disabled(list(policy.denoisers.values())):
+        with policy.base():
             replay(policy.pipe, batch.tape, lambda k, step: means.update({k: step.mean}), grad=False, **options)
         return means
 

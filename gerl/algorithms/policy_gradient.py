@@ -22,8 +22,7 @@ from gerl.config import Config
 from gerl.config.policy_gradients import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
 from gerl.engine.kernels import FlowRule, Rule, coefficients
-from gerl.model.loading import Policy
-from gerl.model.lora import lora_disabled
+from gerl.model.policy import Policy
 from gerl.protocol import StepFacts, UpdateStats
 
 
@@ -100,7 +99,7 @@ class PolicyGradient(Algorithm):
     def _reference(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:
         """The same steps under the base model: the adapter is off once for the whole micro-batch."""
         kept: dict[int, ReplayedStep] = {}
-        with lora_disabled(list(policy.denoisers.values())):
+        with policy.base():
             replay(policy.pipe, tape, lambda k, step: kept.update({k: step}), grad=False, **options)
         return kept
 

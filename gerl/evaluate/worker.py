@@ -18,8 +18,9 @@ from gerl.model.ema import EMA
 from gerl.model.failures import check_backend, model_errors
 from gerl.model.hub import Downloads
 from gerl.model.libraries import quiet_libraries
-from gerl.model.loading import Policy, find_denoisers, load_pipeline
+from gerl.model.loading import find_denoisers, load_pipeline
 from gerl.model.lora_variants import attach, switch
+from gerl.model.policy import Policy
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
 from gerl.trainer.rollouts import Rollouts

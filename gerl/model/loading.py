@@ -6,7 +6,6 @@ import inspect
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import diffusers
@@ -21,9 +20,10 @@ from gerl.model.ema import EMA
 from gerl.model.failures import check_backend, is_full
 from gerl.model.hub import fetch, refusal_of_code
 from gerl.model.libraries import quiet_messages
-from gerl.model.lora import add_lora, lora_file
+from gerl.model.lora import add_lora
 from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
+from gerl.model.policy import Policy
 from gerl.model.quantisation import check_quantisation, leading_values, quantisation_config
 from gerl.model.schedulers import trainable_scheduler
 from gerl.model.sharding import shard, sharded_components
@@ -34,42 +34,6 @@ from gerl.utils.seeding import derive_seed
 logger = logging.getLogger(__name__)
 DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for those that do not show what they are
 TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # an argument of a denoiser
-
-
-@dataclass
-class Policy:
-    """A pipeline with a LoRA on its denoisers: what rollout and actor share. `lora` names are `denoiser.parameter`.
-
-    `ema` is what validation and export use; `old` an earlier policy that an algorithm compares with; `sampler` draws
-    the rollouts, if it is not the trained LoRA that does.
-    """
-
-    pipe: DiffusionPipeline
-    denoisers: dict[str, ModelMixin]
-    lora: dict[str, torch.nn.Parameter]
-    ema: EMA
-    fingerprint: str = ""  # of the base weights
-    version: int = 0  # optimizer steps taken
-    old: EMA | None = None
-    old_is_current: bool = True  # `old` holds the trained weights: no need to run it
-    sampler: EMA | None = None
-
-    def averages(self) -> dict[str, EMA]:
-        """All weights besides the trained ones, by name."""
-        named = {"ema": self.ema, "old": self.old, "sampler": self.sampler}
-        return {name: average for name, average in named.items() if average is not None}
-
-    @contextlib.contextmanager
-    def as_sampler(self, old: bool = False) -> Iterator[None]:
-        """The model computes with the weights that draw rollouts; `old`: with those of the old policy."""
-        drawing = self.old if old else self.sampler
-        with contextlib.nullcontext() if drawing is None else drawing.swapped_in():
-            yield
-
-    def lora_file(self) -> bytes:
-        """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with."""
-        with self.ema.swapped_in():
-            return lora_file(self.denoisers)
 
 
 def read_pipeline(path: str, dtype: torch.dtype, config: ModelConfig | None = None) -> DiffusionPipeline:

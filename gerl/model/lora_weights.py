@@ -63,7 +63,7 @@ class Lora:
 
 
 def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str, Lora]:
-    """The LoRA of each denoiser from its matrices, named as in `Policy.lora` or in a file of diffusers.
+    """The LoRA of each denoiser from its matrices, named as in `Policy.trained` or in a file of diffusers.
 
     Raises `CheckpointError` for a tensor that is no such matrix, or one without its other half.
     """

@@ -91,7 +91,7 @@ class Bench:
             held = worker.drawn[task.id].nbytes
             pairs = count_pairs([(task, credit)])
             stats, updated = attempt("update", parts, worker.device, lambda: update(worker, task, credit, pairs))
-            gradients = {name: count_gradients(worker.policy.lora, name) for name in worker.policy.denoisers}
+            gradients = {name: count_gradients(worker.policy.trained, name) for name in worker.policy.denoisers}
             result, stepped = attempt("optimizer step", parts, worker.device, lambda: worker.step(0))
         finally:
             worker.forget()

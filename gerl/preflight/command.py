@@ -106,7 +106,7 @@ def load(worker: HybridWorker, report: Report) -> bool:
     kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SameSigmas) else 0].__name__
     own = diffusers.DiffusionPipeline.load_config(resolve(config.model.path)).get("scheduler", [None])[-1]
     report.pipeline, report.scheduler = type(pipe).__name__, kind
-    report.components = components(pipe.components, worker.policy.lora)
+    report.components = components(pipe.components, worker.policy.trained)
     if own is not None and own != kind:
         report.own_scheduler = own
         report.warnings.append(

@@ -67,7 +67,7 @@ def parts_difference(worker: HybridWorker, task: RolloutTask) -> float:
     step = (task.segments[0].trained or (0,))[0]
     whole = _gradient(worker, tape, step, range(tape.batch_size))
     parts = [_gradient(worker, tape, step, [i]) for i in range(tape.batch_size)]
-    for p in policy.lora.values():
+    for p in policy.trained.values():
         p.grad = None
     return float((torch.stack(parts).sum(0) - whole).norm() / whole.norm().clamp(min=1e-30))
 

@@ -15,7 +15,7 @@ from gerl.algorithms.step_gradients import StepGradients, flat_copy, squared_nor
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError
 from gerl.model.ema import EMA
-from gerl.model.loading import Policy
+from gerl.model.policy import Policy
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.state import ScheduleState, WorkerState
 from gerl.workers.optimizers import build_optimizer, expected_state, restore, state_of
@@ -36,16 +36,16 @@ class Actor:
     ) -> None:
         """`most`: the largest of the numbers that the ranks of a worker call it with, where they are in lockstep."""
         self.policy, self.config, self.algorithm, self.most = policy, config, algorithm, most
-        self.parameters = list(policy.lora.values())
+        self.parameters = list(policy.trained.values())
         self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(
             name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=total_updates
         )
         if algorithm.old_decay is not None:
-            policy.old = EMA(policy.lora, partial(decay_at, algorithm.old_decay))
+            policy.old = EMA(policy.trained, partial(decay_at, algorithm.old_decay))
         if algorithm.rollout_decay is not None:
-            policy.sampler = EMA(policy.lora, partial(decay_at, algorithm.rollout_decay))
+            policy.sampler = EMA(policy.trained, partial(decay_at, algorithm.rollout_decay))
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
         """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs in all.
@@ -143,11 +143,11 @@ class Actor:
 
     def state(self) -> tuple[dict[str, torch.Tensor], WorkerState]:
         """Tensors and numbers from which `load_state` continues exactly."""
-        tensors = {f"lora/{name}": p.detach() for name, p in self.policy.lora.items()}
+        tensors = {f"lora/{name}": p.detach() for name, p in self.policy.trained.items()}
         averages = self.policy.averages()
         for kind, average in averages.items():
             tensors |= {f"{kind}/{name}": value for name, value in average.average.items()}
-        tensors |= {f"{OPTIMIZER}{key}": value for key, value in state_of(self.optimizer, self.policy.lora).items()}
+        tensors |= {f"{OPTIMIZER}{key}": value for key, value in state_of(self.optimizer, self.policy.trained).items()}
         return tensors, WorkerState(
             self.policy.version,
             {kind: average.updates for kind, average in averages.items()},
@@ -163,11 +163,11 @@ class Actor:
         averages.
         """
         self.check_state(tensors, numbers)
-        for name, p in self.policy.lora.items():
+        for name, p in self.policy.trained.items():
             p.copy_(tensors[f"lora/{name}"])
-        restore(self.optimizer, self.policy.lora, _of_optimizer(tensors))
+        restore(self.optimizer, self.policy.trained, _of_optimizer(tensors))
         for kind, average in self.policy.averages().items():
-            average.load({name: tensors[f"{kind}/{name}"] for name in self.policy.lora}, numbers.averages[kind])
+            average.load({name: tensors[f"{kind}/{name}"] for name in self.policy.trained}, numbers.averages[kind])
         self.policy.old_is_current = numbers.old_is_current
         self.policy.version = numbers.policy_version
         taken, schedule = numbers.lr_schedule.last_epoch, self.schedule
@@ -187,7 +187,7 @@ class Actor:
             )
         if numbers.policy_version < 0 or numbers.lr_schedule.last_epoch < 0 or min(numbers.averages.values()) < 0:
             raise CheckpointError("state.json has a negative count of updates")
-        lora: dict[str, torch.Tensor] = dict(self.policy.lora)
+        lora: dict[str, torch.Tensor] = dict(self.policy.trained)
         expected = {f"{kind}/{name}": p for kind in ("lora", *averages) for name, p in lora.items()}
         moments = expected_state(self.config, lora, _of_optimizer(tensors))
         expected |= {f"{OPTIMIZER}{key}": like for key, like in moments.items()}

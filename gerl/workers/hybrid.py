@@ -18,14 +18,9 @@ from gerl.engine import Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
 from gerl.model.failures import model_errors
 from gerl.model.libraries import quiet_libraries
-from gerl.model.loading import (
-    Policy,
-    check_arguments,
-    load_policy,
-    lora_lines,
-    replaced_scheduler,
-)
+from gerl.model.loading import check_arguments, load_policy, lora_lines, replaced_scheduler
 from gerl.model.paths import WEIGHTS
+from gerl.model.policy import Policy
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepFacts, StepResult, UpdateStats
 from gerl.run.state import WorkerState
 from gerl.utils.condition_images import COLUMNS
@@ -112,7 +107,7 @@ class HybridWorker:
         return ModelFacts(
             type(self.policy.pipe).__name__,
             list(self.policy.denoisers),
-            sum(p.numel() for p in self.policy.lora.values()),
+            sum(p.numel() for p in self.policy.trained.values()),
             any(d.dtype != torch.float32 for d in self.policy.denoisers.values()),
             self.policy.fingerprint,
             notes,

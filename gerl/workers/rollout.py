@@ -14,7 +14,8 @@ from gerl.engine import Reads, Tape, Trajectory, branch, lean, record
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError
 from gerl.model.failures import model_errors, pipeline_errors
-from gerl.model.loading import Policy, pipeline_call, training_sigmas
+from gerl.model.loading import pipeline_call, training_sigmas
+from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators

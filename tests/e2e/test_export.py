@@ -84,7 +84,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Place]:
         worker.setup()
         policy = worker.policy
         torch.manual_seed(1)
-        for parameter, p in policy.lora.items():
+        for parameter, p in policy.trained.items():
             p.data.normal_(0, 0.2)
             policy.ema.average[parameter].normal_(0, 0.2)
         checkpoint(worker, root / "run", 10)

@@ -107,7 +107,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         worker.generate(task)
         stage.tallies["rollout"].restart()  # the first one looked at the pipeline's structure as well
         images = worker.generate(task)
-        for p in worker.policy.lora.values():
+        for p in worker.policy.trained.values():
             p.grad = torch.zeros_like(p)
             stage.ledger.leave_out(p.grad)
         updates = {on: _update(worker, task, stage, on) for on in _ways(worker, both)}
@@ -123,7 +123,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         rows_of(task.segments),
         min(config.actor.micro_batch_size or config.rollout.micro_batch_size, rows_of(trained)),
         [_part(name, c, name in worker.policy.denoisers) for name, c in pipe.components.items() if _is_module(c)],
-        sum(p.numel() for p in worker.policy.lora.values()),
+        sum(p.numel() for p in worker.policy.trained.values()),
         len(worker.policy.averages()),
         worker.policy.sampler is not None or worker.policy.old is not None,
         drawn.nbytes / count,

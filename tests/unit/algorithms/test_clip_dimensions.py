@@ -77,7 +77,7 @@ def test_the_update_clips_at_the_range_of_its_latents() -> None:
     training = Training(config("flow_grpo"))
     credit = chain_credit([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1])
     generator = torch.Generator().manual_seed(0)
-    for p in training.policy.lora.values():
+    for p in training.policy.trained.values():
         p.data.add_(0.01 * torch.randn(p.shape, generator=generator))
     (_, _, (tape,)) = training.tasks[0]
     assert tape.steps[0].x[0].numel() == 256

@@ -31,7 +31,7 @@ def moved(training: Training) -> None:
     """Take the trained weights away from the old policy."""
     training.policy.old_is_current = False
     generator = torch.Generator().manual_seed(5)
-    for p in training.policy.lora.values():
+    for p in training.policy.trained.values():
         p.data.add_(0.02 * torch.randn(p.shape, generator=generator))
 
 

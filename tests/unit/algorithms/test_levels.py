@@ -26,7 +26,7 @@ def moved(training: Training) -> Training:
     """With trained weights that are not those of the old policy."""
     training.policy.old_is_current = False
     generator = torch.Generator().manual_seed(5)
-    for p in training.policy.lora.values():
+    for p in training.policy.trained.values():
         p.data.add_(0.02 * torch.randn(p.shape, generator=generator))
     return training
 

@@ -45,9 +45,9 @@ def test_off_policy_the_ratio_is_that_of_squared_errors(training: Training) -> N
     algorithm, plain, found = squared(), build_algorithm(config("flow_grpo", **CPS)), []  # type: ignore[arg-type]
     assert isinstance(plain, PolicyGradient)
     (_, _, (tape,)) = training.tasks[0]
-    before = {name: p.detach().clone() for name, p in training.policy.lora.items()}
+    before = {name: p.detach().clone() for name, p in training.policy.trained.items()}
     generator = torch.Generator().manual_seed(1)
-    for p in training.policy.lora.values():
+    for p in training.policy.trained.values():
         p.data.add_(0.05 * torch.randn(p.shape, generator=generator))
 
     def on_step(k: int, step: ReplayedStep) -> None:
@@ -59,7 +59,7 @@ def test_off_policy_the_ratio_is_that_of_squared_errors(training: Training) -> N
         found.append(float(expected.abs().max()))
 
     replay(training.policy.pipe, tape, on_step, grad=False)
-    for name, p in training.policy.lora.items():
+    for name, p in training.policy.trained.items():
         p.data.copy_(before[name])
     assert len(found) == 3 and min(found) > 1e-4
 

@@ -33,7 +33,7 @@ def moved(training: Training) -> Training:
     """With trained weights that are not those of the old policy."""
     training.policy.old_is_current = False
     generator = torch.Generator().manual_seed(5)
-    for p in training.policy.lora.values():
+    for p in training.policy.trained.values():
         p.data.add_(0.02 * torch.randn(p.shape, generator=generator))
     return training
 
@@ -98,7 +98,7 @@ def test_the_first_pass_leaves_no_gradient_and_counts_the_rows_with_credit() -> 
     credit[2] = torch.nan
     training.actor.optimizer.zero_grad(set_to_none=True)
     pooled = training.pooled(credit)
-    assert all(p.grad is None for p in training.policy.lora.values())
+    assert all(p.grad is None for p in training.policy.trained.values())
     samples = [s for task, _, _ in training.tasks for s in task.samples]
     assert {key: count for key, (_, count) in pooled.items()} == {
         (group, k): 3 if group == samples[0].group else 4 for group in {s.group for s in samples} for k in range(3)

@@ -114,12 +114,12 @@ def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixtu
     assert caplog.messages[0].endswith("/mine': running the code in my_pipeline.py, transformer/my_transformer.py")
     assert caplog.messages[-1].endswith("reads no LoRA of transformer: use load_lora(pipe, Path(FOLDER))")
     assert type(policy.pipe).__name__ == "MyPipeline" and list(policy.denoisers) == ["transformer"]
-    layers = {name.split(".lora_")[0] for name in policy.lora}
+    layers = {name.split(".lora_")[0] for name in policy.trained}
     assert layers == {f"transformer.layers.{i}.{part}" for i in (0, 1) for part in ("inner", "outer")}
-    randomise(policy.lora.values(), 0.3)
+    randomise(policy.trained.values(), 0.3)
 
     call = pipeline_call(policy.pipe, SamplingConfig(num_inference_steps=4), tiny.PROMPTS)
-    r = rolled_out(Recorded(policy.pipe, list(policy.lora.values()), call, "flow_sde"))
+    r = rolled_out(Recorded(policy.pipe, list(policy.trained.values()), call, "flow_sde"))
     assert r.output.shape == (4, 2, 2, 3)
     grads, deviation, seen = gradients(r)
     assert (deviation, seen) == (0.0, [0, 1, 2]) and all(g.any() for g in grads)

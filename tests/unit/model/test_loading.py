@@ -149,20 +149,20 @@ def test_the_lora_depends_on_the_seed_and_nothing_else(folders: Folders) -> None
     again = policy(folders, seed=5)
     torch.manual_seed(2)
     third, other = policy(folders, seed=5), policy(folders, seed=6)
-    assert list(first.lora) == list(again.lora) == list(other.lora)
-    for name, p in first.lora.items():
+    assert list(first.trained) == list(again.trained) == list(other.trained)
+    for name, p in first.trained.items():
         assert name.startswith("transformer.") and p.dtype == torch.float32 and p.requires_grad
-        assert torch.equal(p, again.lora[name]) and torch.equal(p, third.lora[name])
-        assert torch.equal(p, other.lora[name]) == ("lora_B" in name)  # B is zero, A is drawn
+        assert torch.equal(p, again.trained[name]) and torch.equal(p, third.trained[name])
+        assert torch.equal(p, other.trained[name]) == ("lora_B" in name)  # B is zero, A is drawn
         assert (p == 0).all() == ("lora_B" in name)
 
 
 def test_a_policy_trains_the_lora_only(folders: Folders) -> None:
     p = policy(folders, dtype="bfloat16")
     trained = {f"transformer.{name}" for name, q in p.pipe.transformer.named_parameters() if q.requires_grad}
-    assert trained == set(p.lora) and p.denoisers == {"transformer": p.pipe.transformer}
-    assert {q.dtype for q in p.lora.values()} == {torch.float32} and p.pipe.transformer.dtype == torch.bfloat16
-    assert p.version == 0 and p.ema.decay == 0.9 and set(p.ema.average) == set(p.lora)
+    assert trained == set(p.trained) and p.denoisers == {"transformer": p.pipe.transformer}
+    assert {q.dtype for q in p.trained.values()} == {torch.float32} and p.pipe.transformer.dtype == torch.bfloat16
+    assert p.version == 0 and p.ema.decay == 0.9 and set(p.ema.average) == set(p.trained)
     others = [q for name, module in modules(p.pipe).items() if name != "transformer" for q in module.parameters()]
     assert not any(q.requires_grad for q in others)
     assert policy(folders, "sd15").denoisers.keys() == {"unet"}
@@ -170,7 +170,7 @@ def test_a_policy_trains_the_lora_only(folders: Folders) -> None:
 
 def test_targets_by_regular_expression(folders: Folders) -> None:
     p = policy(folders, lora_targets=r"attn\.to_q$")
-    layers = {name.split(".lora_")[0] for name in p.lora}
+    layers = {name.split(".lora_")[0] for name in p.trained}
     assert layers == {f"transformer.transformer_blocks.{i}.attn.to_q" for i in (0, 1)}
     with pytest.raises(ConfigError, match=r"model\.lora_targets='\(unclosed' is no regular expression"):
         policy(folders, lora_targets="(unclosed")
@@ -188,10 +188,10 @@ def test_checkpointing_and_compilation_are_switched_on(folders: Folders) -> None
 def test_the_exported_lora_is_the_average(folders: Folders) -> None:
     p = policy(folders)
     at_first = load(p.lora_file())
-    assert len(at_first) == len(p.lora)
-    for q in p.lora.values():
+    assert len(at_first) == len(p.trained)
+    for q in p.trained.values():
         q.data.add_(1.0)
-    trained = {name: q.detach().clone() for name, q in p.lora.items()}
+    trained = {name: q.detach().clone() for name, q in p.trained.items()}
     unchanged = load(p.lora_file())
     assert all(torch.equal(value, at_first[name]) for name, value in unchanged.items())
     p.ema.update()  # the first update takes 0.9 of the weights
@@ -199,7 +199,7 @@ def test_the_exported_lora_is_the_average(folders: Folders) -> None:
     assert averaged.keys() == at_first.keys()
     for name, value in averaged.items():
         torch.testing.assert_close(value, at_first[name] + 0.9)
-    assert all(torch.equal(q, trained[name]) for name, q in p.lora.items())
+    assert all(torch.equal(q, trained[name]) for name, q in p.trained.items())
 
 
 # --- calls and fingerprints
@@ -232,7 +232,7 @@ def test_the_fingerprint_is_that_of_the_base_weights(folders: Folders) -> None:
     p = policy(folders)
     first = weights_fingerprint(p.denoisers)
     assert weights_fingerprint(policy(folders, seed=9).denoisers) == first
-    for q in p.lora.values():
+    for q in p.trained.values():
         q.data.add_(1.0)
     assert weights_fingerprint(p.denoisers) == first
     bias = p.pipe.transformer.proj_out.bias

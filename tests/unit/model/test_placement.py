@@ -132,7 +132,7 @@ def test_blocks_that_come_and_go_compute_the_same(
         Poisoned.made.clear()
         policy = load_policy(config, 0.9, "cpu", 0)
         torch.manual_seed(2)
-        for p in policy.lora.values():
+        for p in policy.trained.values():
             p.data.normal_(0, 0.2)
         images, tape = record(policy.pipe, call, kernel=case.kernel, generators=tiny.generators())
         ratios: list[float] = []
@@ -143,7 +143,7 @@ def test_blocks_that_come_and_go_compute_the_same(
 
         replay(policy.pipe, tape, loss)
         assert max(ratios) == 0.0 and len(Poisoned.made) == (offload == "blocks")
-        grads = [torch.zeros(1) if p.grad is None else p.grad for p in policy.lora.values()]
+        grads = [torch.zeros(1) if p.grad is None else p.grad for p in policy.trained.values()]
         found.append((tiny.output_of(images), torch.cat([g.flatten() for g in grads])))
     (images, exact), (again, gradient) = found
     assert np.array_equal(np.asarray(images), np.asarray(again)) and torch.equal(gradient, exact) and exact.any()
@@ -186,8 +186,8 @@ def test_a_gpu_holds_one_block_at_a_time(checkpointing: bool) -> None:
                          generators=[torch.Generator().manual_seed(0)])  # fmt: skip
         replay(policy.pipe, tape, lambda k, step: step.log_prob.mean())
         peaks.append(torch.cuda.max_memory_allocated())
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.lora.values() if p.grad is not None]))
-        assert all(p.is_cuda for p in policy.lora.values())
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.trained.values() if p.grad is not None]))
+        assert all(p.is_cuda for p in policy.trained.values())
         del policy, tape
         torch.cuda.empty_cache()
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
@@ -210,7 +210,7 @@ def test_layers_that_a_model_keeps_in_fp32_stay_so(tmp_path: Path) -> None:
     images, tape = record(policy.pipe, call, generators=tiny.generators())
     assert images.frames.dtype == np.float32 and np.isfinite(images.frames).all()
     replay(policy.pipe, tape, lambda k, step: step.log_prob.mean())
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in policy.lora.values())
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in policy.trained.values())
 
 
 def test_a_vae_that_asks_for_it_decodes_in_fp32() -> None:

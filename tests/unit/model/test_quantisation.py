@@ -15,7 +15,8 @@ from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, ModelConfig, RolloutConfig, SamplingConfig, ValidationConfig, algorithm_config
 from gerl.engine import record, replay
 from gerl.errors import ConfigError, ModelError
-from gerl.model.loading import Policy, load_pipeline, load_policy, weights_fingerprint
+from gerl.model.loading import load_pipeline, load_policy, weights_fingerprint
+from gerl.model.policy import Policy
 from gerl.model.quantisation import check_quantisation, leading_values, outer_layers, stored_bytes, text_encoders
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
@@ -29,7 +30,7 @@ KINDS = ("int8", "fp8")
 def policy_of(path: Path | str = "signs", device: str = "cpu", **keys: Any) -> Policy:
     policy = load_policy(ModelConfig(path=str(path), lora_rank=4, lora_alpha=4.0, **keys), 0.9, device, 0)
     torch.manual_seed(2)
-    for name, p in policy.lora.items():
+    for name, p in policy.trained.items():
         if "lora_B" in name:
             p.data = (0.02 * torch.randn(p.shape)).to(p.device)
     return policy
@@ -49,10 +50,10 @@ def gradients(policy: Policy, call: dict[str, Any] = CALL, **how: Any) -> tuple[
         found.append(float((step.log_prob - step.recorded_log_prob).detach().abs().max()))
         return -(step.log_prob * torch.tensor([1.0, -1.0], device=step.log_prob.device)).mean()
 
-    for p in policy.lora.values():
+    for p in policy.trained.values():
         p.grad = None
     replay(policy.pipe, tape, on_step)
-    grads = {name: p.grad.cpu() for name, p in policy.lora.items() if p.grad is not None and p.grad.any()}
+    grads = {name: p.grad.cpu() for name, p in policy.trained.items() if p.grad is not None and p.grad.any()}
     assert grads and all(g.isfinite().all() for g in grads.values())
     return grads, max(found)
 
@@ -74,7 +75,7 @@ def test_signs_trains_on_a_quantised_base(kind: str, plain: Policy) -> None:
     transformer, reference = policy.pipe.transformer, plain.pipe.transformer
     assert size(transformer.transformer_blocks) < 0.3 * size(reference.transformer_blocks)
     assert all(torch.equal(p, reference.get_parameter(n)) for n, p in transformer.named_parameters() if "proj_out" in n)
-    assert {p.dtype for p in policy.lora.values()} == {torch.float32}
+    assert {p.dtype for p in policy.trained.values()} == {torch.float32}
     assert size(policy.pipe.text_encoder) == size(plain.pipe.text_encoder)
     exact, _ = gradients(plain)
     found, deviation = gradients(policy)

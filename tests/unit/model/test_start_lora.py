@@ -17,11 +17,12 @@ from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ConfigError, ModelError
 from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files
-from gerl.model.loading import Policy, check_model, find_denoisers, load_policy, weights_fingerprint
+from gerl.model.loading import check_model, find_denoisers, load_policy, weights_fingerprint
 from gerl.model.lora import find_targets, lora_disabled
 from gerl.model.lora_files import read_layers
 from gerl.model.lora_weights import Lora
 from gerl.model.paths import WEIGHTS
+from gerl.model.policy import Policy
 
 BUILD: dict[str, Callable[[], Any]] = {
     **{name: tiny.CASES[name].build for name in ("sd3", "sd15", "flux", "qwen_image", "wan", "z_image")},
@@ -124,7 +125,7 @@ def test_alpha_is_that_of_the_layer(base: Path, tmp_path: Path, alpha: dict[str,
 
 def test_the_trained_lora_is_that_of_the_file(base: Path, start: Path, loras: dict[str, Lora]) -> None:
     policy = load_policy(model(base, lora=str(start)), 0.9, "cpu", 0)
-    for name, p in policy.lora.items():
+    for name, p in policy.trained.items():
         layer, half = name.removeprefix("transformer.").removesuffix(".default.weight").rsplit(".lora_", 1)
         assert torch.equal(p, loras["transformer"].layers[layer]["AB".index(half)]) and p.requires_grad
         assert torch.equal(policy.ema.average[name], p)
@@ -142,9 +143,9 @@ def test_a_larger_rank_and_another_alpha_hold_the_same_lora(base: Path, start: P
     same, other = (load_policy(model(base, lora=str(start), **more), 0.9, "cpu", 0) for more in ({}, keys))
     torch.testing.assert_close(draw(other.pipe), draw(same.pipe), rtol=1e-5, atol=1e-5)
     fresh = load_policy(model(base, **keys), 0.9, "cpu", 0)
-    for name, p in other.lora.items():
+    for name, p in other.trained.items():
         added = p[RANK:] if "lora_A" in name else p[:, RANK:]
-        drawn = fresh.lora[name]
+        drawn = fresh.trained[name]
         assert torch.equal(added, drawn[RANK:] if "lora_A" in name else drawn[:, RANK:])
 
 
@@ -153,7 +154,7 @@ def test_layers_that_the_file_leaves_out_begin_with_nothing(base: Path, tmp_path
     part = random_loras(pipe, pattern="transformer_blocks.0.attn.to_[qk]$")
     write_files(lora_files("diffusers", part, Base("", ALPHA)), tmp_path)
     policy = load_policy(model(base, lora=str(tmp_path)), 0.9, "cpu", 0)
-    moved = {name for name, p in policy.lora.items() if "lora_B" in name and p.any()}
+    moved = {name for name, p in policy.trained.items() if "lora_B" in name and p.any()}
     assert moved == {f"transformer.{layer}.lora_B.default.weight" for layer in part["transformer"].layers}
     pipe.load_lora_weights(tmp_path)
     torch.testing.assert_close(draw(policy.pipe), draw(pipe), rtol=1e-5, atol=1e-5)
@@ -165,8 +166,8 @@ def test_a_merged_lora_is_part_of_the_base(base: Path, start: Path, caplog: pyte
     assert f"{start} is merged into the base model" in caplog.text
     begun = load_policy(model(base, lora=str(start)), 0.9, "cpu", 0)
     torch.testing.assert_close(draw(merged.pipe), draw(begun.pipe), rtol=1e-5, atol=1e-5)
-    assert all(not p.any() for name, p in merged.lora.items() if "lora_B" in name)
-    for p in merged.lora.values():
+    assert all(not p.any() for name, p in merged.trained.items() if "lora_B" in name)
+    for p in merged.trained.values():
         p.data.normal_(0, 0.2)
     with lora_disabled(list(merged.denoisers.values())):  # the reference of algorithm.kl_coef
         torch.testing.assert_close(draw(merged.pipe), draw(begun.pipe), rtol=1e-5, atol=1e-5)
@@ -181,9 +182,9 @@ def test_a_checkpoint_and_a_file_are_places_too(base: Path, start: Path, tmp_pat
     def weights(source: Path) -> Policy:
         return load_policy(model(base, lora=str(source)), 0.9, "cpu", 0)
 
-    expected = weights(start).lora
+    expected = weights(start).trained
     for source in (tmp_path, start / WEIGHTS):
-        assert all(torch.equal(p, expected[name]) for name, p in weights(source).lora.items())
+        assert all(torch.equal(p, expected[name]) for name, p in weights(source).trained.items())
 
 
 def test_what_a_resumed_run_loads() -> None:

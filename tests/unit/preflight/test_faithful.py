@@ -68,7 +68,7 @@ def test_a_pipeline_that_is_as_it_should_be() -> None:
     stock, parts = measured(worker)
     assert stock < 1e-6 and 0 < parts < 1e-4
     assert problems(stock, parts, micro=1) == []
-    assert all(p.grad is None for p in worker.policy.lora.values())
+    assert all(p.grad is None for p in worker.policy.trained.values())
 
 
 def test_a_pipeline_that_steps_otherwise_than_it_seems() -> None:

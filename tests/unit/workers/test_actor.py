@@ -16,8 +16,8 @@ from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config.algorithm import BY_NAME
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.batching import select_call
-from gerl.model.loading import Policy
 from gerl.model.lora import lora_disabled
+from gerl.model.policy import Policy
 from gerl.protocol import Prompt, Sample, StepResult, UpdateStats
 from gerl.workers.actor import Actor
 

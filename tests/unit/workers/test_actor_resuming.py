@@ -62,8 +62,8 @@ def damaged(key: str, value: torch.Tensor | None) -> Any:
     return {name: v for name, v in (tensors | {key: value}).items() if v is not None}, numbers
 
 
-NAME = next(iter(new_policy().lora))
-SHAPE = new_policy().lora[NAME].shape
+NAME = next(iter(new_policy().trained))
+SHAPE = new_policy().trained[NAME].shape
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from training import new_policy, relative
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError, ConfigError
 from gerl.model.ema import EMA
-from gerl.model.loading import Policy
+from gerl.model.policy import Policy
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers import optimizers
 from gerl.workers.actor import Actor

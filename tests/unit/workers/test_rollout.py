@@ -31,7 +31,7 @@ KEPT = {"flow_grpo": 0.43, "flow_grpo_fast": 0.38, "awm_fast": 0.7, "branch_grpo
 def test_a_trajectory_is_smaller_than_the_recording_and_trains_the_same(preset: str) -> None:
     config = compose_run([f"algorithm={preset}", "rollout.micro_batch_size=4"]).config
     policy = load_policy(config.model, 0.9, "cpu", seed=0)
-    randomise(policy.lora.values(), 0.05, seed=0)
+    randomise(policy.trained.values(), 0.05, seed=0)
     algorithm, rollout = build_algorithm(config), Rollout(policy, config.sampling, config.validation)
     samples = plan_samples(config, [Prompt(0, 'a red sign that reads "482"')], 1, 0)
     (task,) = algorithm.plan(samples[:4])

@@ -18,7 +18,7 @@ from gerl.engine import Trajectory
 from gerl.errors import ModelError
 from gerl.model.ema import EMA
 from gerl.model.failures import CallRefused
-from gerl.model.loading import Policy
+from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask
 from gerl.workers.actor import Actor
 from gerl.workers.hybrid import batches_of

@@ -1,0 +1,53 @@
+"""The policy: a pipeline, the weights of it that are trained, and copies of these at other times."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from diffusers import DiffusionPipeline, ModelMixin
+
+from gerl.model.ema import EMA
+from gerl.model.lora import lora_disabled, lora_file
+
+
+@dataclass
+class Policy:
+    """A pipeline with a LoRA on its denoisers: what rollout and actor share.
+
+    `trained`: the parameters that are trained, in fp32, named `denoiser.parameter`. `ema` is what validation and export use; `old` an earlier policy that an algorithm compares with; `sampler` draws
+    the rollouts, if it is not the trained LoRA that does.
+    """
+
+    pipe: DiffusionPipeline
+    denoisers: dict[str, ModelMixin]
+    trained: dict[str, torch.nn.Parameter]
+    ema: EMA
+    fingerprint: str = ""  # of the base weights
+    version: int = 0  # optimizer steps taken
+    old: EMA | None = None
+    old_is_current: bool = True  # `old` holds the trained weights: no need to run it
+    sampler: EMA | None = None
+
+    def averages(self) -> dict[str, EMA]:
+        """All weights besides the trained ones, by name."""
+        named = {"ema": self.ema, "old": self.old, "sampler": self.sampler}
+        return {name: average for name, average in named.items() if average is not None}
+
+    @contextlib.contextmanager
+    def as_sampler(self, old: bool = False) -> Iterator[None]:
+        """The model computes with the weights that draw rollouts; `old`: with those of the old policy."""
+        drawing = self.old if old else self.sampler
+        with contextlib.nullcontext() if drawing is None else drawing.swapped_in():
+            yield
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[None]:
+        """The model computes as the base model that training started from, the reference of `algorithm.kl_coef`."""
+        with lora_disabled(list(self.denoisers.values())):
+            yield
+
+    def lora_file(self) -> bytes:
+        """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with."""
+        with self.ema.swapped_in():
+            return lora_file(self.denoisers)
