@@ -15,8 +15,9 @@ from gerl.model.lora import lora_disabled, lora_file
 class Policy:
     """A pipeline with a LoRA on its denoisers: what rollout and actor share.
 
-    `trained`: the parameters that are trained, in fp32, named `denoiser.parameter`. `ema` is what validation and export use; `old` an earlier policy that an algorithm compares with; `sampler` draws
-    the rollouts, if it is not the trained LoRA that does.
+    `trained`: the parameters that are trained, in fp32, named `denoiser.parameter`. `ema` is what validation and export
+    use; `old` an earlier policy that an algorithm compares with; `sampler` draws the rollouts, if it is not the trained
+    weights that do.
     """
 
     pipe: DiffusionPipeline
