@@ -198,8 +198,6 @@ class ForwardProcess(Algorithm):
 
         compared = self.uses_reference or settings.kl_coef > 0 or settings.norm_coef > 0
         self._visit(policy, batch, rows, Visit(on_level, True, compared))
-        if meter is not None:
-            meter.end()
         return stats
 
     def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: Visit) -> None:
