@@ -24,7 +24,7 @@ from gerl.model.lora import add_lora
 from gerl.model.paths import INDEX, resolve
 from gerl.model.policy import Policy
 from gerl.preflight.sizing.stage import Stage
-from gerl.preflight.sizing.tokens import Tokens
+from gerl.preflight.sizing.tokens import Picture, Tokens
 
 RECORD = "architectures.yaml"  # among gerl's assets
 
@@ -47,6 +47,9 @@ def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> Diffu
 
     Raises `ModelError` where the architecture is not known, or has a class that cannot be built.
     """
+    known = {str(model["also"]): name for name, model in _record()["models"].items() if "also" in model}
+    if path in known and not Path(path).is_dir():
+        path = known[path]
     given = resolve(path)
     folder = Path(given) if Path(given).is_dir() else _cached(given)
     if folder is None and path not in known_models():
@@ -126,7 +129,8 @@ def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipelin
     for name, value in model["components"].items():
         part = record["parts"][value] if isinstance(value, str) else value
         if isinstance(part, dict) and "tokens" in part:
-            components[name] = Tokens(part["tokens"], part.get("end", 2))
+            picture = Picture(**part["picture"]) if "picture" in part else None
+            components[name] = Tokens(part["tokens"], part.get("end", 2), picture)
         elif isinstance(part, dict):
             kind = _class(part["class"])
             module = issubclass(kind, torch.nn.Module)
