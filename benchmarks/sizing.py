@@ -2,7 +2,7 @@
 
 python benchmarks/sizing.py facts [RECIPE ...]   # of the recipes, into benchmarks/results/sizing; minutes each
 python benchmarks/sizing.py table                # the tables of docs/sizing.md, from those files
-python benchmarks/sizing.py check [WIDTH ...]    # real runs on a CPU beside the predictions; 150 M to 600 M weights
+python benchmarks/sizing.py check [WIDTH ...]    # real runs on a CPU beside the predictions; 100 M and 340 M weights
 """
 
 import json
@@ -26,7 +26,7 @@ from gerl.errors import GerlError
 from gerl.model.libraries import quiet_libraries
 from gerl.model.paths import resolve
 from gerl.preflight.bench import TEXT, Bench
-from gerl.preflight.sizing.build import build_policy
+from gerl.preflight.sizing.build import build_pipeline, build_policy
 from gerl.preflight.sizing.command import Sizing, sized
 from gerl.preflight.sizing.facts import Facts, find_facts
 from gerl.preflight.sizing.hardware import Name
@@ -129,13 +129,19 @@ def wide(folder: Path, width: int, layers: int = 2) -> Path:
 
 
 @dataclass(frozen=True)
-class Real:
-    """Of a micro-batch that was drawn and trained with real weights: most bytes alive besides them, and operations."""
+class Taken:
+    """The most bytes that are alive at a time besides the weights, and floating-point operations."""
 
-    rollout: int
-    update: int
-    rollout_flops: int
-    update_flops: int
+    peak: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Real:
+    """Of a micro-batch that was drawn, and trained on without gradient checkpointing and with it."""
+
+    rollout: Taken
+    updates: dict[bool, Taken]
 
 
 def real_run(config: Config) -> Real:
@@ -148,72 +154,67 @@ def real_run(config: Config) -> Real:
     worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
     worker.algorithm = build_algorithm(config)
     worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
-    for denoiser in worker.policy.denoisers.values():
-        if config.model.gradient_checkpointing:
-            denoiser.enable_gradient_checkpointing()
     task = Bench(worker, Prompt(0, TEXT)).task(worker.algorithm)
     worker.generate(task)  # the first one looks at the pipeline's structure as well
-    rollout, rollout_flops = _measured(lambda: worker.generate(task))
+    rollout = _measured(lambda: worker.generate(task))
     for p in worker.policy.trained.values():
         p.grad = torch.zeros_like(p)
     credit = torch.ones(len(task.samples), config.sampling.num_inference_steps)
-    batches = batches_of(worker.drawn[task.id], credit)
-    update, update_flops = _measured(lambda: worker.actor.accumulate(batches, count_pairs([(task, credit)])))
-    return Real(rollout, update, rollout_flops, update_flops)
+    batches, updates = batches_of(worker.drawn[task.id], credit), {}
+    for checkpointing in (False, True):
+        for denoiser in worker.policy.denoisers.values():
+            if checkpointing:
+                denoiser.enable_gradient_checkpointing()
+        updates[checkpointing] = _measured(lambda: worker.actor.accumulate(batches, count_pairs([(task, credit)])))
+    return Real(rollout, updates)
 
 
-def _measured(work: Callable[[], object]) -> tuple[int, int]:
+def _measured(work: Callable[[], object]) -> Taken:
     with profile(profile_memory=True) as found:
         work()
     with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:  # not at once: it keeps tensors
         work()
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return max(accumulate(sizes, initial=0)), counter.get_total_flops()
+    return Taken(max(accumulate(sizes, initial=0)), counter.get_total_flops())
+
+
+def predicted(config: Config, folder: Path) -> Real:
+    """The same on shapes."""
+    facts = find_facts(config, folder, torch.float32)
+    rollout, *updates = (Taken(max(t.peaks.values()), t.total) for t in (facts.rollout, *facts.updates.values()))
+    return Real(rollout, dict(zip(facts.updates, updates, strict=True)))
 
 
 def check(widths: Sequence[str]) -> None:
     """Print predictions beside real runs."""
-    logger.info("| denoiser | gradient_checkpointing | | predicted | real | |")
-    for width in widths or ("1536", "2304", "3072"):
+    logger.info("| denoiser | | predicted | real | |")
+    for width in widths or ("1280", "2304"):
         with tempfile.TemporaryDirectory() as name:
-            folder = wide(Path(name) / "wide", int(width))
-            for checkpointing in (False, True):
-                compare(config_at(folder, checkpointing), Path(name))
+            compare(config_of_check(wide(Path(name) / "wide", int(width))), Path(name))
 
 
-def config_at(folder: Path, checkpointing: bool) -> Config:
+def config_of_check(folder: Path) -> Config:
     """A micro-batch that a CPU draws and trains in seconds."""
     keys = (
-        "model.lora_rank=16 sampling.height=64 sampling.width=96 sampling.num_inference_steps=3 "
-        "sampling.window_range=[0,1] rollout.n=4 rollout.micro_batch_size=4"
+        "model.lora_rank=16 sampling.height=64 sampling.width=96 sampling.num_inference_steps=2 "
+        "sampling.window_range=[0,1] rollout.n=2 rollout.micro_batch_size=2"
     )
-    return compose_run(
-        [
-            "experiment=signs",
-            "algorithm=flow_grpo",
-            *keys.split(),
-            f"model.path={folder}",
-            f"model.gradient_checkpointing={str(checkpointing).lower()}",
-        ]
-    ).config
+    return compose_run(["experiment=signs", "algorithm=flow_grpo", *keys.split(), f"model.path={folder}"]).config
 
 
 def compare(config: Config, folder: Path) -> None:
     """A row for each number."""
-    facts = find_facts(config, folder, torch.float32, both=False)
-    real = real_run(config)
-    (updated,) = facts.updates.values()
-    (size,) = (p.weights.total / 4e6 for p in facts.parts if p.kind == "denoiser")
-    pairs = {
-        "rollout, bytes": (max(facts.rollout.peaks.values()), real.rollout),
-        "update, bytes": (max(updated.peaks.values()), real.update),
-        "rollout, operations": (facts.rollout.total, real.rollout_flops),
-        "update, operations": (updated.total, real.update_flops),
-    }
-    for what, (predicted, found) in pairs.items():
-        row = f"{size:.0f} M | {config.model.gradient_checkpointing} | {what} | {predicted:.4g} | {found:.4g}"
-        logger.info("| %s | %+.1f%% |", row, 100 * (predicted / found - 1))
+    pipe = build_pipeline(config.model.path, torch.float32)
+    size = sum(p.numel() for p in pipe.components["transformer"].parameters()) / 1e6
+    forecast, real = predicted(config, folder), real_run(config)
+    rows = {"rollout": (forecast.rollout, real.rollout)}
+    for checkpointing, found in real.updates.items():
+        rows[f"update, gradient_checkpointing={checkpointing}"] = (forecast.updates[checkpointing], found)
+    for what, (before, after) in rows.items():
+        pairs = {"bytes": (before.peak, after.peak), "operations": (before.flops, after.flops)}
+        for unit, (x, y) in pairs.items():
+            logger.info("| %.0f M | %s, %s | %.4g | %.4g | %+.1f%% |", size, what, unit, x, y, 100 * (x / y - 1))
 
 
 def main(arguments: Sequence[str]) -> None:
