@@ -1,15 +1,18 @@
 """What the recipes take, on shapes, and how near such predictions come to real runs.
 
 python benchmarks/sizing.py facts [RECIPE ...]   # of the recipes, into benchmarks/results/sizing; minutes each
-python benchmarks/sizing.py table                # the tables of docs/sizing.md, from those files
+python benchmarks/sizing.py pages                # from those files, tables in docs and comments in recipes
 python benchmarks/sizing.py check [WIDTH ...]    # real runs on a CPU beside the predictions; 100 M and 340 M weights
 """
 
+import functools
 import json
 import logging
+import re
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -44,7 +47,13 @@ MACHINES: dict[str, tuple[Name, int]] = {
     "8 x 80 GB": ("h100-80gb", 8),
     "4 x 8 x 80 GB": ("h100-80gb", 32),
 }
+LARGE: dict[str, tuple[Name, int]] = {  # for models whose weights alone fill 24 GB
+    "8 x 24 GB": ("rtx4090-24gb", 8),
+    "8 x 48 GB": ("l40s-48gb", 8),
+    "8 x 80 GB": ("h100-80gb", 8),
+}
 SHARE = 40  # percent of the published peak
+DOCS = Path(__file__).parent.parent / "docs"
 logger = logging.getLogger("sizing")
 
 
@@ -53,9 +62,14 @@ def recipes() -> list[str]:
     return [file.stem for file in sorted(RECIPES.glob("*.yaml")) if file.stem not in ("plain", "signs")]
 
 
-def config_of(recipe: str) -> Config:
-    """The configuration of a recipe."""
-    return compose_run([f"experiment={recipe}"]).config
+@functools.cache
+def config_of(recipe: str, gpus: int = 8) -> Config:
+    """The configuration of a recipe, on one GPU with the keys for it that its head names."""
+    if gpus > 1:
+        return compose_run([f"experiment={recipe}"]).config
+    head = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
+    (keys,) = re.findall(r" 1 GPU: ([^(]*) \(", head)
+    return compose_run([f"experiment={recipe}", *keys.split()]).config
 
 
 def write_facts(names: Sequence[str]) -> None:
@@ -81,25 +95,50 @@ def facts_of(recipe: str) -> Facts | str | None:
     return found["refused"] if "refused" in found else Facts.from_json(found)
 
 
+def recorded() -> dict[str, Facts]:
+    """What was found of the recipes."""
+    found = {recipe: facts_of(recipe) for recipe in recipes()}
+    return {recipe: facts for recipe, facts in found.items() if isinstance(facts, Facts)}
+
+
 def table() -> str:
     """The table of docs/sizing.md: what a rank holds, and the cheapest layout on each of the machines."""
-    lines = [
-        f"| recipe | weights | LoRA, optimizer | as configured, peak | TFLOP an image | {' | '.join(MACHINES)} |",
-        "|" + "---|" * (5 + len(MACHINES)),
-    ]
+    lines = header("recipe", "weights", "LoRA, optimizer", "as configured, peak", "TFLOP an image", *MACHINES)
     for recipe in recipes():
         facts = facts_of(recipe)
         if not isinstance(facts, Facts):
             reason = "not computed yet" if facts is None else facts
             lines.append(f"| {recipe} | {reason} |" + " |" * (3 + len(MACHINES)))
             continue
-        config = config_of(recipe)
-        found = [sized(config, facts, kind, gpus, SHARE) for kind, gpus in MACHINES.values()]
-        one = found[2].memory  # trajectories as of 8 GPUs
-        numbers = f"{one.weights / 1e9:.1f} GB | {one.lora / 1e9:.2f} GB | {one.peak / 1e9:.0f} GB"
-        work = f"{facts.flops(found[0].layout.checkpointing) / 1e12:.0f}"
-        lines.append(f"| {recipe} | {numbers} | {work} | {' | '.join(map(cell, found))} |")
+        one = on(recipe, facts, MACHINES["8 x 80 GB"])
+        memory = one.memory
+        numbers = f"{memory.weights / 1e9:.1f} GB | {memory.lora / 1e9:.2f} GB | {memory.peak / 1e9:.0f} GB"
+        work = f"{facts.flops(one.layout.checkpointing) / 1e12:.0f}"
+        cells = " | ".join(cell(on(recipe, facts, machine)) for machine in MACHINES.values())
+        lines.append(f"| {recipe} | {numbers} | {work} | {cells} |")
     return "\n".join(lines)
+
+
+def large_table() -> str:
+    """The table of docs/scale.md: layouts of the models whose weights alone fill a GPU of 24 GB."""
+    lines = header("recipe", "weights", *LARGE)
+    for recipe, facts in recorded().items():
+        weights = sum(part.weights.total for part in facts.parts) / 1e9
+        if weights > 24:
+            cells = " | ".join(cell(on(recipe, facts, machine)) for machine in LARGE.values())
+            lines.append(f"| {recipe} | {weights:.0f} GB | {cells} |")
+    return "\n".join(lines)
+
+
+def header(*names: str) -> list[str]:
+    """The first lines of a table."""
+    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+
+
+def on(recipe: str, facts: Facts, machine: tuple[Name, int]) -> Sizing:
+    """A recipe on GPUs of a kind."""
+    kind, gpus = machine
+    return sized(config_of(recipe, min(gpus, 8)), facts, kind, gpus, SHARE)
 
 
 def cell(found: Sizing) -> str:
@@ -113,6 +152,40 @@ def cell(found: Sizing) -> str:
         given.append(f"micro-batches {choice.batch.rollout}, {choice.batch.actor}")
     layout = f"{', '.join(given)}: " if given else ""
     return f"{layout}{choice.memory.peak / 1e9:.0f} GB, {choice.seconds:.2g} s"
+
+
+def comment(recipe: str, facts: Facts) -> str:
+    """What a recipe's head says of memory."""
+    found = on(recipe, facts, MACHINES["8 x 80 GB"])
+    layout, memory = found.layout, found.memory
+    whole = sum(part.weights.total for part in facts.parts)
+    share = f" of {whole / 1e9:.1f} GB" if memory.weights < 0.99 * whole else ""
+    phase = {"decode": "while images are decoded", "encode": "while prompts are encoded", "update": "in the update"}
+    peak = max(memory.phases, key=lambda name: memory.phases[name])
+    ranks = f", of which {layout.ranks} share the weights," if layout.ranks > 1 else ""
+    return (
+        f"Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md){ranks} weights "
+        f"{memory.weights / 1e9:.1f} GB{share}, LoRA of {facts.lora / 1e6:.1f} M parameters with its optimizer "
+        f"{memory.lora / 1e9:.2f} GB, trajectories {memory.tape / 1e9:.1f} GB, about {memory.peak / 1e9:.0f} GB at the "
+        f"peak, {phase.get(peak, 'in the rollout')}; scorers on the same GPU come on top."
+    )
+
+
+def write_pages() -> None:
+    """Put what was found into docs/sizing.md, docs/scale.md and the heads of the recipes."""
+    for name, made in (("sizing.md", table()), ("scale.md", large_table())):
+        page, first = DOCS / name, made.split(" | ", 2)[:2]
+        text = page.read_text(encoding="utf-8")
+        start = text.index(" | ".join(first))
+        end = text.find("\n\n", start)
+        page.write_text(text[:start] + made + (text[end:] if end >= 0 else "\n"), encoding="utf-8")
+    for recipe, facts in recorded().items():
+        file = RECIPES / f"{recipe}.yaml"
+        lines = textwrap.fill(
+            comment(recipe, facts), 118, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+        )
+        text = file.read_text(encoding="utf-8")
+        file.write_text(re.sub(r"# Memory of a GPU(.|\n)*?(?=\n\n)", lines, text, count=1), encoding="utf-8")
 
 
 def wide(folder: Path, width: int, layers: int = 2) -> Path:
@@ -174,9 +247,14 @@ def _measured(work: Callable[[], object]) -> Taken:
         work()
     with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:  # not at once: it keeps tensors
         work()
+    return Taken(most_alive(found), counter.get_total_flops())
+
+
+def most_alive(found: profile) -> int:
+    """The most bytes that the profiler saw torch's allocator hold at a time."""
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return Taken(max(accumulate(sizes, initial=0)), counter.get_total_flops())
+    return max(accumulate(sizes, initial=0))
 
 
 def predicted(config: Config, folder: Path) -> Real:
@@ -197,7 +275,7 @@ def check(widths: Sequence[str]) -> None:
 def config_of_check(folder: Path) -> Config:
     """A micro-batch that a CPU draws and trains in seconds."""
     keys = (
-        "model.lora_rank=16 sampling.height=64 sampling.width=96 sampling.num_inference_steps=2 "
+        "model.lora_rank=16 sampling.height=32 sampling.width=96 sampling.num_inference_steps=2 "
         "sampling.window_range=[0,1] rollout.n=2 rollout.micro_batch_size=2"
     )
     return compose_run(["experiment=signs", "algorithm=flow_grpo", *keys.split(), f"model.path={folder}"]).config
@@ -222,8 +300,8 @@ def main(arguments: Sequence[str]) -> None:
     command, *names = arguments
     if command == "facts":
         write_facts(names)
-    elif command == "table":
-        logger.info("\n%s", table())
+    elif command == "pages":
+        write_pages()
     elif command == "check":
         check(names)
 

@@ -125,7 +125,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         count,
         rows_of(task.segments),
         min(config.actor.micro_batch_size or config.rollout.micro_batch_size, rows_of(trained)),
-        [_part(name, c, name in worker.policy.denoisers) for name, c in pipe.components.items() if _is_module(c)],
+        [part_of(name, c, name in worker.policy.denoisers) for name, c in pipe.components.items() if _is_module(c)],
         sum(p.numel() for p in worker.policy.trained.values()),
         len(worker.policy.averages()),
         worker.policy.sampler is not None or worker.policy.old is not None,
@@ -198,7 +198,8 @@ def _is_module(component: object) -> bool:
     return isinstance(component, torch.nn.Module)
 
 
-def _part(name: str, component: torch.nn.Module, denoises: bool) -> Part:
+def part_of(name: str, component: torch.nn.Module, denoises: bool) -> Part:
+    """What the component `name` of a pipeline holds, its LoRA aside."""
     blocks = repeated_blocks(component)
     root = _weights(component, {id(p) for block in blocks for p in block.parameters()})
     apart = 0 if denoises else sum(_weights(layer).total for layer in layers(component, blocks))

@@ -59,7 +59,7 @@ class Layout:
 
     def is_away(self, part: Part) -> bool:
         """Whether `part` is on the GPU only while it runs."""
-        return self.offload != "none" and part.kind != "denoiser"
+        return self.offload != "none" and part.kind != "denoiser" and not self.is_sharded(part)
 
     def kind(self, part: Part) -> Quantisation:
         """How the linear layers of the blocks of `part` are quantised."""
@@ -85,17 +85,12 @@ class Layout:
             return 0.0
         if self.offload == "blocks" and part.kind == "denoiser":
             return self.computing(part, 1)
-        return self.own(part)
-
-    def own(self, part: Part) -> float:
-        """Bytes of what a rank has of `part`: all of it, or its shard."""
-        if not self.is_sharded(part):
-            return self.size(part)
-        return part.whole + (self.size(part) - part.whole) / self.ranks
+        size = self.size(part)
+        return part.whole + (size - part.whole) / self.ranks if self.is_sharded(part) else size
 
     def fetched(self, part: Part) -> float:
         """Bytes of weights that come besides while `part` runs."""
-        came = self.own(part) if self.is_away(part) else 0.0
+        came = self.size(part) if self.is_away(part) else 0.0
         if self.is_sharded(part):
             came += self.computing(part, 2) - part.whole
         return came + (part.largest * HALF if self.kind(part) != "none" else 0)
@@ -103,15 +98,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images of a micro-batch of a worker in the rollout and in the update, and of a trainer step on a rank."""
+    """Images on a rank: of a micro-batch in the rollout and in the update, and of a trainer step."""
 
     rollout: int
     actor: int
     step: float
-
-    def rows(self, ranks: int) -> tuple[int, int]:
-        """A rank's part of the two micro-batches."""
-        return math.ceil(self.rollout / ranks), math.ceil(self.actor / ranks)
 
 
 @dataclass(frozen=True)
@@ -132,18 +123,17 @@ class Memory:
 
 def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
     """The memory of a rank."""
-    rows, trained = batch.rows(layout.ranks)
     weights, lora, tape = sum(layout.held(p) for p in facts.parts), facts.lora_bytes(), facts.tape * batch.step
     swapped = facts.lora * FP32 * facts.swapped
     phases: dict[str, float] = {}
     activations: dict[str, float] = {}
     for part in facts.parts:
         name = {"encoder": "encode", "denoiser": "rollout", "decoder": "decode"}[part.kind]
-        alive = facts.rollout.peaks.get(part.name, 0) * rows / facts.drawn
+        alive = facts.rollout.peaks.get(part.name, 0) * batch.rollout / facts.drawn
         there = layout.fetched(part) + alive + swapped
         if there > phases.get(name, 0.0):
             phases[name], activations[name] = there, alive
-        alive = facts.updates[layout.checkpointing].peaks.get(part.name, 0) * trained / facts.trained
+        alive = facts.updates[layout.checkpointing].peaks.get(part.name, 0) * batch.actor / facts.trained
         if part.kind == "denoiser" and (there := layout.fetched(part) + alive + swapped) > phases.get("update", 0.0):
             phases["update"], activations["update"] = there, alive
     phases["optimizer"] = facts.lora * FP32  # the gradients in one vector, for the all-reduce
@@ -153,20 +143,18 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
 
 def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) -> float:
     """Seconds a GPU needs for an image, at `share` of its published peak; weights that travel do so meanwhile."""
-    rows, _ = batch.rows(layout.ranks)
     computing = facts.flops(layout.checkpointing) / (share * gpu.peak)
     travelling = waiting = 0.0
     for part in facts.parts:
         calls = sum(t.calls.get(part.name, 0) for t in (facts.rollout, facts.updates[layout.checkpointing]))
-        if layout.is_sharded(part) and not layout.is_away(part):
+        if layout.is_sharded(part):
             gathered = layout.size(part) * (layout.ranks - 1) / layout.ranks
             travelling += calls * gathered / gpu.link
         if layout.offload == "blocks" and part.kind == "denoiser":
             travelling += calls * layout.size(part) / gpu.bus
         if layout.is_away(part):  # there and back, once a micro-batch
-            waiting += 2 * layout.own(part) / gpu.bus
-    # `facts` are of a micro-batch of `images`, whose calls a rank makes for its rows alone
-    images = facts.images * rows / facts.drawn
+            waiting += 2 * layout.size(part) / gpu.bus
+    images = facts.images * batch.rollout / facts.drawn  # of the calls that were counted
     return max(computing, travelling / images) + waiting / images
 
 
@@ -232,7 +220,7 @@ def largest(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu) -> tuple[int, 
     def most(fits: Iterator[bool]) -> int:
         return sum(1 for _ in itertools.takewhile(bool, fits))
 
-    sizes = range(1, max(batch.rollout, math.ceil(batch.step * layout.ranks)) + 1)
+    sizes = range(1, max(batch.rollout, math.ceil(batch.step)) + 1)
     rollout = most(memory(facts, layout, Batch(n, batch.actor, batch.step)).peak <= room(gpu) for n in sizes)
     actor = most(memory(facts, layout, Batch(batch.rollout, n, batch.step)).peak <= room(gpu) for n in sizes)
     return rollout, actor
