@@ -14,7 +14,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -63,13 +63,18 @@ def recipes() -> list[str]:
 
 
 @functools.cache
-def config_of(recipe: str, gpus: int = 8) -> Config:
-    """The configuration of a recipe, on one GPU with the keys for it that its head names."""
-    if gpus > 1:
-        return compose_run([f"experiment={recipe}"]).config
+def config_of(recipe: str) -> Config:
+    """The configuration of a recipe."""
+    return compose_run([f"experiment={recipe}"]).config
+
+
+def on_one_gpu(recipe: str) -> Config:
+    """The configuration of a recipe with the images of a step for one GPU that its head names."""
     head = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
     (keys,) = re.findall(r" 1 GPU: ([^(]*) \(", head)
-    return compose_run([f"experiment={recipe}", *keys.split()]).config
+    images = {name: int(number) for name, number in re.findall(r"rollout\.(\w+)=(\d+)", keys)}
+    config = config_of(recipe)
+    return replace(config, rollout=replace(config.rollout, **images))
 
 
 def write_facts(names: Sequence[str]) -> None:
@@ -138,7 +143,7 @@ def header(*names: str) -> list[str]:
 def on(recipe: str, facts: Facts, machine: tuple[Name, int]) -> Sizing:
     """A recipe on GPUs of a kind."""
     kind, gpus = machine
-    return sized(config_of(recipe, min(gpus, 8)), facts, kind, gpus, SHARE)
+    return sized(on_one_gpu(recipe) if gpus == 1 else config_of(recipe), facts, kind, gpus, SHARE)
 
 
 def cell(found: Sizing) -> str:
