@@ -144,7 +144,7 @@ def stored_bytes(weight: torch.Tensor) -> int:
 
 
 def quantised_bytes(kind: Quantisation, elements: int, rows: int) -> float:
-    """What `stored_bytes` finds of linear layers whose weights have so many elements and rows in all.
+    """`stored_bytes` of linear layers whose weights will be quantised and have so many elements and rows in all.
 
     A code for each weight; int8 and fp8 have a scale in fp32 for each row, int8 a zero point as well, and nf4 a scale
     for every 64 weights.

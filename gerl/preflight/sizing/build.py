@@ -30,7 +30,7 @@ RECORD = "architectures.yaml"  # among gerl's assets
 
 
 def architectures() -> dict[str, Any]:
-    """What gerl has on record: `models` of the hub, and the `parts` that several of them have."""
+    """The architectures on record: `models` of the hub, and the `parts` that several of them have."""
     found = yaml.safe_load((resources.files("gerl") / "assets" / RECORD).read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found

@@ -199,7 +199,7 @@ def _is_module(component: object) -> bool:
 
 
 def part_of(name: str, component: torch.nn.Module, denoises: bool) -> Part:
-    """What the component `name` of a pipeline holds, its LoRA aside."""
+    """The weights of the component `name` of a pipeline, its LoRA aside."""
     blocks = repeated_blocks(component)
     root = _weights(component, {id(p) for block in blocks for p in block.parameters()})
     apart = 0 if denoises else sum(_weights(layer).total for layer in layers(component, blocks))

@@ -31,7 +31,7 @@ class Picture:
         return height // self.patch_size, width // self.patch_size
 
     def patches(self, grids: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
-        """What the model takes of pictures: grey patches `[N, 3 * temporal * patch * patch]`, and their grids."""
+        """The model's arguments for pictures: grey patches `[N, 3 * temporal * patch * patch]`, and their grids."""
         count, size = sum(h * w for h, w in grids), 3 * self.temporal_patch_size * self.patch_size**2
         return {"pixel_values": torch.zeros(count, size), "image_grid_thw": torch.tensor([(1, h, w) for h, w in grids])}
 
