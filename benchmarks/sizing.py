@@ -1,17 +1,20 @@
 """What the recipes take, on shapes, and how near such predictions come to real runs.
 
 python benchmarks/sizing.py facts [RECIPE ...]   # of the recipes, into benchmarks/results/sizing; minutes each
-python benchmarks/sizing.py table                # the tables of docs/sizing.md, from those files
-python benchmarks/sizing.py check [WIDTH ...]    # real runs on a CPU beside the predictions; 150 M to 600 M weights
+python benchmarks/sizing.py pages                # from those files, tables in docs and comments in recipes
+python benchmarks/sizing.py check [WIDTH ...]    # real runs on a CPU beside the predictions; 100 M and 340 M weights
 """
 
+import functools
 import json
 import logging
+import re
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from gerl.errors import GerlError
 from gerl.model.libraries import quiet_libraries
 from gerl.model.paths import resolve
 from gerl.preflight.bench import TEXT, Bench
-from gerl.preflight.sizing.build import build_policy
+from gerl.preflight.sizing.build import build_pipeline, build_policy
 from gerl.preflight.sizing.command import Sizing, sized
 from gerl.preflight.sizing.facts import Facts, find_facts
 from gerl.preflight.sizing.hardware import Name
@@ -44,7 +47,13 @@ MACHINES: dict[str, tuple[Name, int]] = {
     "8 x 80 GB": ("h100-80gb", 8),
     "4 x 8 x 80 GB": ("h100-80gb", 32),
 }
+LARGE: dict[str, tuple[Name, int]] = {  # for models whose weights alone fill 24 GB
+    "8 x 24 GB": ("rtx4090-24gb", 8),
+    "8 x 48 GB": ("l40s-48gb", 8),
+    "8 x 80 GB": ("h100-80gb", 8),
+}
 SHARE = 40  # percent of the published peak
+DOCS = Path(__file__).parent.parent / "docs"
 logger = logging.getLogger("sizing")
 
 
@@ -53,9 +62,19 @@ def recipes() -> list[str]:
     return [file.stem for file in sorted(RECIPES.glob("*.yaml")) if file.stem not in ("plain", "signs")]
 
 
+@functools.cache
 def config_of(recipe: str) -> Config:
     """The configuration of a recipe."""
     return compose_run([f"experiment={recipe}"]).config
+
+
+def on_one_gpu(recipe: str) -> Config:
+    """The configuration of a recipe with the images of a step for one GPU that its head names."""
+    head = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
+    (keys,) = re.findall(r" 1 GPU: ([^(]*) \(", head)
+    images = {name: int(number) for name, number in re.findall(r"rollout\.(\w+)=(\d+)", keys)}
+    config = config_of(recipe)
+    return replace(config, rollout=replace(config.rollout, **images))
 
 
 def write_facts(names: Sequence[str]) -> None:
@@ -81,25 +100,50 @@ def facts_of(recipe: str) -> Facts | str | None:
     return found["refused"] if "refused" in found else Facts.from_json(found)
 
 
+def recorded() -> dict[str, Facts]:
+    """What was found of the recipes."""
+    found = {recipe: facts_of(recipe) for recipe in recipes()}
+    return {recipe: facts for recipe, facts in found.items() if isinstance(facts, Facts)}
+
+
 def table() -> str:
     """The table of docs/sizing.md: what a rank holds, and the cheapest layout on each of the machines."""
-    lines = [
-        f"| recipe | weights | LoRA, optimizer | as configured, peak | TFLOP an image | {' | '.join(MACHINES)} |",
-        "|" + "---|" * (5 + len(MACHINES)),
-    ]
+    lines = header("recipe", "weights", "LoRA, optimizer", "as configured, peak", "TFLOP an image", *MACHINES)
     for recipe in recipes():
         facts = facts_of(recipe)
         if not isinstance(facts, Facts):
             reason = "not computed yet" if facts is None else facts
             lines.append(f"| {recipe} | {reason} |" + " |" * (3 + len(MACHINES)))
             continue
-        config = config_of(recipe)
-        found = [sized(config, facts, kind, gpus, SHARE) for kind, gpus in MACHINES.values()]
-        one = found[2].memory  # trajectories as of 8 GPUs
-        numbers = f"{one.weights / 1e9:.1f} GB | {one.lora / 1e9:.2f} GB | {one.peak / 1e9:.0f} GB"
-        work = f"{facts.flops(found[0].layout.checkpointing) / 1e12:.0f}"
-        lines.append(f"| {recipe} | {numbers} | {work} | {' | '.join(map(cell, found))} |")
+        one = on(recipe, facts, MACHINES["8 x 80 GB"])
+        memory = one.memory
+        numbers = f"{memory.weights / 1e9:.1f} GB | {memory.lora / 1e9:.2f} GB | {memory.peak / 1e9:.0f} GB"
+        work = f"{facts.flops(one.layout.checkpointing) / 1e12:.0f}"
+        cells = " | ".join(cell(on(recipe, facts, machine)) for machine in MACHINES.values())
+        lines.append(f"| {recipe} | {numbers} | {work} | {cells} |")
     return "\n".join(lines)
+
+
+def large_table() -> str:
+    """The table of docs/scale.md: layouts of the models whose weights alone fill a GPU of 24 GB."""
+    lines = header("recipe", "weights", *LARGE)
+    for recipe, facts in recorded().items():
+        weights = sum(part.weights.total for part in facts.parts) / 1e9
+        if weights > 24:
+            cells = " | ".join(cell(on(recipe, facts, machine)) for machine in LARGE.values())
+            lines.append(f"| {recipe} | {weights:.0f} GB | {cells} |")
+    return "\n".join(lines)
+
+
+def header(*names: str) -> list[str]:
+    """The first lines of a table."""
+    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+
+
+def on(recipe: str, facts: Facts, machine: tuple[Name, int]) -> Sizing:
+    """A recipe on GPUs of a kind."""
+    kind, gpus = machine
+    return sized(on_one_gpu(recipe) if gpus == 1 else config_of(recipe), facts, kind, gpus, SHARE)
 
 
 def cell(found: Sizing) -> str:
@@ -113,6 +157,40 @@ def cell(found: Sizing) -> str:
         given.append(f"micro-batches {choice.batch.rollout}, {choice.batch.actor}")
     layout = f"{', '.join(given)}: " if given else ""
     return f"{layout}{choice.memory.peak / 1e9:.0f} GB, {choice.seconds:.2g} s"
+
+
+def comment(recipe: str, facts: Facts) -> str:
+    """What a recipe's head says of memory."""
+    found = on(recipe, facts, MACHINES["8 x 80 GB"])
+    layout, memory = found.layout, found.memory
+    whole = sum(part.weights.total for part in facts.parts)
+    share = f" of {whole / 1e9:.1f} GB" if memory.weights < 0.99 * whole else ""
+    phase = {"decode": "while images are decoded", "encode": "while prompts are encoded", "update": "in the update"}
+    peak = max(memory.phases, key=lambda name: memory.phases[name])
+    ranks = f", of which {layout.ranks} share the weights," if layout.ranks > 1 else ""
+    return (
+        f"Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md){ranks} weights "
+        f"{memory.weights / 1e9:.1f} GB{share}, LoRA of {facts.lora / 1e6:.1f} M parameters with its optimizer "
+        f"{memory.lora / 1e9:.2f} GB, trajectories {memory.tape / 1e9:.1f} GB, about {memory.peak / 1e9:.0f} GB at the "
+        f"peak, {phase.get(peak, 'in the rollout')}; scorers on the same GPU come on top."
+    )
+
+
+def write_pages() -> None:
+    """Put what was found into docs/sizing.md, docs/scale.md and the heads of the recipes."""
+    for name, made in (("sizing.md", table()), ("scale.md", large_table())):
+        page, first = DOCS / name, made.split(" | ", 2)[:2]
+        text = page.read_text(encoding="utf-8")
+        start = text.index(" | ".join(first))
+        end = text.find("\n\n", start)
+        page.write_text(text[:start] + made + (text[end:] if end >= 0 else "\n"), encoding="utf-8")
+    for recipe, facts in recorded().items():
+        file = RECIPES / f"{recipe}.yaml"
+        lines = textwrap.fill(
+            comment(recipe, facts), 118, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+        )
+        text = file.read_text(encoding="utf-8")
+        file.write_text(re.sub(r"# Memory of a GPU(.|\n)*?(?=\n\n)", lines, text, count=1), encoding="utf-8")
 
 
 def wide(folder: Path, width: int, layers: int = 2) -> Path:
@@ -129,13 +207,19 @@ def wide(folder: Path, width: int, layers: int = 2) -> Path:
 
 
 @dataclass(frozen=True)
-class Real:
-    """Of a micro-batch that was drawn and trained with real weights: most bytes alive besides them, and operations."""
+class Taken:
+    """The most bytes that are alive at a time besides the weights, and floating-point operations."""
 
-    rollout: int
-    update: int
-    rollout_flops: int
-    update_flops: int
+    peak: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Real:
+    """Of a micro-batch that was drawn, and trained on without gradient checkpointing and with it."""
+
+    rollout: Taken
+    updates: dict[bool, Taken]
 
 
 def real_run(config: Config) -> Real:
@@ -148,72 +232,72 @@ def real_run(config: Config) -> Real:
     worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
     worker.algorithm = build_algorithm(config)
     worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
-    for denoiser in worker.policy.denoisers.values():
-        if config.model.gradient_checkpointing:
-            denoiser.enable_gradient_checkpointing()
     task = Bench(worker, Prompt(0, TEXT)).task(worker.algorithm)
     worker.generate(task)  # the first one looks at the pipeline's structure as well
-    rollout, rollout_flops = _measured(lambda: worker.generate(task))
+    rollout = _measured(lambda: worker.generate(task))
     for p in worker.policy.trained.values():
         p.grad = torch.zeros_like(p)
     credit = torch.ones(len(task.samples), config.sampling.num_inference_steps)
-    batches = batches_of(worker.drawn[task.id], credit)
-    update, update_flops = _measured(lambda: worker.actor.accumulate(batches, count_pairs([(task, credit)])))
-    return Real(rollout, update, rollout_flops, update_flops)
+    batches, updates = batches_of(worker.drawn[task.id], credit), {}
+    for checkpointing in (False, True):
+        for denoiser in worker.policy.denoisers.values():
+            if checkpointing:
+                denoiser.enable_gradient_checkpointing()
+        updates[checkpointing] = _measured(lambda: worker.actor.accumulate(batches, count_pairs([(task, credit)])))
+    return Real(rollout, updates)
 
 
-def _measured(work: Callable[[], object]) -> tuple[int, int]:
+def _measured(work: Callable[[], object]) -> Taken:
     with profile(profile_memory=True) as found:
         work()
     with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:  # not at once: it keeps tensors
         work()
+    return Taken(most_alive(found), counter.get_total_flops())
+
+
+def most_alive(found: profile) -> int:
+    """The most bytes that the profiler saw torch's allocator hold at a time."""
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return max(accumulate(sizes, initial=0)), counter.get_total_flops()
+    return max(accumulate(sizes, initial=0))
+
+
+def predicted(config: Config, folder: Path) -> Real:
+    """The same on shapes."""
+    facts = find_facts(config, folder, torch.float32)
+    rollout, *updates = (Taken(max(t.peaks.values()), t.total) for t in (facts.rollout, *facts.updates.values()))
+    return Real(rollout, dict(zip(facts.updates, updates, strict=True)))
 
 
 def check(widths: Sequence[str]) -> None:
     """Print predictions beside real runs."""
-    logger.info("| denoiser | gradient_checkpointing | | predicted | real | |")
-    for width in widths or ("1536", "2304", "3072"):
+    logger.info("| denoiser | | predicted | real | |")
+    for width in widths or ("1280", "2304"):
         with tempfile.TemporaryDirectory() as name:
-            folder = wide(Path(name) / "wide", int(width))
-            for checkpointing in (False, True):
-                compare(config_at(folder, checkpointing), Path(name))
+            compare(config_of_check(wide(Path(name) / "wide", int(width))), Path(name))
 
 
-def config_at(folder: Path, checkpointing: bool) -> Config:
+def config_of_check(folder: Path) -> Config:
     """A micro-batch that a CPU draws and trains in seconds."""
     keys = (
-        "model.lora_rank=16 sampling.height=64 sampling.width=96 sampling.num_inference_steps=3 "
-        "sampling.window_range=[0,1] rollout.n=4 rollout.micro_batch_size=4"
+        "model.lora_rank=16 sampling.height=32 sampling.width=96 sampling.num_inference_steps=2 "
+        "sampling.window_range=[0,1] rollout.n=2 rollout.micro_batch_size=2"
     )
-    return compose_run(
-        [
-            "experiment=signs",
-            "algorithm=flow_grpo",
-            *keys.split(),
-            f"model.path={folder}",
-            f"model.gradient_checkpointing={str(checkpointing).lower()}",
-        ]
-    ).config
+    return compose_run(["experiment=signs", "algorithm=flow_grpo", *keys.split(), f"model.path={folder}"]).config
 
 
 def compare(config: Config, folder: Path) -> None:
     """A row for each number."""
-    facts = find_facts(config, folder, torch.float32, both=False)
-    real = real_run(config)
-    (updated,) = facts.updates.values()
-    (size,) = (p.weights.total / 4e6 for p in facts.parts if p.kind == "denoiser")
-    pairs = {
-        "rollout, bytes": (max(facts.rollout.peaks.values()), real.rollout),
-        "update, bytes": (max(updated.peaks.values()), real.update),
-        "rollout, operations": (facts.rollout.total, real.rollout_flops),
-        "update, operations": (updated.total, real.update_flops),
-    }
-    for what, (predicted, found) in pairs.items():
-        row = f"{size:.0f} M | {config.model.gradient_checkpointing} | {what} | {predicted:.4g} | {found:.4g}"
-        logger.info("| %s | %+.1f%% |", row, 100 * (predicted / found - 1))
+    pipe = build_pipeline(config.model.path, torch.float32)
+    size = sum(p.numel() for p in pipe.components["transformer"].parameters()) / 1e6
+    forecast, real = predicted(config, folder), real_run(config)
+    rows = {"rollout": (forecast.rollout, real.rollout)}
+    for checkpointing, found in real.updates.items():
+        rows[f"update, gradient_checkpointing={checkpointing}"] = (forecast.updates[checkpointing], found)
+    for what, (before, after) in rows.items():
+        pairs = {"bytes": (before.peak, after.peak), "operations": (before.flops, after.flops)}
+        for unit, (x, y) in pairs.items():
+            logger.info("| %.0f M | %s, %s | %.4g | %.4g | %+.1f%% |", size, what, unit, x, y, 100 * (x / y - 1))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -221,8 +305,8 @@ def main(arguments: Sequence[str]) -> None:
     command, *names = arguments
     if command == "facts":
         write_facts(names)
-    elif command == "table":
-        logger.info("\n%s", table())
+    elif command == "pages":
+        write_pages()
     elif command == "check":
         check(names)
 

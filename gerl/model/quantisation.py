@@ -143,6 +143,19 @@ def stored_bytes(weight: torch.Tensor) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
+def quantised_bytes(kind: Quantisation, elements: int, rows: int) -> float:
+    """`stored_bytes` of linear layers whose weights will be quantised and have so many elements and rows in all.
+
+    A code for each weight; int8 and fp8 have a scale in fp32 for each row, int8 a zero point as well, and nf4 a scale
+    for every 64 weights.
+    """
+    return {
+        "int8": elements + 5 * rows,
+        "fp8": elements + 4 * rows,
+        "nf4": elements / 2 + elements / 16,
+    }[kind]
+
+
 def _parts(weight: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a weight is made of."""
     if type(weight).__module__.startswith("torchao"):

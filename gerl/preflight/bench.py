@@ -38,7 +38,7 @@ class TooLarge(GerlError):
     def __init__(self, phase: str, size: int) -> None:
         what = f"the {phase} of a micro-batch of {size}" if size else "the pipeline"
         super().__init__(
-            f"the GPU's memory does not hold {what}: use model.offload=true, model.gradient_checkpointing=true, "
+            f"the GPU's memory does not hold {what}: use model.offload=encoders, model.gradient_checkpointing=true, "
             "model.dtype=bfloat16, or lower sampling.height and width"
         )
         self.phase = phase

@@ -189,7 +189,7 @@ def judge_memory(report: Report, config: Config) -> None:
     if memory is None or memory.capacity is None:
         return
     ways = {
-        "rollout": "lower rollout.micro_batch_size or rollout.prompts_per_step, or use model.offload=true",
+        "rollout": "lower rollout.micro_batch_size or rollout.prompts_per_step, or use model.offload=encoders",
         "update": "lower actor.micro_batch_size or rollout.prompts_per_step, or use model.gradient_checkpointing=true",
     }
     for phase, needed in (("rollout", memory.rollout), ("update", memory.update)):

@@ -24,12 +24,13 @@ from gerl.model.lora import add_lora
 from gerl.model.paths import INDEX, resolve
 from gerl.model.policy import Policy
 from gerl.preflight.sizing.stage import Stage
-from gerl.preflight.sizing.tokens import Tokens
+from gerl.preflight.sizing.tokens import Picture, Tokens
 
 RECORD = "architectures.yaml"  # among gerl's assets
 
 
-def _record() -> dict[str, Any]:
+def architectures() -> dict[str, Any]:
+    """The architectures on record: `models` of the hub, and the `parts` that several of them have."""
     found = yaml.safe_load((resources.files("gerl") / "assets" / RECORD).read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
@@ -37,7 +38,13 @@ def _record() -> dict[str, Any]:
 
 def known_models() -> list[str]:
     """Hub ids of the models whose architecture gerl has on record."""
-    return list(_record()["models"])
+    return list(architectures()["models"])
+
+
+def named_on_record(path: str) -> str:
+    """The hub id under which the model of `path` is on record; `path` itself where it is a folder, or unknown."""
+    also = {model["also"]: name for name, model in architectures()["models"].items() if "also" in model}
+    return path if Path(path).is_dir() else also.get(path, path)
 
 
 def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> DiffusionPipeline:
@@ -47,6 +54,7 @@ def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> Diffu
 
     Raises `ModelError` where the architecture is not known, or has a class that cannot be built.
     """
+    path = named_on_record(path)
     given = resolve(path)
     folder = Path(given) if Path(given).is_dir() else _cached(given)
     if folder is None and path not in known_models():
@@ -120,20 +128,27 @@ def _component(kind: type, folder: Path, dtype: torch.dtype, device: str) -> Any
 
 
 def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipeline:
-    record = _record()
+    record = architectures()
     model = record["models"][path]
     components: dict[str, Any] = {}
     for name, value in model["components"].items():
         part = record["parts"][value] if isinstance(value, str) else value
         if isinstance(part, dict) and "tokens" in part:
-            components[name] = Tokens(part["tokens"], part.get("end", 2))
+            picture = Picture(**part["picture"]) if "picture" in part else None
+            components[name] = Tokens(part["tokens"], part.get("end", 2), picture)
         elif isinstance(part, dict):
-            kind = _class(part["class"])
-            module = issubclass(kind, torch.nn.Module)
-            components[name] = _module(kind, part["config"], dtype, device) if module else kind(**part["config"])
+            components[name] = build_part(part, dtype, device)
         else:
             components[name] = part
     return _assembled(getattr(diffusers, model["pipeline"]), components)
+
+
+def build_part(part: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
+    """A component on record, by its class and the arguments of its configuration."""
+    kind = _class(part["class"])
+    if not issubclass(kind, torch.nn.Module):
+        return kind(**part["config"])
+    return _module(kind, part["config"], dtype, device)
 
 
 def _assembled(kind: type[DiffusionPipeline], components: Mapping[str, Any]) -> DiffusionPipeline:

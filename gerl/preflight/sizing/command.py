@@ -93,7 +93,8 @@ def configured(config: Config, facts: Facts) -> Layout:
     """The layout that the keys of `config` ask for."""
     model = config.model
     checkpointing = model.gradient_checkpointing and True in facts.updates
-    return Layout(config.cluster.ranks_per_worker, model.shard, model.quantize, checkpointing, model.offload)
+    ranks, kinds = config.cluster.ranks_per_worker, (model.quantize, model.quantize_encoders)
+    return Layout(ranks, model.shard, *kinds, checkpointing, model.offload)
 
 
 def text(found: Sizing) -> str:

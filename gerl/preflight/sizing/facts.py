@@ -15,6 +15,8 @@ from gerl.algorithms import build_algorithm, count_pairs
 from gerl.config import Config
 from gerl.errors import GerlError, ModelError
 from gerl.model.lora import ADAPTER
+from gerl.model.quantisation import stored_bytes
+from gerl.model.sharding import layers, repeated_blocks
 from gerl.preflight.bench import TABLES, TEXT, Bench, with_pictures
 from gerl.preflight.forecast import rows_of
 from gerl.preflight.sizing.build import build_policy
@@ -41,7 +43,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Part:
-    """A component of the pipeline. `block`: the largest of its repeated blocks; `root`: what is outside of them."""
+    """A component of the pipeline. `block`: the largest of its repeated blocks; `root`: what is outside of these."""
 
     name: str
     kind: str  # denoiser, encoder or decoder
@@ -49,6 +51,7 @@ class Part:
     block: Weights
     root: Weights
     largest: int  # elements of the largest linear layer
+    whole: int  # bytes that every rank has, even if it is sharded
 
 
 @dataclass
@@ -122,7 +125,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         count,
         rows_of(task.segments),
         min(config.actor.micro_batch_size or config.rollout.micro_batch_size, rows_of(trained)),
-        [_part(name, c, name in worker.policy.denoisers) for name, c in pipe.components.items() if _is_module(c)],
+        [part_of(name, c, name in worker.policy.denoisers) for name, c in pipe.components.items() if _is_module(c)],
         sum(p.numel() for p in worker.policy.trained.values()),
         len(worker.policy.averages()),
         worker.policy.sampler is not None or worker.policy.old is not None,
@@ -195,20 +198,19 @@ def _is_module(component: object) -> bool:
     return isinstance(component, torch.nn.Module)
 
 
-def _part(name: str, component: torch.nn.Module, denoises: bool) -> Part:
-    lists = [m for m in component.modules() if isinstance(m, torch.nn.ModuleList)]
-    nested = {id(inner) for outer in lists for inner in outer.modules() if inner is not outer}
-    entries = [block for outer in lists if id(outer) not in nested for block in outer]
-    blocks = [_weights(block) for block in entries]
-    within = {id(p) for block in entries for p in block.parameters()}
-    largest = max((p.numel() for _, p in _linear(component)), default=0)
+def part_of(name: str, component: torch.nn.Module, denoises: bool) -> Part:
+    """The weights of the component `name` of a pipeline, its LoRA aside."""
+    blocks = repeated_blocks(component)
+    root = _weights(component, {id(p) for block in blocks for p in block.parameters()})
+    apart = 0 if denoises else sum(_weights(layer).total for layer in layers(component, blocks))
     return Part(
         name,
         "denoiser" if denoises else "decoder" if hasattr(component, "decode") else "encoder",
         _weights(component),
-        max(blocks, key=lambda w: w.total, default=Weights()),
-        _weights(component, within),
-        largest,
+        max(map(_weights, blocks), key=lambda w: w.total, default=Weights()),
+        root,
+        max((p.numel() for _, p in _linear(component)), default=0),
+        0 if denoises else root.total - apart,
     )
 
 
@@ -223,10 +225,10 @@ def _weights(module: torch.nn.Module, leave_out: frozenset[int] | set[int] = fro
     frozen = {id(p): p for name, p in module.named_parameters() if f".{ADAPTER}." not in name}
     counted = {key: p for key, p in frozen.items() if key not in leave_out}
     linear = {id(p): p for _, p in _linear(module) if id(p) in counted}
-    buffers = sum(b.numel() * b.element_size() for b in module.buffers()) if not leave_out else 0
+    buffers = sum(map(stored_bytes, module.buffers())) if not leave_out else 0
     return Weights(
-        sum(p.numel() * p.element_size() for p in counted.values()) + buffers,
+        sum(map(stored_bytes, counted.values())) + buffers,
         sum(p.numel() for p in linear.values()),
         sum(p.shape[0] for p in linear.values()),
-        sum(p.numel() * p.element_size() for p in linear.values()),
+        sum(map(stored_bytes, linear.values())),
     )

@@ -27,18 +27,23 @@ class Gpu:
 
 PCIE4, PCIE5 = 32e9, 64e9  # 16 lanes
 
-# NVIDIA's data sheets and architecture white papers of each; figures with sparsity are halved. Without NVLink the GPUs
-# of a machine reach each other over PCIe.
+# NVIDIA's publications; figures with sparsity are halved, those of NVLink are of both directions and halved. Without
+# NVLink the GPUs of a machine reach each other over PCIe.
 GPUS: dict[Name, Gpu] = {
+    # Ampere GA102 and Ada white papers, appendix A: bf16 with fp32 accumulation; RTX Blackwell white paper, the same
     "rtx3090-24gb": Gpu(71e12, 24e9, 936e9, PCIE4, PCIE4),
     "rtx4090-24gb": Gpu(165.2e12, 24e9, 1008e9, PCIE4, PCIE4),
+    "rtx5090-32gb": Gpu(209.5e12, 32e9, 1792e9, PCIE5, PCIE5),
+    # data sheets: L4 242 TFLOPS with sparsity, A10 125, L40S 362 (733 with sparsity)
     "l4-24gb": Gpu(121e12, 24e9, 300e9, PCIE4, PCIE4),
     "a10-24gb": Gpu(125e12, 24e9, 600e9, PCIE4, PCIE4),
-    "rtx5090-32gb": Gpu(209.5e12, 32e9, 1792e9, PCIE5, PCIE5),
-    "a100-40gb": Gpu(312e12, 40e9, 1555e9, 300e9, PCIE4),
     "l40s-48gb": Gpu(362e12, 48e9, 864e9, PCIE4, PCIE4),
+    # A100 data sheet, SXM: 312 TFLOPS, NVLink 600 GB/s
+    "a100-40gb": Gpu(312e12, 40e9, 1555e9, 300e9, PCIE4),
     "a100-80gb": Gpu(312e12, 80e9, 2039e9, 300e9, PCIE4),
+    # H100 and H200 data sheets, SXM: 1,979 TFLOPS with sparsity, NVLink 900 GB/s
     "h100-80gb": Gpu(989.4e12, 80e9, 3350e9, 450e9, PCIE5),
     "h200-141gb": Gpu(989.4e12, 141e9, 4800e9, 450e9, PCIE5),
+    # Blackwell data sheet, a GPU of the HGX B200: 4.5 PFLOPS with sparsity, NVLink 1.8 TB/s
     "b200-180gb": Gpu(2250e12, 180e9, 7700e9, 900e9, PCIE5),
 }

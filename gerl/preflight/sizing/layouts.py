@@ -3,10 +3,10 @@
 Predictions, of weights that are sharded, quantised or kept elsewhere:
 
 * sharded over G ranks: a G-th of a component, and while it runs what is outside of its blocks and two blocks whole,
-  the second one fetched ahead;
-* int8, fp8: a byte a weight of the linear layers and a scale of 4 bytes a row; nf4: half a byte, and 4 bytes for every
-  64; while they run, the largest one in bf16;
-* offload=encoders: text encoders and VAE one at a time, while they run; offload=blocks: of the denoiser two blocks.
+  the second one fetched ahead; what an encoder does not divide is on every rank;
+* quantised: the linear layers of the repeated blocks, as `quantised_bytes` has them, the largest one in bf16 while it
+  runs;
+* offload=encoders: text encoders and VAE one at a time, while they run; offload=blocks: of the denoiser one block.
 """
 
 import itertools
@@ -14,12 +14,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gerl.config.choices import Quantisation
+from gerl.model.quantisation import quantised_bytes
 from gerl.preflight.forecast import SPARE
-from gerl.preflight.sizing.facts import FP32, Facts, Part, Weights
+from gerl.preflight.sizing.facts import FP32, Facts, Part
 from gerl.preflight.sizing.hardware import Gpu
 
 SHARDS = ("none", "denoiser", "all")
-QUANTIZED = ("none", "int8", "fp8", "nf4")  # the first that fits is taken
+# of denoiser and encoders; the first that fits is taken
+QUANTIZED: tuple[tuple[Quantisation, Quantisation], ...] = (
+    ("none", "none"), ("none", "int8"), ("int8", "int8"), ("fp8", "fp8"), ("nf4", "nf4"),
+)  # fmt: skip
 OFFLOADS = ("none", "encoders", "blocks")
 GROUPS = (1, 2, 4, 8)  # ranks of a worker
 HALF = 2  # bytes of a weight that computes
@@ -31,7 +36,8 @@ class Layout:
 
     ranks: int = 1
     shard: str = "none"
-    quantize: str = "none"
+    quantize: Quantisation = "none"
+    quantize_encoders: Quantisation = "none"
     checkpointing: bool = True
     offload: str = "none"
 
@@ -41,6 +47,7 @@ class Layout:
             "cluster.ranks_per_worker": (self.ranks, 1),
             "model.shard": (self.shard, "none"),
             "model.quantize": (self.quantize, "none"),
+            "model.quantize_encoders": (self.quantize_encoders, "none"),
             "model.offload": (self.offload, "none"),
         }
         words = [f"{key}={value}" for key, (value, default) in given.items() if value != default]
@@ -52,52 +59,50 @@ class Layout:
 
     def is_away(self, part: Part) -> bool:
         """Whether `part` is on the GPU only while it runs."""
-        return self.offload != "none" and part.kind != "denoiser"
+        return self.offload != "none" and part.kind != "denoiser" and not self.is_sharded(part)
 
-    def is_quantized(self, part: Part) -> bool:
-        """Whether the linear layers of `part` are quantised."""
-        return self.quantize != "none" and part.kind != "decoder"
+    def kind(self, part: Part) -> Quantisation:
+        """How the linear layers of the blocks of `part` are quantised."""
+        return {"denoiser": self.quantize, "encoder": self.quantize_encoders}.get(part.kind, "none")
 
-    def size(self, part: Part, weights: Weights) -> float:
-        """Bytes of `weights`, which are those of `part` or of a block of it."""
-        if not self.is_quantized(part):
-            return weights.total
-        stored = weights.elements * (1 / 2 + 4 / 64) if self.quantize == "nf4" else weights.elements + 4 * weights.rows
-        return weights.total - weights.linear + stored
+    def size(self, part: Part) -> float:
+        """Bytes of `part`, whole."""
+        inside = (getattr(part.weights, name) - getattr(part.root, name) for name in ("elements", "rows", "linear"))
+        return self._stored(part, part.weights.total, *inside)
+
+    def computing(self, part: Part, blocks: int) -> float:
+        """Bytes of what is outside of the blocks of `part`, and of so many blocks."""
+        block = part.block
+        return part.root.total + blocks * self._stored(part, block.total, block.elements, block.rows, block.linear)
+
+    def _stored(self, part: Part, total: int, elements: int, rows: int, linear: int) -> float:
+        kind = self.kind(part)
+        return total if kind == "none" else total - linear + quantised_bytes(kind, elements, rows)
 
     def held(self, part: Part) -> float:
         """Bytes of `part` on a rank all the time."""
         if self.is_away(part):
             return 0.0
-        if self.offload == "blocks":
-            return self.size(part, part.root) + 2 * self.size(part, part.block)
-        return self.size(part, part.weights) / (self.ranks if self.is_sharded(part) else 1)
+        if self.offload == "blocks" and part.kind == "denoiser":
+            return self.computing(part, 1)
+        size = self.size(part)
+        return part.whole + (size - part.whole) / self.ranks if self.is_sharded(part) else size
 
     def fetched(self, part: Part) -> float:
         """Bytes of weights that come besides while `part` runs."""
-        came = self.largest_away(part)
+        came = self.size(part) if self.is_away(part) else 0.0
         if self.is_sharded(part):
-            came += self.size(part, part.root) + 2 * self.size(part, part.block)
-        return came + (part.largest * HALF if self.is_quantized(part) else 0)
-
-    def largest_away(self, part: Part) -> float:
-        """Bytes of a component that comes to the GPU to run, its shard where it is sharded."""
-        if not self.is_away(part):
-            return 0.0
-        return self.size(part, part.weights) / (self.ranks if self.is_sharded(part) else 1)
+            came += self.computing(part, 2) - part.whole
+        return came + (part.largest * HALF if self.kind(part) != "none" else 0)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Images of a micro-batch of a worker in the rollout and in the update, and of a trainer step on a rank."""
+    """Images on a rank: of a micro-batch in the rollout and in the update, and of a trainer step."""
 
     rollout: int
     actor: int
     step: float
-
-    def rows(self, ranks: int) -> tuple[int, int]:
-        """A rank's part of the two micro-batches."""
-        return math.ceil(self.rollout / ranks), math.ceil(self.actor / ranks)
 
 
 @dataclass(frozen=True)
@@ -118,18 +123,17 @@ class Memory:
 
 def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
     """The memory of a rank."""
-    rows, trained = batch.rows(layout.ranks)
     weights, lora, tape = sum(layout.held(p) for p in facts.parts), facts.lora_bytes(), facts.tape * batch.step
     swapped = facts.lora * FP32 * facts.swapped
     phases: dict[str, float] = {}
     activations: dict[str, float] = {}
     for part in facts.parts:
         name = {"encoder": "encode", "denoiser": "rollout", "decoder": "decode"}[part.kind]
-        alive = facts.rollout.peaks.get(part.name, 0) * rows / facts.drawn
+        alive = facts.rollout.peaks.get(part.name, 0) * batch.rollout / facts.drawn
         there = layout.fetched(part) + alive + swapped
         if there > phases.get(name, 0.0):
             phases[name], activations[name] = there, alive
-        alive = facts.updates[layout.checkpointing].peaks.get(part.name, 0) * trained / facts.trained
+        alive = facts.updates[layout.checkpointing].peaks.get(part.name, 0) * batch.actor / facts.trained
         if part.kind == "denoiser" and (there := layout.fetched(part) + alive + swapped) > phases.get("update", 0.0):
             phases["update"], activations["update"] = there, alive
     phases["optimizer"] = facts.lora * FP32  # the gradients in one vector, for the all-reduce
@@ -139,31 +143,31 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
 
 def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) -> float:
     """Seconds a GPU needs for an image, at `share` of its published peak; weights that travel do so meanwhile."""
-    rows, _ = batch.rows(layout.ranks)
     computing = facts.flops(layout.checkpointing) / (share * gpu.peak)
     travelling = waiting = 0.0
     for part in facts.parts:
         calls = sum(t.calls.get(part.name, 0) for t in (facts.rollout, facts.updates[layout.checkpointing]))
-        if layout.is_sharded(part) and not layout.is_away(part):
-            gathered = layout.size(part, part.weights) * (layout.ranks - 1) / layout.ranks
+        if layout.is_sharded(part):
+            gathered = layout.size(part) * (layout.ranks - 1) / layout.ranks
             travelling += calls * gathered / gpu.link
         if layout.offload == "blocks" and part.kind == "denoiser":
-            travelling += calls * layout.size(part, part.weights) / gpu.bus
+            travelling += calls * layout.size(part) / gpu.bus
         if layout.is_away(part):  # there and back, once a micro-batch
-            waiting += 2 * layout.largest_away(part) / gpu.bus
-    # `facts` are of a micro-batch of `images`, whose calls a rank makes for its rows alone
-    images = facts.images * rows / facts.drawn
+            waiting += 2 * layout.size(part) / gpu.bus
+    images = facts.images * batch.rollout / facts.drawn  # of the calls that were counted
     return max(computing, travelling / images) + waiting / images
 
 
 def layouts(gpus: int, together: int) -> Iterator[Layout]:
-    """All that are looked at; quantised or offloaded denoisers are not sharded."""
-    for ranks, shard, quantize, on, offload in itertools.product(GROUPS, SHARDS, QUANTIZED, (False, True), OFFLOADS):
+    """All that `ModelConfig` takes, with denoiser and encoders quantised alike, or the encoders in int8 alone."""
+    for ranks, shard, kinds, on, offload in itertools.product(GROUPS, SHARDS, QUANTIZED, (False, True), OFFLOADS):
         if gpus % ranks or ranks > together or (ranks == 1) != (shard == "none"):
             continue
-        if shard != "none" and (quantize != "none" or offload == "blocks"):
+        if shard != "none" and (kinds != QUANTIZED[0] or offload == "blocks"):
             continue
-        yield Layout(ranks, shard, quantize, on, offload)
+        if offload == "blocks" and kinds[0] != "none":
+            continue
+        yield Layout(ranks, shard, *kinds, on, offload)
 
 
 def room(gpu: Gpu) -> float:
@@ -188,12 +192,13 @@ def cheapest(facts: Facts, batch: Batch, smallest: int, gpu: Gpu, gpus: int, sha
     halved until something fits, down to `smallest` images in the rollout and one in the update.
     """
     candidates = [layout for layout in layouts(gpus, gpu.together) if layout.checkpointing in facts.updates]
-    for quantize in QUANTIZED:
+    for kinds in QUANTIZED:
         for part in halves(batch, smallest):
             found = [
                 Choice(layout, part, taken, seconds(facts, layout, part, gpu, share))
                 for layout in candidates
-                if layout.quantize == quantize and (taken := memory(facts, layout, part)).peak <= room(gpu)
+                if (layout.quantize, layout.quantize_encoders) == kinds
+                and (taken := memory(facts, layout, part)).peak <= room(gpu)
             ]
             if found:
                 return min(found, key=lambda c: (c.seconds, c.layout.ranks, OFFLOADS.index(c.layout.offload)))
@@ -215,7 +220,7 @@ def largest(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu) -> tuple[int, 
     def most(fits: Iterator[bool]) -> int:
         return sum(1 for _ in itertools.takewhile(bool, fits))
 
-    sizes = range(1, max(batch.rollout, math.ceil(batch.step * layout.ranks)) + 1)
+    sizes = range(1, max(batch.rollout, math.ceil(batch.step)) + 1)
     rollout = most(memory(facts, layout, Batch(n, batch.actor, batch.step)).peak <= room(gpu) for n in sizes)
     actor = most(memory(facts, layout, Batch(batch.rollout, n, batch.step)).peak <= room(gpu) for n in sizes)
     return rollout, actor

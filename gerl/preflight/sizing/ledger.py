@@ -1,5 +1,6 @@
 """Bytes and arithmetic of operations, as torch dispatches them: on weights that exist as shapes, or on real ones."""
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 aten = torch.ops.aten
+INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
 
 def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
@@ -34,6 +36,13 @@ def _shape(value: object) -> object:
     return value.shape if isinstance(value, torch.Tensor) else value
 
 
+def _spread(indices: torch.Tensor, shape: torch.Size, dim: int = -1, **_: Any) -> torch.Tensor:
+    """Positions along `dim` of a tensor of `shape`, in the shape of `indices`, all of them equally often."""
+    with _disable_current_modes():
+        moved = torch.empty(indices.shape, device="meta").movedim(dim, -1).shape
+        return (torch.arange(math.prod(moved)) % shape[dim]).view(moved).movedim(-1, dim)
+
+
 class Ledger(TorchDispatchMode):
     """Follows the storages that operations make while it is entered, and counts floating-point operations.
 
@@ -42,7 +51,8 @@ class Ledger(TorchDispatchMode):
     operations since, a multiplication and an addition as two, by the formulas of torch's `FlopCounterMode`.
 
     Entered inside a `FakeTensorMode`, what depends on no shape without values (masks, positions) is computed, so that
-    models can read it.
+    models can read it. The positions that `topk` finds are spread evenly, as routers of experts are trained to spread
+    them: how many there are, and with them the number of operations, does not depend on values.
     """
 
     def __init__(self) -> None:
@@ -83,19 +93,34 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        kwargs = kwargs or {}
+        kwargs, packet = kwargs or {}, func._overloadpacket
         if self._has_values(func, args, kwargs):
             with _disable_current_modes():
                 result = func(*args, **kwargs)
         else:
+            if packet in INDEXING:
+                args = (args[0], self._as_positions(args[1]), *args[2:])
             result = func(*args, **kwargs)
+            if packet is aten.topk:
+                result = (result[0], _spread(result[1], args[0].shape, *args[2:3], **kwargs))
         self.count(result)
-        packet = func._overloadpacket
         if packet in CPU_ATTENTION:
             self.flops += CPU_ATTENTION[packet](*map(_shape, args), **{k: _shape(v) for k, v in kwargs.items()})
         elif packet in flop_registry:
             self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
         return result
+
+    def _as_positions(self, indices: Any) -> list[Any]:
+        """`indices` of a shape, with masks that have values as the positions at which they are true."""
+        found: list[Any] = []
+        for index in indices:
+            if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+                with _disable_current_modes():
+                    found += index.nonzero(as_tuple=True)
+            else:
+                found.append(index)
+        self.count(found)
+        return found
 
     @staticmethod
     def _has_values(func: Any, args: Any, kwargs: Any) -> bool:
