@@ -49,7 +49,7 @@ def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin]
             )
         if why := UNUSABLE.get(kind):
             raise ModelError(
-                f"{given}: diffusers cannot divide the sequence of {kind} ({name}) among ranks, although it has a plan: "
+                f"{given}: diffusers cannot divide the sequence of {kind} ({name}) among ranks, though it has a plan: "
                 f"{why}; use cluster.context=1"
             )
         lists = {n for n, module in denoiser.named_children() if isinstance(module, torch.nn.ModuleList)}
