@@ -1,6 +1,7 @@
 """A rank that shares the tokens of calls, as a program: `python -m context_ranks RANK RANKS STORE [CASE ...]`.
 
-Draws with and trains tiny pipelines of `tiny.CASES`, whole and then with the tokens of each call divided among the
+A case is the name of one of `tiny.CASES`, or the class of a pipeline of the zoo of which a call should fail. Draws with
+and trains the former, whole and then with the tokens of each call divided among the
 ranks, in several ways. Writes a line of JSON a case: by how much what comes of it differs, in parts of the norm, by
 way; gradients are summed over the ranks. "call" is one of the denoiser alone, in fp64.
 """
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from replaying import Recorded, own, randomise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
+from zoo import video, video_2
+from zoo.checks import call_for
 
 from gerl.engine import ReplayedStep, Tape, replay
 from gerl.engine.guidance import CfgMode
@@ -121,13 +124,28 @@ def differences(r: Recorded, ranks: DeviceMesh, context: DeviceMesh) -> dict[str
     return found
 
 
+def unusable(name: str, context: DeviceMesh) -> dict[str, dict[str, Any]]:
+    """What is raised where the plan of a pipeline's denoiser is of no use."""
+    entry = next(entry for entry in (*video.ENTRIES, *video_2.ENTRIES) if entry.name == name)
+    pipe = tiny.build(tiny.Case(entry.build, {}, {}))
+    call = call_for(entry, pipe, guided=False)
+    pipe(**call)
+    divide_context({"transformer": pipe.transformer}, context)
+    try:
+        pipe(**call | {"height": 64, "width": 64})
+    except RuntimeError as error:
+        return {"plan": {"raised": str(error)}}
+    return {"plan": {"raised": ""}}
+
+
 def main(rank: int, ranks: int, store: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     context = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("ring", "ulysses"))
     for name in names:
-        sys.stdout.write(json.dumps({"case": name, "off": differences(fresh(name), mesh, context)}) + "\n")
+        found = differences(fresh(name), mesh, context) if name in tiny.CASES else unusable(name, context)
+        sys.stdout.write(json.dumps({"case": name, "off": found}) + "\n")
     dist.destroy_process_group()
 
 
