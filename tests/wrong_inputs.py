@@ -199,6 +199,8 @@ MODELS = [
     row("shards of one rank", "small model.shard=denoiser", "model.shard=denoiser: ", "cluster.ranks_per_worker"),
     row("context that does not divide", "small cluster.launcher=ray cluster.ranks_per_worker=2 cluster.context=3",
         "cluster.context=3: ", r"cluster\.ranks_per_worker=2.*or 1"),
+    row("context compiled", "small cluster.launcher=ray cluster.ranks_per_worker=2 cluster.context=2 model.compile=eager",
+        "cluster.context=2: ", r"model\.compile=null"),
     row("context of one rank", "small cluster.context=2", "cluster.context=2: ", r"cluster\.ranks_per_worker=1"),
     row("context without a plan", "small cluster.launcher=ray cluster.ranks_per_worker=2 cluster.context=2",
         "cluster.context=2: ", r"SD3Transformer2DModel.*cluster\.context=1", 1),

@@ -94,6 +94,11 @@ class Config:
                 f"cluster.context={cluster.context}: so many ranks of a worker share the tokens of a call, which has "
                 f"cluster.ranks_per_worker={cluster.ranks_per_worker}; use a number that divides it, or 1"
             )
+        if cluster.context > 1 and self.model.compile is not None:
+            raise ConfigError(
+                f"cluster.context={cluster.context}: model.compile={self.model.compile} and calls whose tokens ranks "
+                "share do not go together yet; use model.compile=null, or cluster.context=1"
+            )
         if shard != "none" and cluster.ranks_per_worker == 1:
             raise ConfigError(
                 f"model.shard={shard}: the weights are shared by the ranks of a worker, of which there is one; raise "
