@@ -52,14 +52,21 @@ trainer.steps=2 cluster.num_workers=1
 """.split()
 
 
-@pytest.mark.parametrize(("algorithm", "shard"), [("flow_grpo", "none"), ("diffusion_nft", "denoiser")])
+@pytest.mark.parametrize(
+    ("algorithm", "shard"),
+    [
+        ("algorithm=flow_grpo algorithm.kl_in_reward=true algorithm.kl_coef=0.01", "none"),
+        ("algorithm=dgpo sampling.window_range=[0,3]", "denoiser"),  # pools its groups of four in parts of three
+    ],
+    ids=["flow_grpo", "dgpo"],
+)
 def test_ranks_that_share_tokens_train_as_one(
     train: Callable[..., Any], workplace: Path, tmp_path: Path, algorithm: str, shard: str
 ) -> None:
     (workplace / "order.py").write_text(ORDER)
     tiny.flux().save_pretrained(tmp_path / "flux")
     keys = {"scorer": "order.py", "validation__data": workplace / "val.txt", "model__path": tmp_path / "flux"}
-    given = [*SHARED, f"algorithm={algorithm}"]
+    given = [*SHARED, *algorithm.split()]
     one = train(tmp_path / "one", *given, **keys)
     ranks = {"cluster__launcher": "ray", "cluster__ranks_per_worker": 2, "cluster__context": 2, "model__shard": shard}
     shared = train(tmp_path / "shared", *given, **keys, **ranks)
