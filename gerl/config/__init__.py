@@ -74,8 +74,13 @@ class Config:
 
     @property
     def lockstep(self) -> bool:
-        """Whether the ranks of a worker gather weights from each other, and so have to call the model equally often."""
-        return self.model.shard != "none"
+        """Whether ranks gather weights or tokens from each other, and so have to call the model equally often."""
+        return self.lockstep_ranks > 1
+
+    @property
+    def lockstep_ranks(self) -> int:
+        """How many ranks do so together: those of a worker, or only those that share the tokens of a call."""
+        return self.cluster.context if self.model.shard == "none" else self.cluster.ranks_per_worker
 
     def _check_ranks(self) -> None:
         cluster, shard = self.cluster, self.model.shard
@@ -84,7 +89,17 @@ class Config:
                 f"cluster.ranks_per_worker={cluster.ranks_per_worker}: ranks are processes, which cluster.launcher="
                 "local has one of; use cluster.launcher=ray"
             )
-        if self.lockstep and cluster.ranks_per_worker == 1:
+        if cluster.ranks_per_worker % cluster.context:
+            raise ConfigError(
+                f"cluster.context={cluster.context}: so many ranks of a worker share the tokens of a call, which has "
+                f"cluster.ranks_per_worker={cluster.ranks_per_worker}; use a number that divides it, or 1"
+            )
+        if cluster.context > 1 and self.model.compile is not None:
+            raise ConfigError(
+                f"cluster.context={cluster.context}: model.compile={self.model.compile} and calls whose tokens ranks "
+                "share do not go together yet; use model.compile=null, or cluster.context=1"
+            )
+        if shard != "none" and cluster.ranks_per_worker == 1:
             raise ConfigError(
                 f"model.shard={shard}: the weights are shared by the ranks of a worker, of which there is one; raise "
                 "cluster.ranks_per_worker, or use model.shard=none"

@@ -253,6 +253,12 @@ class ClusterConfig(Block):
     ranks_per_worker: int = key(
         1, "processes of a worker, each on a device of its own with its part of a micro-batch; see model.shard", low=1
     )
+    context: int = key(
+        1,
+        "ranks that compute each call of the denoiser together, each a part of its tokens: less memory and time for an "
+        "image, of long videos and large images; it divides ranks_per_worker",
+        low=1,
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")
     threads_per_worker: int | None = key(None, "CPU threads of a worker; null: its share of the cores", low=1)
 

@@ -25,7 +25,8 @@ Settings = dict[str, Any]  # block -> key -> value
 #   algorithm.history: rewards kept per prompt are cut to the new number, or collected from now on.
 #   sampling, rollout, reward, validation, data.shuffle: what a step draws is a function of step and seed, not of steps
 #     before it.
-#   checkpoint, cluster, logger: they decide no number, up to the order in which the workers' gradients are added.
+#   checkpoint, cluster, logger: they decide no number, up to the order in which the workers' gradients, or those of a
+#     sequence's parts, are added.
 FIXED = {
     "model.path": "the saved LoRA was trained on these weights",
     "model.dtype": "the saved LoRA was trained on weights of this precision",

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
+from gerl.model.context import check_context, divide_context
 from gerl.model.ema import EMA
 from gerl.model.failures import check_backend, is_full
 from gerl.model.hub import fetch, refusal_of_code
@@ -71,11 +72,12 @@ def _loading(path: str) -> Iterator[None]:
         raise ModelError(f"model.path={path!r} cannot be loaded as a diffusers pipeline: {reason}") from error
 
 
-def check_model(config: ModelConfig, sampling: SamplingConfig) -> None:
+def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1) -> None:
     """Find out what can be known before the weights are loaded; a pipeline of the hub is fetched into its cache.
 
-    Raises `ModelError` if there is no such pipeline, if it does not take the arguments of `sampling`, or if it cannot
-    have the LoRA of `config.lora`, `ConfigError` for a compiler that torch does not have.
+    `context`: ranks that share the tokens of a call. Raises `ModelError` if there is no such pipeline, if it does not
+    take the arguments of `sampling`, if it cannot have the LoRA of `config.lora`, or if its tokens cannot be shared,
+    `ConfigError` for a compiler that torch does not have.
     """
     check_backend(config.compile)
     quiet_messages()
@@ -85,10 +87,14 @@ def check_model(config: ModelConfig, sampling: SamplingConfig) -> None:
         name = DiffusionPipeline.load_config(folder)["_class_name"]
     if isinstance(name, str) and isinstance(kind := getattr(diffusers, name, None), type):
         check_arguments(kind, sampling)
-    if config.lora is not None:
+    if config.lora is not None or context > 1:
         with _loading(config.path):
             models = skeletons(folder)
-        if models is not None:  # else its own code has to build them
+        if models is None:  # its own code has to build them
+            return
+        if context > 1:
+            check_context(models, denoisers_among(models), context)
+        if config.lora is not None:
             read_start(config, denoisers_among(models))
 
 
@@ -194,13 +200,18 @@ def _is_denoiser(model: torch.nn.Module) -> bool:
 
 
 def load_policy(
-    config: ModelConfig, ema_decay: float, device: str, seed: int, mesh: DeviceMesh | None = None
+    config: ModelConfig,
+    ema_decay: float,
+    device: str,
+    seed: int,
+    mesh: DeviceMesh | None = None,
+    context: DeviceMesh | None = None,
 ) -> Policy:
     """Load the pipeline and add a LoRA, the same on every worker with the same `seed`.
 
-    `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole. With `config.lora`,
-    not merged, the LoRA begins as that one. Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do
-    what `config` asks for.
+    `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole. `context`: those
+    that share the tokens of a call, see `divide_context`; None: nobody does. With `config.lora`, not merged, the LoRA
+    begins as that one. Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do what is asked for.
     """
     pipe = load_pipeline(config, device, to_shard=mesh is not None)
     denoisers = find_denoisers(pipe)
@@ -224,6 +235,9 @@ def load_policy(
         names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
         logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
     fingerprint = weights_fingerprint(denoisers)
+    if context is not None:
+        check_context(pipe.components, denoisers, context.size())
+        divide_context(denoisers, context)
     if mesh is not None:
         shard(sharded_components(pipe, denoisers, config.shard), set(lora.values()), mesh)
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint)

@@ -96,7 +96,7 @@ def read_prompts(config: Config, report: Report) -> list[Prompt]:
 def load(worker: HybridWorker, report: Report) -> bool:
     """Load the pipeline, and say what it consists of; returns whether its base weights are in half precision."""
     config = worker.config
-    check_model(config.model, config.sampling)
+    check_model(config.model, config.sampling, config.cluster.context)
     logger.info("loading %s", config.model.path)
     info, usage = attempt("loading", 0, worker.device, worker.setup)
     for sentence in info.notes:

@@ -53,7 +53,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     prompts = read_prompts(config, "data.train", config.data.train)
     machines = Cluster(config.cluster, config.reward.gpu_shares)
     if not (machines.remote and os.environ.get("RAY_ADDRESS")):  # else they may be on other machines
-        check_model(config.model, config.sampling)
+        check_model(config.model, config.sampling, config.cluster.context)
     found: list[Measured] = []
     with entered(machines) as cluster:
         trainer = RayDiffusionTrainer(config, Path(), cluster, prompts, [], {})

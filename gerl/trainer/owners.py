@@ -12,8 +12,9 @@ from gerl.protocol import RolloutTask
 class Owners:
     """The process of each micro-batch.
 
-    In lockstep the micro-batches are in sets, one for each rank of a worker, of which all make the same calls. Where
-    there are too few of a kind for a set, ranks repeat the set's first one, and nothing comes of it.
+    In lockstep the micro-batches are in sets, one for each rank of a worker, of which all make the same calls; where
+    ranks share tokens (cluster.context) one for each first of such ranks, whom the others follow. Where there are too
+    few of a kind for a set, ranks repeat the set's first one, and nothing comes of it.
     """
 
     processes: list[int]  # [M]
@@ -30,16 +31,22 @@ def share(kinds: Sequence[Hashable], config: Config, processes: int) -> Owners:
     """The owners of micro-batches by their `kinds`, which are equal where they need the same calls of the model."""
     if not config.lockstep:
         return Owners([i % processes for i in range(len(kinds))])
-    ranks, found = config.cluster.ranks_per_worker, Owners([])
+    ranks, context, found = config.lockstep_ranks, config.cluster.context, Owners([])
     for _, alike in groupby(range(len(kinds)), key=lambda i: kinds[i]):
         members = list(alike)
-        for start in range(0, len(members), ranks):
-            chosen = members[start : start + ranks]
-            first = len(found.sets) * ranks % processes  # the worker's rank 0
+        for start in range(0, len(members), ranks // context):
+            chosen = members[start : start + ranks // context]
+            first = len(found.sets) * ranks % processes  # the first of the ranks in lockstep
+            idle = first + len(chosen) * context
             found.sets.append(chosen)
-            found.processes.extend(range(first, first + len(chosen)))
-            found.repeats.extend((chosen[0], first + r) for r in range(len(chosen), ranks))
+            found.processes.extend(range(first, idle, context))
+            found.repeats.extend((chosen[0], process) for process in range(idle, first + ranks))
     return found
+
+
+def followers(owner: int, config: Config) -> range:
+    """The processes that share the tokens of calls with `owner`, and have to make all of them with it."""
+    return range(owner + 1, owner + config.cluster.context)
 
 
 def kind(task: RolloutTask) -> Hashable:

@@ -28,7 +28,7 @@ from gerl.run.timing import Stopwatch
 from gerl.run.tracking import Progress, Tracker, read_metrics
 from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
 from gerl.trainer.folder import RunFolder, check_identity
-from gerl.trainer.owners import kind, share
+from gerl.trainer.owners import followers, kind, share
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.rollouts import Rollouts
@@ -227,8 +227,10 @@ class RayDiffusionTrainer:
 
         def submit(i: int) -> Pending[Images]:
             image = workers.submit(owners.processes[i], HybridWorker.generate, tasks[i])
-            for k, process in owners.repeated_after(i):
-                repetitions.append(workers.submit(process, HybridWorker.repeat, tasks[k]))
+            also = [(i, follower, tasks[i].id) for follower in followers(owners.processes[i], self.config)]
+            also += [(k, process, repeated(tasks[k].id)) for k, process in owners.repeated_after(i)]
+            for k, process, kept in also:
+                repetitions.append(workers.submit(process, HybridWorker.repeat, tasks[k], kept))
             return image
 
         rollouts = Rollouts(self.rewards, [task.samples for task in tasks], submit, owners.processes)
@@ -263,10 +265,11 @@ class RayDiffusionTrainer:
 
     def kl_to_base(self, drawn: Drawn) -> list[float]:
         """Distances `[B]` of the samples to the base model, computed by all workers at once."""
-        owned = zip(drawn.tasks, drawn.owners, strict=True)
-        pending = [self.workers.submit(owner, HybridWorker.kl_to_base, task.id) for task, owner in owned]
-        for task_id, process in drawn.repeats:
-            self.workers.submit(process, HybridWorker.kl_to_base, repeated(task_id))
+        owned = [(task.id, owner) for task, owner in zip(drawn.tasks, drawn.owners, strict=True)]
+        pending = [self.workers.submit(owner, HybridWorker.kl_to_base, task_id) for task_id, owner in owned]
+        also = [(task_id, follower) for task_id, owner in owned for follower in followers(owner, self.config)]
+        for task_id, process in also + [(repeated(task_id), process) for task_id, process in drawn.repeats]:
+            self.workers.submit(process, HybridWorker.kl_to_base, task_id)
         return [value for found in pending for value in found.result()]
 
     def train(self, drawn: Drawn, credit: torch.Tensor, watch: Stopwatch) -> Metrics:
@@ -287,7 +290,8 @@ class RayDiffusionTrainer:
 
             def submit(i: int) -> Pending[Images]:
                 image = workers.submit(owners.processes[i], HybridWorker.validate, i, batches[i])
-                for k, process in owners.repeated_after(i):
+                also = [(i, follower) for follower in followers(owners.processes[i], self.config)]
+                for k, process in also + owners.repeated_after(i):
                     workers.submit(process, HybridWorker.validate, k, batches[k])
                 return image
 

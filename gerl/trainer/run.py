@@ -49,7 +49,7 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
         machines = Cluster(config.cluster, config.reward.gpu_shares)
         if not (machines.remote and os.environ.get("RAY_ADDRESS")):  # else they may be on other machines
             check_quantisation(model, machines.device)
-            check_model(model, config.sampling)
+            check_model(model, config.sampling, config.cluster.context)
             check_optimizer(config.actor, machines.device)
         workers = f"{machines.num_workers} on {machines.device}, {config.cluster.launcher}"
         with session(run_dir, log, arguments, workers) as begin:

@@ -1,7 +1,7 @@
 """The actor worker: tapes and credit in, a LoRA update out."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from gerl.model.ema import EMA
 from gerl.model.policy import Policy
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.state import ScheduleState, WorkerState
+from gerl.workers.collective import Ranks
 from gerl.workers.optimizers import build_optimizer, expected_state, restore, state_of
 
 OPTIMIZER = "optimizer/"  # of the names of its tensors in a checkpoint
@@ -32,10 +33,10 @@ class Actor:
         config: ActorConfig,
         algorithm: Algorithm,
         total_updates: int,
-        most: Callable[[int], int] = lambda count: count,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`most`: the largest of the numbers that the ranks of a worker call it with, where they are in lockstep."""
-        self.policy, self.config, self.algorithm, self.most = policy, config, algorithm, most
+        """`ranks`: those that this one is in lockstep with, if any."""
+        self.policy, self.config, self.algorithm, self.ranks = policy, config, algorithm, ranks
         self.parameters = list(policy.trained.values())
         self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
@@ -58,7 +59,7 @@ class Actor:
             parts, idle = self._parts(batch)
             for rows in parts:
                 new = by_step and not measured.keys() >= set(batch.trained)
-                meter = StepGradients(self.parameters, squared_norm) if new else None
+                meter = StepGradients(self.parameters, self._squared_norm) if new else None
                 stats += self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 if meter is not None:
                     measured = meter.end() | measured
@@ -82,11 +83,14 @@ class Actor:
         That are a batch and rows of it, of which nothing counts.
         """
         parts = list(self.algorithm.micro_batches(batch))
-        more = self.most(len(parts)) - len(parts)
+        more = 0 if self.ranks is None else self.ranks.most(len(parts)) - len(parts)
         if not more:
             return parts, []
         blank = replace(batch, credit=torch.ones_like(batch.credit), pooled=None)
         return parts, [(blank, next(self.algorithm.micro_batches(blank)))] * more
+
+    def _squared_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return squared_norm(gradients if self.ranks is None else self.ranks.whole(gradients))
 
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
         """The gradient of `batches` as `accumulate` adds it up, by trained step, each one vector on the CPU.

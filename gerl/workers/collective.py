@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -44,18 +45,35 @@ class Meeting:
 
 
 class Ranks:
-    """The ranks of this process's worker, in lockstep; made by all processes of all workers at once."""
+    """The ranks that this process is in lockstep with; made by all processes of all workers at once.
 
-    def __init__(self, device: str, ranks: int) -> None:
+    `context`: so many of them share the tokens of a call of the denoiser.
+    """
+
+    def __init__(self, device: str, ranks: int, context: int = 1) -> None:
         self.device, kind = device, device.partition(":")[0]
         shape, names = (dist.get_world_size() // ranks, ranks), ("worker", "rank")
         self.mesh: DeviceMesh = init_device_mesh(kind, shape, mesh_dim_names=names)["rank"]
+        self.context: DeviceMesh | None = None  # with the dimensions that diffusers asks for
+        if context > 1:
+            groups = (dist.get_world_size() // context, 1, context)
+            mesh = init_device_mesh(kind, groups, mesh_dim_names=("group", "ring", "ulysses"))
+            self.context = mesh["ring", "ulysses"]
 
     def most(self, count: int) -> int:
         """The largest of the numbers that the ranks call this with; a collective call."""
         largest = torch.tensor(count, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.mesh.get_group())
         return int(largest)
+
+    def whole(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The sums of gradients over the ranks that share the tokens of a call; a collective call."""
+        if self.context is None:
+            return gradients
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=self.context.get_group("ulysses"))
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
 
 def _family(host: str) -> socket.AddressFamily:

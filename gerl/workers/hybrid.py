@@ -70,8 +70,10 @@ def repeated(task_id: int) -> int:
 class HybridWorker:
     """A process of the workers that share the images of a step, and hold the same LoRA and optimizer.
 
-    A worker may have several, its ranks, each with a part of the frozen weights (model.shard). They gather these from
-    each other while they draw and train, so all of them have to call the model equally often.
+    A worker may have several, its ranks, each with a part of the frozen weights (model.shard) or of the tokens of a
+    call (cluster.context). They gather these from each other while they draw and train, so all of them have to call the
+    model equally often. Ranks that share tokens draw and train the same, of which only what the first says counts; of
+    the gradient each has a part.
     """
 
     def __init__(self, config: Config, rank: int, device: str, threads: int, total_updates: int) -> None:
@@ -82,6 +84,7 @@ class HybridWorker:
         self.blank = 0  # images of this step that have a single colour
         self.meeting = Meeting()
         self.ranks: Ranks | None = None  # where they are in lockstep
+        self.leads = rank % config.cluster.context == 0  # the ranks that share tokens
         self.policy: Policy
         self.rollout: Rollout
         self.actor: Actor
@@ -95,15 +98,14 @@ class HybridWorker:
         seed_everything("worker", self.config.trainer.seed)
         model, seed = self.config.model, self.config.trainer.seed
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
-            mesh = None if self.ranks is None else self.ranks.mesh
-            self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed, mesh)
+            mesh, context = (None, None) if self.ranks is None else (self.ranks.mesh, self.ranks.context)
+            self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed, mesh, context)
         algorithm = self.config.algorithm
         guidance = algorithm.reference_guidance if isinstance(algorithm, ForwardProcessConfig) else None
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
         self.algorithm = build_algorithm(self.config)
-        most = {} if self.ranks is None else {"most": self.ranks.most}
-        self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates, **most)
+        self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates, self.ranks)
         return ModelFacts(
             type(self.policy.pipe).__name__,
             list(self.policy.denoisers),
@@ -124,7 +126,7 @@ class HybridWorker:
         """Meet the other processes, before the model is loaded; a collective call."""
         self.meeting.join(address, self.rank, world_size, self.device)
         if self.config.lockstep:
-            self.ranks = Ranks(self.device, self.config.cluster.ranks_per_worker)
+            self.ranks = Ranks(self.device, self.config.lockstep_ranks, self.config.cluster.context)
 
     def generate(self, task: RolloutTask) -> Images:
         """Draw a micro-batch and keep its trajectory."""
@@ -134,10 +136,10 @@ class HybridWorker:
         self.blank += count_blank(pixels)
         return Images(task.id, pixels, time.perf_counter() - start)
 
-    def repeat(self, task: RolloutTask) -> None:
-        """Draw a micro-batch of another rank, whose images do not count."""
+    def repeat(self, task: RolloutTask, kept: int) -> None:
+        """Draw a micro-batch of another rank, whose images do not count; `kept`: the id of its trajectory here."""
         seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
-        self.drawn[repeated(task.id)] = self.rollout.generate(task, self.algorithm, self.rank)[1]
+        self.drawn[kept] = self.rollout.generate(task, self.algorithm, self.rank)[1]
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
         """Draw held-out prompts with the averaged LoRA."""
@@ -147,7 +149,8 @@ class HybridWorker:
     def pool(self, credit: dict[int, torch.Tensor], sets: Sets = None) -> Pooled:
         """The part of this worker's tasks among those of `credit` in the losses of the others of their groups."""
         with model_errors("update"):
-            return self.actor.pool(self._batches(self._own(credit, sets)))
+            found = self.actor.pool(self._batches(self._own(credit, sets)))
+        return found if self.leads else {}
 
     def accumulate(
         self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None, sets: Sets = None
@@ -162,7 +165,7 @@ class HybridWorker:
         with model_errors("update"):
             for i, v in self._own(credit, sets).items():
                 stats += self.actor.accumulate(self._batches({i: v}, pooled), num_pairs, by_step=i == first)
-        return stats
+        return stats if self.leads else UpdateStats()
 
     def step_gradients(
         self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None, sets: Sets = None

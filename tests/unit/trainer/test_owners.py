@@ -1,6 +1,7 @@
 """Which process draws which micro-batch: in turn, or in sets of which every rank of a worker has one."""
 
 from collections import Counter
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,11 @@ from training import PROMPTS, config
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.config import ClusterConfig, Config, ModelConfig
-from gerl.trainer.owners import kind, share
+from gerl.trainer.owners import followers, kind, share
 
 
-def ranks(count: int) -> Config:
-    return Config(model=ModelConfig(shard="denoiser"), cluster=ClusterConfig(ranks_per_worker=count))
+def ranks(count: int, context: int = 1, shard: Literal["none", "denoiser"] = "denoiser") -> Config:
+    return Config(model=ModelConfig(shard=shard), cluster=ClusterConfig(ranks_per_worker=count, context=context))
 
 
 def test_without_shards_processes_take_turns() -> None:
@@ -28,6 +29,35 @@ def test_a_set_is_of_one_kind_and_one_worker() -> None:
     assert found.processes == [0, 1, 2, 0, 2, 3]
     assert found.repeats == [(2, 3), (3, 1)]
     assert [found.repeated_after(i) for i in range(6)] == [[], [], [(2, 3)], [(3, 1)], [], []]
+
+
+def test_ranks_that_share_tokens_follow_the_first_of_them() -> None:
+    found = share("aaab", ranks(4, context=2), 8)
+    assert found.sets == [[0, 1], [2], [3]]
+    assert found.processes == [0, 2, 4, 0]
+    assert found.repeats == [(2, 6), (2, 7), (3, 2), (3, 3)]
+    assert [list(followers(process, ranks(4, context=2))) for process in (0, 2)] == [[1], [3]]
+    assert list(followers(3, ranks(2))) == []
+
+
+def test_without_shards_only_those_that_share_tokens_wait_for_each_other() -> None:
+    found = share("aab", ranks(4, context=2, shard="none"), 8)
+    assert (found.sets, found.processes, found.repeats) == ([[0], [1], [2]], [0, 2, 4], [])
+
+
+@given(st.lists(st.sampled_from("abc")), st.integers(1, 2), st.integers(1, 2), st.booleans())
+def test_followers_make_the_calls_of_whom_they_follow(
+    kinds: list[str], groups: int, workers: int, sharded: bool
+) -> None:
+    config = ranks(groups * 2, context=2, shard="denoiser" if sharded else "none")
+    found = share(kinds, config, config.cluster.ranks_per_worker * workers)
+    calls = [(p, i) for i, owner in enumerate(found.processes) for p in (owner, *followers(owner, config))]
+    calls += [(process, ~i) for i, process in found.repeats]
+    by_process = [[i for p, i in calls if p == process] for process in range(groups * 2 * workers)]
+    assert all(by_process[first] == by_process[first + 1] for first in range(0, len(by_process), 2))
+    if sharded:
+        counts = [len(by_process[first]) for first in range(0, len(by_process), 2)]
+        assert all(len(set(counts[w * groups : (w + 1) * groups])) == 1 for w in range(workers))
 
 
 @given(st.lists(st.sampled_from("abc")), st.integers(2, 4), st.integers(1, 3))
