@@ -49,7 +49,9 @@ class Ranks:
     def __init__(self, device: str, ranks: int) -> None:
         self.device, kind = device, device.partition(":")[0]
         shape, names = (dist.get_world_size() // ranks, ranks), ("worker", "rank")
-        self.mesh: DeviceMesh = init_device_mesh(kind, shape, mesh_dim_names=names)["rank"]
+        both = init_device_mesh(kind, shape, mesh_dim_names=names)
+        self.mesh: DeviceMesh = both["rank"]
+        self.peers = both["worker"].get_group()  # the same rank of each worker
 
     def most(self, count: int) -> int:
         """The largest of the numbers that the ranks call this with; a collective call."""
