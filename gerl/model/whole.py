@@ -78,6 +78,7 @@ def divide(denoisers: Modules, mesh: DeviceMesh, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
         denoiser.to(mesh.device_type)  # what is left: buffers
         if half:
+            _halve_buffers(denoiser, dtype)
             _say_dtype(denoiser, dtype)
 
 
@@ -91,6 +92,15 @@ def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
             found.append(module)
             inside |= {id(part) for part in module.modules()}
     return found
+
+
+def _halve_buffers(denoiser: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let the buffers that are saved with the weights be as diffusers loads them for `dtype`."""
+    kept = {id(b) for module in kept_in_fp32(denoiser) for b in module.buffers()}
+    saved = denoiser.state_dict().keys()
+    for name, buffer in denoiser.named_buffers():
+        if name in saved and buffer.is_floating_point() and id(buffer) not in kept:
+            buffer.data = buffer.data.to(dtype)
 
 
 def class_of(denoiser: torch.nn.Module) -> type[torch.nn.Module]:
