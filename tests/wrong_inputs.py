@@ -102,7 +102,7 @@ KEYS = [
     row("trained weights on the CPU", "train model.train=full model.offload=blocks", "model.offload=blocks: ", "model.offload=encoders"),
     row("trained weights compiled", "train model.train=full model.compile=eager", "model.compile=eager: ", "model.dtype=float32"),
     row("moments of weights in 8 bits", "train model.train=full actor.optimizer=adamw8bit", "actor.optimizer=adamw8bit: ", "adamw,"),
-    row("weights by no expression", "train 'model.train=attn['", "model.train='attn[' ", "lora or full"),
+    row("weights by no expression", "train model.train=*attn", "model.train='*attn' ", "lora or full"),
     row("no such weights", "small model.train=zebra", "model.train='zebra' ", "transformer.pos_embed.*regular expression", 1),
     row("resume with other weights trained", "small checkpoint.resume=COPY trainer.steps=3 model.train=full", "model.train", "resume=never", None),
     row("optimizer", "train actor.optimizer=adam", "actor.optimizer='adam': ", "'adamw8bit'"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModelMixin
 
 from gerl.errors import ModelError
 from gerl.utils.files import models_in, reason
@@ -40,7 +40,7 @@ def _differing(pipe: DiffusionPipeline, folder: Path) -> Values:
     found: Values = []
     for name in models_in(folder):
         model = pipe.components.get(name)
-        if not isinstance(model, torch.nn.Module):
+        if not isinstance(model, ModelMixin):
             raise ModelError(f"{folder} has weights of {name}, which {type(pipe).__name__} does not have")
         try:
             given = type(model).from_pretrained(folder, subfolder=name, dtype=model.dtype).state_dict()
