@@ -39,6 +39,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@# apart from the rest: the wheels of torchvision do not fit a CPU build of torch (tests/torchvision_ops.py)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/open_clip \
 		-c constraints.txt open-clip-torch timm torchvision ftfy wcwidth
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/scipy \
+		-c constraints.txt scipy  # apart as well: tests/apart.py says why
 	@touch $@
 
 clean:

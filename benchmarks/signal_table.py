@@ -18,7 +18,7 @@ MEASURED = {
     "precise_whole": f"algorithm=flow_grpo sampling.kernel=precise sampling.window_range=[0,9] {PUBLISHED}",
     "grpo_guard": "algorithm=grpo_guard",
     "branch_grpo": "algorithm=branch_grpo",
-    "tempflow_grpo": "algorithm=tempflow_grpo",
+    "tempflow_grpo": "algorithm=tempflow_grpo rollout.prompts_per_step=2",
 }
 
 

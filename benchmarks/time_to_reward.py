@@ -254,7 +254,7 @@ def main() -> int:
         if code := whole_suite(names, overrides, args):
             return code
     if args.table or args.plot:
-        import suite_report  # it needs scipy, which only gerl[dev] brings
+        import suite_report  # it needs scipy
 
         if args.table:
             suite_report.write_table(suite.load_runs(args.results))

@@ -16,7 +16,7 @@ from gerl.algorithms.pooling import Pooled
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm_keys import AlgorithmConfig, NormalisedConfig
-from gerl.engine import ReplayedStep, Tape
+from gerl.engine import ReplayedStep, Tape, replay
 from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats
 
@@ -185,6 +185,13 @@ class Algorithm:
         `meter` measures what each step adds.
         """
         raise NotImplementedError
+
+    def base_steps(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:
+        """The same steps under the base model, which is switched to once for the whole micro-batch."""
+        kept: dict[int, ReplayedStep] = {}
+        with policy.base():
+            replay(policy.pipe, tape, lambda k, step: kept.update({k: step}), grad=False, **options)
+        return kept
 
 
 def row_credit(segment: Segment, credit: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ class FDFO(Algorithm):
         settings, tape = self.settings, batch.tape
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
-        base = self._base(policy, batch, options) if self.needs_all_samples else {}
+        base = self.base_steps(policy, tape, options) if self.needs_all_samples else {}
         towards = directions(tape.steps[-1].x_next, partners(batch.samples))[rows]
         credit = batch.credit[rows].to(towards.device)
         stats = UpdateStats()
@@ -86,7 +86,7 @@ class FDFO(Algorithm):
             deviation = measured.pop("ratio_deviation")
             sums = {name: value * len(rows) for name, value in measured.items()} if self.guided else {}
             if base:
-                kl = (velocity_change(step, base[k]) ** 2).flatten(1).mean(1)
+                kl = (velocity_change(step, base[k].mean) ** 2).flatten(1).mean(1)
                 losses = losses + settings.kl_coef * kl
                 sums["kl"] = float(kl.detach().sum())
             sums["loss"] = float(losses.detach().sum())
@@ -94,16 +94,7 @@ class FDFO(Algorithm):
             return losses.sum() / num_pairs
 
         replay(policy.pipe, tape, on_step, **options)
-        if meter is not None:
-            meter.end()
         return stats
-
-    def _base(self, policy: Policy, batch: Batch, options: dict[str, Any]) -> dict[int, torch.Tensor]:
-        """Means of the trained steps under the base model."""
-        means: dict[int, torch.Tensor] = {}
-        with policy.base():
-            replay(policy.pipe, batch.tape, lambda k, step: means.update({k: step.mean}), grad=False, **options)
-        return means
 
 
 def partners(samples: Sequence[Sample]) -> torch.Tensor:

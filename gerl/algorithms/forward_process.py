@@ -201,8 +201,6 @@ class ForwardProcess(Algorithm):
             return total.sum() / num_pairs
 
         self._visit(policy, batch, rows, Visit(on_level, True, self.compares_with_base))
-        if meter is not None:
-            meter.end()
         return stats
 
     def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: Visit) -> None:

@@ -70,7 +70,7 @@ class NeighborGRPO(Algorithm):
     ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
         options: dict[str, Any] = {"steps": batch.trained, "index": rows, "cfg": settings.cfg}
-        base = self._base(policy, batch, options) if settings.kl_coef > 0 else {}
+        base = self.base_steps(policy, tape, options) if settings.kl_coef > 0 else {}
         ids, guided = group_ids(batch.samples), settings.cfg != "off"
         groups = [(ids == ids[row]).nonzero().flatten().tolist() for row in rows]
         stats = UpdateStats()
@@ -91,7 +91,7 @@ class NeighborGRPO(Algorithm):
                 metrics["loss"] = float(losses.detach().mean())
                 loss = losses.mean()
                 if base:
-                    kl = (((step.mean[j] - base[k][j]) / step.rule.jacobian) ** 2).mean()
+                    kl = (((step.mean[j] - base[k].mean[j]) / step.rule.jacobian) ** 2).mean()
                     loss = loss + settings.kl_coef * kl
                     metrics |= {"kl": float(kl.detach()), "loss": float(loss.detach())}
                 kept = metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}
@@ -102,16 +102,7 @@ class NeighborGRPO(Algorithm):
             return total / num_pairs
 
         replay(policy.pipe, tape, on_step, **options)
-        if meter is not None:
-            meter.end()
         return stats
-
-    def _base(self, policy: Policy, batch: Batch, options: dict[str, Any]) -> dict[int, torch.Tensor]:
-        """Where the base model takes the anchors."""
-        means: dict[int, torch.Tensor] = {}
-        with policy.base():
-            replay(policy.pipe, batch.tape, lambda k, step: means.update({k: step.mean}), grad=False, **options)
-        return means
 
 
 def log_policy(x: torch.Tensor, neighbours: torch.Tensor, temperature: float) -> torch.Tensor:

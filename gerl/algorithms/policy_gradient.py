@@ -69,7 +69,7 @@ class PolicyGradient(Algorithm):
         settings, tape = self.settings, batch.tape
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
-        reference = self._reference(policy, tape, options) if self.needs_all_samples else {}
+        reference = self.base_steps(policy, tape, options) if self.needs_all_samples else {}
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
         credit = batch.credit[rows].to(tape.steps[0].x.device)
         compared = settings.cfg != "off"  # else the ratio is that to the same forward pass, and 1 by construction
@@ -92,16 +92,7 @@ class PolicyGradient(Algorithm):
             return total * (len(rows) / num_pairs)
 
         replay(policy.pipe, tape, on_step, **options)
-        if meter is not None:
-            meter.end()
         return stats
-
-    def _reference(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:
-        """The same steps under the base model: the adapter is off once for the whole micro-batch."""
-        kept: dict[int, ReplayedStep] = {}
-        with policy.base():
-            replay(policy.pipe, tape, lambda k, step: kept.update({k: step}), grad=False, **options)
-        return kept
 
     def _kl(
         self, base: ReplayedStep, mean: torch.Tensor, log_prob: torch.Tensor, output: torch.Tensor | None = None

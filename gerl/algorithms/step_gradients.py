@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class StepGradients(Generic[T]):
-    """Finds what each trained step of one replay adds to the gradients of `parameters`: `found`, as `reduce` tells it.
+    """Finds what each trained step of one replay adds to the gradients of `parameters`, as `reduce` tells it.
 
     A replay goes back through the denoiser of a step before that of the next one runs. So what a step adds is the
     difference between the gradients where the next one begins, or the replay has ended, and those where it began. They
@@ -20,25 +20,29 @@ class StepGradients(Generic[T]):
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], reduce: Callable[[Sequence[torch.Tensor]], T]) -> None:
         self.parameters, self.reduce = parameters, reduce
-        self.found: dict[int, T] = {}
+        self._found: dict[int, T] = {}
         self._step: int | None = None
         self._before: list[torch.Tensor | None] = []
 
     def begin(self, step: int) -> None:
         """To be called where the loss of `step` is computed."""
-        self.end()
+        self._close()
         self._step = step
         self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
-    def end(self) -> None:
-        """To be called where the replay has ended."""
+    def end(self) -> dict[int, T]:
+        """What each step has added; to be called when the replay has ended."""
+        self._close()
+        return self._found
+
+    def _close(self) -> None:
         if self._step is None:
             return
         added = []
         for p, before in zip(self.parameters, self._before, strict=True):
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             added.append(grad if before is None else grad - before)
-        self.found[self._step] = self.reduce(added)
+        self._found[self._step] = self.reduce(added)
         self._step, self._before = None, []
 
 

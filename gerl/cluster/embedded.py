@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]
 
 from gerl.cluster import reaper
@@ -29,6 +30,7 @@ from gerl.errors import ClusterError, Interrupted
 logger = logging.getLogger(__name__)
 ATTEMPTS = 2  # to start Ray, which has 30 s for it: on a busy machine that is not always enough
 LOOPBACK = "127.0.0.1"
+SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's node
 LINUX = sys.platform == "linux"
 W = TypeVar("W")  # the class of a worker
 
@@ -45,7 +47,7 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
         try:
             _guard(mark)
             # the loopback is the address that Ray takes on macOS and Windows; on Linux it has no option for that
-            with constant("ENABLE_RAY_CLUSTER", False), environment(_variables(mark)), shielded():
+            with constant("ENABLE_RAY_CLUSTER", False), environment(_variables(mark)), without_services(), shielded():
                 initialize(address="local", include_dashboard=False, **options)
             break
         except Exception as error:  # its start-up time-out is a plain Exception
@@ -158,6 +160,20 @@ def constant(name: str, value: bool) -> Iterator[None]:
         yield
     finally:
         setattr(ray_constants, name, before)
+
+
+@contextlib.contextmanager
+def without_services() -> Iterator[None]:
+    """A block in which Ray starts without its autoscaler, log monitor and dashboard server.
+
+    Nothing asks them here, each takes a second of CPU time, and the start of Ray waits for the last.
+    """
+    names = [name for name in SERVICES if hasattr(Node, name)]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.callback(setattr, Node, name, getattr(Node, name))
+            setattr(Node, name, lambda *_, **__: None)
+        yield
 
 
 _shield = threading.local()

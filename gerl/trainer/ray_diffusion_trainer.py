@@ -170,8 +170,9 @@ class RayDiffusionTrainer:
             threads=cluster.threads,
         )
         if cluster.remote and len(self.workers) > 1:
-            address = self.workers.submit(0, HybridWorker.address).result()
-            self.workers.run(HybridWorker.join, address, len(self.workers))
+            with waiting(f"starting {len(self.workers)} processes, which have to meet"):
+                address = self.workers.submit(0, HybridWorker.address).result()
+                self.workers.run(HybridWorker.join, address, len(self.workers))
         with waiting(f"loading {config.model.path} on {len(self.workers)} process(es)", self.downloads):
             self.model = model = self.workers.run(HybridWorker.setup)[0]
         for sentence in model.notes:

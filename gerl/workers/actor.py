@@ -78,7 +78,7 @@ class Actor:
                 meter = StepGradients(self.parameters, squared_norm) if new else None
                 stats += self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 if meter is not None:
-                    measured = meter.found | measured
+                    measured = meter.end() | measured
             for blank, rows in idle:
                 self.algorithm.train(self.policy, blank, rows, math.inf)  # adds a gradient of zeros
         return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
@@ -117,7 +117,7 @@ class Actor:
                 self.optimizer.zero_grad(set_to_none=True)  # large and small numbers are not added up
                 meter = StepGradients(self.parameters, flat_copy)
                 self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
-                found |= {k: found[k] + new if k in found else new for k, new in meter.found.items()}
+                found |= {k: found[k] + new if k in found else new for k, new in meter.end().items()}
             for blank, rows in idle:
                 self.algorithm.train(self.policy, blank, rows, math.inf)
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,5 +1,7 @@
 """How trained steps count: the factor of the drawn noise in the gradient, and the gradient of each step alone."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from training import Training, chain_credit, config, relative
@@ -55,11 +57,15 @@ def test_what_a_step_adds_to_a_gradient_is_found_without_changing_it(name: str) 
     (batch,) = training.batches(task, tapes, credit)
     (rows,) = training.algorithm.micro_batches(batch)
     pairs, parameters = count_pairs([(task, credit)]), training.actor.parameters
-    vectors, squares = StepGradients(parameters, flat_copy), StepGradients(parameters, squared_norm)
-    for meter in (vectors, squares):  # on top of the gradient that is there
+
+    def measured(reduce: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> dict[int, torch.Tensor]:
+        meter = StepGradients(parameters, reduce)
         training.algorithm.train(training.policy, batch, rows, pairs, meter)
+        return meter.end()
+
+    vectors, squares = measured(flat_copy), measured(squared_norm)  # on top of the gradient that is there
     assert relative(training.actor.flat_gradient(), 3 * whole) < 1e-6
-    assert list(vectors.found) == list(batch.trained) == [0, 1, 2]
-    assert relative(torch.stack(list(vectors.found.values())).sum(0), whole) < 1e-5
-    for k, square in squares.found.items():
-        assert float(square) == pytest.approx(float(vectors.found[k].norm()) ** 2, rel=1e-3)
+    assert list(vectors) == list(batch.trained) == [0, 1, 2]
+    assert relative(torch.stack(list(vectors.values())).sum(0), whole) < 1e-5
+    for k, square in squares.items():
+        assert float(square) == pytest.approx(float(vectors[k].norm()) ** 2, rel=1e-3)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from apart import import_scipy
 from tiny_clip import clip_folder
 from tiny_detectors import detr_folder, mask2former_folder
 
@@ -21,7 +22,7 @@ def detr(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def mask2former(tmp_path_factory: pytest.TempPathFactory) -> str:
-    pytest.importorskip("scipy")
+    import_scipy()
     return mask2former_folder(tmp_path_factory.mktemp("mask2former"))
 
 
