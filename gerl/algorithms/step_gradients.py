@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from gerl.utils.shards import local
+from gerl.model.shards import local
 
 T = TypeVar("T")
 

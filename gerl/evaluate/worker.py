@@ -24,6 +24,7 @@ from gerl.model.policy import Policy
 from gerl.model.weight_variants import WeightVariants
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
+from gerl.run.checkpoint import models_in
 from gerl.trainer.rollouts import Rollouts
 from gerl.utils.logs import capture_logs
 from gerl.workers.rollout import Rollout
@@ -49,7 +50,7 @@ class EvaluationWorker:
             with model_errors("loading"):
                 pipe = load_pipeline(model, self.device)
         denoisers = find_denoisers(pipe)
-        self.weights = WeightVariants(pipe, {name: path for name, path in self.loras.items() if path.is_dir()})
+        self.weights = WeightVariants(pipe, {n: models_in(path) for n, path in self.loras.items() if path.is_dir()})
         attach(pipe, {name: path for name, path in self.loras.items() if not path.is_dir()})
         for denoiser in denoisers.values() if model.compile else ():
             denoiser.compile(backend=model.compile)

@@ -14,7 +14,7 @@ from gerl.commandline.command import run_command
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import resolve
-from gerl.run.checkpoint import Checkpoint, find_checkpoint
+from gerl.run.checkpoint import Checkpoint, find_checkpoint, models_in
 from gerl.utils.files import reason, write_atomically
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ def run_whole(request: Request, checkpoint: Checkpoint, why: str, base: Base) ->
     """The export of a run that trained the weights themselves."""
     from gerl.export.files import lora_files, write_files  # they import torch
     from gerl.export.whole import extract, whole_pipeline, write_denoisers
-    from gerl.utils.files import models_in
 
     logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)
     if request.rank is not None:

@@ -13,9 +13,8 @@ from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.export.files import merged_pipeline
 from gerl.model.lora_weights import Lora
-from gerl.run.checkpoint import Checkpoint
-from gerl.utils.files import models_in
-from gerl.utils.shards import Shards
+from gerl.model.shards import Shards
+from gerl.run.checkpoint import Checkpoint, models_in
 
 STATE = "state"  # the folder of a checkpoint with the weights
 KINDS = {"ema": "ema/", "raw": "weights/"}  # how the names in it begin
@@ -46,15 +45,15 @@ def trained_weights(checkpoint: Checkpoint, kind: str) -> tuple[Shards, dict[str
 
 def write_denoisers(checkpoint: Checkpoint, kind: str, out: Path) -> None:
     """Write the denoisers into `out`, each a folder for diffusers, in the precision in which they compute."""
-    for name in models_in(checkpoint.path):
+    for name, folder in models_in(checkpoint.path).items():
         if kind == "ema":
-            shutil.copytree(checkpoint.path / name, out / name)
+            shutil.copytree(folder, out / name)
             continue
-        entry = json.loads((checkpoint.path / name / "config.json").read_text())["_class_name"]
+        entry = json.loads((folder / "config.json").read_text())["_class_name"]
         model_class = getattr(diffusers, entry, None)
         if model_class is None:
             raise ModelError(f"{name} is of the class {entry}, which diffusers does not have: use weights=ema")
-        model = model_class.from_pretrained(checkpoint.path, subfolder=name, dtype="auto")
+        model = model_class.from_pretrained(folder, dtype="auto")
         _put(checkpoint, kind, {name: model})
         model.save_pretrained(out / name)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from gerl.utils.shards import local
+from gerl.model.shards import local
 
 
 class EMA:

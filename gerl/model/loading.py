@@ -125,7 +125,7 @@ def own_code(folder: Path, index: dict[str, object]) -> list[str]:
 
 
 def precision(config: ModelConfig, device: str) -> torch.dtype:
-    """What `config.dtype` means on `device`."""
+    """The precision that `config.dtype` means on `device`."""
     auto = "bfloat16" if device.startswith("cuda") else "float32"
     dtype: torch.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
     return dtype

@@ -7,20 +7,20 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 
 from gerl.errors import ModelError
-from gerl.utils.files import models_in, reason
+from gerl.utils.files import reason
 
 Values = list[tuple[torch.Tensor, torch.Tensor]]  # a weight of the pipeline, and what it shall be
 
 
 class WeightVariants:
-    """The trained denoisers of runs in `folders`, by the name each is to have; the pipeline computes as it is.
+    """Trained denoisers, a folder of each, by the name they are to have together; the pipeline computes as it is.
 
     Only what differs from the pipeline's own weights is kept, in main memory. Raises `ModelError` for denoisers that
     cannot be read or are not those of the pipeline.
     """
 
-    def __init__(self, pipe: DiffusionPipeline, folders: Mapping[str, Path]) -> None:
-        self._values = {name: _differing(pipe, folder) for name, folder in folders.items()}
+    def __init__(self, pipe: DiffusionPipeline, folders: Mapping[str, Mapping[str, Path]]) -> None:
+        self._values = {name: _differing(pipe, models) for name, models in folders.items()}
         changed = {id(own): own for values in self._values.values() for own, _ in values}
         self._base: Values = [(own, own.detach().to("cpu", copy=True)) for own in changed.values()]
         self._present: str | None = None
@@ -36,19 +36,19 @@ class WeightVariants:
         self._present = wanted
 
 
-def _differing(pipe: DiffusionPipeline, folder: Path) -> Values:
+def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
     found: Values = []
-    for name in models_in(folder):
+    for name, folder in models.items():
         model = pipe.components.get(name)
         if not isinstance(model, ModelMixin):
-            raise ModelError(f"{folder} has weights of {name}, which {type(pipe).__name__} does not have")
+            raise ModelError(f"{folder} is a {name}, which {type(pipe).__name__} does not have")
         try:
-            given = type(model).from_pretrained(folder, subfolder=name, dtype=model.dtype).state_dict()
+            given = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{folder / name} cannot be loaded as {type(model).__name__}: {reason(error)}") from None
+            raise ModelError(f"{folder} cannot be loaded as {type(model).__name__}: {reason(error)}") from None
         own = model.state_dict()
         fits = own.keys() == given.keys() and all(own[key].shape == value.shape for key, value in given.items())
         if not fits:
-            raise ModelError(f"{folder / name} has weights of another model than {name} of the pipeline: give its own")
+            raise ModelError(f"{folder} has weights of another model than {name} of the pipeline: give its own")
         found += [(own[key], value) for key, value in given.items() if not torch.equal(own[key].cpu(), value)]
     return found

@@ -128,6 +128,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, step, _read_json(path, STATE), tuple(name for name in expected if name != STATE), number)
 
 
+def models_in(folder: Path) -> dict[str, Path]:
+    """The models in a checkpoint, or another folder, by name, each in a folder of its own as diffusers writes it."""
+    return {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
+
+
 def checkpoint_paths(root: Path) -> list[Path]:
     """The checkpoint folders under `root`, oldest step first, unverified."""
     found: dict[int, Path] = {}

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gerl.run.checkpoint import checkpoint_paths
+from gerl.run.checkpoint import checkpoint_paths, models_in
 from gerl.run.validation import Drawing, Validation
-from gerl.utils.files import models_in
 
 ASSETS = Path(__file__).parents[1] / "assets"
 LOAD = "pipe.load_lora_weights(FOLDER)"

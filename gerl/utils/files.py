@@ -56,11 +56,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def models_in(folder: Path) -> list[str]:
-    """The names of the models in `folder`, each in a folder of its own as diffusers writes it."""
-    return sorted(path.parent.name for path in folder.glob("*/config.json"))
-
-
 def write_atomically(out: Path, fill: Callable[[Path], None]) -> list[Path]:
     """Let `fill` write into a folder inside `out`, then move what it wrote up, so that no half-written file is left.
 

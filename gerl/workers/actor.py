@@ -17,9 +17,9 @@ from gerl.config import ActorConfig
 from gerl.errors import CheckpointError
 from gerl.model.ema import EMA
 from gerl.model.policy import Policy
+from gerl.model.shards import local
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.state import ScheduleState, WorkerState
-from gerl.utils.shards import local
 from gerl.workers.optimizers import (
     build_optimizer,
     clip_gradients,
@@ -169,12 +169,12 @@ class Actor:
 
     @property
     def kind(self) -> str:
-        """What the names of the trained tensors begin with in a checkpoint."""
+        """The beginning of the names of the trained tensors in a checkpoint."""
         return "weights" if self.policy.whole else "lora"
 
     @property
     def file(self) -> str:
-        """What of a checkpoint has the tensors."""
+        """The part of a checkpoint that has the tensors."""
         return "state" if self.policy.whole else "state.safetensors"
 
     def state(self) -> tuple[dict[str, torch.Tensor], WorkerState]:

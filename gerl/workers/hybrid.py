@@ -24,12 +24,12 @@ from gerl.model.libraries import quiet_libraries
 from gerl.model.loading import check_arguments, load_policy, lora_lines, replaced_scheduler
 from gerl.model.paths import WEIGHTS
 from gerl.model.policy import Policy
+from gerl.model.shards import Part
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepFacts, StepResult, UpdateStats
 from gerl.run.state import WorkerState
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
-from gerl.utils.shards import Part
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers import whole
 from gerl.workers.actor import Actor

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gerl.config import ActorConfig
 from gerl.errors import ConfigError
-from gerl.utils.shards import local
+from gerl.model.shards import local
 
 # what an optimizer keeps of a parameter once it has been updated: always, and of large ones
 ADAMW = ("step", "exp_avg", "exp_avg_sq")

@@ -13,9 +13,9 @@ from huggingface_hub import save_torch_state_dict
 from torch.distributed.tensor import DTensor
 
 from gerl.model.policy import Policy
+from gerl.model.shards import Part, Shards, part_of, write_parts
 from gerl.model.whole import class_of, kept_in_fp32
 from gerl.run.state import WorkerState
-from gerl.utils.shards import Part, Shards, part_of, write_parts
 from gerl.workers.actor import OPTIMIZER, Actor
 from gerl.workers.optimizers import ADAMW
 

@@ -13,8 +13,8 @@ from training import config
 from gerl.errors import CheckpointError
 from gerl.model.ema import EMA
 from gerl.model.policy import Policy
+from gerl.model.shards import Part, Shards
 from gerl.model.whole import chosen, parameters_of
-from gerl.utils.shards import Part, Shards
 from gerl.workers.actor import Actor
 from gerl.workers.hybrid import HybridWorker
 from gerl.workers.whole import STATE, load_state, parts_of, write_denoisers, write_state

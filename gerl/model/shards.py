@@ -28,7 +28,7 @@ from gerl.utils.files import reason
 
 @dataclass(frozen=True)
 class Part:
-    """What a process holds of a tensor: `values`, which begin at `offset` of the whole one, of `shape`."""
+    """The part of a tensor that a process holds: `values`, which begin at `offset` of the whole one, of `shape`."""
 
     values: torch.Tensor
     offset: tuple[int, ...]

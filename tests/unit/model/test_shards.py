@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gerl.errors import CheckpointError
-from gerl.utils.shards import Part, Shards, part_of, write_parts
+from gerl.model.shards import Part, Shards, part_of, write_parts
 
 A = torch.arange(30.0).view(5, 6)
 
