@@ -126,6 +126,11 @@ class Algorithm:
         small = rollout < n or (self.config.actor.micro_batch_size or n) < compared
         return self.settings.whole_groups and small
 
+    @property
+    def compares_with_base(self) -> bool:
+        """Whether it asks for what the base model computes (`Policy.base`)."""
+        return self.settings.kl_coef > 0
+
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
         """The part of `rows` of `batch` in the losses of the others of their groups."""
         raise NotImplementedError(f"{type(self).__name__} has no first pass: use larger micro-batches")

@@ -119,6 +119,10 @@ class ForwardProcess(Algorithm):
         follows = start == 0 and slope * limit == 0  # it is the trained policy again after every trainer step
         self.old_differs = not follows or self.settings.old_every > 1 or config.actor.updates_per_step > 1
 
+    @property
+    def compares_with_base(self) -> bool:
+        return self.uses_reference or self.settings.kl_coef > 0 or self.settings.norm_coef > 0
+
     def renews_old(self, step: int) -> bool:
         return step % self.settings.old_every == 0
 
@@ -196,8 +200,7 @@ class ForwardProcess(Algorithm):
             stats += UpdateStats(len(samples), sums)
             return total.sum() / num_pairs
 
-        compared = self.uses_reference or settings.kl_coef > 0 or settings.norm_coef > 0
-        self._visit(policy, batch, rows, Visit(on_level, True, compared))
+        self._visit(policy, batch, rows, Visit(on_level, True, self.compares_with_base))
         return stats
 
     def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: Visit) -> None:

@@ -5,6 +5,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from gerl.model.shards import local
+
 T = TypeVar("T")
 
 
@@ -51,4 +53,4 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def flat_copy(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """All values as one fp32 vector on the CPU."""
-    return torch.cat([gradient.detach().float().cpu().flatten() for gradient in gradients])
+    return torch.cat([local(gradient).detach().float().cpu().flatten() for gradient in gradients])

@@ -71,6 +71,7 @@ class Config:
         self.algorithm.check_sampling(self.sampling)
         self._check_batches()
         self._check_ranks()
+        self._check_train()
 
     @property
     def lockstep(self) -> bool:
@@ -103,6 +104,18 @@ class Config:
             raise ConfigError(
                 f"model.shard={shard}: the weights are shared by the ranks of a worker, of which there is one; raise "
                 "cluster.ranks_per_worker, or use model.shard=none"
+            )
+
+    def _check_train(self) -> None:
+        if self.model.train != "lora" and self.cluster.context > 1:
+            raise ConfigError(
+                f"cluster.context={self.cluster.context}: calls whose tokens ranks share and model.train="
+                f"{self.model.train} do not go together yet; use cluster.context=1, or model.train=lora"
+            )
+        if self.model.train != "lora" and self.actor.optimizer != "adamw":
+            raise ConfigError(
+                f"actor.optimizer={self.actor.optimizer}: with model.train={self.model.train} the moments are shards, "
+                "which adamw8bit does not know; use actor.optimizer=adamw, or model.train=lora"
             )
 
     def _check_batches(self) -> None:

@@ -8,6 +8,8 @@ from gerl.config.choices import Dtype, LrSchedule, Offload, Optimizer, Quantisat
 from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
+FULL = 10  # a LoRA's learning rate is so many times that of the weights themselves
+
 
 @dataclass(frozen=True)
 class ModelConfig(Block):
@@ -15,6 +17,11 @@ class ModelConfig(Block):
     dtype: Dtype = main_key(
         "auto",
         "precision of the frozen weights; auto is bfloat16 on a GPU and float32 on a CPU; LoRA is always float32",
+    )
+    train: str = key(
+        "lora",
+        "what is trained: lora; full, all weights of the denoisers; or those whose name (denoiser.parameter) this "
+        "regular expression finds. Weights themselves are trained as float32, whatever model.dtype computes with",
     )
     lora_rank: int = main_key(32, "LoRA rank", low=1, high=2**16)
     lora_alpha: float = main_key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)
@@ -54,17 +61,53 @@ class ModelConfig(Block):
                 f"model.quantize={self.quantize}: weights are quantised as they are read, so nothing can be merged "
                 "into them; use model.merge_lora=false, or give a folder with the merged model as model.path"
             )
+        if self.train != "lora":
+            self._check_train()
         if self.offload == "blocks":
             self._check_blocks()
         if self.shard != "none":
             self._check_shards()
+        self._check_expression("lora_targets", self.lora_targets or "", "null")
+        self._check_expression("train", self.train, "lora or full")
+
+    def _check_expression(self, name: str, value: str, other: str) -> None:
         try:
-            re.compile(self.lora_targets or "")
+            re.compile(value)
         except re.error as error:
             hint = "write '.*' for any text and a backslash before brackets and stars that are meant as such"
             raise ConfigError(
-                f"model.lora_targets={self.lora_targets!r} is no regular expression ({error}): {hint}, or use null"
+                f"model.{name}={value!r} is no regular expression ({error}): {hint}, or use {other}"
             ) from None
+
+    def _check_train(self) -> None:
+        given, remedy = f"model.train={self.train}", "or model.train=lora"
+        if not self.train:
+            raise ConfigError("model.train='': use lora, full, or a regular expression on the names of weights")
+        if self.lora_targets is not None:
+            raise ConfigError(
+                f"model.lora_targets={self.lora_targets}: with {given} there is no LoRA; leave it out, and choose a "
+                f"part of the weights by model.train, {remedy}"
+            )
+        if self.lora is not None and not self.merge_lora:
+            raise ConfigError(
+                f"model.lora={self.lora}: with {given} there is no LoRA that could begin as this one; use "
+                f"model.merge_lora=true, {remedy}"
+            )
+        if self.quantize != "none":
+            raise ConfigError(
+                f"model.quantize={self.quantize}: with {given} the weights change, and quantised ones cannot; use "
+                f"model.quantize=none, {remedy}"
+            )
+        if self.offload == "blocks":
+            raise ConfigError(
+                f"model.offload=blocks: with {given} the weights change, and what is on the CPU is a copy; use "
+                f"model.offload=encoders, {remedy}"
+            )
+        if self.compile is not None and (self.dtype != "float32" or self.shard != "none"):
+            raise ConfigError(
+                f"model.compile={self.compile}: with {given} it compiles whole float32 weights only; use "
+                f"model.dtype=float32 and model.shard=none, or model.compile=null"
+            )
 
     def _check_shards(self) -> None:
         others = {
@@ -109,7 +152,10 @@ class ActorConfig(Block):
     optimizer: Optimizer = key(
         "adamw", "adamw, or adamw8bit: its moments in 8 bits, a quarter of the memory (needs the package bitsandbytes)"
     )
-    lr: float = main_key(3e-4, "AdamW learning rate", above=0)
+    lr: float = main_key(3e-4, "AdamW learning rate of the LoRA", above=0)
+    full_lr: float | None = key(
+        None, "AdamW learning rate where model.train is not lora; null: a tenth of actor.lr", above=0
+    )
     lr_schedule: LrSchedule = key("constant", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "optimizer steps over which the learning rate rises from 0", low=0)
     betas: list[float] = key([0.9, 0.999], "AdamW betas")
@@ -131,6 +177,10 @@ class ActorConfig(Block):
         "with base weights in half precision, where another batch size rounds differently",
         above=0,
     )
+
+    def rate(self, train: str) -> float:
+        """The learning rate for `model.train`."""
+        return self.lr if train == "lora" else self.full_lr or self.lr / FULL
 
     def check(self) -> None:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):

@@ -17,8 +17,9 @@ Settings = dict[str, Any]  # block -> key -> value
 # Key by key, those for which that is not obvious:
 #   model.shard, model.offload, model.gradient_checkpointing, model.compile: memory and time, which is what one changes
 #     after running out of memory.
-#   actor.lr, actor.lr_schedule, actor.warmup_steps, trainer.steps: the learning rate is computed anew from them and the
-#     number of optimizer steps taken; a run that is prolonged has the schedule of the longer run from there on.
+#   actor.lr, actor.full_lr, actor.lr_schedule, actor.warmup_steps, trainer.steps: the learning rate is computed anew
+#     from them and the number of optimizer steps taken; a run that is prolonged has the schedule of the longer run from
+#     there on.
 #   actor.betas, actor.eps, actor.weight_decay: AdamW's moments are kept, which are averages of gradients whatever comes
 #     next.
 #   actor.ema_decay, algorithm.old_decay: decays of the next updates of averages that are saved as they are.
@@ -32,6 +33,7 @@ FIXED = {
     "model.dtype": "the saved LoRA was trained on weights of this precision",
     "model.quantize": "the saved LoRA was trained on weights of this precision",
     "model.quantize_encoders": "the saved LoRA was trained on what text encoders of this precision say",
+    "model.train": "the saved weights are these",
     "model.lora_rank": "the saved LoRA has this rank",
     "model.lora_alpha": "the saved LoRA was trained at this scale",
     "model.lora_targets": "the saved LoRA is on these layers",

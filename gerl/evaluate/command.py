@@ -174,6 +174,12 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
         config = replace(config, model=replace(config.model, path=model))
     if options.prompts is not None:
         config = replace(config, validation=replace(config.validation, data=options.prompts))
+    changed = config.model.quantize != "none" or config.model.offload == "blocks"
+    if changed and any(path.is_dir() for path in files.values()):
+        raise ConfigError(
+            f"model.quantize={config.model.quantize} and model.offload={config.model.offload}: weights that a run "
+            "trained take the place of the model's own, which has to be whole; use model.quantize=none and encoders"
+        )
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen[-1]} has no validation.data: give prompts=FILE")
     check_columns(config.reward, COLUMNS)

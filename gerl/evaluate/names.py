@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from gerl.errors import ConfigError, ModelError
 from gerl.model.paths import WEIGHTS
 from gerl.rewards.rows import TOTAL
-from gerl.run.checkpoint import MANIFEST, find_checkpoint
+from gerl.run.checkpoint import MANIFEST, find_checkpoint, models_in
 from gerl.utils.files import reason
 
 logger = logging.getLogger("gerl")
@@ -17,11 +17,16 @@ logger = logging.getLogger("gerl")
 BASE = "base"  # the variant without a LoRA, with which the others are compared
 COLUMNS = ("prompt_id", "image", "seed", "variant", "prompt", TOTAL, "failure")  # of scores.csv, beside the scorers'
 IGNORED = ("lora", "checkpoints", WEIGHTS)  # parts of a path that say nothing
-LORA = "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, of which the best checkpoint counts"
+LORA = (
+    "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, of which the best checkpoint counts, or the "
+    "model of a run with another model.train"
+)
 
 
 def find_lora(source: str) -> Path:
     """The safetensors file of a LoRA: itself, that in a LoRA's folder or a checkpoint, or in the best one of a run.
+
+    Where a run trained the weights themselves it is the folder with its denoisers.
 
     Raises:
         ConfigError: there is none, or there are several.
@@ -37,6 +42,8 @@ def find_lora(source: str) -> Path:
         _, checkpoint, why = find_checkpoint(path)
         logger.info("lora=%s: the checkpoint of %s", source, why)
         path = checkpoint.path
+    if models_in(path) and not (path / "model_index.json").is_file():  # the weights themselves were trained
+        return path
     if (path / MANIFEST).is_file():
         path = path / "lora"
     files = sorted(path.glob("*.safetensors"))

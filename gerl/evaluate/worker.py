@@ -21,8 +21,10 @@ from gerl.model.libraries import quiet_libraries
 from gerl.model.loading import find_denoisers, load_pipeline
 from gerl.model.lora_variants import attach, switch
 from gerl.model.policy import Policy
+from gerl.model.weight_variants import WeightVariants
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
+from gerl.run.checkpoint import models_in
 from gerl.trainer.rollouts import Rollouts
 from gerl.utils.logs import capture_logs
 from gerl.workers.rollout import Rollout
@@ -36,6 +38,7 @@ class EvaluationWorker:
     def __init__(self, config: Config, loras: Mapping[str, Path], device: str, threads: int) -> None:
         self.config, self.loras, self.device, self.threads = config, dict(loras), device, threads
         self.rollout: Rollout
+        self.weights: WeightVariants
 
     def setup(self) -> list[str]:
         """Load the pipeline and the LoRAs; returns the sentences that were logged meanwhile."""
@@ -47,7 +50,8 @@ class EvaluationWorker:
             with model_errors("loading"):
                 pipe = load_pipeline(model, self.device)
         denoisers = find_denoisers(pipe)
-        attach(pipe, self.loras)
+        self.weights = WeightVariants(pipe, {n: models_in(path) for n, path in self.loras.items() if path.is_dir()})
+        attach(pipe, {name: path for name, path in self.loras.items() if not path.is_dir()})
         for denoiser in denoisers.values() if model.compile else ():
             denoiser.compile(backend=model.compile)
         # no step is stochastic here: whether the kernel of the configuration fits the scheduler does not matter
@@ -59,7 +63,8 @@ class EvaluationWorker:
     def draw(self, task_id: int, variant: str, samples: Sequence[Sample]) -> Images:
         """Draw a micro-batch with `variant`."""
         start = time.perf_counter()
-        switch(self.rollout.policy.pipe, None if variant == BASE else variant)
+        switch(self.rollout.policy.pipe, None if variant == BASE or self.loras[variant].is_dir() else variant)
+        self.weights.switch(variant)
         return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
 
 

@@ -14,7 +14,7 @@ from gerl.commandline.command import run_command
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import resolve
-from gerl.run.checkpoint import Checkpoint, find_checkpoint
+from gerl.run.checkpoint import Checkpoint, find_checkpoint, models_in
 from gerl.utils.files import reason, write_atomically
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ class Request:
         unit="the number of a trainer step",
     )
     model: str | None = key("the pipeline the LoRA belongs to, hub id or folder; default: model.path of the run")
+    rank: int | None = key(
+        "of a run that trained the weights themselves: the rank of a LoRA that comes near them; default: the weights",
+        unit="a whole number of at least 1",
+        low=1,
+    )
     overwrite: bool = key(
         "true: write into a folder that has files; those of the same name are replaced, others stay", False
     )
@@ -72,6 +77,15 @@ def run(request: Request) -> list[Path]:
     base = read_config(run_dir)
     base = replace(base, path=request.model or base.path)
     check_out(request, checkpoint, base.path)
+    whole = any(name.startswith("state/") for name in checkpoint.files)
+    if whole and request.format in ("peft", "kohya") and request.rank is None:
+        raise ConfigError(
+            f"format={request.format}: the run trained the weights themselves; give rank=32, say, for a LoRA of this "
+            "rank that comes near them, or format=diffusers or merged"
+        )
+    if request.rank is not None and (not whole or request.format == "merged"):
+        what = "the run trained a LoRA, which has its rank" if not whole else "format=merged has all of the weights"
+        raise ConfigError(f"rank={request.rank}: {what}; leave it out")
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     from gerl.export.files import lora_files, merged_pipeline, write_files
     from gerl.model.libraries import quiet_libraries
@@ -79,6 +93,8 @@ def run(request: Request) -> list[Path]:
     from gerl.utils.tensors import unpack_tensors
 
     quiet_libraries()
+    if whole:
+        return run_whole(request, checkpoint, why, base)
     tensors = unpack_tensors(checkpoint.read(STATE))
     kind = KINDS[request.weights]
     loras = collect_loras({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}, base.alpha)
@@ -92,6 +108,36 @@ def run(request: Request) -> list[Path]:
         files = lora_files(request.format, loras, base)
         written = write_atomically(request.out, lambda folder: write_files(files, folder))
     logger.info("%s", closing_screen(request, loras, written, base))
+    return written
+
+
+def run_whole(request: Request, checkpoint: Checkpoint, why: str, base: Base) -> list[Path]:
+    """The export of a run that trained the weights themselves."""
+    from gerl.export.files import lora_files, write_files  # they import torch
+    from gerl.export.whole import extract, whole_pipeline, write_denoisers
+
+    logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)
+    if request.rank is not None:
+        found = extract(checkpoint, request.weights, base, request.rank)
+        logger.info(
+            "the LoRA of rank %d has %.1f %% of the squared change of the linear layers, which have %.1f %% of that "
+            "of all weights",
+            *(request.rank, 100 * found.kept, 100 * found.linear),
+        )
+        files = lora_files(request.format, found.loras, base)
+        written = write_atomically(request.out, lambda folder: write_files(files, folder))
+        logger.info("%s", closing_screen(request, found.loras, written, base))
+        return written
+    if request.format == "merged":
+        pipe = whole_pipeline(checkpoint, request.weights, base)
+        written = write_atomically(request.out, lambda folder: pipe.save_pretrained(str(folder)))
+        logger.info("%s", closing_screen(request, {}, written, base))
+        return written
+    written = write_atomically(request.out, lambda folder: write_denoisers(checkpoint, request.weights, folder))
+    lines = [*(f"wrote {path}" for path in written), f"trained from {base}", "load it:"]
+    for name in models_in(request.out):
+        lines.append(f"    pipe.{name} = type(pipe.{name}).from_pretrained({str(request.out)!r}, subfolder={name!r})")
+    logger.info("%s", "\n".join(lines))
     return written
 
 

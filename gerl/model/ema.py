@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from gerl.model.shards import local
+
 
 class EMA:
     """`e <- d e + (1 - d) p`, where `n`, the number of updates so far, gives `d`.
@@ -32,7 +34,7 @@ class EMA:
         """Take the current weights into the average."""
         d = self.next_decay
         for name, p in self.parameters.items():
-            self.average[name].lerp_(p, 1 - d)
+            local(self.average[name]).lerp_(local(p), 1 - d)
         self.updates += 1
 
     @contextlib.contextmanager
@@ -54,4 +56,4 @@ class EMA:
     @torch.no_grad()
     def _copy(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, p in self.parameters.items():
-            p.copy_(values[name])
+            local(p).copy_(local(values[name]))

@@ -30,6 +30,7 @@ from gerl.model.schedulers import trainable_scheduler
 from gerl.model.sharding import shard, sharded_components
 from gerl.model.skeletons import skeletons
 from gerl.model.start_lora import begin_with, merge_start, read_start
+from gerl.model.whole import alone, chosen, divide, parameters_of
 from gerl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,12 @@ DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for those t
 TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # an argument of a denoiser
 
 
-def read_pipeline(path: str, dtype: torch.dtype, config: ModelConfig | None = None) -> DiffusionPipeline:
+def read_pipeline(
+    path: str, dtype: torch.dtype, config: ModelConfig | None = None, masters: bool = False
+) -> DiffusionPipeline:
     """The pipeline of a hub id or folder, on the CPU, as diffusers loads it, quantised as `config` asks.
+
+    `masters`: its denoisers in fp32, whatever `dtype` is for the rest.
 
     Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, if
     it cannot be quantised, or if a hub id would run code.
@@ -54,8 +59,13 @@ def read_pipeline(path: str, dtype: torch.dtype, config: ModelConfig | None = No
         elif isinstance(index["_class_name"], list):
             raise ModelError(refusal_of_code(path))
         quantised = quantisation_config(config, folder, dtype, denoisers_among) if config is not None else None
+        dtypes: torch.dtype | dict[str, torch.dtype] = dtype
+        if masters:
+            models = skeletons(folder)
+            names = DENOISERS if models is None else denoisers_among(models)
+            dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
         return DiffusionPipeline.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=bool(code), quantization_config=quantised
+            folder, dtype=dtypes, trust_remote_code=bool(code), quantization_config=quantised
         )
 
 
@@ -76,8 +86,8 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
     """Find out what can be known before the weights are loaded; a pipeline of the hub is fetched into its cache.
 
     `context`: ranks that share the tokens of a call. Raises `ModelError` if there is no such pipeline, if it does not
-    take the arguments of `sampling`, if it cannot have the LoRA of `config.lora`, or if its tokens cannot be shared,
-    `ConfigError` for a compiler that torch does not have.
+    take the arguments of `sampling`, if it cannot have the LoRA of `config.lora` or has none of the weights of
+    `config.train`, or if its tokens cannot be shared, `ConfigError` for a compiler that torch does not have.
     """
     check_backend(config.compile)
     quiet_messages()
@@ -87,7 +97,7 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
         name = DiffusionPipeline.load_config(folder)["_class_name"]
     if isinstance(name, str) and isinstance(kind := getattr(diffusers, name, None), type):
         check_arguments(kind, sampling)
-    if config.lora is not None or context > 1:
+    if config.lora is not None or config.train != "lora" or context > 1:
         with _loading(config.path):
             models = skeletons(folder)
         if models is None:  # its own code has to build them
@@ -96,6 +106,8 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
             check_context(models, denoisers_among(models), context)
         if config.lora is not None:
             read_start(config, denoisers_among(models))
+        if config.train != "lora":
+            chosen(config.train, denoisers_among(models))
 
 
 def own_code(folder: Path, index: dict[str, object]) -> list[str]:
@@ -117,24 +129,35 @@ def own_code(folder: Path, index: dict[str, object]) -> list[str]:
     return [f"{pipeline}.py", *found]
 
 
-def load_pipeline(config: ModelConfig, device: str, to_shard: bool = False) -> DiffusionPipeline:
+def precision(config: ModelConfig, device: str) -> torch.dtype:
+    """The precision that `config.dtype` means on `device`."""
+    auto = "bfloat16" if device.startswith("cuda") else "float32"
+    dtype: torch.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
+    return dtype
+
+
+def load_pipeline(config: ModelConfig, device: str, to_shard: bool = False, masters: bool = False) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
     Weights are in `config.dtype` or quantised, but for layers that a model's class keeps in fp32 (diffusers'
     `from_pretrained` does) and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. `to_shard`:
-    the components that `config.shard` names stay on the CPU. Raises `ModelError` if `config.path` cannot be loaded or
-    has no denoiser, `ConfigError` for a package that is missing.
+    the components that `config.shard` names stay on the CPU. `masters`: the denoisers do, in fp32. Raises `ModelError`
+    if `config.path` cannot be loaded or has no denoiser, `ConfigError` for a package that is missing.
     """
-    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device.startswith("cuda") else "float32")
+    dtype = precision(config, device)
     check_quantisation(config, device)
-    pipe = read_pipeline(config.path, getattr(torch, dtype), config)
+    pipe = read_pipeline(config.path, dtype, config, masters)
     if getattr(pipe, "scheduler", None) is None:
         raise ModelError(f"{type(pipe).__name__} has no component 'scheduler': there are no denoising steps to train")
-    prepare(pipe, half=dtype != "float32")
+    prepare(pipe, half=dtype != torch.float32)
     denoisers = find_denoisers(pipe)
     if config.lora is not None and config.merge_lora:
         merge_start(config, denoisers)
     sharded = sharded_components(pipe, denoisers, config.shard) if to_shard else {}
+    if masters:
+        for denoiser in denoisers.values():
+            denoiser.float()  # of a pipeline with code of its own, whose denoisers are not known before
+        sharded = {**sharded, **denoisers}
     place(pipe, denoisers, device, config.offload, sharded)
     return pipe
 
@@ -207,12 +230,14 @@ def load_policy(
     mesh: DeviceMesh | None = None,
     context: DeviceMesh | None = None,
 ) -> Policy:
-    """Load the pipeline and add a LoRA, the same on every worker with the same `seed`.
+    """Load the pipeline and what of it is trained: a LoRA, the same on every worker with the same `seed`, or weights.
 
     `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole. `context`: those
     that share the tokens of a call, see `divide_context`; None: nobody does. With `config.lora`, not merged, the LoRA
     begins as that one. Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do what is asked for.
     """
+    if config.train != "lora":
+        return _load_whole(config, ema_decay, device, mesh)
     pipe = load_pipeline(config, device, to_shard=mesh is not None)
     denoisers = find_denoisers(pipe)
     start = read_start(config, denoisers) if config.lora is not None and not config.merge_lora else {}
@@ -241,6 +266,30 @@ def load_policy(
     if mesh is not None:
         shard(sharded_components(pipe, denoisers, config.shard), set(lora.values()), mesh)
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint)
+
+
+def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: DeviceMesh | None) -> Policy:
+    """Load the pipeline, of which weights themselves are trained."""
+    dtype = precision(config, device)
+    divided = mesh is not None or dtype != torch.float32
+    pipe = load_pipeline(config, device, to_shard=mesh is not None, masters=divided)
+    denoisers = find_denoisers(pipe)
+    names = chosen(config.train, denoisers)
+    for p in parameters_of(denoisers, names).values():
+        p.requires_grad_()
+    for denoiser in denoisers.values():
+        if config.gradient_checkpointing:
+            _checkpoint_gradients(denoiser)
+        if config.compile is not None:
+            denoiser.compile(backend=config.compile)
+    fingerprint = weights_fingerprint(denoisers)
+    if mesh is not None:
+        others = sharded_components(pipe, denoisers, config.shard)
+        shard({name: part for name, part in others.items() if name not in denoisers}, set(), mesh)
+    if divided:
+        divide(denoisers, mesh or alone(device), dtype)
+    trained = parameters_of(denoisers, names)
+    return Policy(pipe, denoisers, trained, EMA(trained, ema_decay), fingerprint, whole=True)
 
 
 def loadable_loras(pipe: DiffusionPipeline) -> set[str]:

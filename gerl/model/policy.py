@@ -13,9 +13,10 @@ from gerl.model.lora import lora_disabled, lora_file
 
 @dataclass
 class Policy:
-    """A pipeline with a LoRA on its denoisers: what rollout and actor share.
+    """A pipeline and what of it is trained, for rollout and actor: a LoRA on its denoisers, or weights of these.
 
-    `trained`: the parameters that are trained, in fp32, named `denoiser.parameter`. `ema` is what validation and export
+    `trained`: the parameters that are trained, in fp32, named `denoiser.parameter`; those that are not a LoRA's may be
+    divided among ranks, and so are then the averages. `ema` is what validation and export
     use; `old` an earlier policy that an algorithm compares with; `sampler` draws the rollouts, if it is not the trained
     weights that do.
     """
@@ -29,6 +30,8 @@ class Policy:
     old: EMA | None = None
     old_is_current: bool = True  # `old` holds the trained weights: no need to run it
     sampler: EMA | None = None
+    whole: bool = False  # `trained` are weights of the denoisers themselves, not of a LoRA
+    reference: EMA | None = None  # then their first values, if an algorithm asks for `base`
 
     def averages(self) -> dict[str, EMA]:
         """All weights besides the trained ones, by name."""
@@ -45,8 +48,13 @@ class Policy:
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
         """The model computes as the base model that training started from, the reference of `algorithm.kl_coef`."""
-        with lora_disabled(list(self.denoisers.values())):
-            yield
+        if self.whole:
+            assert self.reference is not None, "an algorithm says by compares_with_base that it asks for it"
+            with self.reference.swapped_in():
+                yield
+        else:
+            with lora_disabled(list(self.denoisers.values())):
+                yield
 
     def lora_file(self) -> bytes:
         """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with."""

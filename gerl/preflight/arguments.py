@@ -89,6 +89,11 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
         raise ConfigError("gpus and share are of hardware, which is not given: add hardware=h100-80gb, say")
     if options.hardware is not None and signal is not None:
         raise ConfigError("signal needs the model, and hardware does without: give one of them")
+    train = f"model.train={config.model.train}"
+    if train != "model.train=lora" and options.hardware is not None:
+        raise ConfigError(f"hardware: what {train} takes is not known yet; use model.train=lora")
+    if train != "model.train=lora" and signal is not None and config.lockstep:
+        raise ConfigError(f"signal: with {train} ranks have a part of each gradient; use model.shard=none")
     if options.share > 100:
         raise ConfigError(f"share={options.share}: it must be a whole number of percent, from 1 to 100")
     return config, options

@@ -81,6 +81,8 @@ class Report:
                     f"LoRA of {c.lora_parameters:,} parameters on {c.lora_modules} of {c.linear_layers} linear layers "
                     f"of {c.name}{got}: {_layers(c.targets)}",
                 )
+            elif c.lora_parameters:
+                yield from wrapped("trained", f"{c.lora_parameters:,} weights of {c.name} itself, as float32")
 
     def _ratio(self) -> Iterator[str]:
         if self.run is None:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -52,22 +52,24 @@ class Checkpoint:
             return (self.path / name).read_bytes()
 
 
-def save_checkpoint(root: Path, step: int, files: dict[str, bytes], state: dict[str, Any]) -> Path:
+def save_checkpoint(
+    root: Path,
+    step: int,
+    files: dict[str, bytes],
+    state: dict[str, Any],
+    fill: Callable[[Path], None] = lambda folder: None,
+) -> Path:
     """Write `root/step_N` as a whole or not at all, and return its path.
 
-    files: relative name with forward slashes -> content. state: JSON values; its keys come back as strings. A
-    checkpoint of the same step is replaced once the new one is complete. `CheckpointError` if it cannot be written.
+    files: relative name with forward slashes -> content. state: JSON values; its keys come back as strings. fill: is
+    given the folder while it has another name, to write further files. A checkpoint of the same step is replaced once
+    the new one is complete. `CheckpointError` if it cannot be written.
     """
     for name in files:
         if not _is_relative(name) or name in (STATE, MANIFEST):
             raise ValueError(f"file name {name!r}: give a path inside the checkpoint other than {STATE} and {MANIFEST}")
     contents = {**files, STATE: json.dumps(state, indent=1).encode()}
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "files": {name: {"sha256": hashlib.sha256(c).hexdigest(), "size": len(c)} for name, c in contents.items()},
-    }
-    contents[MANIFEST] = json.dumps(manifest, indent=1).encode()
+    listed = {name: {"sha256": hashlib.sha256(c).hexdigest(), "size": len(c)} for name, c in contents.items()}
     target = root / f"step_{step}"
     temporary: Path | None = None
     try:
@@ -75,13 +77,20 @@ def save_checkpoint(root: Path, step: int, files: dict[str, bytes], state: dict[
         temporary = Path(tempfile.mkdtemp(prefix=f".tmp-step_{step}-", dir=root))
         # mkdtemp makes folders that only their owner may enter; a checkpoint is as readable as the run folder.
         temporary.chmod(root.stat().st_mode & 0o777)
+        fill(temporary)
+        for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+            _sync(path, os.O_RDWR)
+            name = path.relative_to(temporary).as_posix()
+            listed[name] = {"sha256": _digest(path), "size": path.stat().st_size}
+        manifest = {"format": FORMAT, "step": step, "files": listed}
+        contents[MANIFEST] = json.dumps(manifest, indent=1).encode()
         for name, content in contents.items():
             _write(temporary / name, content)
         for folder in (f for f in temporary.rglob("*") if f.is_dir()):
-            _sync_folder(folder)
-        _sync_folder(temporary)
+            _sync(folder)
+        _sync(temporary)
         _put_in_place(temporary, target)
-        _sync_folder(root)
+        _sync(root)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint {target} cannot be written: {reason(error)}; nothing of it was kept"
@@ -117,6 +126,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
             if (path / name).stat().st_size != size or _digest(path / name) != digest:
                 raise _damaged(path, f"{name!r} is not the file that was written")
     return Checkpoint(path, step, _read_json(path, STATE), tuple(name for name in expected if name != STATE), number)
+
+
+def models_in(folder: Path) -> dict[str, Path]:
+    """The models in a checkpoint, or another folder, by name, each in a folder of its own as diffusers writes it."""
+    return {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
 
 
 def checkpoint_paths(root: Path) -> list[Path]:
@@ -227,8 +241,8 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _sync(path: Path, mode: int = os.O_RDONLY) -> None:
+    descriptor = os.open(path, mode)
     try:
         os.fsync(descriptor)
     finally:

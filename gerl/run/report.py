@@ -28,7 +28,7 @@ from gerl.run.before_after import BeforeAfter
 from gerl.run.card import CARD, read_sessions
 from gerl.run.charts import TIMING_TOTALS, Rows, best_step, reward_charts, series, small_charts, timing_parts
 from gerl.run.health import Health
-from gerl.run.settings import changes, explanation, get, labels, read_config
+from gerl.run.settings import changes, explanation, get, labels, learning_rate, read_config
 from gerl.run.tracking import read_metrics
 from gerl.run.usage import usage
 from gerl.run.validation import load_validations, mean, standard_error
@@ -165,6 +165,8 @@ def _facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     planned = get(config, "trainer", "steps")
     prompts, n = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
     scorers = get(config, "reward", "scorers")
+    train = get(config, "model", "train") or "lora"
+    lora = train == "lora"
     facts = [
         ("steps", f"{done} of {planned}" if planned and planned != done else str(done)),
         ("time", _duration(_seconds(rows)) if _seconds(rows) else None),
@@ -172,8 +174,9 @@ def _facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("model", get(config, "model", "path")),
         ("algorithm", get(config, "algorithm", "name")),
         ("scorers", ", ".join(map(str, scorers)) if isinstance(scorers, dict) else None),
-        ("LoRA rank", get(config, "model", "lora_rank")),
-        ("learning rate", get(config, "actor", "lr")),
+        ("trained", None if lora else "all weights" if train == "full" else f"weights {train}"),
+        ("LoRA rank", get(config, "model", "lora_rank") if lora else None),
+        ("learning rate", learning_rate(config)),
         ("seed", get(config, "trainer", "seed")),
     ]
     return [(name, str(value)) for name, value in facts if value is not None]

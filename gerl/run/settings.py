@@ -10,6 +10,7 @@ import yaml
 
 from gerl.commandline.composition import compose_run, shipped
 from gerl.config import ScorerConfig
+from gerl.config.blocks import FULL
 from gerl.errors import ConfigError
 from gerl.run.charts import Labels
 
@@ -37,6 +38,13 @@ def get(config: Values, *names: str) -> Any:
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def learning_rate(config: Values) -> float | None:
+    """The learning rate of what is trained, None where it is not known."""
+    train, lr = get(config, "model", "train") or "lora", get(config, "actor", "lr")
+    own = get(config, "actor", "full_lr")
+    return lr if train == "lora" else own or (lr / FULL if isinstance(lr, int | float) else None)
 
 
 def changes(config: Values) -> list[tuple[str, str, str]]:

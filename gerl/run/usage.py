@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gerl.run.checkpoint import checkpoint_paths
+from gerl.run.checkpoint import checkpoint_paths, models_in
 from gerl.run.validation import Drawing, Validation
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -12,15 +12,15 @@ LOAD = "pipe.load_lora_weights(FOLDER)"
 
 
 def usage(run_dir: Path, config: Mapping[str, Any], validations: list[Validation]) -> str | None:
-    """A program that loads model and LoRA and draws the first picture of the newest validation that has a checkpoint.
+    """A program that loads model and LoRA (or trained denoisers) and draws a picture again.
 
-    In float32 the picture is the same, but for the last bits where the validation drew several in one batch; in half
-    precision plain diffusers decodes and adds the LoRA less precisely. config: as in config.yaml. Where no validation
-    has a checkpoint, the newest LoRA with a prompt to fill in; None without any checkpoint.
+    It is the first one of the newest validation that has a checkpoint. In float32 the picture is the same, but for the
+    last bits where the validation drew several in one batch; in half precision plain diffusers decodes and adds the
+    LoRA less precisely. config: as in config.yaml. Where no validation has a checkpoint, the newest LoRA with a prompt
+    to fill in; None without any checkpoint.
     """
-    folders = {
-        path.name: path / "lora" for path in checkpoint_paths(run_dir / "checkpoints") if (path / "lora").is_dir()
-    }
+    paths = {path.name: trained_weights(path) for path in checkpoint_paths(run_dir / "checkpoints")}
+    folders = {name: path for name, path in paths.items() if path is not None}
     if not folders:
         return None
     with_lora = [v for v in validations if f"step_{v.step}" in folders and v.drawing is not None and v.shown]
@@ -28,6 +28,13 @@ def usage(run_dir: Path, config: Mapping[str, Any], validations: list[Validation
     lora = list(folders.values())[-1] if validation is None else folders[f"step_{validation.step}"]
     drawing = Drawing([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
     return _program(config, lora.resolve(), validation, drawing)
+
+
+def trained_weights(checkpoint: Path) -> Path | None:
+    """Where plain diffusers finds what was trained: the LoRA's folder, or that of the denoisers; None: nowhere."""
+    if (checkpoint / "lora").is_dir():
+        return checkpoint / "lora"
+    return checkpoint if models_in(checkpoint) else None
 
 
 def _program(config: Mapping[str, Any], lora: Path, validation: Validation | None, drawing: Drawing) -> str:
@@ -44,7 +51,11 @@ def _program(config: Mapping[str, Any], lora: Path, validation: Validation | Non
             f"# {drawing.scheduler} has no transition kernel: the run drew with the solver that takes its place"
         )
         lines.append("pipe.scheduler = trainable_scheduler(pipe.scheduler)")
-    for line in drawing.lora_lines or [LOAD]:
+    whole = [
+        f"pipe.{name} = type(pipe.{name}).from_pretrained(FOLDER, subfolder={name!r}, dtype=torch.{dtype})"
+        for name in models_in(lora)
+    ]
+    for line in whole or drawing.lora_lines or [LOAD]:
         if line.startswith("load_lora("):  # for denoisers that diffusers loads no LoRA of
             imports += ["from pathlib import Path", "from gerl.model.lora import load_lora"]
         lines.append(line.replace("FOLDER", repr(str(lora))))

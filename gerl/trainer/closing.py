@@ -23,10 +23,11 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
             shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
             some = f"{len(pairs)} of " if len(pairs) < len(first.prompts) else ""
             lines.append(f"{name} on {some}{len(first.prompts)} held-out prompts: {shown}")
-    lora = run_dir / "checkpoints" / f"step_{config.trainer.steps}" / "lora"
-    lines += [f"report: {run_dir / 'report.html'}", f"LoRA:   {lora}", ""]
+    folder = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
+    trained = f"LoRA:   {folder / 'lora'}" if config.model.train == "lora" else f"model:  {folder}"
+    lines += [f"report: {run_dir / 'report.html'}", trained, ""]
     if code := usage(run_dir, asdict(config), validations):
-        drawn = any(v.drawing is not None and f"step_{v.step}" == lora.parent.name for v in validations)
+        drawn = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)
         lines += [f"draw {'the first held-out picture of the report' if drawn else 'with it'} in plain diffusers:"]
         lines += [f"    {line}".rstrip() for line in code.splitlines()]
     return "\n".join([*lines, ""])

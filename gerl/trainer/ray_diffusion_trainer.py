@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from gerl.trainer.owners import followers, kind, share
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.rollouts import Rollouts
+from gerl.trainer.saving import fill, writers
 from gerl.trainer.update import Update
 from gerl.workers.hybrid import HybridWorker, ModelFacts, repeated
 
@@ -176,9 +178,10 @@ class RayDiffusionTrainer:
         for sentence in model.notes:
             logger.info("%s", sentence)
         ranks = f" of {cluster.ranks} ranks" if cluster.ranks > 1 else ""
+        what = "LoRA of %s parameters on" if config.model.train == "lora" else "%s weights trained of"
         logger.info(
-            "%s, LoRA of %s parameters on %s; %d worker(s)%s on %s; %d prompts, %d steps an epoch",
-            *(model.pipeline, f"{model.lora_parameters:,}", " and ".join(model.denoisers)),
+            f"%s, {what} %s; %d worker(s)%s on %s; %d prompts, %d steps an epoch",
+            *(model.pipeline, f"{model.trained_parameters:,}", " and ".join(model.denoisers)),
             *(cluster.num_workers, ranks, cluster.device, len(self.prompts), per_epoch),
         )
         self.state.identity |= {"model.path": model.weights}
@@ -274,7 +277,8 @@ class RayDiffusionTrainer:
 
     def train(self, drawn: Drawn, credit: torch.Tensor, watch: Stopwatch) -> Metrics:
         """Take the step's optimizer steps; returns their metrics."""
-        with watch("update"), waiting("updating the LoRA", after=self.patience):
+        lora = self.config.model.train == "lora"
+        with watch("update"), waiting(f"updating the {'LoRA' if lora else 'weights'}", after=self.patience):
             metrics = self.update.run(drawn.tasks, credit, drawn.sets)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal)
@@ -313,7 +317,12 @@ class RayDiffusionTrainer:
     def save(self, worker: int = 0) -> None:
         """Write a checkpoint of the last finished step, as `worker` has it, and remove those no longer wanted."""
         with signals.deferred(), waiting(f"saving the checkpoint of step {self.state.step}"):
-            files, numbers = self.workers.submit(worker, HybridWorker.finished, self.state.step).result()
+            step, whole = self.state.step, self.config.model.train != "lora"
+            files: dict[str, bytes] = {}
+            if whole:
+                numbers = self.workers.submit(worker, HybridWorker.finished_numbers, step).result()
+            else:
+                files, numbers = self.workers.submit(worker, HybridWorker.finished, step).result()
             state = replace(
                 self.state,
                 finished=self.state.step == self.config.trainer.steps and not self.state.unlogged,
@@ -321,7 +330,9 @@ class RayDiffusionTrainer:
                 worker=numbers,
             )
             root = self.run_dir / "checkpoints"
-            save_checkpoint(root, state.step, files, state.to_json())
+            members = writers(self.config, worker)
+            more = {"fill": partial(fill, self.workers, members, step)} if whole else {}
+            save_checkpoint(root, state.step, files, state.to_json(), **more)
             prune(root, self.config.checkpoint.keep)
             self.saved_step = state.step
 
@@ -340,7 +351,10 @@ class RayDiffusionTrainer:
         assert state.worker is not None
         try:
             self.algorithm.load_state(state.algorithm)
-            self.workers.run(HybridWorker.load_checkpoint, checkpoint.read("state.safetensors"), state.worker)
+            if self.config.model.train != "lora":
+                self.workers.run(HybridWorker.load_state, checkpoint.path.resolve(), state.worker)
+            else:
+                self.workers.run(HybridWorker.load_checkpoint, checkpoint.read("state.safetensors"), state.worker)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start anew with "

@@ -1,4 +1,4 @@
-"""The actor worker: tapes and credit in, a LoRA update out."""
+"""The actor worker: tapes and credit in, an update of the LoRA or of weights out."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from diffusers.optimization import get_scheduler
 
 from gerl.algorithms import Algorithm, Batch
@@ -16,10 +17,18 @@ from gerl.config import ActorConfig
 from gerl.errors import CheckpointError
 from gerl.model.ema import EMA
 from gerl.model.policy import Policy
+from gerl.model.shards import local
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.state import ScheduleState, WorkerState
 from gerl.workers.collective import Ranks
-from gerl.workers.optimizers import build_optimizer, expected_state, restore, state_of
+from gerl.workers.optimizers import (
+    build_optimizer,
+    clip_gradients,
+    expected_state,
+    gradient_of,
+    restore,
+    state_of,
+)
 
 OPTIMIZER = "optimizer/"  # of the names of its tensors in a checkpoint
 
@@ -34,9 +43,14 @@ class Actor:
         algorithm: Algorithm,
         total_updates: int,
         ranks: Ranks | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`ranks`: those that this one is in lockstep with, if any."""
+        """`ranks`: those that this one is in lockstep with, if any.
+
+        `group`: the ranks among which the trained weights are divided; None: they are whole.
+        """
         self.policy, self.config, self.algorithm, self.ranks = policy, config, algorithm, ranks
+        self.group = group
         self.parameters = list(policy.trained.values())
         self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
@@ -47,18 +61,21 @@ class Actor:
             policy.old = EMA(policy.trained, partial(decay_at, algorithm.old_decay))
         if algorithm.rollout_decay is not None:
             policy.sampler = EMA(policy.trained, partial(decay_at, algorithm.rollout_decay))
+        if policy.whole and algorithm.compares_with_base:
+            policy.reference = EMA(policy.trained, 1.0)
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
         """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs in all.
 
         Dividing by the whole update's size makes the gradient the same for any micro-batch size and any number of
-        workers. `by_step`: say how much the first micro-batch of each trained step adds.
+        workers. `by_step`: say how much the first micro-batch of each trained step adds, of a LoRA: of all weights
+        that would take as much memory again.
         """
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
             parts, idle = self._parts(batch)
             for rows in parts:
-                new = by_step and not measured.keys() >= set(batch.trained)
+                new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
                 meter = StepGradients(self.parameters, self._squared_norm) if new else None
                 stats += self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 if meter is not None:
@@ -112,17 +129,25 @@ class Actor:
 
     def flat_gradient(self) -> torch.Tensor:
         """All gradients in one vector, zeros where there is none."""
-        return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in self.parameters])
+        return torch.cat([local(gradient_of(p)).flatten() for p in self.parameters])
 
     def set_flat_gradient(self, flat: torch.Tensor) -> None:
         """Replace all gradients by those in `flat`."""
-        for p, values in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
-            p.grad = values.view_as(p).to(p.device, copy=True)
+        for p, values in zip(self.parameters, flat.split([local(p).numel() for p in self.parameters]), strict=True):
+            p.grad = torch.empty_like(p)
+            local(p.grad).copy_(values.view_as(local(p)))
+
+    def sum_gradients(self, group: dist.ProcessGroup | None) -> None:
+        """Sum the gradients of the processes of `group`, weight by weight; a collective call."""
+        for p in self.parameters:
+            p.grad = gradient_of(p)
+            if local(p.grad).numel():
+                dist.all_reduce(local(p.grad), group=group)
 
     def step(self) -> StepResult:
         """Clip the gradient and take an optimizer step; a non-finite gradient is dropped instead."""
         lr = self.schedule.get_last_lr()[0]
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        norm = clip_gradients(self.parameters, self.config.max_grad_norm, self.group)
         rms = norm / math.sqrt(sum(p.numel() for p in self.parameters))
         finite, largest = norm == norm and norm != float("inf"), None
         if finite:
@@ -130,8 +155,9 @@ class Actor:
             self.policy.ema.update()
             self.policy.version += 1
             self.policy.old_is_current = False
-            with torch.no_grad():
-                largest = float(torch.nn.utils.get_total_norm(self.parameters, float("inf")))
+            if not self.policy.whole:  # the base model's own may be of any size
+                with torch.no_grad():
+                    largest = float(torch.nn.utils.get_total_norm(self.parameters, float("inf")))
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, lr, finite, largest, rms)
@@ -145,9 +171,19 @@ class Actor:
         if policy.sampler is not None:
             policy.sampler.update()
 
+    @property
+    def kind(self) -> str:
+        """The beginning of the names of the trained tensors in a checkpoint."""
+        return "weights" if self.policy.whole else "lora"
+
+    @property
+    def file(self) -> str:
+        """The part of a checkpoint that has the tensors."""
+        return "state" if self.policy.whole else "state.safetensors"
+
     def state(self) -> tuple[dict[str, torch.Tensor], WorkerState]:
         """Tensors and numbers from which `load_state` continues exactly."""
-        tensors = {f"lora/{name}": p.detach() for name, p in self.policy.trained.items()}
+        tensors = {f"{self.kind}/{name}": p.detach() for name, p in self.policy.trained.items()}
         averages = self.policy.averages()
         for kind, average in averages.items():
             tensors |= {f"{kind}/{name}": value for name, value in average.average.items()}
@@ -172,6 +208,12 @@ class Actor:
         restore(self.optimizer, self.policy.trained, _of_optimizer(tensors))
         for kind, average in self.policy.averages().items():
             average.load({name: tensors[f"{kind}/{name}"] for name in self.policy.trained}, numbers.averages[kind])
+        self.load_numbers(numbers)
+
+    def load_numbers(self, numbers: WorkerState) -> None:
+        """The part of `load_state` that is no tensors."""
+        for kind, average in self.policy.averages().items():
+            average.updates = numbers.averages[kind]
         self.policy.old_is_current = numbers.old_is_current
         self.policy.version = numbers.policy_version
         taken, schedule = numbers.lr_schedule.last_epoch, self.schedule
@@ -183,7 +225,7 @@ class Actor:
             group["lr"] = lr
 
     def check_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
-        """Raise `CheckpointError` unless a saved state fits the LoRA, its averages and the optimizer."""
+        """Raise `CheckpointError` unless a saved state fits what is trained, its averages and the optimizer."""
         averages = self.policy.averages()
         if set(numbers.averages) != set(averages):
             raise CheckpointError(
@@ -192,20 +234,20 @@ class Actor:
         if numbers.policy_version < 0 or numbers.lr_schedule.last_epoch < 0 or min(numbers.averages.values()) < 0:
             raise CheckpointError("state.json has a negative count of updates")
         lora: dict[str, torch.Tensor] = dict(self.policy.trained)
-        expected = {f"{kind}/{name}": p for kind in ("lora", *averages) for name, p in lora.items()}
+        expected = {f"{kind}/{name}": p for kind in (self.kind, *averages) for name, p in lora.items()}
         moments = expected_state(self.config, lora, _of_optimizer(tensors))
         expected |= {f"{OPTIMIZER}{key}": like for key, like in moments.items()}
         for name, like in expected.items():
             if name not in tensors:
-                raise CheckpointError(f"state.safetensors has no tensor {name}")
+                raise CheckpointError(f"{self.file} has no tensor {name}")
             found = tensors[name]
             if found.shape != like.shape or found.dtype != like.dtype:
                 raise CheckpointError(
-                    f"state.safetensors: {name} is {found.dtype} {list(found.shape)}, expected {like.dtype} "
+                    f"{self.file}: {name} is {found.dtype} {list(found.shape)}, expected {like.dtype} "
                     f"{list(like.shape)}"
                 )
         if extra := [name for name in tensors if name not in expected]:
-            raise CheckpointError(f"state.safetensors has a tensor {extra[0]}, for which the run has no use")
+            raise CheckpointError(f"{self.file} has a tensor {extra[0]}, for which the run has no use")
 
 
 def _of_optimizer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

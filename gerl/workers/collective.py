@@ -53,7 +53,9 @@ class Ranks:
     def __init__(self, device: str, ranks: int, context: int = 1) -> None:
         self.device, kind = device, device.partition(":")[0]
         shape, names = (dist.get_world_size() // ranks, ranks), ("worker", "rank")
-        self.mesh: DeviceMesh = init_device_mesh(kind, shape, mesh_dim_names=names)["rank"]
+        both = init_device_mesh(kind, shape, mesh_dim_names=names)
+        self.mesh: DeviceMesh = both["rank"]
+        self.peers = both["worker"].get_group()  # the same rank of each worker
         self.context: DeviceMesh | None = None  # with the dimensions that diffusers asks for
         if context > 1:
             groups = (dist.get_world_size() // context, 1, context)

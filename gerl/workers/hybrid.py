@@ -4,10 +4,12 @@ import inspect
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.algorithms.pooling import Pooled
@@ -21,12 +23,14 @@ from gerl.model.libraries import quiet_libraries
 from gerl.model.loading import check_arguments, load_policy, lora_lines, replaced_scheduler
 from gerl.model.paths import WEIGHTS
 from gerl.model.policy import Policy
+from gerl.model.shards import Part
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepFacts, StepResult, UpdateStats
 from gerl.run.state import WorkerState
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
+from gerl.workers import whole
 from gerl.workers.actor import Actor
 from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.optimizers import check_optimizer
@@ -35,6 +39,7 @@ from gerl.workers.rollout import Rollout, count_blank
 logger = logging.getLogger(__name__)
 Sets = Sequence[Sequence[int]] | None  # ids of the tasks that the ranks of a worker drew at the same time
 State = tuple[dict[str, bytes], WorkerState]  # files and numbers of a checkpoint
+Parts = tuple[dict[str, Part], WorkerState]  # what this process has of one, where weights are trained
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,12 @@ class ModelFacts:
 
     pipeline: str  # class
     denoisers: list[str]
-    lora_parameters: int
+    trained_parameters: int
     half_precision: bool  # of the base weights
     weights: str  # fingerprint
     notes: list[str]  # sentences about what was replaced, left out or kept elsewhere
     scheduler: str | None  # the pipeline's own, if another one took its place
-    lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers
+    lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers; none where weights are trained
     picture_arguments: list[str]  # arguments of the pipeline that are pictures
 
 
@@ -70,10 +75,10 @@ def repeated(task_id: int) -> int:
 class HybridWorker:
     """A process of the workers that share the images of a step, and hold the same LoRA and optimizer.
 
-    A worker may have several, its ranks, each with a part of the frozen weights (model.shard) or of the tokens of a
-    call (cluster.context). They gather these from each other while they draw and train, so all of them have to call the
-    model equally often. Ranks that share tokens draw and train the same, of which only what the first says counts; of
-    the gradient each has a part.
+    A worker may have several, its ranks, each with a part of the frozen weights (model.shard), and where weights are
+    trained themselves, of these, or of the tokens of a call (cluster.context). They gather these from each other while
+    they draw and train, so all of them have to call the model equally often. Ranks that share tokens draw and train the
+    same, of which only what the first says counts; of the gradient each has a part.
     """
 
     def __init__(self, config: Config, rank: int, device: str, threads: int, total_updates: int) -> None:
@@ -81,6 +86,7 @@ class HybridWorker:
         self.total_updates = total_updates
         self.drawn: dict[int, Trajectory] = {}  # by task id
         self.before: tuple[int, State] | None = None  # of the last update: the finished step and its state
+        self.kept: tuple[int, Parts] | None = None  # the same where weights are trained
         self.blank = 0  # images of this step that have a single colour
         self.meeting = Meeting()
         self.ranks: Ranks | None = None  # where they are in lockstep
@@ -105,7 +111,10 @@ class HybridWorker:
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
         self.algorithm = build_algorithm(self.config)
-        self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates, self.ranks)
+        first = next(iter(self.policy.trained.values()))
+        group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
+        settings = replace(self.config.actor, lr=self.config.actor.rate(model.train))
+        self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group)
         return ModelFacts(
             type(self.policy.pipe).__name__,
             list(self.policy.denoisers),
@@ -114,7 +123,7 @@ class HybridWorker:
             self.policy.fingerprint,
             notes,
             replaced_scheduler(self.policy.pipe, model.path),
-            lora_lines(self.policy.pipe, self.policy.denoisers),
+            [] if self.policy.whole else lora_lines(self.policy.pipe, self.policy.denoisers),
             [name for name in COLUMNS if name in inspect.signature(type(self.policy.pipe).__call__).parameters],
         )
 
@@ -227,7 +236,14 @@ class HybridWorker:
         return SamplingProbe(noise, turned, tape.steps[0].x[0].numel(), steps, weighting)
 
     def reduce_gradient(self) -> None:
-        """Sum the gradients of all workers by one flat all-reduce; a collective call."""
+        """Sum the gradients of all workers, a LoRA's by one flat all-reduce; a collective call.
+
+        What the ranks of a worker have divided among them is the sum of theirs already.
+        """
+        if self.policy.whole:
+            if self.ranks is None or self.ranks.peers.size() > 1:
+                self.actor.sum_gradients(None if self.ranks is None else self.ranks.peers)
+            return
         flat = self.actor.flat_gradient()
         dist.all_reduce(flat)
         self.actor.set_flat_gradient(flat)
@@ -261,7 +277,11 @@ class HybridWorker:
 
     def keep(self, finished: int) -> None:
         """Keep the state of trainer step `finished` while the next one changes it, for a run that ends meanwhile."""
-        if self.before is None or self.before[0] != finished:
+        if self.policy.whole:
+            if self.kept is None or self.kept[0] != finished:
+                parts, numbers = whole.parts_of(self.actor)
+                self.kept = finished, ({name: part.copy() for name, part in parts.items()}, numbers)
+        elif self.before is None or self.before[0] != finished:
             self.before = finished, self.checkpoint()
 
     def finished(self, step: int) -> State:
@@ -272,6 +292,28 @@ class HybridWorker:
         """Files and numbers of a checkpoint: the exact state, and the averaged LoRA for plain diffusers."""
         tensors, numbers = self.actor.state()
         return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file()}, numbers
+
+    def finished_numbers(self, step: int) -> WorkerState:
+        """The numbers of the checkpoint of trainer step `step`, as those of `finished`."""
+        return self._parts(step)[1]
+
+    def write_state(self, step: int, folder: Path, number: int) -> None:
+        """Write what this process, `number` of those that do, has of the checkpoint of `step` into its `folder`."""
+        parts = self._parts(step)[0]
+        whole.write_state(self.policy, parts, folder, number)
+
+    def write_denoisers(self, folder: Path) -> None:
+        """Write the averaged denoisers into `folder`, where all have written what they have."""
+        whole.write_denoisers(self.policy, folder)
+
+    def _parts(self, step: int) -> Parts:
+        if self.kept is not None and self.kept[0] == step:
+            return self.kept[1]
+        return whole.parts_of(self.actor)
+
+    def load_state(self, folder: Path, numbers: WorkerState) -> None:
+        """Continue from a checkpoint that `write_state` made; raises `CheckpointError` if it does not fit."""
+        whole.load_state(self.actor, folder, numbers)
 
     def load_checkpoint(self, state: bytes, numbers: WorkerState) -> None:
         """Continue from a checkpoint; raises `CheckpointError` if it does not fit."""

@@ -4,9 +4,11 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from gerl.config import ActorConfig
 from gerl.errors import ConfigError
+from gerl.model.shards import local
 
 # what an optimizer keeps of a parameter once it has been updated: always, and of large ones
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
@@ -54,6 +56,34 @@ def build_optimizer(config: ActorConfig, parameters: Sequence[torch.nn.Parameter
         eps=config.eps,
         weight_decay=config.weight_decay,
     )
+
+
+def gradient_of(p: torch.nn.Parameter) -> torch.Tensor:
+    """Its gradient, zeros where there is none."""
+    return p.grad if p.grad is not None else torch.zeros_like(p)
+
+
+def clip_gradients(
+    parameters: Sequence[torch.nn.Parameter], limit: float, group: dist.ProcessGroup | None = None
+) -> float:
+    """Clip the norm of the gradients of `parameters` to `limit`; returns it as it was.
+
+    `group`: the processes of which each has a part of every parameter; it is then a collective call, and says the same
+    on all of them.
+    """
+    if group is None:
+        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+    here = [local(p.grad) for p in parameters if p.grad is not None]
+    here = [gradient for gradient in here if gradient.numel()]
+    device = local(parameters[0]).device
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    if here:
+        square += torch.nn.utils.get_total_norm(here).double().square()
+    dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    if here:
+        torch._foreach_mul_(here, (limit / (norm + 1e-6)).clamp(max=1.0).float())  # as clip_grad_norm_ does
+    return float(norm)
 
 
 def state_of(optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -39,6 +39,27 @@ def test_round_trip(tmp_path: Path) -> None:
         loaded.read("ema")
 
 
+def test_others_write_into_it_before_it_is_there(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        assert not (tmp_path / "step_2").exists()
+        (folder / "state").mkdir()
+        (folder / "state" / "part").write_bytes(b"abc")
+
+    path = save_checkpoint(tmp_path, 2, {"a": b"1"}, {}, fill)
+    assert load_checkpoint(path).read("state/part") == b"abc"
+    (path / "state" / "part").write_bytes(b"abd")
+    with pytest.raises(CheckpointError, match="'state/part' is not the file"):
+        load_checkpoint(path)
+
+    def fails(folder: Path) -> None:
+        (folder / "part").write_bytes(b"abc")
+        raise CheckpointError("a process is gone")
+
+    with pytest.raises(CheckpointError, match="a process is gone"):
+        save_checkpoint(tmp_path, 3, {}, {}, fails)
+    assert names(tmp_path) == ["step_2"]
+
+
 @pytest.mark.parametrize("name", ["../outside", "/absolute", "state.json", "manifest.json", ""])
 def test_file_names_stay_inside(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="file name"):
@@ -46,7 +67,7 @@ def test_file_names_stay_inside(tmp_path: Path, name: str) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("function", ["_write", "_put_in_place", "_sync_folder"])
+@pytest.mark.parametrize("function", ["_write", "_put_in_place", "_sync"])
 def test_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     def full(path: Path, *_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,0 +1,128 @@
+"""The export of a run that trained the weights themselves: its denoisers, or a LoRA that comes near them."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import diffusers
+import torch
+
+from gerl.errors import ModelError
+from gerl.export.base import Base
+from gerl.export.files import merged_pipeline
+from gerl.model.lora_weights import Lora
+from gerl.model.shards import Shards
+from gerl.run.checkpoint import Checkpoint, models_in
+
+STATE = "state"  # the folder of a checkpoint with the weights
+KINDS = {"ema": "ema/", "raw": "weights/"}  # how the names in it begin
+EXACT = 1024  # rows or columns up to which the whole decomposition takes no time
+
+
+def is_whole(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of a run that trained the weights themselves."""
+    return any(name.startswith(f"{STATE}/") for name in checkpoint.files)
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """The LoRA of each denoiser, and the parts of the squared change of the weights that linear layers have, and that
+    the LoRA has of those."""
+
+    loras: dict[str, Lora]
+    linear: float
+    kept: float
+
+
+def trained_weights(checkpoint: Checkpoint, kind: str) -> tuple[Shards, dict[str, str]]:
+    """The state of a checkpoint, and the names in it of the trained weights, by `denoiser.parameter`."""
+    shards = Shards(checkpoint.path / STATE)
+    prefix = KINDS[kind]
+    return shards, {name.removeprefix(prefix): name for name in shards.shapes() if name.startswith(prefix)}
+
+
+def write_denoisers(checkpoint: Checkpoint, kind: str, out: Path) -> None:
+    """Write the denoisers into `out`, each a folder for diffusers, in the precision in which they compute."""
+    for name, folder in models_in(checkpoint.path).items():
+        if kind == "ema":
+            shutil.copytree(folder, out / name)
+            continue
+        entry = json.loads((folder / "config.json").read_text())["_class_name"]
+        model_class = getattr(diffusers, entry, None)
+        if model_class is None:
+            raise ModelError(f"{name} is of the class {entry}, which diffusers does not have: use weights=ema")
+        model = model_class.from_pretrained(folder, dtype="auto")
+        _put(checkpoint, kind, {name: model})
+        model.save_pretrained(out / name)
+
+
+def whole_pipeline(checkpoint: Checkpoint, kind: str, base: Base) -> diffusers.DiffusionPipeline:
+    """The base pipeline with the trained weights in it, in the precision of its files."""
+    pipe = merged_pipeline({}, base)
+    _put(checkpoint, kind, pipe.components)
+    return pipe
+
+
+@torch.no_grad()
+def _put(checkpoint: Checkpoint, kind: str, models: Mapping[str, object]) -> None:
+    shards, names = trained_weights(checkpoint, kind)
+    for full, name in names.items():
+        denoiser, _, key = full.partition(".")
+        if (model := models.get(denoiser)) is not None:
+            parameter(model, key, full).copy_(shards.whole(name))
+
+
+def parameter(model: object, key: str, full: str) -> torch.nn.Parameter:
+    """A parameter by name; raises `ModelError` where there is none."""
+    try:
+        assert isinstance(model, torch.nn.Module)
+        return model.get_parameter(key)
+    except (AttributeError, AssertionError):
+        raise ModelError(f"the base model has no {full}, which the run trained: give the model it is of") from None
+
+
+@torch.no_grad()
+def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> Extracted:
+    """The LoRAs of `rank` that come nearest to what the trained linear layers have changed, by the largest singular
+    values of that; alpha is the rank."""
+    shards, names = trained_weights(checkpoint, kind)
+    pipe = merged_pipeline({}, base)
+    layers: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
+    everything = linear = kept = 0.0
+    for full, name in names.items():
+        denoiser, _, key = full.partition(".")
+        model = pipe.components.get(denoiser)
+        change = shards.whole(name).float() - parameter(model, key, full).float()
+        square = float(change.double().square().sum())
+        everything += square
+        layer, _, last = key.rpartition(".")
+        if last != "weight" or not isinstance(model.get_submodule(layer), torch.nn.Linear):
+            continue
+        linear += square
+        a, b = halves(change, rank)
+        kept += square - float((change - b @ a).double().square().sum())
+        layers.setdefault(denoiser, {})[layer] = (a, b)
+    if not linear:
+        raise ModelError("the run changed no weight of a linear layer, of which a LoRA could be made: leave out rank")
+    return Extracted({n: Lora(found, float(rank)) for n, found in layers.items()}, linear / everything, kept / linear)
+
+
+def halves(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`A [rank, in]` and `B [out, rank]` whose product is nearest to `change` `[out, in]` (Eckart and Young 1936).
+
+    Rows of A beyond the rank that `change` can have are 0.
+    """
+    if min(change.shape) <= max(EXACT, 2 * rank):
+        u, s, vh = torch.linalg.svd(change, full_matrices=False)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            u, s, v = torch.svd_lowrank(change, q=2 * rank, niter=4)
+        vh = v.mT
+    count = min(rank, len(s))
+    root = s[:count].sqrt()
+    a, b = change.new_zeros(rank, change.shape[1]), change.new_zeros(change.shape[0], rank)
+    a[:count], b[:, :count] = root[:, None] * vh[:count], u[:, :count] * root
+    return a, b
