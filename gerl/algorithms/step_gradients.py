@@ -31,7 +31,7 @@ class StepGradients(Generic[T]):
         self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
     def end(self) -> dict[int, T]:
-        """What each step has added; to be called when the replay has ended."""
+        """Return the parts by step; to be called when the replay has ended."""
         self._close()
         return self._found
 
