@@ -24,11 +24,12 @@ from gerl.model.lora import add_lora
 from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
 from gerl.model.policy import Policy
-from gerl.model.quantisation import check_quantisation, leading_values, quantisation_config
+from gerl.model.quantisation import check_quantisation, leading_values, quantisation_config, text_encoders
 from gerl.model.schedulers import trainable_scheduler
 from gerl.model.sharding import shard, sharded_components
 from gerl.model.skeletons import skeletons
 from gerl.model.start_lora import begin_with, merge_start, read_start
+from gerl.model.stored import Unread, unread_models
 from gerl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,14 @@ DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for those t
 TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # an argument of a denoiser
 
 
-def read_pipeline(path: str, dtype: torch.dtype, config: ModelConfig | None = None) -> DiffusionPipeline:
+def read_pipeline(
+    path: str, dtype: torch.dtype, config: ModelConfig | None = None, unread: Unread | None = None
+) -> DiffusionPipeline:
     """The pipeline of a hub id or folder, on the CPU, as diffusers loads it, quantised as `config` asks.
 
-    Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, if
-    it cannot be quantised, or if a hub id would run code.
+    Python code that a folder's model_index.json refers to is run. `unread` gets those weights of the components that
+    `config.shard` names that can stay in their files for now. Raises `ModelError` if there is no such pipeline, if it
+    cannot be quantised, or if a hub id would run code.
     """
     given = resolve(path)
     own = Path(given).is_dir()
@@ -53,9 +57,21 @@ def read_pipeline(path: str, dtype: torch.dtype, config: ModelConfig | None = No
         elif isinstance(index["_class_name"], list):
             raise ModelError(refusal_of_code(path))
         quantised = quantisation_config(config, folder, dtype, denoisers_among) if config is not None else None
-        return DiffusionPipeline.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=bool(code), quantization_config=quantised
+        models: dict[str, torch.nn.Module] = {}
+        if config is not None and unread is not None and quantised is None and not code:
+            models, found = unread_models(Path(folder), _to_divide(config, folder), dtype)
+            unread |= found
+        # only the class itself takes components that are optional for it, such as the two denoisers of Wan
+        kind = getattr(diffusers, index["_class_name"]) if models else DiffusionPipeline
+        return kind.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=bool(code), quantization_config=quantised, **models
         )
+
+
+def _to_divide(config: ModelConfig, folder: str) -> list[str]:
+    """The components whose weights may stay in their files: what `config.shard` divides, unless a LoRA is merged."""
+    encoders = text_encoders(folder) if config.shard == "all" else []
+    return encoders if config.merge_lora else [*denoisers_among(skeletons(folder) or {}), *encoders]
 
 
 @contextlib.contextmanager
@@ -111,24 +127,25 @@ def own_code(folder: Path, index: dict[str, object]) -> list[str]:
     return [f"{pipeline}.py", *found]
 
 
-def load_pipeline(config: ModelConfig, device: str, to_shard: bool = False) -> DiffusionPipeline:
+def load_pipeline(config: ModelConfig, device: str, unread: Unread | None = None) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
     Weights are in `config.dtype` or quantised, but for layers that a model's class keeps in fp32 (diffusers'
-    `from_pretrained` does) and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. `to_shard`:
-    the components that `config.shard` names stay on the CPU. Raises `ModelError` if `config.path` cannot be loaded or
-    has no denoiser, `ConfigError` for a package that is missing.
+    `from_pretrained` does) and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. With
+    `unread`, the components that `config.shard` names stay on the CPU, and it gets those of their weights that are
+    still in their files. Raises `ModelError` if `config.path` cannot be loaded or has no denoiser, `ConfigError` for a
+    package that is missing.
     """
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device.startswith("cuda") else "float32")
     check_quantisation(config, device)
-    pipe = read_pipeline(config.path, getattr(torch, dtype), config)
+    pipe = read_pipeline(config.path, getattr(torch, dtype), config, unread)
     if getattr(pipe, "scheduler", None) is None:
         raise ModelError(f"{type(pipe).__name__} has no component 'scheduler': there are no denoising steps to train")
     prepare(pipe, half=dtype != "float32")
     denoisers = find_denoisers(pipe)
     if config.lora is not None and config.merge_lora:
         merge_start(config, denoisers)
-    sharded = sharded_components(pipe, denoisers, config.shard) if to_shard else {}
+    sharded = {} if unread is None else sharded_components(pipe, denoisers, config.shard)
     place(pipe, denoisers, device, config.offload, sharded)
     return pipe
 
@@ -202,7 +219,8 @@ def load_policy(
     not merged, the LoRA begins as that one. Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do
     what `config` asks for.
     """
-    pipe = load_pipeline(config, device, to_shard=mesh is not None)
+    unread: Unread = {}
+    pipe = load_pipeline(config, device, None if mesh is None else unread)
     denoisers = find_denoisers(pipe)
     start = read_start(config, denoisers) if config.lora is not None and not config.merge_lora else {}
     lora: dict[str, torch.nn.Parameter] = {}
@@ -223,9 +241,9 @@ def load_policy(
     if missing := sorted(denoisers.keys() - loadable_loras(pipe)):
         names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
         logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
-    fingerprint = weights_fingerprint(denoisers)
+    fingerprint = weights_fingerprint(denoisers, unread)
     if mesh is not None:
-        shard(sharded_components(pipe, denoisers, config.shard), set(lora.values()), mesh)
+        shard(sharded_components(pipe, denoisers, config.shard), set(lora.values()), mesh, unread)
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint)
 
 
@@ -322,13 +340,14 @@ def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
     return None if sampling.sigmas == "scheduler" else [1 - i * (1 - 1 / n) / (n - 1) for i in range(n)]
 
 
-def weights_fingerprint(denoisers: dict[str, ModelMixin]) -> str:
+def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None = None) -> str:
     """A digest of names, shapes and some values of the base weights: tells one model from another."""
+    files = unread or {}
     digest = hashlib.sha256()
     for denoiser in denoisers.values():
         for name, p in denoiser.named_parameters():
             if "lora_" in name:
                 continue
-            head = leading_values(p, 256)
+            head = files[p].leading(256) if p in files else leading_values(p, 256)
             digest.update(f"{name}{tuple(p.shape)}".encode() + head.numpy().tobytes())
     return digest.hexdigest()

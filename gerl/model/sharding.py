@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from gerl.errors import ModelError
+from gerl.model.stored import Unread, fill
 
 
 def sharded_components(
@@ -27,11 +28,18 @@ def sharded_components(
     return {**denoisers, **(encoders if which == "all" else {})}
 
 
-def shard(components: Mapping[str, torch.nn.Module], whole: set[torch.nn.Parameter], mesh: DeviceMesh) -> None:
+def shard(
+    components: Mapping[str, torch.nn.Module],
+    whole: set[torch.nn.Parameter],
+    mesh: DeviceMesh,
+    unread: Unread | None = None,
+) -> None:
     """Divide the weights of `components` among the ranks of `mesh`, but for the parameters `whole`.
 
-    They come to the device of the mesh block by block. Raises `ModelError` for a component without repeated blocks.
+    They come to the device of the mesh block by block, and so do those `unread`, which are still in their files. Raises
+    `ModelError` for a component without repeated blocks.
     """
+    files = {} if unread is None else unread
     for name, component in components.items():
         blocks = repeated_blocks(component)
         if not blocks:
@@ -42,7 +50,9 @@ def shard(components: Mapping[str, torch.nn.Module], whole: set[torch.nn.Paramet
         # pipelines call text encoders in many ways, past their own `forward`: what they call in the end are layers
         rest = layers(component, blocks) if isinstance(component, PreTrainedModel) else [component]
         for module in (*blocks, *rest):
+            fill(module, files)
             fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=True)
+        fill(component, files)
         component.to(mesh.device_type)  # what is left: buffers, and weights that layers share
 
 
