@@ -26,7 +26,7 @@ from gerl.model.placement import decode_in_fp32, place
 from gerl.model.policy import Policy
 from gerl.model.quantisation import check_quantisation, leading_values, quantisation_config, text_encoders
 from gerl.model.schedulers import trainable_scheduler
-from gerl.model.sharding import shard, sharded_components
+from gerl.model.sharding import repeated_blocks, shard, sharded_components
 from gerl.model.skeletons import skeletons
 from gerl.model.start_lora import begin_with, merge_start, read_start
 from gerl.model.stored import Unread, unread_models
@@ -234,7 +234,9 @@ def load_policy(
         if config.gradient_checkpointing:
             _checkpoint_gradients(denoiser)
         if config.compile is not None:
-            denoiser.compile(backend=config.compile)
+            # with the blocks' weights come hooks, which are no part of what is compiled
+            for part in [denoiser] if mesh is None else repeated_blocks(denoiser):
+                part.compile(backend=config.compile)
     begin_with(start, denoisers)
     if start:
         logger.info("the LoRA begins as %s", config.lora)
@@ -243,7 +245,13 @@ def load_policy(
         logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
     fingerprint = weights_fingerprint(denoisers, unread)
     if mesh is not None:
-        shard(sharded_components(pipe, denoisers, config.shard), set(lora.values()), mesh, unread)
+        shard(
+            sharded_components(pipe, denoisers, config.shard),
+            set(lora.values()),
+            mesh,
+            unread,
+            config.offload == "blocks",
+        )
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint)
 
 
