@@ -1,8 +1,9 @@
 """A rank of a worker, as a program: `python -m sharded_ranks RANK RANKS STORE WHAT [CASE ...]`.
 
-Writes a line of JSON a case. `draw`: tiny pipelines of `tiny.CASES`, `zoo`: those of the zoo, drawn with and trained
-whole and then with their weights divided among the ranks: by how much latents, log-probabilities and gradients differ
-at most, in parts of the largest, and which share of the divided weights is here. `read`: pipelines in folders, read
+Writes a line of JSON a case. `draw`: tiny pipelines of `tiny.CASES`, `zoo`: those of the zoo, `signs`: the shipped
+one with keys of `model`, drawn with and trained whole and with their weights divided among the ranks: by how much
+latents, log-probabilities and gradients differ at most, in parts of the largest, and which share of the divided weights
+is here. `read`: pipelines in folders, read
 whole and in parts: how many weights differ, and the memory that this took at most, in bytes.
 """
 
@@ -89,12 +90,13 @@ def draw_signs(keys: str, mesh: DeviceMesh) -> Row:
     whole = signs(None, **both)
     parts = signs(mesh, shard="all", **{key.lower(): value for key, value in given.items()})
     components = list(sharded_components(parts.pipe, find_denoisers(parts.pipe), "all").values())
-    row = {"off": apart(trained(whole), trained(parts)), "share": share_here(components, set(parts.parameters))}
+    before, _ = trained(whole), compiled_calls()
+    row = {"off": apart(before, trained(parts)), "share": share_here(components, set(parts.parameters))}
     return row | {"compiled": compiled_calls()}
 
 
 def compiled_calls() -> int:
-    """The graphs that were compiled since this was asked last."""
+    """The calls in graphs that were compiled since this was asked last."""
     count = sum(torch._dynamo.utils.counters["stats"].values())
     torch._dynamo.utils.counters.clear()
     return int(count)

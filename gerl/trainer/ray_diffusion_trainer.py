@@ -166,6 +166,7 @@ class RayDiffusionTrainer:
             lambda rank: (loaded, rank, cluster.worker_device(rank), cluster.threads, total_updates),
             gpus=cluster.gpus,
             threads=cluster.threads,
+            together=cluster.ranks,
         )
         if cluster.remote and len(self.workers) > 1:
             address = self.workers.submit(0, HybridWorker.address).result()
