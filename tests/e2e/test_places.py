@@ -1,4 +1,4 @@
-"""The ranks of a worker on a Ray cluster of two nodes, which are two raylets on the loopback."""
+"""The ranks of a worker on a Ray cluster of two nodes, which are two raylets on this machine."""
 
 import subprocess
 import sys
@@ -22,9 +22,8 @@ class Rank:
     def node(self):
         return ray.get_runtime_context().get_node_id()
 
-here = {"node_ip_address": "127.0.0.1"}
-nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **here})
-nodes.add_node(num_cpus=2, **here)
+nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+nodes.add_node(num_cpus=2)
 ray.init(address=nodes.address, log_to_driver=False)
 with Cluster(ClusterConfig(num_workers=2, ranks_per_worker=2, device="cpu")) as cluster:
     found = cluster.workers("worker", Rank, 4, lambda rank: (rank,), together=2).run(Rank.node)
