@@ -17,7 +17,8 @@ from gerl.algorithms import Batch, build_algorithm
 from gerl.commandline.composition import compose_run
 from gerl.config import Config, SamplingConfig
 from gerl.engine import record, record_probe
-from gerl.model.loading import load_policy, pipeline_call
+from gerl.model.call import pipeline_call
+from gerl.model.loading import load_policy
 from gerl.model.policy import Policy
 from gerl.protocol import Prompt, Sample
 from gerl.utils.seeding import sample_generators

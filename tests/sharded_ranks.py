@@ -1,22 +1,34 @@
-"""A rank of a worker, as a program: `python -m sharded_ranks RANK RANKS STORE [CASE ...]`.
+"""A rank of a worker, as a program: `python -m sharded_ranks RANK RANKS STORE WHAT [CASE ...]`.
 
-Draws with and trains tiny pipelines of `tiny.CASES`, whole and then with their weights divided among the ranks. Writes
-a line of JSON a case: by how much latents, log-probabilities and gradient differ at most, in parts of the largest, and
-which share of the divided weights is here.
+Writes a line of JSON a case. `draw`: tiny pipelines of `tiny.CASES`, `zoo`: those of the zoo, `signs`: the shipped
+one with keys of `model`, drawn with and trained whole and with their weights divided among the ranks: by how much
+latents, log-probabilities and gradients differ at most, in parts of the largest, and which share of the divided weights
+is here. `read`: pipelines in folders, read
+whole and in parts: how many weights differ, and the memory that this took at most, in bytes.
 """
 
+import gc
 import json
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import tiny
 import torch
 import torch.distributed as dist
-from replaying import Recorded, own
-from torch.distributed.device_mesh import init_device_mesh
+from replaying import Recorded, own, randomise
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from gerl.config import ModelConfig
 from gerl.engine import ReplayedStep, replay
+from gerl.model.loading import find_denoisers, load_policy
 from gerl.model.sharding import shard, sharded_components
+
+Row = dict[str, Any]
 
 
 def trained(r: Recorded) -> list[torch.Tensor]:
@@ -42,22 +54,130 @@ def share_here(models: list[torch.nn.Module], whole: set[torch.nn.Parameter]) ->
     return here / sum(p.numel() for p in frozen)
 
 
-def main(rank: int, ranks: int, store: str, names: list[str]) -> None:
+def compared(
+    pipe: Any, whole: list[torch.nn.Parameter], mesh: DeviceMesh, compute: Callable[[], list[torch.Tensor]]
+) -> Row:
+    """What `compute` gives before and after the weights of `pipe` are divided, but for `whole`."""
+    before = compute()
+    components = sharded_components(pipe, find_denoisers(pipe), "all")
+    shard(components, set(whole), mesh)
+    after = compute()
+    return {"off": apart(before, after), "share": share_here(list(components.values()), set(whole))}
+
+
+def apart(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) for a, b in zip(before, after, strict=True))
+
+
+def signs(mesh: DeviceMesh | None, **keys: Any) -> Recorded:
+    """The pipeline that ships with gerl, with a LoRA that has learnt something."""
+    policy = load_policy(ModelConfig(lora_rank=4, **keys), 0.0, "cpu", 0, mesh)
+    pipe, parameters = policy.pipe, list(policy.trained.values())
+    randomise(parameters, std=0.02)
+    call = {"prompt": tiny.PROMPTS, "num_inference_steps": 4, "guidance_scale": 4.5, "output_type": "latent"}
+    return Recorded(pipe, parameters, {**call, "height": 64, "width": 64}, "flow_sde")
+
+
+def draw(name: str, mesh: DeviceMesh) -> Row:
+    r = own(name)
+    return compared(r.pipe, r.parameters, mesh, lambda: trained(r))
+
+
+def draw_signs(keys: str, mesh: DeviceMesh) -> Row:
+    """`keys`: of `model`, for the whole weights and those in parts, but for those in capitals, for the parts only."""
+    given = dict(pair.split("=") for pair in keys.split())
+    both = {key: value for key, value in given.items() if key.islower()}
+    whole = signs(None, **both)
+    parts = signs(mesh, shard="all", **{key.lower(): value for key, value in given.items()})
+    components = list(sharded_components(parts.pipe, find_denoisers(parts.pipe), "all").values())
+    before, _ = trained(whole), compiled_calls()
+    row = {"off": apart(before, trained(parts)), "share": share_here(components, set(parts.parameters))}
+    return row | {"compiled": compiled_calls()}
+
+
+def compiled_calls() -> int:
+    """The calls in graphs that were compiled since this was asked last."""
+    count = sum(torch._dynamo.utils.counters["stats"].values())
+    torch._dynamo.utils.counters.clear()
+    return int(count)
+
+
+def draw_zoo(name: str, mesh: DeviceMesh) -> Row:
+    from zoo.checks import NOISE, Trial, arrays, build, call_for
+    from zoo.entries import BY_NAME
+
+    entry = BY_NAME[name]
+    pipe, lora = build(entry)
+    guided = entry.cfg is not None and not entry.fails
+    trial = Trial(entry, pipe, lora, call_for(entry, pipe, guided), guided)
+
+    def compute() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        output, trial.tape = trial.record(NOISE)
+        gradients, deviation = trial.gradients()
+        assert deviation == 0.0, f"the ratio of the full replay is off by {deviation}"
+        assert any(g.any() for g in gradients)
+        return [*map(torch.as_tensor, arrays(output)), *gradients]
+
+    return compared(pipe, trial.parameters, mesh, compute)
+
+
+def own_memory() -> int:
+    """The bytes of memory that this process has to itself; those of files that it looks at are not among them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@contextmanager
+def measured(found: Row, key: str) -> Iterator[None]:
+    """Write to `found` by how much the memory of this process grows at most, looked at every other millisecond."""
+    gc.collect()
+    before, over, peak = own_memory(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            peak[0] = max(peak[0], own_memory())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+    found[key] = max(peak[0], own_memory()) - before
+
+
+def read(folder: str, mesh: DeviceMesh) -> Row:
+    """`load_policy` with and without parts; the parts come first, after what is loaded once was."""
+    row: Row = {}
+    load_policy(ModelConfig(lora_rank=2), 0.0, "cpu", 0)
+    config = ModelConfig(path=folder, shard="all", dtype="bfloat16", lora_rank=2)
+    with measured(row, "parts"):
+        parts = load_policy(config, 0.0, "cpu", 0, mesh)
+    with measured(row, "whole"):
+        whole = load_policy(config, 0.0, "cpu", 0)
+    different = [] if parts.fingerprint == whole.fingerprint else ["fingerprint"]
+    for name, component in sharded_components(whole.pipe, whole.denoisers, "all").items():
+        mine = getattr(parts.pipe, name)
+        held = {**dict(mine.named_parameters()), **dict(mine.named_buffers())}
+        expected = {**dict(component.named_parameters()), **dict(component.named_buffers())}
+        full = {key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in held.items()}
+        different += [k for k, p in expected.items() if p.dtype != full[k].dtype or not torch.equal(p, full[k])]
+        different += sorted(held.keys() ^ expected.keys())
+    return {**row, "different": len(different)}
+
+
+WHAT: dict[str, Callable[[str, DeviceMesh], Row]] = {"draw": draw, "signs": draw_signs, "zoo": draw_zoo, "read": read}
+
+
+def main(rank: int, ranks: int, store: str, what: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    for name in names:
-        r = own(name)
-        before = trained(r)
-        denoisers = {"denoiser": tiny.denoiser_of(r.pipe)}
-        components = sharded_components(r.pipe, denoisers, "all")
-        shard(components, set(r.parameters), mesh)
-        after = trained(r)
-        off = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(before, after, strict=True)]
-        row = {"case": name, "off": max(off), "share": share_here(list(components.values()), set(r.parameters))}
-        sys.stdout.write(json.dumps(row) + "\n")
+    for case in cases:
+        sys.stdout.write(json.dumps({"case": case, **WHAT[what](case, mesh)}) + "\n")
+        sys.stdout.flush()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])

@@ -10,9 +10,12 @@ from typing import TypeVar, cast
 
 import ray
 import torch
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gerl.cluster import embedded, health
 from gerl.cluster.calls import WorkerGroup
+from gerl.cluster.places import place_group
 from gerl.commandline import signals
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError
@@ -121,11 +124,13 @@ class Cluster:
         *,
         gpus: float = 0.0,
         threads: int = 1,
+        together: int = 1,
     ) -> WorkerGroup[W]:
         """Start `count` workers `cls(*arguments(rank))`, each with `threads` CPU threads and a share of a GPU.
 
-        `gpus` is the share where there are GPUs; without one a worker sees none. Constructors must be light: Ray
-        reports what they raise as a dead worker, without the exception.
+        `gpus` is the share where there are GPUs; without one a worker sees none. `together`: so many that follow each
+        other are placed as one, see `place_group`. Constructors must be light: Ray reports what they raise as a dead
+        worker, without the exception.
         """
         if not self.remote:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
@@ -139,9 +144,15 @@ class Cluster:
         else:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
         actor_class = ray.remote(**options)(embedded.unshielded(cls))
+        places: list[PlacementGroup] = []
+        if together > 1:
+            needs = {"CPU": "num_cpus", "GPU": "num_gpus"}
+            bundle = {key: float(str(options[name])) for key, name in needs.items() if name in options}
+            places = [place_group(f"{name} {i}", together, bundle) for i in range(count // together)]
 
         def start(rank: int) -> W:
-            actor = actor_class.remote(*arguments(rank))
+            own = PlacementGroupSchedulingStrategy(places[rank // together], rank % together) if places else "DEFAULT"
+            actor = actor_class.options(scheduling_strategy=own).remote(*arguments(rank))
             self._actors.append(actor)
             return cast(W, actor)
 

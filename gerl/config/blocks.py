@@ -110,17 +110,11 @@ class ModelConfig(Block):
             )
 
     def _check_shards(self) -> None:
-        others = {
-            "quantize": (self.quantize, "none"),
-            "quantize_encoders": (self.quantize_encoders, "none"),
-            "compile": (self.compile, None),
-            "offload": (self.offload if self.offload == "blocks" else "none", "none"),
-        }
-        for name, (value, off) in others.items():
-            if value != off:
+        for name, value in (("quantize", self.quantize), ("quantize_encoders", self.quantize_encoders)):
+            if value == "nf4":
                 raise ConfigError(
-                    f"model.{name}={value}: this and weights that are divided among ranks do not go together yet; use "
-                    f"model.shard=none, or model.{name}={'null' if off is None else off}"
+                    f"model.{name}=nf4: bitsandbytes keeps the scales of a weight apart from it, where they cannot be "
+                    f"divided among ranks; use model.{name}=int8 or fp8, or model.shard=none"
                 )
 
     def _check_blocks(self) -> None:

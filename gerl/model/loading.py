@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import diffusers
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
+from gerl.model.call import check_arguments
 from gerl.model.context import check_context, divide_context
 from gerl.model.ema import EMA
 from gerl.model.failures import check_backend, is_full
@@ -25,11 +26,12 @@ from gerl.model.lora import add_lora
 from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
 from gerl.model.policy import Policy
-from gerl.model.quantisation import check_quantisation, leading_values, quantisation_config
+from gerl.model.quantisation import check_quantisation, leading_values, quantisation_config, text_encoders
 from gerl.model.schedulers import trainable_scheduler
-from gerl.model.sharding import shard, sharded_components
+from gerl.model.sharding import repeated_blocks, shard, sharded_components
 from gerl.model.skeletons import skeletons
 from gerl.model.start_lora import begin_with, merge_start, read_start
+from gerl.model.stored import Unread, unread_models
 from gerl.model.whole import alone, chosen, divide, parameters_of
 from gerl.utils.seeding import derive_seed
 
@@ -39,14 +41,18 @@ TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # a
 
 
 def read_pipeline(
-    path: str, dtype: torch.dtype, config: ModelConfig | None = None, masters: bool = False
+    path: str,
+    dtype: torch.dtype,
+    config: ModelConfig | None = None,
+    masters: bool = False,
+    unread: Unread | None = None,
 ) -> DiffusionPipeline:
     """The pipeline of a hub id or folder, on the CPU, as diffusers loads it, quantised as `config` asks.
 
-    `masters`: its denoisers in fp32, whatever `dtype` is for the rest.
-
-    Python code that a folder's model_index.json refers to is run. Raises `ModelError` if there is no such pipeline, if
-    it cannot be quantised, or if a hub id would run code.
+    `masters`: its denoisers in fp32, whatever `dtype` is for the rest. `unread` gets those weights of the components
+    that `config.shard` names that can stay in their files for now. Python code that a folder's model_index.json refers
+    to is run. Raises `ModelError` if there is no such pipeline, if it cannot be quantised, or if a hub id would run
+    code.
     """
     given = resolve(path)
     own = Path(given).is_dir()
@@ -59,14 +65,26 @@ def read_pipeline(
         elif isinstance(index["_class_name"], list):
             raise ModelError(refusal_of_code(path))
         quantised = quantisation_config(config, folder, dtype, denoisers_among) if config is not None else None
+        models: dict[str, torch.nn.Module] = {}
+        if config is not None and unread is not None and quantised is None and not code:
+            models, found = unread_models(Path(folder), _to_divide(config, folder), dtype)
+            unread |= found
+        # only the class itself takes components that are optional for it, such as the two denoisers of Wan
+        kind = getattr(diffusers, index["_class_name"]) if models else DiffusionPipeline
         dtypes: torch.dtype | dict[str, torch.dtype] = dtype
         if masters:
-            models = skeletons(folder)
-            names = DENOISERS if models is None else denoisers_among(models)
+            known = skeletons(folder)
+            names = DENOISERS if known is None else denoisers_among(known)
             dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
-        return DiffusionPipeline.from_pretrained(
-            folder, dtype=dtypes, trust_remote_code=bool(code), quantization_config=quantised
+        return kind.from_pretrained(
+            folder, dtype=dtypes, trust_remote_code=bool(code), quantization_config=quantised, **models
         )
+
+
+def _to_divide(config: ModelConfig, folder: str) -> list[str]:
+    """The components whose weights may stay in their files: what `config.shard` divides, unless a LoRA is merged."""
+    encoders = text_encoders(folder) if config.shard == "all" else []
+    return encoders if config.merge_lora else [*denoisers_among(skeletons(folder) or {}), *encoders]
 
 
 @contextlib.contextmanager
@@ -136,17 +154,20 @@ def precision(config: ModelConfig, device: str) -> torch.dtype:
     return dtype
 
 
-def load_pipeline(config: ModelConfig, device: str, to_shard: bool = False, masters: bool = False) -> DiffusionPipeline:
+def load_pipeline(
+    config: ModelConfig, device: str, to_shard: bool = False, masters: bool = False, unread: Unread | None = None
+) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
     Weights are in `config.dtype` or quantised, but for layers that a model's class keeps in fp32 (diffusers'
     `from_pretrained` does) and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. `to_shard`:
-    the components that `config.shard` names stay on the CPU. `masters`: the denoisers do, in fp32. Raises `ModelError`
-    if `config.path` cannot be loaded or has no denoiser, `ConfigError` for a package that is missing.
+    the components that `config.shard` names stay on the CPU; `unread` gets those of their weights that are still in
+    their files. `masters`: the denoisers stay on the CPU, in fp32. Raises `ModelError` if `config.path` cannot be
+    loaded or has no denoiser, `ConfigError` for a package that is missing.
     """
     dtype = precision(config, device)
     check_quantisation(config, device)
-    pipe = read_pipeline(config.path, dtype, config, masters)
+    pipe = read_pipeline(config.path, dtype, config, masters, unread)
     if getattr(pipe, "scheduler", None) is None:
         raise ModelError(f"{type(pipe).__name__} has no component 'scheduler': there are no denoising steps to train")
     prepare(pipe, half=dtype != torch.float32)
@@ -238,7 +259,8 @@ def load_policy(
     """
     if config.train != "lora":
         return _load_whole(config, ema_decay, device, mesh)
-    pipe = load_pipeline(config, device, to_shard=mesh is not None)
+    unread: Unread = {}
+    pipe = load_pipeline(config, device, mesh is not None, unread=None if mesh is None else unread)
     denoisers = find_denoisers(pipe)
     start = read_start(config, denoisers) if config.lora is not None and not config.merge_lora else {}
     lora: dict[str, torch.nn.Parameter] = {}
@@ -252,19 +274,27 @@ def load_policy(
         if config.gradient_checkpointing:
             _checkpoint_gradients(denoiser)
         if config.compile is not None:
-            denoiser.compile(backend=config.compile)
+            # with the blocks' weights come hooks, which are no part of what is compiled
+            for part in [denoiser] if mesh is None else repeated_blocks(denoiser):
+                part.compile(backend=config.compile)
     begin_with(start, denoisers)
     if start:
         logger.info("the LoRA begins as %s", config.lora)
     if missing := sorted(denoisers.keys() - loadable_loras(pipe)):
         names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
         logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
-    fingerprint = weights_fingerprint(denoisers)
+    fingerprint = weights_fingerprint(denoisers, unread)
     if context is not None:
         check_context(pipe.components, denoisers, context.size())
         divide_context(denoisers, context)
     if mesh is not None:
-        shard(sharded_components(pipe, denoisers, config.shard), set(lora.values()), mesh)
+        shard(
+            sharded_components(pipe, denoisers, config.shard),
+            set(lora.values()),
+            mesh,
+            unread,
+            config.offload == "blocks",
+        )
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint)
 
 
@@ -322,76 +352,14 @@ def _checkpoint_gradients(denoiser: ModelMixin) -> None:
         raise ModelError(f"model.gradient_checkpointing=true: {error}") from None
 
 
-def pipeline_call(
-    pipe: DiffusionPipeline, sampling: SamplingConfig, prompts: list[str], **overrides: object
-) -> dict[str, object]:
-    """Keyword arguments of the pipeline for `prompts`; raises `ModelError` for one that it does not take."""
-    given = _arguments(sampling, **overrides)
-    _check_prompt(pipe)
-    _check_names(type(pipe), given)
-    for name in given:  # not every pipeline repeats a text for the prompts
-        if "prompt" in name and isinstance(given[name], str):
-            given[name] = [given[name]] * len(prompts)
-    return {"prompt": prompts, "output_type": "np", **given}
-
-
-def check_arguments(kind: type, sampling: SamplingConfig, **overrides: object) -> None:
-    """Raise `ModelError` if pipelines of class `kind` do not take an argument that a rollout gives them.
-
-    `overrides`: further ones, None where they are not given.
-    """
-    _check_names(kind, _arguments(sampling, sigmas=training_sigmas(sampling), **overrides))
-
-
-def _arguments(sampling: SamplingConfig, **overrides: object) -> dict[str, object]:
-    """The arguments of a call besides prompts and output type."""
-    arguments: dict[str, object] = {
-        "height": sampling.height,
-        "width": sampling.width,
-        "guidance_scale": sampling.guidance_scale,
-        "num_inference_steps": sampling.num_inference_steps,
-        **sampling.call,
-    }
-    arguments |= {name: value for name, value in overrides.items() if value is not None}
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _check_prompt(pipe: DiffusionPipeline) -> None:
-    """Raise `ModelError` if the pipeline takes no prompt, and say which of the pipelines that it is made of does."""
-    if "prompt" in inspect.signature(type(pipe).__call__).parameters:
-        return
-    inner = {name: part for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)}
-    parts = [f"{name} ({type(part).__name__})" for name, part in inner.items()]
-    way = f"it is made of the pipelines {', '.join(parts)}, of which one that does can be trained" if parts else ""
-    raise ModelError(
-        f"{type(pipe).__name__} takes no argument 'prompt', to which gerl could give a prompt: "
-        f"{way or 'choose a pipeline that does'}"
-    )
-
-
-def _check_names(kind: type, names: Iterable[str]) -> None:
-    accepted = inspect.signature(kind.__call__).parameters
-    unknown = [name for name in names if name not in accepted]
-    if unknown:
-        place = (
-            "set sampling.sigmas=scheduler" if unknown[0] == "sigmas" else "remove it from sampling or sampling.call"
-        )
-        raise ModelError(f"{kind.__name__} takes no argument {unknown[0]!r}: {place}")
-
-
-def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
-    """The noise levels `sampling.sigmas` asks the pipeline for, before its scheduler's shift; None: its own."""
-    n = sampling.num_inference_steps
-    return None if sampling.sigmas == "scheduler" else [1 - i * (1 - 1 / n) / (n - 1) for i in range(n)]
-
-
-def weights_fingerprint(denoisers: dict[str, ModelMixin]) -> str:
+def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None = None) -> str:
     """A digest of names, shapes and some values of the base weights: tells one model from another."""
+    files = unread or {}
     digest = hashlib.sha256()
     for denoiser in denoisers.values():
         for name, p in denoiser.named_parameters():
             if "lora_" in name:
                 continue
-            head = leading_values(p, 256)
+            head = files[p].leading(256) if p in files else leading_values(p, 256)
             digest.update(f"{name}{tuple(p.shape)}".encode() + head.numpy().tobytes())
     return digest.hexdigest()

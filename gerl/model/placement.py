@@ -138,7 +138,7 @@ def place(
         if name not in offloaded and not (name in denoisers and offload == "blocks"):
             module.to(device)
     if offload == "blocks":
-        OffloadedBlocks(denoisers.values(), device)
+        OffloadedBlocks([d for name, d in denoisers.items() if name not in sharded], device)
     if offloaded:
         OffloadedComponents(offloaded.values(), denoisers.values(), device)
 

@@ -11,10 +11,13 @@ from typing import Literal
 import torch
 from diffusers import DiffusionPipeline
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import PreTrainedModel
 
 from gerl.errors import ModelError
+from gerl.model.stored import Unread, fill
 
 
 def sharded_components(
@@ -27,11 +30,21 @@ def sharded_components(
     return {**denoisers, **(encoders if which == "all" else {})}
 
 
-def shard(components: Mapping[str, torch.nn.Module], whole: set[torch.nn.Parameter], mesh: DeviceMesh) -> None:
+def shard(
+    components: Mapping[str, torch.nn.Module],
+    whole: set[torch.nn.Parameter],
+    mesh: DeviceMesh,
+    unread: Unread | None = None,
+    on_cpu: bool = False,
+) -> None:
     """Divide the weights of `components` among the ranks of `mesh`, but for the parameters `whole`.
 
-    They come to the device of the mesh block by block. Raises `ModelError` for a component without repeated blocks.
+    They come to the device of the mesh block by block, and so do those `unread`, which are still in their files;
+    `on_cpu`: the parts stay on the CPU until their block computes. Raises `ModelError` for a component without repeated
+    blocks.
     """
+    files = {} if unread is None else unread
+    parts = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if on_cpu else OffloadPolicy()
     for name, component in components.items():
         blocks = repeated_blocks(component)
         if not blocks:
@@ -41,9 +54,23 @@ def shard(components: Mapping[str, torch.nn.Module], whole: set[torch.nn.Paramet
             )
         # pipelines call text encoders in many ways, past their own `forward`: what they call in the end are layers
         rest = layers(component, blocks) if isinstance(component, PreTrainedModel) else [component]
+        _unwrap_quantised(component)
         for module in (*blocks, *rest):
-            fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=True)
-        component.to(mesh.device_type)  # what is left: buffers, and weights that layers share
+            fill(module, files)
+            fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=True, offload_policy=parts)
+        fill(component, files)
+        for tensor in (*component.parameters(), *component.buffers()):
+            if not isinstance(tensor, DTensor):  # what is left: buffers, and weights that layers share
+                tensor.data = tensor.data.to(mesh.device_type)
+
+
+def _unwrap_quantised(model: torch.nn.Module) -> None:
+    """Let the quantised weights of torchao be codes and scales, which can be divided, and one tensor in their layer."""
+    wrapped = [m for m in model.modules() if type(m._parameters.get("weight")).__module__.startswith("torchao")]
+    if wrapped:
+        from torchao.utils import UnwrapTensorSubclass  # an optional package
+    for module in wrapped:
+        register_parametrization(module, "weight", UnwrapTensorSubclass())
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -12,7 +12,7 @@ from diffusers import SCMScheduler
 
 from gerl.config import Config
 from gerl.engine import ReplayedStep, Tape, record, replay
-from gerl.model.loading import training_sigmas
+from gerl.model.call import training_sigmas
 from gerl.preflight.findings import Report
 from gerl.protocol import RolloutTask, Sample
 from gerl.utils.seeding import sample_generators

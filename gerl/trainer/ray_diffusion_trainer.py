@@ -168,6 +168,7 @@ class RayDiffusionTrainer:
             lambda rank: (loaded, rank, cluster.worker_device(rank), cluster.threads, total_updates),
             gpus=cluster.gpus,
             threads=cluster.threads,
+            together=cluster.ranks,
         )
         if cluster.remote and len(self.workers) > 1:
             with waiting(f"starting {len(self.workers)} processes, which have to meet"):

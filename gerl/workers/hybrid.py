@@ -18,9 +18,10 @@ from gerl.config.noised_images import ForwardProcessConfig
 from gerl.config.policy_gradients import WeightedConfig
 from gerl.engine import Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
+from gerl.model.call import check_arguments
 from gerl.model.failures import model_errors
 from gerl.model.libraries import quiet_libraries
-from gerl.model.loading import check_arguments, load_policy, lora_lines, replaced_scheduler
+from gerl.model.loading import load_policy, lora_lines, replaced_scheduler
 from gerl.model.paths import WEIGHTS
 from gerl.model.policy import Policy
 from gerl.model.shards import Part

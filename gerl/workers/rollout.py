@@ -13,8 +13,8 @@ from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import Reads, Tape, Trajectory, branch, lean, record
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError
+from gerl.model.call import pipeline_call, training_sigmas
 from gerl.model.failures import model_errors, pipeline_errors
-from gerl.model.loading import pipeline_call, training_sigmas
 from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments

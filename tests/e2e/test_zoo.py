@@ -11,22 +11,21 @@ from typing import Any
 import diffusers
 import pytest
 from diffusers.utils import dynamic_modules_utils
-from zoo import conditioned, conditioned_2, refused, text_to_image, text_to_image_2, text_to_image_3, video, video_2
+from zoo import conditioned, text_to_image
 from zoo.base import Entry
 from zoo.checks import Report, check_entry
+from zoo.entries import ENTRIES, name_of
 
 from gerl.config import ModelConfig
 from gerl.model.loading import load_pipeline
 
-MODULES = (text_to_image, text_to_image_2, text_to_image_3, conditioned, conditioned_2, video, video_2, refused)
-ENTRIES: list[Entry] = [entry for module in MODULES for entry in module.ENTRIES]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by tests/e2e/test_zoo.py: begin -->\n", "<!-- end -->"
 pytestmark = pytest.mark.filterwarnings("ignore")  # diffusers' own, on its older modules
 REPORTS: dict[tuple[str, str], Report] = {}
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: f"{e.name}-{e.task}".replace(" ", "-"))
+@pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
 def test_a_pipeline_of_diffusers(entry: Entry) -> None:
     REPORTS[entry.name, entry.task] = check_entry(entry)
 

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
-from gerl.model.loading import load_pipeline, load_policy, pipeline_call, read_pipeline
+from gerl.model.call import pipeline_call
+from gerl.model.loading import load_pipeline, load_policy, read_pipeline
 from gerl.model.lora import load_lora
 from gerl.model.paths import WEIGHTS
 

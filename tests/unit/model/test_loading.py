@@ -17,14 +17,8 @@ from zoo import text_to_image_3
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ConfigError, ModelError
 from gerl.model import loading
-from gerl.model.loading import (
-    find_denoisers,
-    leave_out_safety_checker,
-    load_pipeline,
-    load_policy,
-    pipeline_call,
-    weights_fingerprint,
-)
+from gerl.model.call import pipeline_call
+from gerl.model.loading import find_denoisers, leave_out_safety_checker, load_pipeline, load_policy, weights_fingerprint
 
 Folders = dict[str, Path]
 

@@ -1,48 +1,23 @@
 """Weights divided among ranks: two real processes over gloo draw and train as one that has all of them."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from ranks import run_ranks, worst
 from transformers import PreTrainedModel
 
 from gerl.errors import ModelError
 from gerl.model.sharding import layers, repeated_blocks, shard, sharded_components
 
-ROOT = Path(__file__).resolve().parents[3]
-RANKS = 2
 EXACT = [name for name in tiny.CASES if name != "sd15"]  # convolutions round by where their weights lie in memory
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the ranks say of each tiny pipeline."""
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "sharded_ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(RANKS), str(store), *tiny.CASES], env=environment, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    for process in processes:
-        out, log = process.communicate(timeout=600)
-        assert process.returncode == 0, log
-        rows += map(json.loads, out.splitlines())
-    return {
-        row["case"]: {k: max(r[k] for r in rows if r["case"] == row["case"]) for k in ("off", "share")} for row in rows
-    }
+    return worst(run_ranks(tmp_path_factory.mktemp("ranks"), 2, "draw", *tiny.CASES))
 
 
 @pytest.mark.parametrize("name", list(tiny.CASES))

@@ -1,0 +1,72 @@
+"""The arguments of a pipeline's call, as the configuration gives them."""
+
+import inspect
+from collections.abc import Iterable
+
+from diffusers import DiffusionPipeline
+
+from gerl.config import SamplingConfig
+from gerl.errors import ModelError
+
+
+def pipeline_call(
+    pipe: DiffusionPipeline, sampling: SamplingConfig, prompts: list[str], **overrides: object
+) -> dict[str, object]:
+    """Keyword arguments of the pipeline for `prompts`; raises `ModelError` for one that it does not take."""
+    given = _arguments(sampling, **overrides)
+    _check_prompt(pipe)
+    _check_names(type(pipe), given)
+    for name in given:  # not every pipeline repeats a text for the prompts
+        if "prompt" in name and isinstance(given[name], str):
+            given[name] = [given[name]] * len(prompts)
+    return {"prompt": prompts, "output_type": "np", **given}
+
+
+def check_arguments(kind: type, sampling: SamplingConfig, **overrides: object) -> None:
+    """Raise `ModelError` if pipelines of class `kind` do not take an argument that a rollout gives them.
+
+    `overrides`: further ones, None where they are not given.
+    """
+    _check_names(kind, _arguments(sampling, sigmas=training_sigmas(sampling), **overrides))
+
+
+def _arguments(sampling: SamplingConfig, **overrides: object) -> dict[str, object]:
+    """The arguments of a call besides prompts and output type."""
+    arguments: dict[str, object] = {
+        "height": sampling.height,
+        "width": sampling.width,
+        "guidance_scale": sampling.guidance_scale,
+        "num_inference_steps": sampling.num_inference_steps,
+        **sampling.call,
+    }
+    arguments |= {name: value for name, value in overrides.items() if value is not None}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _check_prompt(pipe: DiffusionPipeline) -> None:
+    """Raise `ModelError` if the pipeline takes no prompt, and say which of the pipelines that it is made of does."""
+    if "prompt" in inspect.signature(type(pipe).__call__).parameters:
+        return
+    inner = {name: part for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)}
+    parts = [f"{name} ({type(part).__name__})" for name, part in inner.items()]
+    way = f"it is made of the pipelines {', '.join(parts)}, of which one that does can be trained" if parts else ""
+    raise ModelError(
+        f"{type(pipe).__name__} takes no argument 'prompt', to which gerl could give a prompt: "
+        f"{way or 'choose a pipeline that does'}"
+    )
+
+
+def _check_names(kind: type, names: Iterable[str]) -> None:
+    accepted = inspect.signature(kind.__call__).parameters
+    unknown = [name for name in names if name not in accepted]
+    if unknown:
+        place = (
+            "set sampling.sigmas=scheduler" if unknown[0] == "sigmas" else "remove it from sampling or sampling.call"
+        )
+        raise ModelError(f"{kind.__name__} takes no argument {unknown[0]!r}: {place}")
+
+
+def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
+    """The noise levels `sampling.sigmas` asks the pipeline for, before its scheduler's shift; None: its own."""
+    n = sampling.num_inference_steps
+    return None if sampling.sigmas == "scheduler" else [1 - i * (1 - 1 / n) / (n - 1) for i in range(n)]

@@ -1,0 +1,62 @@
+"""Pipelines of the zoo with their weights divided among the ranks of a worker: they draw and learn what whole ones do.
+
+Two processes over gloo walk through them. By default through one of each architecture that `test_sharding.py` has not,
+with `GERL_ZOO=all` through all and through compiled blocks, which takes some minutes.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks, worst
+from zoo.entries import BY_NAME
+
+SOME = [
+    "StableDiffusionXLPipeline-text-to-image",
+    "PixArtSigmaPipeline-text-to-image",
+    "SanaPipeline-text-to-image",
+    "Lumina2Pipeline-text-to-image",
+    "NucleusMoEImagePipeline-text-to-image",
+    "Krea2Pipeline-text-to-image",
+    "OmniGenPipeline-text-to-image",
+    "Flux2Pipeline-text-to-image",
+    "Ideogram4Pipeline-text-to-image",
+    "FluxControlNetPipeline-ControlNet",
+    "WanPipeline-text-to-video-(Wan-2.2,-two-experts)",
+    "LTX2Pipeline-text-to-video-with-sound",
+    "Kandinsky5I2VPipeline-image-to-video",
+]
+ALL = os.environ.get("GERL_ZOO") == "all"
+TRAINED = [name for name, entry in BY_NAME.items() if not entry.refused]
+CASES = TRAINED if ALL else SOME
+# of `model`, for the whole weights as well, but for capitals
+KEYS = ["quantize=int8 quantize_encoders=int8", "quantize=fp8", "OFFLOAD=blocks", *(["compile=eager"] if ALL else [])]
+CONVOLUTIONS = ("StableDiffusionXL", "StableDiffusionPipeline", "DreamLite")  # round by where their weights lie
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return worst(run_ranks(tmp_path_factory.mktemp("ranks"), 2, "zoo", *CASES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_in_parts_draws_and_trains_as_the_whole(name: str, found: dict[str, dict[str, Any]]) -> None:
+    assert found[name]["off"] <= (1e-5 if name.startswith(CONVOLUTIONS) else 0)
+    assert 0.5 <= found[name]["share"] < 0.75  # what does not divide by the ranks is padded, and some layers stay whole
+
+
+def test_the_shipped_pipeline_among_four_ranks(tmp_path: Path) -> None:
+    found = worst(run_ranks(tmp_path, 4, "signs", "dtype=auto"))["dtype=auto"]
+    assert found["off"] == 0 and 0.25 <= found["share"] < 0.26
+
+
+@pytest.fixture(scope="module")
+def combined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return worst(run_ranks(tmp_path_factory.mktemp("ranks"), 2, "signs", *KEYS))
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_parts_that_are_quantised_compiled_or_on_the_cpu(keys: str, combined: dict[str, dict[str, Any]]) -> None:
+    assert combined[keys]["off"] == 0 and 0.5 <= combined[keys]["share"] < 0.51
+    assert (combined[keys]["compiled"] > 0) == ("compile" in keys)
