@@ -132,7 +132,8 @@ def _print_but_dumps(data: dict[str, Any], *arguments: Any, **keywords: Any) -> 
 def _variables(mark: str) -> dict[str, str]:
     """The environment of Ray's processes; what the user has set stays."""
     # without SPT_NOENV Ray's agents write their titles over the environment in which they are found
-    values = {MARK: mark, "SPT_NOENV": "1", "RAY_AUTH_MODE": "token"}
+    # Ray would give its workers, which do all the work here, a lower priority than everything else on the machine
+    values = {MARK: mark, "SPT_NOENV": "1", "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         values["RAY_AUTH_TOKEN"] = _token()
     return values

@@ -295,6 +295,7 @@ def load_policy(
             unread,
             config.offload == "blocks",
         )
+    assert not unread, "weights were left in their files"
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint)
 
 

@@ -105,7 +105,8 @@ class HybridWorker:
         seed_everything("worker", self.config.trainer.seed)
         model, seed = self.config.model, self.config.trainer.seed
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
-            mesh, context = (None, None) if self.ranks is None else (self.ranks.mesh, self.ranks.context)
+            mesh = None if self.ranks is None or model.shard == "none" else self.ranks.mesh
+            context = None if self.ranks is None else self.ranks.context
             self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed, mesh, context)
         algorithm = self.config.algorithm
         guidance = algorithm.reference_guidance if isinstance(algorithm, ForwardProcessConfig) else None

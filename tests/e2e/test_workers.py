@@ -257,6 +257,7 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
     # all are found by their mark, those too that have given themselves a title
     assert all("GERL_RAY" in process.environ() for process in processes[1:])
     services = " ".join(part for process in processes[1:] for part in process.cmdline())
+    assert {process.nice() for process in processes} == {processes[0].nice()}
     assert "raylet" in services and not re.search(r"dashboard\.py|log_monitor\.py|monitor\.py", services)
     listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
