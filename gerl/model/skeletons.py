@@ -1,10 +1,12 @@
 """The denoisers of a pipeline without their weights: what can be known about layers before anything is loaded."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import accelerate
 import diffusers
+import torch
 from diffusers import DiffusionPipeline, ModelMixin
 
 from gerl.errors import ModelError
@@ -50,3 +52,14 @@ def model_class(entry: object) -> type[ModelMixin] | None:
 
 def _folders(index: Mapping[str, object]) -> list[str]:
     return [name for name, entry in index.items() if isinstance(entry, list)]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A block in which modules are made in `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

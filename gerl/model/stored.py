@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from gerl.model.quantisation import leading_values
+from gerl.model.skeletons import default_dtype
 
 logger = logging.getLogger(__name__)
 NAMES = {ModelMixin: "diffusion_pytorch_model.safetensors", PreTrainedModel: "model.safetensors"}
@@ -180,7 +181,7 @@ Built = tuple[torch.nn.Module, dict[str, torch.dtype], dict[str, str]]  # with d
 
 def _of_diffusers(kind: type[ModelMixin], folder: Path, dtype: torch.dtype, keys: list[str]) -> Built:
     """As `ModelMixin.from_pretrained` builds it before it reads its weights."""
-    with accelerate.init_empty_weights(), _default_dtype(dtype):
+    with accelerate.init_empty_weights(), default_dtype(dtype):
         model = kind.from_config(kind.load_config(folder))
     model.register_to_config(_name_or_path=str(folder))
     kept = type(model)._keep_in_fp32_modules or []
@@ -228,13 +229,3 @@ def _dtypes_of_plan(model: PreTrainedModel, dtype: torch.dtype, names: list[str]
     pattern, groups, _ = build_glob_alternation(list(plan))
     matches = {name: pattern.search(name) for name in names}
     return {name: plan[groups[match.lastgroup]] for name, match in matches.items() if match}
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -3,8 +3,7 @@
 import importlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from gerl.model.loading import find_denoisers, prepare
 from gerl.model.lora import add_lora
 from gerl.model.paths import INDEX, resolve
 from gerl.model.policy import Policy
+from gerl.model.skeletons import default_dtype
 from gerl.preflight.sizing.stage import Stage
 from gerl.preflight.sizing.tokens import Picture, Tokens
 
@@ -166,19 +166,9 @@ def _class(name: str) -> type:
     return found
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _module(kind: Any, config: dict[str, Any], dtype: torch.dtype, device: str) -> torch.nn.Module:
     """A component as its class initialises it, in `dtype` but for the parts that its class keeps in fp32."""
-    with torch.device(device), _default_dtype(dtype):
+    with torch.device(device), default_dtype(dtype):
         if issubclass(kind, ModelMixin):
             module: torch.nn.Module = kind.from_config({k: v for k, v in config.items() if not k.startswith("_")})
             kept = kind._keep_in_fp32_modules or []
