@@ -46,12 +46,7 @@ def shard(
     files = {} if unread is None else unread
     parts = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if on_cpu else OffloadPolicy()
     for name, component in components.items():
-        blocks = repeated_blocks(component)
-        if not blocks:
-            raise ModelError(
-                f"model.shard: {name} ({type(component).__name__}) has no repeated blocks, whose weights could be "
-                "gathered one after the other: use model.shard=none"
-            )
+        blocks = blocks_to_gather(component, f"model.shard: {name}", "model.shard=none")
         # pipelines call text encoders in many ways, past their own `forward`: what they call in the end are layers
         rest = layers(component, blocks) if isinstance(component, PreTrainedModel) else [component]
         _unwrap_quantised(component)
@@ -71,6 +66,17 @@ def _unwrap_quantised(model: torch.nn.Module) -> None:
         from torchao.utils import UnwrapTensorSubclass  # an optional package
     for module in wrapped:
         register_parametrization(module, "weight", UnwrapTensorSubclass())
+
+
+def blocks_to_gather(model: torch.nn.Module, what: str, remedy: str) -> list[torch.nn.Module]:
+    """The `repeated_blocks` of `model`; raises `ModelError`, in which `what` and `remedy` are named, if it has none."""
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ModelError(
+            f"{what} ({type(model).__name__}) has no repeated blocks, whose weights could be gathered one after the "
+            f"other: use {remedy}"
+        )
+    return blocks
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

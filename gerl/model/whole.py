@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gerl.errors import ModelError
-from gerl.model.sharding import repeated_blocks
+from gerl.model.sharding import blocks_to_gather
 
 Modules = Mapping[str, torch.nn.Module]
 
@@ -64,12 +64,7 @@ def divide(denoisers: Modules, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if half else plain
     for name, denoiser in denoisers.items():
-        blocks = repeated_blocks(denoiser)
-        if not blocks:
-            raise ModelError(
-                f"model.train: {name} ({type(denoiser).__name__}) has no repeated blocks, whose weights could be "
-                "gathered one after the other: use model.dtype=float32 and model.shard=none"
-            )
+        blocks = blocks_to_gather(denoiser, f"model.train: {name}", "model.dtype=float32 and model.shard=none")
         kept = kept_in_fp32(denoiser) if half else []
         for module in (*kept, *blocks, denoiser):
             fully_shard(module, mesh=mesh, mp_policy=plain if module in kept else mixed, reshard_after_forward=True)
