@@ -92,8 +92,8 @@ class Config:
             )
         if cluster.ranks_per_worker % cluster.context:
             raise ConfigError(
-                f"cluster.context={cluster.context}: so many ranks of a worker share the tokens of a call, which has "
-                f"cluster.ranks_per_worker={cluster.ranks_per_worker}; use a number that divides it, or 1"
+                f"cluster.context={cluster.context}: it has to divide cluster.ranks_per_worker="
+                f"{cluster.ranks_per_worker}; use a number that does, or 1"
             )
         if cluster.context > 1 and self.model.compile is not None:
             raise ConfigError(
@@ -114,8 +114,8 @@ class Config:
             )
         if self.model.train != "lora" and self.actor.optimizer != "adamw":
             raise ConfigError(
-                f"actor.optimizer={self.actor.optimizer}: with model.train={self.model.train} the moments are shards, "
-                "which adamw8bit does not know; use actor.optimizer=adamw, or model.train=lora"
+                f"actor.optimizer={self.actor.optimizer}: it works for a LoRA only, and model.train="
+                f"{self.model.train}; use actor.optimizer=adamw, or model.train=lora"
             )
 
     def _check_batches(self) -> None:

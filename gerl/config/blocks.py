@@ -100,7 +100,7 @@ class ModelConfig(Block):
             )
         if self.offload == "blocks":
             raise ConfigError(
-                f"model.offload=blocks: with {given} the weights change, and what is on the CPU is a copy; use "
+                f"model.offload=blocks: with {given} the weights change, but not their copies on the CPU; use "
                 f"model.offload=encoders, {remedy}"
             )
         if self.compile is not None and (self.dtype != "float32" or self.shard != "none"):

@@ -103,7 +103,7 @@ def _some_accelerator() -> Iterator[None]:
 
 
 class Together(ModelHook):
-    """The outermost hook of a denoiser: texts of any length where there is a mask, and a sentence where there is not.
+    """The outermost hook of a denoiser: pads texts that have a mask, and says what to change where tokens do not divide.
 
     Pipelines cut texts to the longest one of a batch, in which ranks need not go.
     """
