@@ -103,7 +103,7 @@ def _some_accelerator() -> Iterator[None]:
 
 
 class Together(ModelHook):
-    """The outermost hook of a denoiser: pads texts that have a mask, and says what to change where tokens do not divide.
+    """The outermost hook of a denoiser: pads texts that have a mask, and refuses tokens that do not divide.
 
     Pipelines cut texts to the longest one of a batch, in which ranks need not go.
     """
