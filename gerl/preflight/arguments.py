@@ -90,8 +90,8 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
     if options.hardware is not None and signal is not None:
         raise ConfigError("signal needs the model, and hardware does without: give one of them")
     train = f"model.train={config.model.train}"
-    if train != "model.train=lora" and options.hardware is not None:
-        raise ConfigError(f"hardware: what {train} takes is not known yet; use model.train=lora")
+    if (context := config.cluster.context) > 1 and options.hardware is not None:
+        raise ConfigError(f"hardware: what cluster.context={context} takes is not known; use cluster.context=1")
     if train != "model.train=lora" and signal is not None and config.lockstep:
         raise ConfigError(f"signal: with {train} ranks have a part of each gradient; use model.shard=none")
     if options.share > 100:

@@ -16,7 +16,7 @@ from gerl.commandline import signals
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
-from gerl.errors import CheckpointError
+from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads
 from gerl.protocol import Images, Prompt, RolloutTask, Scores
 from gerl.rewards.manager import RewardManager
@@ -33,7 +33,7 @@ from gerl.trainer.owners import followers, kind, share
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.rollouts import Rollouts
-from gerl.trainer.saving import fill, writers
+from gerl.trainer.saving import Saving, fill, hold, writers
 from gerl.trainer.update import Update
 from gerl.workers.hybrid import HybridWorker, ModelFacts, repeated
 
@@ -73,6 +73,7 @@ class RayDiffusionTrainer:
         self.saved_step: int | None = None
         self.announced = False  # where the run folder is
         self.downloads = Downloads()  # of the scorers' models, too
+        self.saving = Saving()
         self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
         self.workers: WorkerGroup[HybridWorker]
         self.model: ModelFacts
@@ -121,6 +122,7 @@ class RayDiffusionTrainer:
             row = {**state.unlogged, **watch.metrics()}
             self.log(state.step, row)
             state.unlogged = {}
+        self.saving.check()
         for sentence in self.health.observe({"step": state.step, **row}):
             logger.warning("%s", sentence)
         if _due(state.step, self.config.checkpoint.every, total):
@@ -316,32 +318,53 @@ class RayDiffusionTrainer:
         return {} if self.val_reward is None else {"held-out": f"{self.val_reward:.3f}"}
 
     def save(self, worker: int = 0) -> None:
-        """Write a checkpoint of the last finished step, as `worker` has it, and remove those no longer wanted."""
-        with signals.deferred(), waiting(f"saving the checkpoint of step {self.state.step}"):
-            step, whole = self.state.step, self.config.model.train != "lora"
-            files: dict[str, bytes] = {}
-            if whole:
-                numbers = self.workers.submit(worker, HybridWorker.finished_numbers, step).result()
-            else:
+        """Write a checkpoint of the last finished step, as `worker` has it, and remove those no longer wanted.
+
+        That of a LoRA is there on return. Trained weights are written while the next steps are trained, the last one is
+        waited for.
+        """
+        step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
+        with signals.deferred(), waiting(f"saving the checkpoint of step {step}"):
+            self.saving.finish()
+            files, members = dict[str, bytes](), writers(self.config, worker)
+            if self.config.model.train == "lora":
                 files, numbers = self.workers.submit(worker, HybridWorker.finished, step).result()
+            else:
+                numbers = hold(self.workers, members, step)
             state = replace(
                 self.state,
-                finished=self.state.step == self.config.trainer.steps and not self.state.unlogged,
-                val_reward=self.val_reward if self.validated_step == self.state.step else None,
+                finished=step == total and not self.state.unlogged,
+                val_reward=self.val_reward if self.validated_step == step else None,
                 worker=numbers,
-            )
-            root = self.run_dir / "checkpoints"
-            members = writers(self.config, worker)
-            more = {"fill": partial(fill, self.workers, members, step)} if whole else {}
-            save_checkpoint(root, state.step, files, state.to_json(), **more)
-            prune(root, self.config.checkpoint.keep)
-            self.saved_step = state.step
+            ).to_json()
+
+            def write(**more: Callable[[Path], None]) -> None:
+                save_checkpoint(root, step, files, state, **more)
+                prune(root, self.config.checkpoint.keep)
+
+            if self.config.model.train == "lora":
+                write()
+            else:
+                self.saving.start(partial(write, fill=partial(fill, self.workers, members)))
+            if step == total:
+                self.saving.finish()
+            self.saved_step = step
 
     def rescue(self, error: BaseException) -> None:
         """Save the last finished step of a run that `error` ends, and add to `error` how to carry on."""
         signals.answered()
+        try:
+            self.saving.finish()
+        except (CheckpointError, ClusterError) as failed:  # of a worker that died, say; another one may have the state
+            logger.warning("%s", failed)
+            self.saved_step = None
+
+        def save(worker: int) -> None:
+            self.save(worker)
+            self.saving.finish()
+
         nothing_new = self.state.step in (0, self.saved_step)
-        failure = "" if nothing_new else save_from_any(self.workers, self.save)
+        failure = "" if nothing_new else save_from_any(self.workers, save)
         say_how_to_go_on(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
 
     def load(self, checkpoint: Checkpoint) -> None:

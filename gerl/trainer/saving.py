@@ -1,13 +1,22 @@
-"""The checkpoint of a run that trains weights themselves: written by those who hold them, complete or absent."""
+"""The checkpoint of a run that trains weights themselves: written beside the training by those who hold them.
+
+It is complete or absent, as every checkpoint. A step pays for a copy of the state in main memory.
+"""
 
 import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from gerl.cluster import WorkerGroup
 from gerl.config import Config
 from gerl.errors import CheckpointError
+from gerl.run.state import WorkerState
 from gerl.workers.hybrid import HybridWorker
 from gerl.workers.whole import FROZEN, STATE
+
+POLL = 0.05  # seconds between questions whether a file is written
 
 
 def writers(config: Config, process: int) -> list[int]:
@@ -19,25 +28,60 @@ def writers(config: Config, process: int) -> list[int]:
     return list(range(first, first + ranks))
 
 
-def fill(workers: WorkerGroup[HybridWorker], members: list[int], step: int, folder: Path) -> None:
-    """Let the processes `members` write the checkpoint of `step` into `folder`.
+class Saving:
+    """What writes checkpoints beside the training, one after the other."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "saving")
+        self._last: Future[None] | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin to write a checkpoint, after the one before it, which may raise here what `finish` raises."""
+        self.finish()
+        self._last = self._executor.submit(write)
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if a checkpoint could not be written, without waiting for one that is not ready."""
+        if self._last is not None and self._last.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what was begun; raises `CheckpointError` once if it could not be written."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+
+def hold(workers: WorkerGroup[HybridWorker], members: Sequence[int], step: int) -> WorkerState:
+    """Let the processes `members` keep what they have of the checkpoint of `step` for `fill`; returns its numbers."""
+    pending = [workers.submit(process, HybridWorker.hold, step) for process in members]
+    numbers = [call.result() for call in pending]
+    return numbers[0]
+
+
+def fill(workers: WorkerGroup[HybridWorker], members: Sequence[int], folder: Path) -> None:
+    """Let the processes `members` write what they hold into `folder`; they may train meanwhile.
 
     Raises `CheckpointError` if one cannot, or has no such folder.
     """
     place = folder.resolve()
     try:
-        pending = [
-            workers.submit(process, HybridWorker.write_state, step, place, number)
-            for number, process in enumerate(members)
-        ]
-        for call in pending:
-            call.result()
+        for number, process in enumerate(members):
+            workers.submit(process, HybridWorker.start_state, place, number)
+        _wait(workers, members)
         found = len(list((place / STATE).glob("*.safetensors")))
         if found != len(members):
             raise CheckpointError(
                 f"{len(members)} processes wrote a checkpoint, of which {found} are in {folder.parent}: use a run "
                 "folder (hydra.run.dir) that all machines share"
             )
-        workers.submit(members[0], HybridWorker.write_denoisers, place).result()
+        workers.submit(members[0], HybridWorker.start_denoisers, place)
+        _wait(workers, members[:1])
     finally:
         shutil.rmtree(place / FROZEN, ignore_errors=True)
+
+
+def _wait(workers: WorkerGroup[HybridWorker], members: Sequence[int]) -> None:
+    for process in members:
+        while not workers.submit(process, HybridWorker.written).result():
+            time.sleep(POLL)

@@ -96,6 +96,7 @@ class HybridWorker:
         self.rollout: Rollout
         self.actor: Actor
         self.algorithm: Algorithm
+        self.writing: whole.Writing
 
     def setup(self) -> ModelFacts:
         """Load the pipeline and everything that works on it."""
@@ -295,26 +296,32 @@ class HybridWorker:
         tensors, numbers = self.actor.state()
         return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file()}, numbers
 
-    def finished_numbers(self, step: int) -> WorkerState:
-        """The numbers of the checkpoint of trainer step `step`, as those of `finished`."""
-        return self._parts(step)[1]
+    def hold(self, step: int) -> WorkerState:
+        """Keep what is here of the checkpoint of trainer step `step`, to be written beside the training.
 
-    def write_state(self, step: int, folder: Path, number: int) -> None:
-        """Write what this process, `number` of those that do, has of the checkpoint of `step` into its `folder`."""
-        parts = self._parts(step)[0]
-        whole.write_state(self.policy, parts, folder, number)
+        Returns its numbers. The calls that follow are `start_state` of all that write, `start_denoisers` of the first
+        of them, and `written` until each has ended.
+        """
+        self.keep(step)
+        assert self.kept is not None
+        parts, numbers = self.kept[1]
+        self.writing = whole.Writing(self.policy, parts)
+        return numbers
 
-    def write_denoisers(self, folder: Path) -> None:
-        """Write the averaged denoisers into `folder`, where all have written what they have."""
-        whole.write_denoisers(self.policy, folder)
+    def start_state(self, folder: Path, number: int) -> None:
+        """Begin to write what is held into the `folder` of a checkpoint, as process `number` of those that do."""
+        self.writing.start_state(folder, number)
 
-    def _parts(self, step: int) -> Parts:
-        if self.kept is not None and self.kept[0] == step:
-            return self.kept[1]
-        return whole.parts_of(self.actor)
+    def start_denoisers(self, folder: Path) -> None:
+        """Begin to write the averaged denoisers into `folder`, where all have written what they hold."""
+        self.writing.start_denoisers(folder)
+
+    def written(self) -> bool:
+        """Whether what was begun is written; raises what it raised."""
+        return self.writing.written()
 
     def load_state(self, folder: Path, numbers: WorkerState) -> None:
-        """Continue from a checkpoint that `write_state` made; raises `CheckpointError` if it does not fit."""
+        """Continue from a checkpoint of trained weights; raises `CheckpointError` if it does not fit."""
         whole.load_state(self.actor, folder, numbers)
 
     def load_checkpoint(self, state: bytes, numbers: WorkerState) -> None:

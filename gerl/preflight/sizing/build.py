@@ -23,6 +23,7 @@ from gerl.model.lora import add_lora
 from gerl.model.paths import INDEX, resolve
 from gerl.model.policy import Policy
 from gerl.model.skeletons import default_dtype
+from gerl.model.whole import chosen, parameters_of
 from gerl.preflight.sizing.stage import Stage
 from gerl.preflight.sizing.tokens import Picture, Tokens
 
@@ -78,19 +79,24 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
     """As `load_policy`, but of shapes, which run on `stage`; with None, of weights that nobody has trained."""
     model, device = config.model, "meta" if stage is not None else "cpu"
     pipe = build_pipeline(model.path, dtype, device)
-    denoisers = find_denoisers(pipe)
+    denoisers, whole = find_denoisers(pipe), model.train != "lora"
     for denoiser in denoisers.values():
+        denoiser.requires_grad_(False)
         with torch.device(device):
-            add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, 0)
+            if not whole:
+                add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, 0)
+    if whole:
+        for p in parameters_of(denoisers, chosen(model.train, denoisers)).values():
+            p.requires_grad_()
     if stage is not None:
         stage.put_on(pipe)
-    lora = {
+    trained = {
         f"{name}.{key}": p
         for name, denoiser in denoisers.items()
         for key, p in denoiser.named_parameters()
         if p.requires_grad
     }
-    return Policy(pipe, denoisers, lora, EMA(lora, config.actor.ema_decay))
+    return Policy(pipe, denoisers, trained, EMA(trained, config.actor.ema_decay), whole=whole)
 
 
 def _cached(path: str) -> Path | None:

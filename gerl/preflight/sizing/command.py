@@ -104,7 +104,8 @@ def text(found: Sizing) -> str:
     parts = [f"{p.name} {size(p.weights.total)}" for p in facts.parts]
     lines += wrapped("frozen", ", ".join(parts))
     copies = f"weight, gradient, two moments and {facts.averages} averages, {4 * (4 + facts.averages)} bytes each"
-    lines += wrapped("trained", f"LoRA of {facts.lora:,} parameters: {copies}")
+    what = f"{facts.lora:,} weights of the denoiser" if facts.whole else f"LoRA of {facts.lora:,} parameters"
+    lines += wrapped("trained", f"{what}: {copies}")
     work = {name: tally.total / facts.images for name, tally in _work(found)}
     lines += wrapped(
         "work",
@@ -147,7 +148,7 @@ def _column(title: str, layout: Layout, batch: Batch, taken: Memory, found: Sizi
     )
     own = {
         "weights": taken.weights,
-        "LoRA": taken.lora,
+        "optimizer and averages" if found.facts.whole else "LoRA": taken.lora,
         f"trajectories of {batch.step:.0f} {found.facts.unit}s": taken.tape,
     }
     lines = list(lines) + list(wrapped("", ", ".join(f"{name} {size(value)}" for name, value in own.items())))

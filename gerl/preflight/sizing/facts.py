@@ -52,6 +52,7 @@ class Part:
     root: Weights
     largest: int  # elements of the largest linear layer
     whole: int  # bytes that every rank has, even if it is sharded
+    masters: int = 0  # bytes of all its weights in fp32, if it is trained itself; 0: a LoRA is, or nothing
 
 
 @dataclass
@@ -67,9 +68,9 @@ class Facts:
     drawn: int  # rows that are denoised together
     trained: int  # rows of a forward and backward
     parts: list[Part]
-    lora: int  # parameters
-    averages: int  # copies of the LoRA: EMA, and old and sampling policies
-    swapped: bool  # the rollout puts another LoRA in the place of the trained one, which is kept meanwhile
+    lora: int  # parameters that are trained, of a LoRA or of the denoisers themselves
+    averages: int  # copies of them: EMA, old and sampling policies, and the base model where it has no place of its own
+    swapped: bool  # the rollout puts others in the place of the trained ones, which are kept meanwhile
     tape: float  # bytes an image
     rollout: Tally = field(default_factory=Tally)
     updates: dict[bool, Tally] = field(default_factory=dict)  # by gradient checkpointing
@@ -83,9 +84,17 @@ class Facts:
         updates = {on == "true": Tally(**tally) for on, tally in values["updates"].items()}
         return cls(**values | {"parts": parts, "rollout": Tally(**values["rollout"]), "updates": updates})
 
-    def lora_bytes(self) -> int:
-        """Of the LoRA, its gradient, two moments and the averages, all fp32."""
-        return self.lora * FP32 * (4 + self.averages)
+    @property
+    def whole(self) -> bool:
+        """Whether weights of the denoisers themselves are trained."""
+        return any(part.masters for part in self.parts)
+
+    def trained_bytes(self) -> int:
+        """Of the trained weights, their gradient, two moments and the averages, all fp32.
+
+        The weights themselves are those of the denoiser where there is no LoRA, and counted with it.
+        """
+        return self.lora * FP32 * (4 - self.whole + self.averages)
 
     def flops(self, checkpointing: bool) -> float:
         """Of an image: drawn, decoded and trained on."""
@@ -125,9 +134,13 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         count,
         rows_of(task.segments),
         min(config.actor.micro_batch_size or config.rollout.micro_batch_size, rows_of(trained)),
-        [part_of(name, c, name in worker.policy.denoisers) for name, c in pipe.components.items() if _is_module(c)],
+        [
+            part_of(name, c, name in worker.policy.denoisers, worker.policy.whole)
+            for name, c in pipe.components.items()
+            if _is_module(c)
+        ],
         sum(p.numel() for p in worker.policy.trained.values()),
-        len(worker.policy.averages()),
+        len(worker.policy.averages()) + (worker.policy.reference is not None),
         worker.policy.sampler is not None or worker.policy.old is not None,
         drawn.nbytes / count,
         stage.tallies["rollout"],
@@ -198,8 +211,8 @@ def _is_module(component: object) -> bool:
     return isinstance(component, torch.nn.Module)
 
 
-def part_of(name: str, component: torch.nn.Module, denoises: bool) -> Part:
-    """The weights of the component `name` of a pipeline, its LoRA aside."""
+def part_of(name: str, component: torch.nn.Module, denoises: bool, trained: bool = False) -> Part:
+    """The weights of the component `name` of a pipeline, its LoRA aside; `trained`: those of denoisers are."""
     blocks = repeated_blocks(component)
     root = _weights(component, {id(p) for block in blocks for p in block.parameters()})
     apart = 0 if denoises else sum(_weights(layer).total for layer in layers(component, blocks))
@@ -211,6 +224,7 @@ def part_of(name: str, component: torch.nn.Module, denoises: bool) -> Part:
         root,
         max((p.numel() for _, p in _linear(component)), default=0),
         0 if denoises else root.total - apart,
+        sum(p.numel() for p in component.parameters()) * FP32 if denoises and trained else 0,
     )
 
 

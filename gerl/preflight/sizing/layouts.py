@@ -6,7 +6,8 @@ Predictions, of weights that are sharded, quantised or kept elsewhere:
   the second one fetched ahead; what an encoder does not divide is on every rank;
 * quantised: the linear layers of the repeated blocks, as `quantised_bytes` has them, the largest one in bf16 while it
   runs;
-* offload=encoders: text encoders and VAE one at a time, while they run; offload=blocks: of the denoiser one block.
+* offload=encoders: text encoders and VAE one at a time, while they run; offload=blocks: of the denoiser one block as
+  well; of what is sharded nothing but the blocks that run, each rank brings its part of them.
 """
 
 import itertools
@@ -57,6 +58,16 @@ class Layout:
         """Whether a rank holds but a part of the weights of `part`."""
         return part.kind in {"none": (), "denoiser": ("denoiser",), "all": ("denoiser", "encoder")}[self.shard]
 
+    def is_gathered(self, part: Part) -> bool:
+        """Whether the weights of a block of `part` are made while it runs, of parts or of fp32 masters."""
+        return self.is_sharded(part) or part.masters > part.weights.total
+
+    def reduced(self, part: Part) -> float:
+        """Bytes of a block's gradients while the ranks sum them: as they were computed, and in fp32."""
+        if not part.masters or not self.is_gathered(part):
+            return 0.0
+        return part.block.total * (1 + part.masters / part.weights.total)
+
     def is_away(self, part: Part) -> bool:
         """Whether `part` is on the GPU only while it runs."""
         return self.offload != "none" and part.kind != "denoiser" and not self.is_sharded(part)
@@ -83,16 +94,19 @@ class Layout:
         """Bytes of `part` on a rank all the time."""
         if self.is_away(part):
             return 0.0
-        if self.offload == "blocks" and part.kind == "denoiser":
-            return self.computing(part, 1)
-        size = self.size(part)
-        return part.whole + (size - part.whole) / self.ranks if self.is_sharded(part) else size
+        size, on_cpu = self.size(part), self.offload == "blocks"
+        if part.masters:
+            return part.masters / (self.ranks if self.is_sharded(part) else 1)
+        if self.is_sharded(part):
+            return part.whole + (0.0 if on_cpu else (size - part.whole) / self.ranks)
+        return self.computing(part, 1) if on_cpu else size
 
     def fetched(self, part: Part) -> float:
         """Bytes of weights that come besides while `part` runs."""
         came = self.size(part) if self.is_away(part) else 0.0
-        if self.is_sharded(part):
-            came += self.computing(part, 2) - part.whole
+        if self.is_gathered(part):
+            gathered = self.computing(part, 2) - part.whole
+            came += gathered + (gathered / self.ranks if self.offload == "blocks" else 0.0)
         return came + (part.largest * HALF if self.kind(part) != "none" else 0)
 
 
@@ -123,8 +137,9 @@ class Memory:
 
 def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
     """The memory of a rank."""
-    weights, lora, tape = sum(layout.held(p) for p in facts.parts), facts.lora_bytes(), facts.tape * batch.step
-    swapped = facts.lora * FP32 * facts.swapped
+    weights, tape = sum(layout.held(p) for p in facts.parts), facts.tape * batch.step
+    own = facts.lora / (layout.ranks if facts.whole and layout.shard != "none" else 1)  # of a rank
+    lora, swapped = own * facts.trained_bytes() / max(1, facts.lora), own * FP32 * facts.swapped
     phases: dict[str, float] = {}
     activations: dict[str, float] = {}
     for part in facts.parts:
@@ -134,9 +149,10 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
         if there > phases.get(name, 0.0):
             phases[name], activations[name] = there, alive
         alive = facts.updates[layout.checkpointing].peaks.get(part.name, 0) * batch.actor / facts.trained
-        if part.kind == "denoiser" and (there := layout.fetched(part) + alive + swapped) > phases.get("update", 0.0):
+        there = layout.fetched(part) + alive + swapped + layout.reduced(part)
+        if part.kind == "denoiser" and there > phases.get("update", 0.0):
             phases["update"], activations["update"] = there, alive
-    phases["optimizer"] = facts.lora * FP32  # the gradients in one vector, for the all-reduce
+    phases["optimizer"] = own * FP32  # the gradients in one vector, for the all-reduce
     resident = weights + lora + tape
     return Memory(weights, lora, tape, {name: resident + value for name, value in phases.items()}, activations)
 
@@ -150,22 +166,25 @@ def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) 
         if layout.is_sharded(part):
             gathered = layout.size(part) * (layout.ranks - 1) / layout.ranks
             travelling += calls * gathered / gpu.link
-        if layout.offload == "blocks" and part.kind == "denoiser":
-            travelling += calls * layout.size(part) / gpu.bus
+        if layout.offload == "blocks" and (part.kind == "denoiser" or layout.is_sharded(part)):
+            travelling += calls * layout.size(part) / (layout.ranks if layout.is_sharded(part) else 1) / gpu.bus
         if layout.is_away(part):  # there and back, once a micro-batch
             waiting += 2 * layout.size(part) / gpu.bus
     images = facts.images * batch.rollout / facts.drawn  # of the calls that were counted
     return max(computing, travelling / images) + waiting / images
 
 
-def layouts(gpus: int, together: int) -> Iterator[Layout]:
-    """All that `ModelConfig` takes, with denoiser and encoders quantised alike, or the encoders in int8 alone."""
+def layouts(gpus: int, together: int, whole: bool = False) -> Iterator[Layout]:
+    """All that `ModelConfig` takes, with denoiser and encoders quantised alike, or the encoders in int8 alone.
+
+    `whole`: the denoisers' own weights are trained.
+    """
     for ranks, shard, kinds, on, offload in itertools.product(GROUPS, SHARDS, QUANTIZED, (False, True), OFFLOADS):
         if gpus % ranks or ranks > together or (ranks == 1) != (shard == "none"):
             continue
-        if shard != "none" and (kinds != QUANTIZED[0] or offload == "blocks"):
+        if shard != "none" and "nf4" in kinds:
             continue
-        if offload == "blocks" and kinds[0] != "none":
+        if (offload == "blocks" and (whole or kinds[0] != "none")) or (whole and kinds[0] != "none"):
             continue
         yield Layout(ranks, shard, *kinds, on, offload)
 
@@ -191,7 +210,9 @@ def cheapest(facts: Facts, batch: Batch, smallest: int, gpu: Gpu, gpus: int, sha
     Weights as they are go before quantised ones, then micro-batches as configured before halves of them: these are
     halved until something fits, down to `smallest` images in the rollout and one in the update.
     """
-    candidates = [layout for layout in layouts(gpus, gpu.together) if layout.checkpointing in facts.updates]
+    candidates = [
+        layout for layout in layouts(gpus, gpu.together, facts.whole) if layout.checkpointing in facts.updates
+    ]
     for kinds in QUANTIZED:
         for part in halves(batch, smallest):
             found = [

@@ -141,6 +141,7 @@ class Stage:
                 module.__dict__["_apply"] = lambda *_, own=module, **__: own  # shapes are not cast in place
             self.ledger.leave_out([*component.parameters(), *component.buffers()])
             lora = [m for m in component.modules() if isinstance(m, BaseTunerLayer)]
+            trains = any(p.requires_grad for p in component.parameters())
             if not hasattr(component, "decode"):  # the blocks of a video's decoder write into lists that they are given
                 for module in component.modules():
                     if isinstance(module, torch.nn.ModuleList):
@@ -150,7 +151,7 @@ class Stage:
                 methods = ("forward", *METHODS) if module is component else ("forward",)
                 for method in methods:
                     if callable(original := getattr(module, method, None)):
-                        routed = functools.partial(self._call, name, module, lora, original)
+                        routed = functools.partial(self._call, name, module, trains, lora, original)
                         module.__dict__[method] = functools.update_wrapper(routed, original)
 
     def _give_shapes(self, module: torch.nn.Module, shared: dict[int, torch.nn.Parameter]) -> None:
@@ -218,6 +219,7 @@ class Stage:
         self,
         name: str,
         module: torch.nn.Module,
+        trains: bool,
         lora: list[BaseTunerLayer],
         function: Callable[..., Any],
         *args: Any,
@@ -225,7 +227,7 @@ class Stage:
     ) -> Any:
         if self._inside:
             return function(*args, **kwargs)
-        grad = torch.is_grad_enabled() and any(p.requires_grad for layer in lora for p in layer.parameters())
+        grad = torch.is_grad_enabled() and trains
         adapted = bool(lora) and not lora[0].disable_adapters
         # two calls of a model give the same numbers
         self._generator.manual_seed(zlib.crc32(repr((name, adapted, _sums((args, kwargs)))).encode()))

@@ -194,6 +194,11 @@ def test_layouts_divide_what_they_should() -> None:
     assert memory(facts, Layout(quantize="nf4"), batch).weights == pytest.approx(2.2e9 + 10e9 * 9 / 16, rel=1e-3)
     assert memory(facts, Layout(offload="encoders"), batch).weights == 20e9
     assert memory(facts, Layout(offload="blocks"), batch).weights == 1e9
+    # nothing of the denoiser but two gathered blocks of 1 GB and this rank's parts of them; the encoder's shared layers
+    away = memory(facts, Layout(4, "all", offload="blocks"), batch)
+    assert away.weights == 0.2e9 and away.peak - away.weights - away.lora - away.tape == 2.5e9 + 8e9
+    eighth = memory(facts, Layout(4, "all", "int8", "int8"), batch)
+    assert eighth.weights == pytest.approx(20e9 / 8 + 0.2e9 + 1e9 / 4, rel=1e-3), "of the encoder one GB is in blocks"
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
