@@ -2,6 +2,8 @@
 
 from gerl.cluster.calls import Pending as Pending
 from gerl.cluster.calls import WorkerGroup as WorkerGroup
+from gerl.cluster.calls import silence as silence
+from gerl.cluster.calls import wait_all as wait_all
 from gerl.cluster.calls import wait_any as wait_any
 from gerl.cluster.machines import Cluster as Cluster
 from gerl.cluster.machines import own_host as own_host

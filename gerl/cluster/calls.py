@@ -91,6 +91,8 @@ def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
         case ray.exceptions.RayActorError():  # also where the call only depends on one of a dead worker
             killed = "; the system ends processes without a word where memory is full" if "OOM" in str(error) else ""
             return WorkerDied(f"{worker} died ({said}{killed}): its log is in Ray's session folder; {again}")
+        case ray.exceptions.ObjectLostError() | ray.exceptions.NodeDiedError():  # the machine that had it is gone
+            return WorkerDied(f"the answer of {worker} is lost with its machine ({said}): {again}")
         case _:
             return ClusterError(f"Ray lost the answer of {worker} ({said}): {again}")
 
@@ -136,10 +138,20 @@ class WorkerGroup(Generic[W]):
     have types, over Ray too.
     """
 
-    def __init__(self, name: str, count: int, start: Callable[[int], W], end: Callable[[W], None] | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        start: Callable[[int], W],
+        end: Callable[[W], None] | None,
+        patience: float | None = None,
+    ) -> None:
+        """`patience`: seconds for which `run` waits for an answer of any of them."""
+        self.patience = patience
         self.name, self._start, self._end = name, start, end
         self.remote = end is not None
-        self.workers = [start(rank) for rank in range(count)]  # over Ray: the handles of actors of that class
+        self.numbers = list(range(count))  # of those there are: some may be left out for a while
+        self.workers = [start(number) for number in self.numbers]  # over Ray: the handles of actors of that class
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -148,7 +160,7 @@ class WorkerGroup(Generic[W]):
         self, index: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
         """Queue `method(*args)` on worker `index`; an argument that is `Pending.later()` arrives as its value."""
-        label = f"{self.name} {index}"
+        label = f"{self.name} {self.numbers[index]}"
         bound = getattr(self.workers[index], method.__name__)
         if self.remote:
             return Pending(label, reference=bound.remote(*map(_reference, args), **kwargs))
@@ -158,32 +170,56 @@ class WorkerGroup(Generic[W]):
         """End worker `index`, whatever it is doing, and start it anew; in this process there is nothing to end."""
         if self._end is not None:
             self._end(self.workers[index])
-            self.workers[index] = self._start(index)
+            self.workers[index] = self._start(self.numbers[index])
+
+    def leave_out(self, index: int) -> tuple[int, W]:
+        """Go on without worker `index`; returns what `take_in` takes."""
+        return self.numbers.pop(index), self.workers.pop(index)
+
+    def take_in(self, number: int, worker: W) -> int:
+        """Go on with a worker that was left out, at its old place among the others; returns its index."""
+        index = sum(other < number for other in self.numbers)
+        self.numbers.insert(index, number)
+        self.workers.insert(index, worker)
+        return index
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run `method(*args)` on all workers at once and return what they returned, in order.
+        """Run `method(*args)` on all workers at once and return what they returned, in order, as `wait_all` does."""
+        return wait_all([self.submit(i, method, *args, **kwargs) for i in range(len(self))], self.patience)
 
-        Raises the first exception that comes; where a worker died, that it did, and not what others say who miss it.
-        """
-        pending = [self.submit(i, method, *args, **kwargs) for i in range(len(self))]
-        left, error = list(pending), None
-        while left:
-            ended = wait_any(left, None if error is None else LAST_WORDS)
-            if not ended:
-                break
-            for call in ended:
-                left.remove(call)
-                try:
-                    call.result()
-                except WorkerDied:
-                    raise
-                except Exception as other:  # noqa: BLE001 - raised below
-                    error = error or other
-            if isinstance(error, GerlError):
-                break
-        if error is not None:
-            raise error
-        return [p.result() for p in pending]
+
+def wait_all(pending: Sequence[Pending[R]], patience: float | None = None) -> list[R]:
+    """Wait for calls that workers make at once; returns what they returned, in order.
+
+    Raises the first exception that comes; where a worker died, that it did, and not what others say who miss it. If
+    none of them answers for `patience` seconds, they count as dead.
+    """
+    left, error = list(pending), None
+    while left:
+        ended = wait_any(left, patience if error is None else LAST_WORDS)
+        if not ended and error is None and patience is not None:
+            raise silence(left, patience)
+        if not ended:
+            break
+        for call in ended:
+            left.remove(call)
+            try:
+                call.result()
+            except WorkerDied:
+                raise
+            except Exception as other:  # noqa: BLE001 - raised below
+                error = error or other
+        if isinstance(error, GerlError):
+            break
+    if error is not None:
+        raise error
+    return [p.result() for p in pending]
+
+
+def silence(pending: Sequence[Pending[Any]], patience: float) -> WorkerDied:
+    """What to say of workers that did not answer for `patience` seconds."""
+    names = " and ".join(dict.fromkeys(call.worker for call in pending))
+    return WorkerDied(f"no answer of {names} within cluster.hang_after={patience:g} s; raise it if they need so long")
 
 
 def _value(argument: object) -> object:

@@ -160,7 +160,7 @@ class Cluster:
             self._actors.remove(actor)
             ray.kill(actor)
 
-        return WorkerGroup(name, count, start, end)
+        return WorkerGroup(name, count, start, end, self.config.hang_after)
 
 
 def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:

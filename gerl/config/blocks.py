@@ -305,6 +305,16 @@ class ClusterConfig(Block):
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")
     threads_per_worker: int | None = key(None, "CPU threads of a worker; null: its share of the cores", low=1)
+    max_restarts: int = key(
+        10,
+        "workers that died and are replaced within an hour, each time from the last finished step; one more ends the "
+        "run; 0: the first one does",
+        low=0,
+    )
+    patience: float = key(
+        60.0, "seconds for which room for a replaced worker is waited for; then the run goes on with fewer", low=1.0
+    )
+    hang_after: float = key(1800.0, "seconds without an answer of any worker after which they count as dead", low=1.0)
 
 
 @dataclass(frozen=True)

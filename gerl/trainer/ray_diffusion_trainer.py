@@ -1,41 +1,36 @@
 """The training loop: draw and score, credit, train, log, validate, save."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from gerl.algorithms import Algorithm, build_algorithm
+from gerl.algorithms import Algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
-from gerl.cluster import Cluster, Pending, WorkerGroup
+from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
-from gerl.config.changes import settings_of
-from gerl.errors import CheckpointError, ClusterError
-from gerl.model.hub import Downloads
 from gerl.protocol import Images, Prompt, RolloutTask, Scores
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
-from gerl.run.checkpoint import Checkpoint, prune, save_checkpoint
-from gerl.run.health import Health
-from gerl.run.state import RunState
 from gerl.run.timing import Stopwatch
-from gerl.run.tracking import Progress, Tracker, read_metrics
+from gerl.run.tracking import Progress
 from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
-from gerl.trainer.folder import RunFolder, check_identity
+from gerl.trainer.durable import DurableRun
+from gerl.trainer.folder import RunFolder
 from gerl.trainer.owners import followers, kind, share
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
-from gerl.trainer.rescue import save_from_any, say_how_to_go_on
+from gerl.trainer.recovery import WentBack
 from gerl.trainer.rollouts import Rollouts
-from gerl.trainer.saving import Saving, fill, hold, writers
 from gerl.trainer.update import Update
-from gerl.workers.hybrid import HybridWorker, ModelFacts, repeated
+from gerl.workers.hybrid import HybridWorker, repeated
 
 logger = logging.getLogger(__name__)
 NO_CREDIT = 1e-6  # what rounding leaves of the credit of equal rewards
@@ -52,7 +47,7 @@ class Drawn:
     scored: Scored = field(default_factory=Scored)
 
 
-class RayDiffusionTrainer:
+class RayDiffusionTrainer(DurableRun):
     """An algorithm over a cluster's workers; `fit` is the run. The driver holds no model and moves only images."""
 
     def __init__(
@@ -64,23 +59,12 @@ class RayDiffusionTrainer:
         held_out: Sequence[Prompt],
         identity: dict[str, str],
     ) -> None:
-        self.config, self.run_dir, self.cluster = config, run_dir, cluster
+        super().__init__(config, run_dir, cluster, identity)
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
-        self.algorithm: Algorithm = build_algorithm(config)
-        self.state = RunState(identity=identity, settings=settings_of(config))
-        self.val_reward: float | None = None  # of the last validation, after step `validated_step`
-        self.validated_step: int | None = None
-        self.saved_step: int | None = None
         self.announced = False  # where the run folder is
-        self.downloads = Downloads()  # of the scorers' models, too
-        self.saving = Saving()
         self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
-        self.workers: WorkerGroup[HybridWorker]
-        self.model: ModelFacts
         self.rewards: RewardManager
         self.update: Update
-        self.tracker: Tracker
-        self.health: Health
 
     def fit(self, resume: RunFolder | None = None) -> None:
         """Train to `trainer.steps`, from the checkpoint of `resume` if it has one.
@@ -88,28 +72,37 @@ class RayDiffusionTrainer:
         However it ends, the last finished step is saved.
         """
         self.setup(resume)
-        config, state, total = self.config, self.state, self.config.trainer.steps
+        config, total = self.config, self.config.trainer.steps
         try:
-            if state.step == 0 and self.held_out:
-                self.log(0, self.validate(0))
-            with Progress(total, state.step, disable=not config.logger.progress) as progress:
-                if state.unlogged:  # the resumed run was stopped before the end of its last step
-                    self.conclude(Stopwatch())
-                for step in range(state.step + 1, total + 1):
-                    watch = Stopwatch()
-                    with watch("step"):
-                        drawn = self.draw(step, watch)
-                        metrics, credit = self.credit(drawn, watch)
-                        with signals.deferred():
-                            state.unlogged = metrics | self.train(drawn, credit, watch) | watch.metrics()
-                            state.step, state.algorithm = step, self.algorithm.state()
-                    self.conclude(watch)
-                    progress.update(metrics["reward/mean"], **self.postfix())
+            if self.state.step == 0 and self.held_out:
+                self.log(0, self.undisturbed(partial(self.validate, 0)))
+            done = self.state.step - bool(self.state.unlogged)  # else the last step was stopped before its end
+            with Progress(total, done, disable=not config.logger.progress) as progress:
+                while self.state.step < total or self.state.unlogged:
+                    with contextlib.suppress(WentBack):
+                        watch = Stopwatch() if self.state.unlogged else self.undisturbed(self.take_step)
+                        reward = self.state.unlogged["reward/mean"]
+                        self.conclude(watch)
+                        progress.update(reward, **self.postfix())
         except BaseException as error:
             self.rescue(error)
             raise
         finally:
             self.tracker.close()
+
+    def take_step(self) -> Stopwatch:
+        """Draw, score and train; returns what measures the step's time."""
+        state, watch = self.state, Stopwatch()
+        if new := self.recovery.take_in():
+            self.bring_together(new, self.state_without(new))
+        with watch("step"):
+            drawn = self.draw(state.step + 1, watch)
+            metrics, credit = self.credit(drawn, watch)
+            with signals.deferred():
+                state.unlogged = metrics | self.train(drawn, credit, watch) | watch.metrics()
+                state.step, state.algorithm = state.step + 1, self.algorithm.state()
+        self.recovery.remember(state.step, self.model.trained_parameters)
+        return watch
 
     def conclude(self, watch: Stopwatch) -> None:
         """End a step: validate, log its line, save."""
@@ -117,16 +110,17 @@ class RayDiffusionTrainer:
         self.patience = REMINDER
         if _due(state.step, self.config.validation.every, total):
             with watch("step"):
-                state.unlogged |= self.validate(state.step, watch)
+                found = self.undisturbed(partial(self.validate, state.step, watch))
+            state.unlogged |= found
         with signals.deferred():
-            row = {**state.unlogged, **watch.metrics()}
+            row = {**state.unlogged, **watch.metrics(), **self.recovery.metrics()}
             self.log(state.step, row)
             state.unlogged = {}
         self.saving.check()
         for sentence in self.health.observe({"step": state.step, **row}):
             logger.warning("%s", sentence)
         if _due(state.step, self.config.checkpoint.every, total):
-            self.save()
+            self.undisturbed(self.save)
 
     def log(self, step: int, row: Metrics) -> None:
         """Write a line of metrics; after the first one, say where.
@@ -146,12 +140,8 @@ class RayDiffusionTrainer:
             resume.carry_on()
         self.update = Update(self.config, self.algorithm, self.workers, self.state, self.model.half_precision)
         self.check_sampling()
-        # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
-        kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
-        self.tracker = Tracker(self.run_dir, self.config.logger, start_step=kept)
-        self.health = Health(asdict(self.config))
-        for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
-            self.health.observe(row)
+        self.open_log()
+        self.recovery.remember(self.state.step, self.model.trained_parameters)
 
     def start(self, resumed: bool = False) -> None:
         """Try the scorers, start the workers, and load the model, as a resumed run needs it if it is one."""
@@ -172,12 +162,7 @@ class RayDiffusionTrainer:
             threads=cluster.threads,
             together=cluster.ranks,
         )
-        if cluster.remote and len(self.workers) > 1:
-            with waiting(f"starting {len(self.workers)} processes, which have to meet"):
-                address = self.workers.submit(0, HybridWorker.address).result()
-                self.workers.run(HybridWorker.join, address, len(self.workers))
-        with waiting(f"loading {config.model.path} on {len(self.workers)} process(es)", self.downloads):
-            self.model = model = self.workers.run(HybridWorker.setup)[0]
+        self.model = model = self.load_model()
         for sentence in model.notes:
             logger.info("%s", sentence)
         ranks = f" of {cluster.ranks} ranks" if cluster.ranks > 1 else ""
@@ -239,7 +224,7 @@ class RayDiffusionTrainer:
                 repetitions.append(workers.submit(process, HybridWorker.repeat, tasks[k], kept))
             return image
 
-        rollouts = Rollouts(self.rewards, [task.samples for task in tasks], submit, owners.processes)
+        rollouts = Rollouts(self.rewards, [task.samples for task in tasks], submit, owners.processes, workers.patience)
         count = sum(len(task.samples) for task in tasks)
         with watch("rollout"), waiting(f"drawing {count} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
@@ -280,7 +265,7 @@ class RayDiffusionTrainer:
 
     def train(self, drawn: Drawn, credit: torch.Tensor, watch: Stopwatch) -> Metrics:
         """Take the step's optimizer steps; returns their metrics."""
-        lora = self.config.model.train == "lora"
+        lora, self.update.state = self.config.model.train == "lora", self.state
         with watch("update"), waiting(f"updating the {'LoRA' if lora else 'weights'}", after=self.patience):
             metrics = self.update.run(drawn.tasks, credit, drawn.sets)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
@@ -302,7 +287,7 @@ class RayDiffusionTrainer:
                     workers.submit(process, HybridWorker.validate, k, batches[k])
                 return image
 
-            rollouts = Rollouts(self.rewards, batches, submit, owners.processes)
+            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.patience)
             with waiting(f"validating {len(self.held_out)} prompts", self.progress_of(rollouts)):
                 found = rollouts.finish()
             for batch, scores in zip(batches, found, strict=True):
@@ -316,76 +301,6 @@ class RayDiffusionTrainer:
     def postfix(self) -> dict[str, str]:
         """The entries of the progress bar besides the reward of the step."""
         return {} if self.val_reward is None else {"held-out": f"{self.val_reward:.3f}"}
-
-    def save(self, worker: int = 0) -> None:
-        """Write a checkpoint of the last finished step, as `worker` has it, and remove those no longer wanted.
-
-        That of a LoRA is there on return. Trained weights are written while the next steps are trained, the last one is
-        waited for.
-        """
-        step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
-        with signals.deferred(), waiting(f"saving the checkpoint of step {step}"):
-            self.saving.finish()
-            files, members = dict[str, bytes](), writers(self.config, worker)
-            if self.config.model.train == "lora":
-                files, numbers = self.workers.submit(worker, HybridWorker.finished, step).result()
-            else:
-                numbers = hold(self.workers, members, step)
-            state = replace(
-                self.state,
-                finished=step == total and not self.state.unlogged,
-                val_reward=self.val_reward if self.validated_step == step else None,
-                worker=numbers,
-            ).to_json()
-
-            def write(**more: Callable[[Path], None]) -> None:
-                save_checkpoint(root, step, files, state, **more)
-                prune(root, self.config.checkpoint.keep)
-
-            if self.config.model.train == "lora":
-                write()
-            else:
-                self.saving.start(partial(write, fill=partial(fill, self.workers, members)))
-            if step == total:
-                self.saving.finish()
-            self.saved_step = step
-
-    def rescue(self, error: BaseException) -> None:
-        """Save the last finished step of a run that `error` ends, and add to `error` how to carry on."""
-        signals.answered()
-        try:
-            self.saving.finish()
-        except (CheckpointError, ClusterError) as failed:  # of a worker that died, say; another one may have the state
-            logger.warning("%s", failed)
-            self.saved_step = None
-
-        def save(worker: int) -> None:
-            self.save(worker)
-            self.saving.finish()
-
-        nothing_new = self.state.step in (0, self.saved_step)
-        failure = "" if nothing_new else save_from_any(self.workers, save)
-        say_how_to_go_on(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""
-        check_identity(checkpoint, self.state.identity)
-        state = RunState.of(checkpoint)
-        self.state = replace(state, identity=self.state.identity, settings=self.state.settings)
-        assert state.worker is not None
-        try:
-            self.algorithm.load_state(state.algorithm)
-            if self.config.model.train != "lora":
-                self.workers.run(HybridWorker.load_state, checkpoint.path.resolve(), state.worker)
-            else:
-                self.workers.run(HybridWorker.load_checkpoint, checkpoint.read("state.safetensors"), state.worker)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start anew with "
-                "checkpoint.resume=never"
-            ) from None
-        self.val_reward, self.validated_step = self.state.val_reward, self.state.step
-        self.saved_step = self.state.step
 
 
 def _due(step: int, every: int, total: int) -> bool:

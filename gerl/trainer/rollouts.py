@@ -1,8 +1,9 @@
 """Draw and score: the workers draw micro-batches, the scorers look at each while the next ones are drawn."""
 
+import time
 from collections.abc import Callable, Sequence
 
-from gerl.cluster import Pending, wait_any
+from gerl.cluster import Pending, silence, wait_any
 from gerl.protocol import Images, Scores
 from gerl.rewards.manager import RewardManager, Scorable
 
@@ -21,7 +22,10 @@ class Rollouts:
         samples: Sequence[Sequence[Scorable]],
         draw: Callable[[int], Pending[Images]],
         owners: Sequence[int],
+        patience: float | None = None,
     ) -> None:
+        """`patience`: seconds without an answer of the workers after which they count as dead."""
+        self.patience, self.silent = patience, 0.0
         self.draw, self.owners, self.count = draw, owners, len(samples)
         self.sizes = [len(batch) for batch in samples]
         self.scorers = list(manager.config.scorers)
@@ -53,7 +57,15 @@ class Rollouts:
         self.scoring.submit()
         drawing = [image for i, image in enumerate(self.images) if i not in self.drawn]
         awaited, seconds = self.scoring.awaited()
-        ended = set(wait_any([*drawing, *awaited], seconds))
+        limits = [limit for limit in (seconds, self.patience if drawing else None) if limit is not None]
+        started = time.monotonic()
+        ended = set(wait_any([*drawing, *awaited], min(limits, default=None)))
+        if not ended and drawing and self.patience is not None:
+            self.silent += time.monotonic() - started
+            if self.silent >= self.patience:
+                raise silence(drawing, self.patience)
+        else:
+            self.silent = 0.0
         for i, image in enumerate(self.images):
             if i not in self.drawn and image in ended:
                 self.drawn.add(i)

@@ -37,11 +37,20 @@ class Meeting:
         if host in LOOPBACK:  # gloo listens at what the machine's name stands for
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
         mine = None if self._socket is None else self._socket.detach()
+        self._socket = None
         store = dist.TCPStore(
             host, int(port), world_size, is_master=mine is not None, timeout=TIMEOUT, master_listen_fd=mine
         )
         backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+
+    def leave(self) -> None:
+        """End the process group, if there is one, so that another can be joined."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class Ranks:

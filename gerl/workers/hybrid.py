@@ -134,11 +134,17 @@ class HybridWorker:
         """An address at which the workers can meet for their all-reduce."""
         return self.meeting.open()
 
-    def join(self, address: str, world_size: int) -> None:
-        """Meet the other processes, before the model is loaded; a collective call."""
-        self.meeting.join(address, self.rank, world_size, self.device)
+    def join(self, address: str, rank: int, world_size: int) -> None:
+        """Meet the other processes, as number `rank` of them, before the model is loaded; a collective call."""
+        self.meeting.join(address, rank, world_size, self.device)
         if self.config.lockstep:
             self.ranks = Ranks(self.device, self.config.lockstep_ranks, self.config.cluster.context)
+
+    def leave(self) -> None:
+        """Give up what was begun of a step, and the meeting with the others."""
+        self.meeting.leave()
+        if hasattr(self, "actor"):
+            self.forget()
 
     def generate(self, task: RolloutTask) -> Images:
         """Draw a micro-batch and keep its trajectory."""

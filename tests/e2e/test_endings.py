@@ -25,6 +25,7 @@ from gerl.workers.hybrid import HybridWorker
 
 STEPS = 12
 SETTINGS = "checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.num_workers=2".split()
+FRAIL = "cluster.max_restarts=0"  # what a run without any more restarts does
 SLOW = """
 import time
 import numpy as np

@@ -1,0 +1,238 @@
+"""A run that lasts: its workers and its state, saved, resumed, and brought back when a worker dies."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from gerl.algorithms import Algorithm, build_algorithm
+from gerl.cluster import Cluster, WorkerGroup
+from gerl.commandline import signals
+from gerl.commandline.waiting import waiting
+from gerl.config import Config
+from gerl.config.changes import settings_of
+from gerl.errors import CheckpointError, ClusterError, ModelError
+from gerl.model.hub import Downloads
+from gerl.run.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint, prune, save_checkpoint
+from gerl.run.health import Health
+from gerl.run.state import RunState
+from gerl.run.tracking import Tracker, read_metrics
+from gerl.trainer.folder import check_identity
+from gerl.trainer.recovery import Recovery, WentBack, meet
+from gerl.trainer.rescue import save_from_any, say_how_to_go_on
+from gerl.trainer.saving import Saving, fill, hold, writers
+from gerl.workers.hybrid import HybridWorker, ModelFacts, State
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")  # what a part of a step returns
+LOSSES = (ClusterError, ModelError, RuntimeError)  # what calls raise when a worker, or one that another misses, is gone
+
+
+class DurableRun:
+    """The workers of a run and its state at the last finished step, which survives them.
+
+    A subclass starts the workers, trains, and sets `state` when a step is finished.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, cluster: Cluster, identity: dict[str, str]) -> None:
+        self.config, self.run_dir, self.cluster = config, run_dir, cluster
+        self.algorithm: Algorithm = build_algorithm(config)
+        self.state = RunState(identity=identity, settings=settings_of(config))
+        self.val_reward: float | None = None  # of the last validation, after step `validated_step`
+        self.validated_step: int | None = None
+        self.saved_step: int | None = None
+        self.downloads = Downloads()  # of the scorers' models, too
+        self.saving = Saving()
+        self.workers: WorkerGroup[HybridWorker]
+        self.recovery: Recovery
+        self.model: ModelFacts
+        self.tracker: Tracker
+        self.health: Health
+
+    def load_model(self) -> ModelFacts:
+        """Let the workers meet and load the model; those that die meanwhile are replaced."""
+        self.recovery = Recovery(self.config, self.workers)
+        while True:
+            count = len(self.workers)
+            try:
+                if count > 1 and self.workers.remote:
+                    with waiting(f"starting {count} processes, which have to meet"):
+                        meet(self.workers)
+                with waiting(f"loading {self.config.model.path} on {count} process(es)", self.downloads):
+                    return self.workers.run(HybridWorker.setup)[0]
+            except LOSSES as error:
+                self.recovery.restart(self.lost(error))
+
+    def open_log(self) -> None:
+        """Carry the run's record on from the step at which it is."""
+        # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
+        kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
+        self.tracker = Tracker(self.run_dir, self.config.logger, start_step=kept)
+        self.health = Health(asdict(self.config))
+        for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
+            self.health.observe(row)
+
+    # --- when workers die
+
+    def undisturbed(self, part: Callable[[], R]) -> R:
+        """Do a part of a step; where workers die, again, with others in their place.
+
+        Raises `WentBack` if that is possible from an earlier step only.
+        """
+        while True:
+            step, started = self.state.step, time.perf_counter()
+            try:
+                return part()
+            except LOSSES as error:
+                self.recover(error)
+                self.recovery.seconds += time.perf_counter() - started
+            if self.state.step != step:
+                raise WentBack
+
+    def recover(self, error: Exception) -> None:
+        """Replace the workers that died; raises `error` if none did, or if there were too many."""
+        while True:
+            lost = self.lost(error)
+            with waiting(f"replacing {len(lost)} process(es)"):
+                try:
+                    state = self.state_without(lost)
+                    self.bring_together(self.recovery.restart(lost), state)
+                    return
+                except LOSSES as another:  # of one more that died
+                    error = another
+
+    def lost(self, error: Exception) -> list[int]:
+        """The workers because of which `error` came; raises it if it has another reason, or if they are too many."""
+        lost = self.recovery.lost()
+        if not lost:
+            raise error
+        self.recovery.allow(lost, error)
+        logger.warning("%s", error)
+        logger.warning("going on from step %d with %d new process(es)", self.state.step, len(lost))
+        return lost
+
+    def state_without(self, lost: Sequence[int]) -> State | None:
+        """The workers' state at the last finished step, from others than `lost`; None if there is a checkpoint of it.
+
+        That of trained weights is saved for it.
+        """
+        if self.config.model.train == "lora":
+            return self.recovery.state(self.state.step, lost)
+        if not self.saved():
+            for worker in range(len(self.workers)):
+                if not set(writers(self.config, worker)) & set(lost):
+                    self.save(worker)
+                    self.saving.finish()
+                    break
+        return None
+
+    def bring_together(self, new: Sequence[int], state: State | None) -> None:
+        """Set the workers `new` up, and give all of them `state`, or that of the newest checkpoint there is."""
+        self.recovery.set_up(new)
+        if state is not None:
+            files, numbers = state
+            self.workers.run(HybridWorker.load_checkpoint, files["state.safetensors"], numbers)
+            self.algorithm.load_state(self.state.algorithm)
+            return
+        before, root = self.state.step, self.run_dir / "checkpoints"
+        checkpoint = next((c for path in reversed(checkpoint_paths(root)) if (c := _intact(path))), None)
+        if checkpoint is not None:
+            self.load(checkpoint)
+        else:
+            self.begin()
+        if self.state.step < before:
+            logger.warning("no worker is left that has step %d: going back to step %d", before, self.state.step)
+            self.tracker.close()
+            self.open_log()
+
+    def begin(self) -> None:
+        """Go back to the begin of the run."""
+        if len(self.workers) > 1:
+            self.recovery.set_up(self.recovery.restart(range(len(self.workers))))
+        self.algorithm = build_algorithm(self.config)
+        self.state = RunState(identity=self.state.identity, settings=self.state.settings)
+
+    # --- checkpoints
+
+    def saved(self) -> bool:
+        """Whether there is a checkpoint of the last finished step, or nothing that could be saved."""
+        try:
+            self.saving.finish()
+        except (CheckpointError, ClusterError) as failed:  # of a worker that died, say; another one may have the state
+            logger.warning("%s", failed)
+            self.saved_step = None
+        return self.state.step in (0, self.saved_step)
+
+    def save(self, worker: int = 0) -> None:
+        """Write a checkpoint of the last finished step, as `worker` has it, and remove those no longer wanted.
+
+        That of a LoRA is there on return. Trained weights are written while the next steps are trained, the last one is
+        waited for.
+        """
+        step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
+        with signals.deferred(), waiting(f"saving the checkpoint of step {step}"):
+            self.saving.finish()
+            files, members = dict[str, bytes](), writers(self.config, worker)
+            if self.config.model.train == "lora":
+                files, numbers = self.workers.submit(worker, HybridWorker.finished, step).result()
+            else:
+                numbers = hold(self.workers, members, step)
+            state = replace(
+                self.state,
+                finished=step == total and not self.state.unlogged,
+                val_reward=self.val_reward if self.validated_step == step else None,
+                worker=numbers,
+            ).to_json()
+
+            def write(**more: Callable[[Path], None]) -> None:
+                save_checkpoint(root, step, files, state, **more)
+                prune(root, self.config.checkpoint.keep)
+
+            if self.config.model.train == "lora":
+                write()
+            else:
+                self.saving.start(partial(write, fill=partial(fill, self.workers, members)))
+            if step == total:
+                self.saving.finish()
+            self.saved_step = step
+
+    def rescue(self, error: BaseException) -> None:
+        """Save the last finished step of a run that `error` ends, and add to `error` how to carry on."""
+        signals.answered()
+
+        def save(worker: int) -> None:
+            self.save(worker)
+            self.saving.finish()
+
+        failure = "" if self.saved() else save_from_any(self.workers, save)
+        say_how_to_go_on(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""
+        check_identity(checkpoint, self.state.identity)
+        state = RunState.of(checkpoint)
+        self.state = replace(state, identity=self.state.identity, settings=self.state.settings)
+        assert state.worker is not None
+        try:
+            self.algorithm.load_state(state.algorithm)
+            if self.config.model.train != "lora":
+                self.workers.run(HybridWorker.load_state, checkpoint.path.resolve(), state.worker)
+            else:
+                self.workers.run(HybridWorker.load_checkpoint, checkpoint.read("state.safetensors"), state.worker)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start anew with "
+                "checkpoint.resume=never"
+            ) from None
+        self.val_reward, self.validated_step = self.state.val_reward, self.state.step
+        self.saved_step = self.state.step
+
+
+def _intact(path: Path) -> Checkpoint | None:
+    try:
+        return load_checkpoint(path)
+    except CheckpointError:
+        return None

@@ -1,0 +1,145 @@
+"""Workers that die or hang are replaced, and all go back to the last finished step.
+
+Everything drawn derives from the seed, the step and the task, so that what is done again is bitwise what it was.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from gerl.cluster import Pending, WorkerGroup, wait_all
+from gerl.config import Config
+from gerl.errors import ClusterError
+from gerl.workers.hybrid import HybridWorker, State
+
+logger = logging.getLogger(__name__)
+HOUR = 3600.0
+LARGEST = 2**30  # bytes of a LoRA and its optimizer that are kept outside of the workers as well
+BYTES = 16  # of a trained parameter: its value, two moments and an average, in fp32
+
+
+class WentBack(Exception):
+    """The run goes on from an earlier step."""
+
+
+def meet(workers: WorkerGroup[HybridWorker]) -> None:
+    """Let all processes meet for their collective calls; one alone has nobody to meet."""
+    if not workers.remote or len(workers) == 1:
+        return
+    address = workers.submit(0, HybridWorker.address).result()
+    count = len(workers)
+    wait_all([workers.submit(i, HybridWorker.join, address, i, count) for i in range(count)], workers.patience)
+
+
+class Recovery:
+    """Replaces workers, and counts how often and for how long.
+
+    A worker that begins has to be set up: it and the others meet, it loads the model, and all are given the same state.
+    """
+
+    def __init__(self, config: Config, workers: WorkerGroup[HybridWorker]) -> None:
+        self.settings, self.workers = config.cluster, workers
+        self.ranks = config.cluster.ranks_per_worker if config.lockstep else 1
+        # groups of processes in which weights are divided end with one of them: all are started anew
+        self.together = config.lockstep or config.model.train != "lora"
+        self.restarts, self.seconds = 0, 0.0  # since they were last asked for
+        self._times: deque[float] = deque()  # of replacements within an hour
+        self._late: list[tuple[int, HybridWorker, Pending[None]]] = []  # number, handle, first answer
+        self._snapshot: tuple[int, Pending[State]] | None = None
+
+    def remember(self, step: int, parameters: int) -> None:
+        """Keep the state of `step`, the last finished one, in Ray's store: no worker may be left that has it."""
+        if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
+            self._snapshot = step, self.workers.submit(0, HybridWorker.finished, step)
+
+    def lost(self) -> list[int]:
+        """The workers that died or do not answer; all others leave what they were doing."""
+        if not self.workers.remote:
+            return []
+        asked = [self.workers.submit(i, HybridWorker.leave) for i in range(len(self.workers))]
+        until, found = time.monotonic() + self.settings.hang_after, list[int]()
+        for i, call in enumerate(asked):
+            try:
+                if not call.wait(max(0.0, until - time.monotonic())):
+                    found.append(i)
+                else:
+                    call.result()
+            except ClusterError:
+                found.append(i)
+        return found
+
+    def state(self, step: int, lost: Collection[int]) -> State | None:
+        """The checkpoint of `step`, the last finished one, from a worker that lives, or as remembered; else None."""
+        calls = [self.workers.submit(i, HybridWorker.finished, step) for i in range(len(self.workers)) if i not in lost]
+        if self._snapshot is not None and self._snapshot[0] == step:
+            calls.append(self._snapshot[1])
+        for call in calls:
+            try:
+                return call.result()
+            except ClusterError:
+                continue
+        return None
+
+    def allow(self, lost: Sequence[int], error: Exception) -> None:
+        """Count the replacement of workers; raises `error` if there were too many."""
+        now, most = time.monotonic(), self.settings.max_restarts
+        while self._times and self._times[0] < now - HOUR:
+            self._times.popleft()
+        if (count := len(self._times) + len(lost)) > most:
+            if most:
+                error.add_note(f"{count} workers died within an hour, and cluster.max_restarts={most}")
+            raise error
+        self._times.extend(now for _ in lost)
+        self.restarts += len(lost)
+
+    def restart(self, lost: Sequence[int]) -> list[int]:
+        """Start the workers `lost` anew, or all; returns those that have to be set up.
+
+        Those for which there is no room are left out. Raises `ClusterError` if that is all.
+        """
+        workers = self.workers
+        chosen = list(range(len(workers))) if self.together else list(lost)
+        for i in chosen:
+            workers.restart(i)
+        asked = {i: workers.submit(i, HybridWorker.leave) for i in chosen}
+        until = time.monotonic() + self.settings.patience
+        late = {i // self.ranks for i, call in asked.items() if not call.wait(max(0.0, until - time.monotonic()))}
+        out = [i for i in chosen if i // self.ranks in late]  # a worker does nothing without one of its ranks
+        if len(out) == len(workers):
+            raise ClusterError(
+                f"Ray has no room for {len(out)} workers in place of those that died, after cluster.patience="
+                f"{self.settings.patience:g} s: ray status shows why"
+            )
+        numbers = [workers.numbers[i] for i in chosen if i not in out]
+        for i in reversed(out):
+            self._late.append((*workers.leave_out(i), asked[i]))
+        if out:
+            logger.warning("Ray has no room for %d of the workers: the run goes on with %d", len(out), len(workers))
+        return [workers.numbers.index(number) for number in numbers]
+
+    def take_in(self) -> list[int]:
+        """Let workers that were left out join the others where there is room now; returns those to be set up."""
+        ready = [late for late in self._late if late[2].wait(0.0)]
+        count = {number // self.ranks: 0 for number, *_ in ready}
+        for number, *_ in ready:
+            count[number // self.ranks] += 1
+        chosen = [late for late in ready if count[late[0] // self.ranks] == self.ranks]
+        if not chosen:
+            return []
+        self._late = [late for late in self._late if late not in chosen]
+        for number, worker, _ in chosen:
+            self.workers.take_in(number, worker)
+        logger.info("there is room for %d more workers: the run goes on with %d", len(chosen), len(self.workers))
+        return [self.workers.numbers.index(number) for number, *_ in chosen]
+
+    def set_up(self, new: Sequence[int]) -> None:
+        """All meet, and the workers `new` load the model."""
+        meet(self.workers)
+        wait_all([self.workers.submit(i, HybridWorker.setup) for i in new], self.workers.patience)
+
+    def metrics(self) -> dict[str, float]:
+        """Workers replaced and seconds lost by it since the last time; nothing if there were none."""
+        found = {"cluster/restarts": float(self.restarts), "cluster/lost_s": self.seconds} if self.restarts else {}
+        self.restarts, self.seconds = 0, 0.0
+        return found
