@@ -14,6 +14,7 @@ W = TypeVar("W")  # the class of a worker
 R = TypeVar("R")  # what a call returns
 P = ParamSpec("P")
 SLICE = 2.0  # seconds of a wait after which Ray itself is looked at
+AGAIN = "restart the command"  # what to do about it, at the end of a sentence
 LAST_WORDS = 15.0  # seconds in which a worker that failed may turn out to have lost another one
 FRAMES = 8  # of a worker's traceback that are shown
 
@@ -74,7 +75,7 @@ def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
 
 def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
     """The sentence for a call that Ray could not bring to an end."""
-    said, again = _first_clause(error), "restart the command"
+    said, again = _first_clause(error), AGAIN
     match error:
         case ray.exceptions.OutOfMemoryError():
             return WorkerDied(

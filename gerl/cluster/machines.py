@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gerl.cluster import embedded, health
@@ -27,7 +27,8 @@ W = TypeVar("W")  # the class of a worker
 class Cluster:
     """A Ray session or this process; as a context manager it ends what it started, and nothing else.
 
-    Joins the Ray cluster of the environment variable RAY_ADDRESS if it is set, otherwise starts an embedded one.
+    Joins the Ray cluster of the environment variable RAY_ADDRESS if it is set, otherwise starts an embedded one. What a
+    cluster that is joined consists of is known once it is entered.
     """
 
     def __init__(self, config: ClusterConfig, scorers: Sequence[float] = ()) -> None:
@@ -35,12 +36,26 @@ class Cluster:
         self.config = config
         self.scorers = list(scorers)
         self.remote = config.launcher == "ray"
+        self.joined = self.remote and bool(os.environ.get("RAY_ADDRESS"))
         self._actors: list[object] = []
         self._ends = contextlib.ExitStack()
-        self.device = self._device()
         self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
         self.ranks = config.ranks_per_worker
-        self.num_workers = config.num_workers or self._default_workers()
+        self._resources = {"GPU": float(torch.cuda.device_count()), "CPU": float(_cores()), "nodes": 1.0}
+        self.device, self.num_workers = "cpu", config.num_workers or 1
+        if not self.joined:
+            self._count()
+
+    def _count(self) -> None:
+        """Choose the device and the number of workers by what there is."""
+        self.device = self._device()
+        self.num_workers = self.config.num_workers or self._default_workers()
+
+    def words(self) -> str:
+        """Workers and device, for the record of a run that begins."""
+        if self.joined:
+            return f"{self.config.num_workers or 'as many as there are GPUs'} on a Ray cluster"
+        return f"{self.num_workers} on {self.device}, {self.config.launcher}"
 
     @property
     def processes(self) -> int:
@@ -49,33 +64,40 @@ class Cluster:
 
     def _default_workers(self) -> int:
         if self.device == "cuda":
-            workers, left = divmod(torch.cuda.device_count(), self.ranks)
+            workers, left = divmod(int(self._resources["GPU"]), self.ranks)
             if left:
                 raise ClusterError(
-                    f"cluster.ranks_per_worker={self.ranks} does not divide the {torch.cuda.device_count()} GPUs: "
+                    f"cluster.ranks_per_worker={self.ranks} does not divide the {self._resources['GPU']:g} GPUs: "
                     "choose another, or leave some of them unused by cluster.num_workers"
                 )
             return workers
         # on a CPU two processes beat one with as many threads, which wait for each other at every operation
-        return max(1, min(2, _cores()) // self.ranks) if self.remote else 1
+        most = min(2 * self._resources["nodes"], self._resources["CPU"])
+        return max(1, int(most) // self.ranks) if self.remote else 1
 
     def _device(self) -> str:
-        if self.config.device == "cuda" and not torch.cuda.is_available():
-            raise ClusterError("cluster.device=cuda, but torch sees no GPU: use cluster.device=auto or cpu")
+        there = self._resources["GPU"] >= 1
+        if self.config.device == "cuda" and not there:
+            seen = "the Ray cluster has" if self.joined else "torch sees"
+            raise ClusterError(f"cluster.device=cuda, but {seen} no GPU: use cluster.device=auto or cpu")
         if self.config.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
+            return "cuda" if there else "cpu"
         return self.config.device
 
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
             if self.remote and not ray.is_initialized():
                 options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
-                if joined := os.environ.get("RAY_ADDRESS"):
-                    join(joined, options)
+                if self.joined:
+                    join(os.environ["RAY_ADDRESS"], options)
                     stack.callback(self._leave)
                 else:
                     embedded.start(options, stack)
-                stack.enter_context(health.watched(own=not joined))
+                stack.enter_context(health.watched(own=not self.joined))
+            if self.joined:
+                nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+                self._resources = {"GPU": 0.0, "CPU": 1.0, "nodes": float(len(nodes)), **ray.cluster_resources()}
+                self._count()
             self._check_devices()
             self._ends = stack.pop_all()
         return self
@@ -96,7 +118,7 @@ class Cluster:
     def _check_devices(self) -> None:
         if self.device != "cuda":
             return
-        devices = int(ray.cluster_resources().get("GPU", 0)) if self.remote else torch.cuda.device_count()
+        devices = int(ray.cluster_resources().get("GPU", 0)) if self.remote else int(self._resources["GPU"])
         if self.processes > devices:
             each = "" if self.ranks == 1 else f" of cluster.ranks_per_worker={self.ranks} GPUs each"
             raise ClusterError(
@@ -113,7 +135,7 @@ class Cluster:
     @property
     def threads(self) -> int:
         """CPU threads of one process of a rollout and actor worker."""
-        return self.config.threads_per_worker or max(1, _cores() // self.processes)
+        return self.config.threads_per_worker or max(1, int(self._resources["CPU"]) // self.processes)
 
     def workers(
         self,
@@ -130,7 +152,7 @@ class Cluster:
 
         `gpus` is the share where there are GPUs; without one a worker sees none. `together`: so many that follow each
         other are placed as one, see `place_group`. Constructors must be light: Ray reports what they raise as a dead
-        worker, without the exception.
+        worker, without the exception. Raises `ClusterError` if there is no room for a worker.
         """
         if not self.remote:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
@@ -145,10 +167,12 @@ class Cluster:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
         actor_class = ray.remote(**options)(embedded.unshielded(cls))
         places: list[PlacementGroup] = []
-        if together > 1:
+        if together > 1 or self.joined:  # in a Ray of its own there is room for one
             needs = {"CPU": "num_cpus", "GPU": "num_gpus"}
             bundle = {key: float(str(options[name])) for key, name in needs.items() if name in options}
             places = [place_group(f"{name} {i}", together, bundle) for i in range(count // together)]
+            for place in places:
+                self._ends.callback(remove_placement_group, place)
 
         def start(rank: int) -> W:
             own = PlacementGroupSchedulingStrategy(places[rank // together], rank % together) if places else "DEFAULT"

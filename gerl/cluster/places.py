@@ -23,6 +23,6 @@ def place_group(name: str, ranks: int, share: dict[str, float]) -> PlacementGrou
     free = ray.available_resources()
     left = " and ".join(f"{free.get(key, 0.0):g} {key}" for key in share)
     raise ClusterError(
-        f"Ray has no room for {name}, cluster.ranks_per_worker={ranks} processes of {asked} each: free are {left} on "
+        f"Ray has no room for {name}, {ranks} process{'es' if ranks > 1 else ''} of {asked}: free are {left} on "
         f"{sum(node['Alive'] for node in ray.nodes())} nodes; lower cluster.num_workers or cluster.ranks_per_worker"
     )

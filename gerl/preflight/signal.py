@@ -4,7 +4,6 @@ Batches are drawn, scored and credited as those of a run, by its workers and sco
 """
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +51,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     resolve(config.model.path)
     prompts = read_prompts(config, "data.train", config.data.train)
     machines = Cluster(config.cluster, config.reward.gpu_shares)
-    if not (machines.remote and os.environ.get("RAY_ADDRESS")):  # else they may be on other machines
+    if not machines.joined:  # else they may be on other machines
         check_model(config.model, config.sampling, config.cluster.context)
     found: list[Measured] = []
     with entered(machines) as cluster:

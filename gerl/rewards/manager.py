@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gerl.cluster import Cluster, Pending, WorkerGroup, wait_any
+from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, wait_any
 from gerl.config import RewardConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
@@ -54,18 +54,26 @@ class Pool:
     idle: list[int] = field(default_factory=list)
     starting: dict[Pending[None], int] = field(default_factory=dict)  # not part of what `timeout` limits
     queue: deque[Job] = field(default_factory=deque)
+    died: set[int] = field(default_factory=set)  # while they started, the last time
 
     def start(self, process: int) -> None:
         """Have a new process build its scorers."""
         self.starting[self.workers.submit(process, RewardWorker.ready)] = process
 
-    def started(self, pending: Pending[None]) -> int:
-        """The process whose scorers are built; raises `RewardError` if it could not start or build them."""
+    def started(self, pending: Pending[None]) -> int | None:
+        """The process whose scorers are built; raises `RewardError` if it could not build them, or dies again."""
         process = self.starting.pop(pending)
         try:
             pending.result()
         except WorkerDied as error:
-            raise RewardError(f"a process does not start: {error}") from None
+            if process in self.died:
+                raise RewardError(f"a process does not start: {error}") from None
+            logger.warning("%s; it is started again", str(error).removesuffix(f"; {AGAIN}"))
+            self.died.add(process)
+            self.workers.restart(process)
+            self.start(process)
+            return None
+        self.died.discard(process)
         return process
 
 
@@ -207,7 +215,8 @@ class ScoringRound:
         """
         for pool in self.pools:
             for pending in [p for p in pool.starting if p in ended]:
-                pool.idle.append(pool.started(pending))
+                if (process := pool.started(pending)) is not None:
+                    pool.idle.append(process)
         now = time.perf_counter()
         for answer, call in list(self.running.items()):
             if answer in ended:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gerl.algorithms import Algorithm, build_algorithm
-from gerl.cluster import Cluster, WorkerGroup
+from gerl.cluster import AGAIN, Cluster, WorkerGroup
 from gerl.commandline import signals
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
@@ -110,8 +110,8 @@ class DurableRun:
         if not lost:
             raise error
         self.recovery.allow(lost, error)
-        logger.warning("%s", error)
-        logger.warning("going on from step %d with %d new process(es)", self.state.step, len(lost))
+        why = str(error).removesuffix(f"; {AGAIN}")  # nobody has to
+        logger.warning("%s; going on from step %d with %d new process(es)", why, self.state.step, len(lost))
         return lost
 
     def state_without(self, lost: Sequence[int]) -> State | None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,12 +46,11 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
         from gerl.workers.optimizers import check_optimizer
 
         machines = Cluster(config.cluster, config.reward.gpu_shares)
-        if not (machines.remote and os.environ.get("RAY_ADDRESS")):  # else they may be on other machines
+        if not machines.joined:  # else they may be on other machines
             check_quantisation(model, machines.device)
             check_model(model, config.sampling, config.cluster.context)
             check_optimizer(config.actor, machines.device)
-        workers = f"{machines.num_workers} on {machines.device}, {config.cluster.launcher}"
-        with session(run_dir, log, arguments, workers) as begin:
+        with session(run_dir, log, arguments, machines.words()) as begin:
             folder.open(begin)
             with interruption_said(run_dir, config.trainer.steps):
                 with entered(machines) as cluster, _reported(folder):
