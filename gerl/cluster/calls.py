@@ -218,7 +218,7 @@ def wait_all(pending: Sequence[Pending[R]], patience: float | None = None) -> li
 
 
 def silence(pending: Sequence[Pending[Any]], patience: float) -> WorkerDied:
-    """What to say of workers that did not answer for `patience` seconds."""
+    """The error for workers that did not answer for `patience` seconds."""
     names = " and ".join(dict.fromkeys(call.worker for call in pending))
     return WorkerDied(f"no answer of {names} within cluster.hang_after={patience:g} s; raise it if they need so long")
 

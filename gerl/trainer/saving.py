@@ -29,7 +29,7 @@ def writers(config: Config, process: int) -> list[int]:
 
 
 class Saving:
-    """What writes checkpoints beside the training, one after the other."""
+    """Writes checkpoints beside the training, one after the other."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "saving")

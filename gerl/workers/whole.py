@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -94,7 +95,7 @@ class _Stored:
     in_fp32: frozenset[str]  # keys
 
     @classmethod
-    def of(cls, name: str, denoiser: torch.nn.Module, policy: Policy) -> "_Stored":
+    def of(cls, name: str, denoiser: ModelMixin, policy: Policy) -> "_Stored":
         kept = {id(p) for module in kept_in_fp32(denoiser) for p in module.parameters()}
         found = {}
         for key, value in denoiser.state_dict().items():
