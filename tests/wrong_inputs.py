@@ -365,6 +365,8 @@ OTHERS = [
     row("sizing on some GPU", "preflight gpus=8", "gpus and share are of hardware", "add hardware=h100-80gb"),
     row("sizing beyond the peak", "preflight hardware=h100-80gb share=101", "share=101: ", "from 1 to 100"),
     row("sizing a signal", "preflight hardware=h100-80gb signal=4", "signal needs the model", "give one of them"),
+    row("sizing shared tokens", "preflight hardware=h100-80gb cluster.context=2 cluster.ranks_per_worker=2",
+        "hardware: what cluster.context=2 takes is not known", "use cluster.context=1"),
     row("sizing a model not on record", "preflight hardware=h100-80gb model.path=nobody/model", "model.path='nobody/model' is not in the hub's cache",
         "config.json of every component", 1),
     row("preflight without network", "preflight experiment=sd35_medium_ocr cluster.device=cpu", "stable-diffusion-3.5-medium",

@@ -43,6 +43,21 @@ def test_bytes_and_operations_are_those_of_a_real_run(tmp_path: Path) -> None:
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(facts)))) == facts
 
 
+def test_training_all_weights_takes_what_a_real_run_does(tmp_path: Path) -> None:
+    config = sizing.config_of_check(sizing.wide(tmp_path / "wide", 640))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, train="full"))
+    facts, real = find_facts(config, tmp_path, torch.float32), sizing.real_run(config)
+    (denoiser,) = (part for part in facts.parts if part.kind == "denoiser")
+    assert facts.whole and facts.lora * 4 == denoiser.masters and facts.averages == 1
+    for on in (False, True):
+        assert max(facts.updates[on].peaks.values()) == pytest.approx(real.updates[on].peak, rel=0.1)
+        assert facts.updates[on].total == pytest.approx(real.updates[on].flops, rel=1e-3)
+    plain, halves = (memory(facts, layout, Batch(2, 2, 8)) for layout in (Layout(), Layout(2, "denoiser")))
+    rest = sum(part.weights.total for part in facts.parts) - denoiser.weights.total
+    assert plain.weights - rest == denoiser.masters and halves.weights - rest == denoiser.masters / 2
+    assert halves.lora == plain.lora / 2 == facts.lora * 4 * 4 / 2  # gradient, two moments and an average
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_experts_that_are_routed_by_values_cost_what_they_do(training: bool) -> None:
     """HiDream's feed-forward: two of four experts for each token, in its branch without gradient and in the other."""
