@@ -102,8 +102,9 @@ def text(found: Sizing) -> str:
     facts, gpu = found.facts, GPUS[found.hardware]
     lines = ["", f"{facts.model}: {facts.pipeline}, {facts.algorithm}, {facts.dtype}; {found.gpus} x {found.hardware}"]
     parts = [f"{p.name} {size(p.weights.total)}" for p in facts.parts]
-    lines += wrapped("frozen", ", ".join(parts))
-    copies = f"weight, gradient, two moments and {facts.averages} averages, {4 * (4 + facts.averages)} bytes each"
+    lines += wrapped("weights" if facts.whole else "frozen", ", ".join(parts))
+    averages = f"{facts.averages} average{'s' if facts.averages > 1 else ''}"
+    copies = f"weight, gradient, two moments and {averages}, {4 * (4 + facts.averages)} bytes each"
     what = f"{facts.lora:,} weights of the denoiser" if facts.whole else f"LoRA of {facts.lora:,} parameters"
     lines += wrapped("trained", f"{what}: {copies}")
     work = {name: tally.total / facts.images for name, tally in _work(found)}
