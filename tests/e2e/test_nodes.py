@@ -1,0 +1,76 @@
+"""Runs on a Ray cluster of several nodes, which are raylets of their own on this machine, one of which dies."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import ROOT
+
+STEPS = 8
+SETTINGS = """
+checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.num_workers=2 cluster.patience=60
+""".split()
+# a head without CPUs, as KubeRay and SkyPilot have it, and two nodes; a line from stdin ends one of them, or starts one
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+
+nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+others = [nodes.add_node(num_cpus=1) for _ in range(2)]
+print(nodes.address, flush=True)
+for line in sys.stdin:
+    if line == "kill\\n":
+        nodes.remove_node(others.pop(), allow_graceful=False)
+    else:
+        others.append(nodes.add_node(num_cpus=1))
+    print("done", flush=True)
+nodes.shutdown()
+"""
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[str, Callable[[str], None]]]:
+    """The address of a cluster, and a function that tells it "kill" or "add"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", NODES], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+
+    def tell(word: str) -> None:
+        process.stdin.write(f"{word}\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+        assert process.stdout.readline() == "done\n"  # type: ignore[union-attr]
+
+    yield process.stdout.readline().strip(), tell
+    process.stdin.close()
+    process.wait(60)
+
+
+def test_a_run_outlives_a_node(
+    nodes: tuple[str, Callable[[str], None]],
+    arguments: Callable[..., list[str]],
+    train: Callable[..., Any],
+    start: Callable[..., Any],
+    run_of: Any,
+    tmp_path: Path,
+) -> None:
+    whole = train(tmp_path / "whole", *SETTINGS, trainer__steps=STEPS)
+    address, tell = nodes
+    run = run_of(tmp_path / "run")
+    command = arguments(run.folder, *SETTINGS, trainer__steps=STEPS, cluster__launcher="ray")
+    process = start(command, RAY_ADDRESS=address)
+    while not (run.folder / "metrics.jsonl").exists() or len(run.metrics) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    tell("kill")
+    tell("add")
+    _, log = process.communicate(timeout=300)
+    assert process.returncode == 0 and "Traceback" not in log, log
+    assert "2 worker(s) on cpu" in log and sum(run.column("cluster/restarts")) >= 1, log
+    state, expected = run.state(STEPS), whole.state(STEPS)
+    assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
