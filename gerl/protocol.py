@@ -76,11 +76,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """A micro-batch: samples drawn together on one worker. Without branches it is one segment of one row a sample."""
+    """A micro-batch: samples drawn together on one worker. Without branches it is one segment of one row a sample.
+
+    `lag`: it is drawn with the weights of so many finished steps ago.
+    """
 
     id: int
     samples: list[Sample]
     segments: tuple[Segment, ...]
+    lag: int = 0
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class Config:
         self._check_batches()
         self._check_ranks()
         self._check_train()
+        self._check_staleness()
 
     @property
     def lockstep(self) -> bool:
@@ -104,6 +105,25 @@ class Config:
             raise ConfigError(
                 f"model.shard={shard}: the weights are shared by the ranks of a worker, of which there is one; raise "
                 "cluster.ranks_per_worker, or use model.shard=none"
+            )
+
+    def _check_staleness(self) -> None:
+        given = f"trainer.staleness={self.trainer.staleness}"
+        if not self.trainer.staleness:
+            return
+        if self.algorithm.dynamic_sampling:
+            raise ConfigError(
+                f"{given}: algorithm.dynamic_sampling={self.algorithm.dynamic_sampling} draws further prompts by the "
+                "scores of a step, which are not there when the next one is drawn; use one of them"
+            )
+        if self.model.train != "lora":
+            raise ConfigError(
+                f"{given}: the weights of the steps before are kept for it, and with model.train={self.model.train} "
+                "these are whole models; use trainer.staleness=0, or model.train=lora"
+            )
+        if getattr(self.algorithm, "rollout_old_after", None) is not None:
+            raise ConfigError(
+                f"{given}: with algorithm.rollout_old_after the old policy draws, which is late already; leave one out"
             )
 
     def _check_train(self) -> None:

@@ -326,4 +326,11 @@ class LoggerConfig(Block):
 @dataclass(frozen=True)
 class TrainerConfig(Block):
     steps: int = main_key(100, "trainer steps (rollout, score, update)", low=1)
+    staleness: int = key(
+        0,
+        "steps that are drawn ahead: those after the one that is trained, with the weights there are by then, so that "
+        "slow scorers are not waited for; the same command still gives the same numbers",
+        low=0,
+        high=16,
+    )
     seed: int = main_key(0, "seed of everything drawn: LoRA, prompt order, noise, windows", low=0)

@@ -1,8 +1,8 @@
 """The policy: a pipeline, the weights of it that are trained, and copies of these at other times."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
@@ -18,7 +18,8 @@ class Policy:
     `trained`: the parameters that are trained, in fp32, named `denoiser.parameter`; those that are not a LoRA's may be
     divided among ranks, and so are then the averages. `ema` is what validation and export
     use; `old` an earlier policy that an algorithm compares with; `sampler` draws the rollouts, if it is not the trained
-    weights that do.
+    weights that do. `earlier[i]`: the weights that drew after the last finished step but `i`, as many as
+    `trainer.staleness` asks for, and of each the `version` as its number of updates.
     """
 
     pipe: DiffusionPipeline
@@ -32,16 +33,31 @@ class Policy:
     sampler: EMA | None = None
     whole: bool = False  # `trained` are weights of the denoisers themselves, not of a LoRA
     reference: EMA | None = None  # then their first values, if an algorithm asks for `base`
+    earlier: list[EMA] = field(default_factory=list)
 
     def averages(self) -> dict[str, EMA]:
         """All weights besides the trained ones, by name."""
         named = {"ema": self.ema, "old": self.old, "sampler": self.sampler}
+        named |= {f"earlier_{i}": average for i, average in enumerate(self.earlier)}
         return {name: average for name, average in named.items() if average is not None}
 
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Take the weights that draw among the `earlier` ones, at the end of a step, and let the oldest go."""
+        if not self.earlier:
+            return
+        newest = self.earlier.pop()
+        drawing: Mapping[str, torch.Tensor] = self.trained if self.sampler is None else self.sampler.average
+        newest.load(drawing, self.version)
+        self.earlier.insert(0, newest)
+
     @contextlib.contextmanager
-    def as_sampler(self, old: bool = False) -> Iterator[None]:
-        """The model computes with the weights that draw rollouts; `old`: with those of the old policy."""
-        drawing = self.old if old else self.sampler
+    def as_sampler(self, old: bool = False, lag: int = 0) -> Iterator[None]:
+        """The model computes with the weights that draw rollouts, or that did so `lag` finished steps ago.
+
+        `old`: with those of the old policy.
+        """
+        drawing = self.old if old else self.earlier[lag] if lag else self.sampler
         with contextlib.nullcontext() if drawing is None else drawing.swapped_in():
             yield
 

@@ -76,9 +76,8 @@ def measure(trainer: RayDiffusionTrainer, number: int) -> Measured:
     """Draw batch `number` (from 1); the gradients are summed over the workers."""
     config, workers = trainer.config, trainer.workers
     samples = plan_samples(config, plan_prompts(config, trainer.prompts, number), number, 0)
-    drawn = Drawn()
-    tasks = plan(trainer, samples)
-    trainer.roll_out(tasks, drawn, Stopwatch())
+    drawn, tasks, watch = Drawn(), plan(trainer, samples), Stopwatch()
+    trainer.score(trainer.roll_out(tasks, watch), drawn, watch)
     metrics, credit = trainer.credit(drawn, Stopwatch())
     logger.info("batch %d: %d images, mean reward %.3f", number, len(credit), metrics["reward/mean"])
     parts = credit.split([len(task.samples) for task in tasks])

@@ -35,10 +35,11 @@ class Scorable(Protocol):
     def group(self) -> Group: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A call of a scorer: images of one micro-batch or, for a groupwise scorer, all of a group."""
 
+    round: "ScoringRound"
     scorer: str
     places: list[tuple[int, int]]  # (micro-batch, row)
     attempts: int = 0
@@ -60,8 +61,17 @@ class Pool:
         """Have a new process build its scorers."""
         self.starting[self.workers.submit(process, RewardWorker.ready)] = process
 
-    def started(self, pending: Pending[None]) -> int | None:
-        """The process whose scorers are built; raises `RewardError` if it could not build them, or dies again."""
+    def renew(self, process: int) -> None:
+        """End a process, whatever it does, and start another in its place."""
+        self.idle = [other for other in self.idle if other != process]
+        self.workers.restart(process)
+        self.start(process)
+
+    def started(self, pending: Pending[None]) -> None:
+        """Give a process whose scorers are built to work; one that died meanwhile is started once more.
+
+        Raises `RewardError` if it could not build them, or died again.
+        """
         process = self.starting.pop(pending)
         try:
             pending.result()
@@ -70,11 +80,10 @@ class Pool:
                 raise RewardError(f"a process does not start: {error}") from None
             logger.warning("%s; it is started again", str(error).removesuffix(f"; {AGAIN}"))
             self.died.add(process)
-            self.workers.restart(process)
-            self.start(process)
-            return None
+            self.renew(process)
+            return
         self.died.discard(process)
-        return process
+        self.idle.append(process)
 
 
 @dataclass(frozen=True)
@@ -101,13 +110,17 @@ class Load:
 
 
 class RewardManager:
-    """The processes of all scorers; `open` begins the scoring of a step's micro-batches, or of a validation's."""
+    """The processes of all scorers; `open` begins the scoring of a step's micro-batches, or of a validation's.
+
+    Several rounds of them may be under way: their calls are made in the order in which images were added.
+    """
 
     def __init__(self, config: RewardConfig, cluster: Cluster) -> None:
         self.config = config
         scorers = {name: build_scorer(name, scorer) for name, scorer in config.scorers.items()}
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.load = {name: Load() for name in scorers}
+        self.running: dict[Pending[Answer], Call] = {}
         self.pools: dict[str, Pool] = {}  # by scorer; those that share a model have the same one
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
@@ -132,6 +145,99 @@ class RewardManager:
         """Begin to score micro-batches of `samples`, whose images are added as they are drawn."""
         return ScoringRound(self, samples)
 
+    def give_up(self) -> None:
+        """Drop all rounds: calls that are at work end for nothing."""
+        for pool in self._pools():
+            pool.queue.clear()
+        for call in self.running.values():
+            call.job.round.wanted = False
+
+    @property
+    def capacity(self) -> int:
+        """Micro-batches with calls in a queue at which the scorers have enough to do."""
+        return 2 * max(len(pool.workers) for pool in self._pools())
+
+    def submit(self) -> None:
+        """Give idle processes the calls at the heads of their queues."""
+        for pool in self._pools():
+            while pool.queue and pool.idle:
+                job, process = pool.queue.popleft(), pool.idle.pop(0)
+                pending = job.round.score(job, pool, process)
+                now = time.perf_counter()
+                self.load[job.scorer].queued += now - job.queued
+                self.running[pending] = Call(job, pool, process, now)
+
+    def awaited(self) -> tuple[list[Pending[Any]], float | None]:
+        """Starts and calls whose end moves a round on, and the seconds after which one of the calls hangs."""
+        starting = [pending for pool in self._pools() for pending in pool.starting]
+        deadlines = [call.started + call.pool.timeout for call in self.running.values()]
+        return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
+
+    def collect(self, ended: Collection[Pending[Any]]) -> None:
+        """Take what has `ended` of the awaited, and restart the processes of calls that take too long.
+
+        Raises `RewardError` if a process cannot start or build its scorers, and what drawing raised.
+        """
+        for pool in self._pools():
+            for pending in [p for p in pool.starting if p in ended]:
+                pool.started(pending)
+        now = time.perf_counter()
+        for answer, call in list(self.running.items()):
+            if answer in ended:
+                del self.running[answer]
+                self._collect(answer, call)
+            elif now > call.started + call.pool.timeout:
+                del self.running[answer]
+                self._renew(call, f"no answer within {call.pool.timeout:g} s")
+
+    def _pools(self) -> list[Pool]:
+        return list({id(pool): pool for pool in self.pools.values()}.values())
+
+    def _collect(self, pending: Pending[Answer], call: Call) -> None:
+        job, load = call.job, self.load[call.job.scorer]
+        try:
+            answer = pending.result()
+        except WorkerDied:
+            lost = job.round.lost(job)  # if it was the worker that draws who died
+            if lost is None:
+                self._renew(call, "its process died")
+                return
+            call.pool.idle.append(call.process)
+            if job.round.wanted:
+                raise lost from None
+            return
+        call.pool.idle.append(call.process)
+        load.calls += 1
+        load.images += len(job.places)
+        load.seconds += answer.seconds
+        load.retries += len(answer.retried)
+        load.warnings += len(answer.warnings)
+        for message in answer.warnings:
+            logger.warning("scorer %s: %s", job.scorer, message)
+        for reason in answer.retried:
+            logger.warning("scorer %s was asked again, it failed for %s", job.scorer, reason)
+        job.round.take(job, answer.rows)
+
+    def _renew(self, call: Call, reason: str) -> None:
+        """Restart a process that died or hangs, and repeat its call, or give it up."""
+        job, load = call.job, self.load[call.job.scorer]
+        texts = job.round.texts(job)
+        more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+        logger.warning(
+            "scorer %s: %s, with %d images of %s waiting; the process is restarted",
+            *(job.scorer, reason, len(job.places), ", ".join(map(repr, texts[:SHOWN])) + more),
+        )
+        call.pool.renew(call.process)
+        load.restarts += 1
+        job.attempts += 1
+        if not job.round.wanted:
+            return
+        if job.attempts <= self.config.retries:
+            load.retries += 1
+            call.pool.queue.appendleft(job)
+            return
+        job.round.take(job, [{job.scorer: ScorerFailure(job.scorer, reason)} for _ in job.places])
+
     def metrics(self) -> dict[str, float]:
         """Of each scorer since the last time: seconds a call took and waited, images a second, and what went wrong."""
         metrics: dict[str, float] = {}
@@ -154,28 +260,21 @@ class ScoringRound:
 
     def __init__(self, manager: RewardManager, samples: Sequence[Sequence[Scorable]]) -> None:
         self.manager, self.samples = manager, samples
-        self.pools = list({id(pool): pool for pool in manager.pools.values()}.values())
+        self.wanted = True
         self.images: dict[int, Pending[Images]] = {}  # of the micro-batches that are drawn
         self.rows: list[list[Row]] = [[{} for _ in batch] for batch in samples]
-        self.running: dict[Pending[Answer], Call] = {}
+        self.left = 0  # calls that have not ended
         self.groups: dict[Group, list[tuple[int, int]]] = {}
         for i, batch in enumerate(samples):
             for row, sample in enumerate(batch):
                 self.groups.setdefault(sample.group, []).append((i, row))
         self.partial = dict.fromkeys(self.groups)  # groups with images still to be drawn
-        for pool in self.pools:  # whatever an earlier round that was given up has left
-            pool.queue = deque()
-            pool.idle = [i for i in range(len(pool.workers)) if i not in pool.starting.values()]
-
-    @property
-    def capacity(self) -> int:
-        """Micro-batches with calls in a queue at which the scorers have enough to do."""
-        return 2 * max(len(pool.workers) for pool in self.pools)
 
     @property
     def queued(self) -> int:
         """Micro-batches with calls that wait for a process."""
-        return len({i for pool in self.pools for job in pool.queue for i, _ in job.places})
+        pools = {id(pool): pool for pool in self.manager.pools.values()}.values()
+        return len({i for pool in pools for job in pool.queue if job.round is self for i, _ in job.places})
 
     def add(self, batch: int, images: Pending[Images]) -> None:
         """Queue the calls that are possible now that the `images` of micro-batch `batch` are drawn."""
@@ -190,54 +289,22 @@ class ScoringRound:
             for part in parts:
                 places = [(i, row) for i, row in part if applies(scorer, self.samples[i][row].prompt)]
                 if places:
-                    self.manager.pools[name].queue.append(Job(name, places))
-
-    def submit(self) -> None:
-        """Give idle processes the calls at the heads of their queues."""
-        for pool in self.pools:
-            while pool.queue and pool.idle:
-                job, process = pool.queue.popleft(), pool.idle.pop(0)
-                pending = self._score(job, pool, process)
-                now = time.perf_counter()
-                self.manager.load[job.scorer].queued += now - job.queued
-                self.running[pending] = Call(job, pool, process, now)
-
-    def awaited(self) -> tuple[list[Pending[Any]], float | None]:
-        """Starts and calls whose end moves the round on, and the seconds after which one of the calls hangs."""
-        starting = [pending for pool in self.pools for pending in pool.starting]
-        deadlines = [call.started + call.pool.timeout for call in self.running.values()]
-        return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
-
-    def collect(self, ended: Collection[Pending[Any]]) -> None:
-        """Take what has `ended` of the awaited, and restart the processes of calls that take too long.
-
-        Raises `RewardError` if a process cannot start or build its scorers, and what drawing raised.
-        """
-        for pool in self.pools:
-            for pending in [p for p in pool.starting if p in ended]:
-                if (process := pool.started(pending)) is not None:
-                    pool.idle.append(process)
-        now = time.perf_counter()
-        for answer, call in list(self.running.items()):
-            if answer in ended:
-                del self.running[answer]
-                self._collect(answer, call)
-            elif now > call.started + call.pool.timeout:
-                del self.running[answer]
-                self._renew(call, f"no answer within {call.pool.timeout:g} s")
+                    self.manager.pools[name].queue.append(Job(self, name, places))
+                    self.left += 1
 
     def finish(self) -> list[Scores]:
         """The scores of all micro-batches, in order, once all are added; the order of scoring changes nothing.
 
-        Raises what `collect` does.
+        Raises what the manager's `collect` does.
         """
-        while self.running or any(pool.queue for pool in self.pools):
-            self.submit()
-            awaited, seconds = self.awaited()
-            self.collect(set(wait_any(awaited, seconds)))
+        while self.left:
+            self.manager.submit()
+            awaited, seconds = self.manager.awaited()
+            self.manager.collect(set(wait_any(awaited, seconds)))
         return [self._scores(batch, rows) for batch, rows in zip(self.samples, self.rows, strict=True)]
 
-    def _score(self, job: Job, pool: Pool, process: int) -> Pending[Answer]:
+    def score(self, job: Job, pool: Pool, process: int) -> Pending[Answer]:
+        """Submit the call of `job` to a process of `pool`."""
         batches = list(dict.fromkeys(i for i, _ in job.places))
         places = [(batches.index(i), row) for i, row in job.places]
         prompts = [self.samples[i][row].prompt for i, row in job.places]
@@ -245,47 +312,24 @@ class ScoringRound:
         images = [self.images[i].later() for i in batches]
         return pool.workers.submit(process, RewardWorker.score, job.scorer, places, texts, metadata, *images)
 
-    def _collect(self, pending: Pending[Answer], call: Call) -> None:
-        job, load = call.job, self.manager.load[call.job.scorer]
-        try:
-            answer = pending.result()
-        except WorkerDied:
-            for i in {i for i, _ in job.places}:
-                self.images[i].result()  # raises if it was the worker that draws who died
-            self._renew(call, "its process died")
-            return
-        call.pool.idle.append(call.process)
-        load.calls += 1
-        load.images += len(job.places)
-        load.seconds += answer.seconds
-        load.retries += len(answer.retried)
-        load.warnings += len(answer.warnings)
-        for message in answer.warnings:
-            logger.warning("scorer %s: %s", job.scorer, message)
-        for reason in answer.retried:
-            logger.warning("scorer %s was asked again, it failed for %s", job.scorer, reason)
-        for (i, row), found in zip(job.places, answer.rows, strict=True):
+    def take(self, job: Job, rows: Sequence[Row]) -> None:
+        """Keep the rows that the call of `job` has brought."""
+        self.left -= 1
+        for (i, row), found in zip(job.places, rows, strict=True):
             self.rows[i][row] |= found
 
-    def _renew(self, call: Call, reason: str) -> None:
-        """Restart a process that died or hangs, and repeat its call, or give it up."""
-        job, load = call.job, self.manager.load[call.job.scorer]
-        texts = list(dict.fromkeys(self.samples[i][row].prompt.text for i, row in job.places))
-        more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-        logger.warning(
-            "scorer %s: %s, with %d images of %s waiting; the process is restarted",
-            *(job.scorer, reason, len(job.places), ", ".join(map(repr, texts[:SHOWN])) + more),
-        )
-        call.pool.workers.restart(call.process)
-        call.pool.start(call.process)
-        load.restarts += 1
-        job.attempts += 1
-        if job.attempts <= self.manager.config.retries:
-            load.retries += 1
-            call.pool.queue.appendleft(job)
-            return
-        for i, row in job.places:
-            self.rows[i][row][job.scorer] = ScorerFailure(job.scorer, reason)
+    def texts(self, job: Job) -> list[str]:
+        """The prompts of `job`, each once."""
+        return list(dict.fromkeys(self.samples[i][row].prompt.text for i, row in job.places))
+
+    def lost(self, job: Job) -> WorkerDied | None:
+        """Why the images of `job` are not there; None if they are."""
+        for i in {i for i, _ in job.places}:
+            try:
+                self.images[i].result()
+            except WorkerDied as error:
+                return error
+        return None
 
     def _scores(self, batch: Sequence[Scorable], rows: list[Row]) -> Scores:
         scorers = self.manager.config.scorers

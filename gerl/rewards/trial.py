@@ -93,8 +93,7 @@ def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer]
         raise RewardError(told)
     logger.warning("%s; it is only watched, so the run goes on", told)
     if isinstance(answer, str):
-        pool.workers.restart(0)
-        pool.start(0)
+        pool.renew(0)
 
 
 def _answer(pool: Pool, call: Pending[Answer]) -> Answer | str:

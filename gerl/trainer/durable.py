@@ -98,11 +98,15 @@ class DurableRun:
             lost = self.lost(error)
             with waiting(f"replacing {len(lost)} process(es)"):
                 try:
+                    self.abandon()
                     state = self.state_without(lost)
                     self.bring_together(self.recovery.restart(lost), state)
                     return
                 except LOSSES as another:  # of one more that died
                     error = another
+
+    def abandon(self) -> None:
+        """Give up what was begun of the steps that are not finished."""
 
     def lost(self, error: Exception) -> list[int]:
         """The workers because of which `error` came; raises it if it has another reason, or if they are too many."""

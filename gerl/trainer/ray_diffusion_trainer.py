@@ -25,7 +25,7 @@ from gerl.run.tracking import Progress
 from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
 from gerl.trainer.durable import DurableRun
 from gerl.trainer.folder import RunFolder
-from gerl.trainer.owners import followers, kind, share
+from gerl.trainer.owners import Owners, followers, kind, share
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
 from gerl.trainer.recovery import WentBack
 from gerl.trainer.rollouts import Rollouts
@@ -33,6 +33,7 @@ from gerl.trainer.update import Update
 from gerl.workers.hybrid import HybridWorker, repeated
 
 logger = logging.getLogger(__name__)
+APART = 1_000_000  # between the ids of micro-batches of steps that are on their way together
 NO_CREDIT = 1e-6  # what rounding leaves of the credit of equal rewards
 
 
@@ -45,6 +46,16 @@ class Drawn:
     sets: list[list[int]] | None = None  # ids of the tasks drawn at the same time; None: not in lockstep
     repeats: list[tuple[int, int]] = field(default_factory=list)  # (id, process that repeated the task)
     scored: Scored = field(default_factory=Scored)
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """Micro-batches whose images are drawn, and on their way through the scorers."""
+
+    tasks: Sequence[RolloutTask]
+    owners: Owners
+    rollouts: Rollouts
+    repetitions: Sequence[Pending[None]]
 
 
 class RayDiffusionTrainer(DurableRun):
@@ -63,6 +74,7 @@ class RayDiffusionTrainer(DurableRun):
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
         self.announced = False  # where the run folder is
         self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
+        self.ahead: dict[int, Rolled] = {}  # by step: drawn, but not yet trained on
         self.rewards: RewardManager
         self.update: Update
 
@@ -94,6 +106,8 @@ class RayDiffusionTrainer(DurableRun):
         """Draw, score and train; returns what measures the step's time."""
         state, watch = self.state, Stopwatch()
         if new := self.recovery.take_in():
+            self.recovery.lost()
+            self.abandon()
             self.bring_together(new, self.state_without(new))
         with watch("step"):
             drawn = self.draw(state.step + 1, watch)
@@ -197,22 +211,43 @@ class RayDiffusionTrainer(DurableRun):
             logger.warning("%s", sentence)
 
     def draw(self, step: int, watch: Stopwatch) -> Drawn:
-        """The images of a step and their scores; with dynamic sampling until enough groups have a signal."""
-        drawn = Drawn()
-        for attempt in range(self.config.algorithm.dynamic_sampling + 1):
-            prompts = plan_prompts(self.config, self.prompts, step, attempt)
-            samples = plan_samples(self.config, prompts, step, self.state.policy_version)
-            tasks = self.algorithm.plan(samples, first_id=len(drawn.tasks))
-            images, scores = self.roll_out(tasks, drawn, watch)
-            if attempt == 0 and (step == 1 or _due(step, self.config.validation.every, self.config.trainer.steps)):
-                training_sheet(self.tracker, tasks[0].samples, images.result().pixels, scores)
-            drawn.scored.further_prompts += len(prompts) if attempt else 0
-            if len(drawn.scored.groups_with_signal()) >= self.config.rollout.prompts_per_step:
+        """The images of a step and their scores; with dynamic sampling until enough groups have a signal.
+
+        Before its scores are waited for, the steps ahead of it are drawn that `trainer.staleness` asks for.
+        """
+        config, drawn = self.config, Drawn()
+        for attempt in range(config.algorithm.dynamic_sampling + 1):
+            ahead = range(step, min(step + config.trainer.staleness, config.trainer.steps) + 1)
+            for other in ahead if attempt == 0 else [step]:
+                if other not in self.ahead:
+                    self.ahead[other] = self.roll_out(self.plan(other, attempt, len(drawn.tasks)), watch)
+            rolled = self.ahead.pop(step)
+            images, scores = self.score(rolled, drawn, watch)
+            if attempt == 0 and (step == 1 or _due(step, config.validation.every, config.trainer.steps)):
+                training_sheet(self.tracker, rolled.tasks[0].samples, images.result().pixels, scores)
+            if attempt:
+                drawn.scored.further_prompts += len({s.prompt.id for task in rolled.tasks for s in task.samples})
+            if len(drawn.scored.groups_with_signal()) >= config.rollout.prompts_per_step:
                 break
         return drawn
 
-    def roll_out(self, tasks: Sequence[RolloutTask], drawn: Drawn, watch: Stopwatch) -> tuple[Pending[Images], Scores]:
-        """Draw and score `tasks`, and add them to `drawn`; returns what came of the first of them."""
+    def plan(self, step: int, attempt: int = 0, begun: int = 0) -> list[RolloutTask]:
+        """The micro-batches of a step, after `begun` ones; each of those on their way has another id."""
+        staleness = self.config.trainer.staleness
+        prompts = plan_prompts(self.config, self.prompts, step, attempt)
+        samples = plan_samples(self.config, prompts, step, self.state.policy_version)
+        tasks = self.algorithm.plan(samples, first_id=begun + step % (staleness + 1) * APART)
+        # drawn with the weights there were when the one before it was due, also if that was before the run was resumed
+        lag = max(0, self.state.step - max(0, step - 1 - staleness))
+        return [replace(task, lag=lag) for task in tasks] if lag else tasks
+
+    def abandon(self) -> None:
+        """Give up what is drawn and scored."""
+        self.ahead.clear()
+        self.rewards.give_up()
+
+    def roll_out(self, tasks: Sequence[RolloutTask], watch: Stopwatch) -> Rolled:
+        """Draw `tasks`; their images are scored meanwhile, and after that."""
         workers, owners = self.workers, share([kind(task) for task in tasks], self.config, len(self.workers))
         repetitions: list[Pending[None]] = []
 
@@ -228,11 +263,17 @@ class RayDiffusionTrainer(DurableRun):
         count = sum(len(task.samples) for task in tasks)
         with watch("rollout"), waiting(f"drawing {count} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
+        return Rolled(tasks, owners, rollouts, repetitions)
+
+    def score(self, rolled: Rolled, drawn: Drawn, watch: Stopwatch) -> tuple[Pending[Images], Scores]:
+        """Wait for the scores of what was drawn, and add it to `drawn`; returns what came of the first micro-batch."""
+        tasks, owners, rollouts = rolled.tasks, rolled.owners, rolled.rollouts
+        count = sum(len(task.samples) for task in tasks)
         with watch("reward_wait"), waiting(f"scoring {count} images", self.progress_of(rollouts), self.patience):
             found = rollouts.finish()
         for task, scores in zip(tasks, found, strict=True):
             drawn.scored.add(task.samples, scores)
-        for repetition in repetitions:
+        for repetition in rolled.repetitions:
             repetition.result()
         drawn.tasks += tasks
         drawn.owners += owners.processes
@@ -267,7 +308,8 @@ class RayDiffusionTrainer(DurableRun):
         """Take the step's optimizer steps; returns their metrics."""
         lora, self.update.state = self.config.model.train == "lora", self.state
         with watch("update"), waiting(f"updating the {'LoRA' if lora else 'weights'}", after=self.patience):
-            metrics = self.update.run(drawn.tasks, credit, drawn.sets)
+            lag = min(self.config.trainer.staleness, self.state.step)
+            metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal)
 

@@ -26,13 +26,13 @@ class Rollouts:
     ) -> None:
         """`patience`: seconds without an answer of the workers after which they count as dead."""
         self.patience, self.silent = patience, 0.0
-        self.draw, self.owners, self.count = draw, owners, len(samples)
+        self.manager, self.draw, self.owners, self.count = manager, draw, owners, len(samples)
         self.sizes = [len(batch) for batch in samples]
         self.scorers = list(manager.config.scorers)
         self.scoring = manager.open(samples)
         self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
         self.drawn: set[int] = set()
-        self.limit = len(set(owners)) + self.scoring.capacity  # something is always there to be scored
+        self.limit = len(set(owners)) + manager.capacity  # something is always there to be scored
 
     def wait_until_drawn(self) -> None:
         """Return when all images are drawn; raises what drawing and scoring raise."""
@@ -54,9 +54,9 @@ class Rollouts:
     def advance(self) -> None:
         """Submit what can be, wait until something has ended, and deal with it."""
         self._submit()
-        self.scoring.submit()
+        self.manager.submit()
         drawing = [image for i, image in enumerate(self.images) if i not in self.drawn]
-        awaited, seconds = self.scoring.awaited()
+        awaited, seconds = self.manager.awaited()
         limits = [limit for limit in (seconds, self.patience if drawing else None) if limit is not None]
         started = time.monotonic()
         ended = set(wait_any([*drawing, *awaited], min(limits, default=None)))
@@ -70,7 +70,7 @@ class Rollouts:
             if i not in self.drawn and image in ended:
                 self.drawn.add(i)
                 self.scoring.add(i, image)
-        self.scoring.collect(ended)
+        self.manager.collect(ended)
 
     def _submit(self) -> None:
         while len(self.images) < self.count and self.scoring.queued < self.limit:

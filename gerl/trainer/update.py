@@ -42,22 +42,29 @@ class Update:
         self.said_spread = False
 
     def run(
-        self, tasks: Sequence[RolloutTask], credit: torch.Tensor, sets: Sequence[Sequence[int]] | None = None
+        self,
+        tasks: Sequence[RolloutTask],
+        credit: torch.Tensor,
+        sets: Sequence[Sequence[int]] | None = None,
+        lag: int = 0,
     ) -> Metrics:
         """Take the step's optimizer steps for the `credit` `[B, T]` of its samples; returns their metrics.
 
-        `sets`: ids of the tasks that the ranks of a worker drew at the same time, where they are in lockstep. The first
-        step is on policy, where the ratio must be 1. Raises `TrainingError` if it is not, or if too many
+        `sets`: ids of the tasks that the ranks of a worker drew at the same time, where they are in lockstep. `lag`:
+        steps that were finished since they were drawn; with none the first update is on policy, where the ratio must
+        be 1. Raises `TrainingError` if it is not, or if too many
         gradients are not finite.
         """
         state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
         try:
-            return self._run(tasks, credit, sets)
+            return self._run(tasks, credit, sets, lag)
         except BaseException:
             state.policy_version, state.nonfinite = counts  # the record is that of the finished step
             raise
 
-    def _run(self, tasks: Sequence[RolloutTask], credit: torch.Tensor, sets: Sequence[Sequence[int]] | None) -> Metrics:
+    def _run(
+        self, tasks: Sequence[RolloutTask], credit: torch.Tensor, sets: Sequence[Sequence[int]] | None, lag: int
+    ) -> Metrics:
         seed_everything("update", self.config.trainer.seed, self.state.step)
         by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
         stats, off_policy, result = UpdateStats(), UpdateStats(), None
@@ -74,10 +81,10 @@ class Update:
             pools = self.algorithm.pools
             pooled = pooled_sum(self.workers.run(HybridWorker.pool, given, at_once)) if pools else None
             new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled, at_once), UpdateStats())
-            if number == 0 and new.ratio_deviation is not None:
+            if number == lag == 0 and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)
-            if self.state.policy_version > started:
+            if lag or self.state.policy_version > started:
                 off_policy += new
             self._reduce_gradients()
             result = self.workers.run(HybridWorker.step, self.state.step)[0]
@@ -92,6 +99,7 @@ class Update:
                 "actor/policy_version": float(self.state.policy_version),
                 "health/blank_fraction": blank / len(credit),
             }
+            | ({"actor/staleness": float(lag)} if self.config.trainer.staleness else {})
         )
 
     def spread(self, stats: UpdateStats) -> Metrics:

@@ -44,10 +44,12 @@ class Actor:
         total_updates: int,
         ranks: Ranks | None = None,
         group: dist.ProcessGroup | None = None,
+        staleness: int = 0,
     ) -> None:
         """`ranks`: those that this one is in lockstep with, if any.
 
-        `group`: the ranks among which the trained weights are divided; None: they are whole.
+        `group`: the ranks among which the trained weights are divided; None: they are whole. `staleness`: so many steps
+        are drawn ahead.
         """
         self.policy, self.config, self.algorithm, self.ranks = policy, config, algorithm, ranks
         self.group = group
@@ -61,6 +63,8 @@ class Actor:
             policy.old = EMA(policy.trained, partial(decay_at, algorithm.old_decay))
         if algorithm.rollout_decay is not None:
             policy.sampler = EMA(policy.trained, partial(decay_at, algorithm.rollout_decay))
+        if staleness:
+            policy.earlier = [EMA(policy.trained, 0.0) for _ in range(staleness + 1)]
         if policy.whole and algorithm.compares_with_base:
             policy.reference = EMA(policy.trained, 1.0)
 
@@ -170,6 +174,7 @@ class Actor:
             policy.old.update()
         if policy.sampler is not None:
             policy.sampler.update()
+        policy.remember()
 
     @property
     def kind(self) -> str:

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,7 @@ class HybridWorker:
         self.drawn: dict[int, Trajectory] = {}  # by task id
         self.before: tuple[int, State] | None = None  # of the last update: the finished step and its state
         self.kept: tuple[int, Parts] | None = None  # the same where weights are trained
-        self.blank = 0  # images of this step that have a single colour
+        self.blank: Counter[int] = Counter()  # by step: images that have a single colour
         self.meeting = Meeting()
         self.ranks: Ranks | None = None  # where they are in lockstep
         self.leads = rank % config.cluster.context == 0  # the ranks that share tokens
@@ -117,7 +118,8 @@ class HybridWorker:
         first = next(iter(self.policy.trained.values()))
         group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
         settings = replace(self.config.actor, lr=self.config.actor.rate(model.train))
-        self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group)
+        staleness = self.config.trainer.staleness
+        self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
         return ModelFacts(
             type(self.policy.pipe).__name__,
             list(self.policy.denoisers),
@@ -151,7 +153,7 @@ class HybridWorker:
         start = time.perf_counter()
         seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
         pixels, self.drawn[task.id] = self.rollout.generate(task, self.algorithm, self.rank)
-        self.blank += count_blank(pixels)
+        self.blank[task.samples[0].step] += count_blank(pixels)
         return Images(task.id, pixels, time.perf_counter() - start)
 
     def repeat(self, task: RolloutTask, kept: int) -> None:
@@ -274,14 +276,16 @@ class HybridWorker:
         """End of trainer step `step`: the old policies follow, trajectories go; returns how many images were blank."""
         self.keep(step - 1)
         self.actor.finish_step(step)
-        blank = self.blank
-        self.forget()
+        blank = self.blank[step]
+        self.forget(step)
         return blank
 
-    def forget(self) -> None:
-        """Drop the trajectories and gradients of a finished or abandoned step."""
-        self.drawn.clear()
-        self.blank = 0
+    def forget(self, step: int | None = None) -> None:
+        """Drop the trajectories and gradients of a finished `step`, or of all that were begun."""
+        for i in [i for i, drawn in self.drawn.items() if step is None or drawn.task.samples[0].step <= step]:
+            del self.drawn[i]
+        for other in [other for other in self.blank if step is None or other <= step]:
+            del self.blank[other]
         self.actor.optimizer.zero_grad(set_to_none=True)
 
     def keep(self, finished: int) -> None:

@@ -57,7 +57,8 @@ class Rollout:
             task = one_by_one(task)
         # not before all is drawn: branches go on from outputs that no replay reads
         kept = tuple(lean(t, reads_of(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
-        return pixels, Trajectory(task, kept, self.policy.version, owner)
+        version = self.policy.earlier[task.lag].updates if task.lag else self.policy.version
+        return pixels, Trajectory(task, kept, version, owner)
 
     def draw(self, task: RolloutTask, old: bool = False) -> tuple[np.ndarray, list[Tape]]:
         """Images `[B, H, W, 3]` uint8 of the samples of `task`, and the whole tape of each segment.
@@ -75,7 +76,7 @@ class Rollout:
                     images.append(to_uint8(output))
             return np.concatenate(images), tapes
 
-        with self.policy.as_sampler(old):
+        with self.policy.as_sampler(old, task.lag):
             return self.ways.attempt("rollout", len(task.segments[0].seeds), drawn)
 
     def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape], way: Way) -> tuple[BaseOutput | None, Tape]:

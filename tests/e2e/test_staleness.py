@@ -1,0 +1,73 @@
+"""Steps that are drawn ahead of the one that is trained: with earlier weights, and the same numbers every time."""
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+KILLING = Path(__file__).resolve().parents[1] / "killing"
+SETTINGS = (
+    "checkpoint.every=1 checkpoint.keep=9 actor.lr=0.01 actor.updates_per_step=2 rollout.micro_batch_size=2".split()
+)
+STEPS = 5
+Train = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(tmp_path_factory.mktemp("whole") / "run", *SETTINGS, trainer__steps=STEPS, trainer__staleness=2)
+
+
+def assert_same(run: Any, expected: Any) -> None:
+    state, other = run.state(STEPS), expected.state(STEPS)
+    assert sorted(state) == sorted(other) and all(torch.equal(state[name], other[name]) for name in state)
+    rows = [{key: value for key, value in row.items() if not key.startswith("cluster/")} for row in run.untimed()]
+    assert rows == expected.untimed()
+
+
+def test_steps_are_drawn_with_the_weights_there_were_so_many_steps_ago(
+    whole: Any, train: Train, tmp_path: Path
+) -> None:
+    on_time = train(tmp_path / "run", *SETTINGS, trainer__steps=STEPS)
+    assert whole.column("actor/staleness") == [0, 1, 2, 2, 2] and not on_time.column("actor/staleness")
+    # the first three steps are drawn by the weights that the run begins with: their images are those of a run that
+    # does not learn, and those of step 1 the same as without staleness
+    still = train(tmp_path / "still", *SETTINGS, "actor.lr=1e-30", trainer__steps=STEPS)
+    reward = {name: run.column("reward/mean") for name, run in (("late", whole), ("now", on_time), ("still", still))}
+    assert reward["late"][:3] == pytest.approx(reward["still"][:3], abs=1e-7)
+    assert reward["late"][0] == reward["now"][0] and reward["late"][2] != reward["now"][2]
+    assert reward["late"][3] != pytest.approx(reward["still"][3], abs=1e-7)
+    # where they are the same, the ratio must be 1; elsewhere it is measured
+    assert len(whole.column("actor/ratio_deviation")) == 1 and len(on_time.column("actor/ratio_deviation")) == STEPS
+    assert whole.column("actor/off_policy/log_ratio_abs")[2] > on_time.column("actor/off_policy/log_ratio_abs")[2]
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft"])
+def test_a_resumed_run_draws_again_what_was_on_its_way(
+    algorithm: str, train: Train, tmp_path: Path, whole: Any
+) -> None:
+    settings = [*SETTINGS, f"algorithm={algorithm}"]
+    if algorithm != "flow_grpo":  # a policy of its own draws
+        settings += ["algorithm.rollout_decay=[0,0.3,0.1,0.9]"]
+        whole = train(tmp_path / "whole", *settings, trainer__steps=STEPS, trainer__staleness=2)
+    folder = tmp_path / "run"
+    for steps in (1, 3, STEPS):
+        more = [] if steps == 1 else [f"checkpoint.resume={folder}"]
+        run = train(folder, *settings, *more, trainer__steps=steps, trainer__staleness=2)
+    assert_same(run, whole)
+
+
+def test_over_ray_a_worker_may_die_with_what_was_on_its_way(
+    whole: Any, arguments: Callable[..., list[str]], start: Callable[..., Any], run_of: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "generate.1.4").write_text(str(int(signal.SIGKILL)))
+    more = {"trainer__steps": STEPS, "trainer__staleness": 2, "cluster__launcher": "ray", "cluster__num_workers": 2}
+    command = arguments(tmp_path / "run", *SETTINGS, **more)
+    process: subprocess.Popen[str] = start(command, GERL_KILLS=str(tmp_path), PYTHONPATH=str(KILLING))
+    _, log = process.communicate(timeout=300)
+    assert process.returncode == 0 and "going on from step 1" in log, log
+    assert_same(run_of(tmp_path / "run"), whole)
