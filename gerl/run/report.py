@@ -160,6 +160,12 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
+def _replaced(rows: Rows) -> str | None:
+    """Workers that died and were replaced, and the time that took."""
+    restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
+    return f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None
+
+
 def _facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     done = rows[-1]["step"] if rows else 0
     planned = get(config, "trainer", "steps")
@@ -170,6 +176,7 @@ def _facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [
         ("steps", f"{done} of {planned}" if planned and planned != done else str(done)),
         ("time", _duration(_seconds(rows)) if _seconds(rows) else None),
+        ("replaced", _replaced(rows)),
         ("images a step", f"{prompts} prompts x {n}" if prompts and n else None),
         ("model", get(config, "model", "path")),
         ("algorithm", get(config, "algorithm", "name")),
