@@ -6,6 +6,13 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread again: a run in this process takes all cores, and where two processes do, every sum waits for both."""
+    torch.set_num_threads(1)
+
+
 settings.register_profile("gerl", deadline=None, derandomize=True)
 settings.load_profile("gerl")
 

@@ -5,6 +5,7 @@ The tree is flat: one dataclass a block, composed by Hydra (`configs/`), checked
 
 import dataclasses
 import difflib
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,9 +182,15 @@ def from_mapping(values: dict[str, Any]) -> Config:
     if isinstance(model, dict) and isinstance(offload := model.get("offload"), bool):  # of an older version
         values = {**values, "model": {**model, "offload": "encoders" if offload else "none"}}
     try:
-        return TypeAdapter(Config).validate_python(values)
+        return _adapter().validate_python(values)
     except ValidationError as error:
         raise ConfigError(_sentence(error.errors()[0])) from None
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Config]:
+    """To build it takes longer than to check a configuration."""
+    return TypeAdapter(Config)
 
 
 def _sentence(first: ErrorDetails) -> str:

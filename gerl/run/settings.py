@@ -1,6 +1,7 @@
 """The configuration of a run as a reader wants it: what differs from the defaults, and what its curves show."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import yaml
 
 from gerl.commandline.composition import compose_run, shipped
-from gerl.config import ScorerConfig
+from gerl.config import Config, ScorerConfig
 from gerl.config.blocks import FULL
 from gerl.errors import ConfigError
 from gerl.run.charts import Labels
@@ -53,9 +54,8 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
     Empty where the algorithm is not known.
     """
     name = get(config, "algorithm", "name") or "flow_grpo"
-    preset = [f"algorithm={name}"] if name in shipped("algorithm") else [f"algorithm.name={name}"]
     try:
-        defaults = dataclasses.asdict(compose_run(["experiment=plain", *preset]).config)
+        defaults = dataclasses.asdict(_defaults(name))
     except ConfigError as error:
         log.warning("the report shows no difference to the defaults: %s", error)
         return []
@@ -69,6 +69,13 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
         for each in get(config, "reward", "scorers") or {}
         if each != "ocr" and not any(key.startswith(f"reward.scorers.{each}.") for key, *_ in found)
     ]
+
+
+@functools.cache
+def _defaults(algorithm: str) -> Config:
+    """Those of `experiment=plain`; nothing of it may be changed. Raises `ConfigError`."""
+    preset = f"algorithm={algorithm}" if algorithm in shipped("algorithm") else f"algorithm.name={algorithm}"
+    return compose_run(["experiment=plain", preset]).config
 
 
 def labels(config: Values) -> Labels:

@@ -40,7 +40,7 @@ def compute_score(images, prompts, metadata, fails=None, kill=None):
 """
 
 SMALL = [f"sampling.{key}" for key in ("height=16", "width=16", "num_inference_steps=2")]
-SMALL += ["cluster.launcher=local", "logger.progress=false"]
+SMALL += ["cluster.launcher=local", "cluster.threads_per_worker=1", "logger.progress=false"]
 
 
 @pytest.fixture(scope="module")
