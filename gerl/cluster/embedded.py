@@ -134,6 +134,8 @@ def _variables(mark: str) -> dict[str, str]:
     # without SPT_NOENV Ray's agents write their titles over the environment in which they are found
     # Ray would give its workers, which do all the work here, a lower priority than everything else on the machine
     values = {MARK: mark, "SPT_NOENV": "1", "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
+    # Ray starts a process for each core ahead, and none would do for a worker here, which has an environment of its own
+    values["RAY_prestart_worker_first_driver"] = "0"
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         values["RAY_AUTH_TOKEN"] = _token()
     return values

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TypeVar, cast
 
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -41,7 +40,7 @@ class Cluster:
         self._ends = contextlib.ExitStack()
         self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
         self.ranks = config.ranks_per_worker
-        self._resources = {"GPU": float(torch.cuda.device_count()), "CPU": float(_cores()), "nodes": 1.0}
+        self._resources = {"GPU": float(_gpus()), "CPU": float(_cores()), "nodes": 1.0}
         self.device, self.num_workers = "cpu", config.num_workers or 1
         if not self.joined:
             self._count()
@@ -208,6 +207,12 @@ def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
 def own_host() -> str:
     """The address at which Ray reaches this machine: the loopback if it is an embedded one."""
     return str(ray.util.get_node_ip_address())
+
+
+def _gpus() -> int:
+    import torch  # not for all who import this package: a scorer's process may need none of it
+
+    return torch.cuda.device_count()
 
 
 def _cores() -> int:

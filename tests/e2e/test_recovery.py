@@ -1,7 +1,8 @@
 """Workers may die or hang at any moment: others take their place, and the run ends as if nothing had been."""
 
+import os
+import re
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-KILLING = Path(__file__).resolve().parents[1] / "killing"
-STEPS = 9
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
 SETTINGS = """
 checkpoint.every=4 validation.every=3 actor.lr=0.01 actor.updates_per_step=2 rollout.micro_batch_size=2
 cluster.num_workers=2
 """.split()
-Disturbed = Callable[..., tuple[Any, str]]
+Disturbed = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +26,20 @@ def undisturbed(train: Callable[..., Any], workplace: Path, tmp_path_factory: py
 
 
 @pytest.fixture
-def disturbed(
-    arguments: Callable[..., list[str]], start: Callable[..., Any], run_of: Any, workplace: Path, tmp_path: Path
-) -> Disturbed:
-    """A run over Ray in which workers get signals: `METHOD.NUMBER.STEP` -> signal; returns the run and its log."""
+def disturbed(train: Callable[..., Any], workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disturbed:
+    """A run over Ray in which workers get signals: `METHOD.NUMBER.STEP` -> signal."""
 
-    def run(kills: dict[str, int], *overrides: str) -> tuple[Any, str]:
+    def run(wished: dict[str, int], *overrides: str) -> Any:
         wishes = tmp_path / "kills"
         wishes.mkdir()
-        for name, number in kills.items():
+        for name, number in wished.items():
             (wishes / name).write_text(str(int(number)))
+        monkeypatch.setenv("GERL_KILLS", str(wishes))  # the workers inherit both
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
         more = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt", "cluster__launcher": "ray"}
-        command = arguments(tmp_path / "run", *SETTINGS, *overrides, **more)
-        process: subprocess.Popen[str] = start(command, GERL_KILLS=str(wishes), PYTHONPATH=str(KILLING))
-        _, log = process.communicate(timeout=600)
-        assert process.returncode == 0, log
+        done = train(tmp_path / "run", *SETTINGS, *overrides, **more)
         assert not list(wishes.iterdir()), "a worker was never asked to"
-        return run_of(tmp_path / "run"), log
+        return done
 
     return run
 
@@ -54,10 +52,19 @@ def assert_same(run: Any, expected: Any) -> None:
     assert rows == expected.untimed()
 
 
-def test_workers_may_be_killed_in_every_phase(disturbed: Disturbed, undisturbed: Any) -> None:
-    kills = ["setup.1.0", "generate.0.1", "accumulate.1.2", "reduce_gradient.0.3", "validate.0.3", "finished.0.4"]
-    kills += ["step.0.5", "finish_step.1.6", "generate.0.8", "generate.1.8"]  # two at once
-    run, log = disturbed(dict.fromkeys(kills, signal.SIGKILL), "cluster.max_restarts=20")
+# where a worker is killed, in the last step two at once, and where one stands still
+PHASES = "setup.1.0 accumulate.1.1 reduce_gradient.0.2 finished.0.4 step.0.5 finish_step.1.5 generate.0.6 generate.1.6"
+STANDS_STILL = "validate.0.3"
+
+
+def test_workers_may_die_or_hang_in_every_phase(
+    disturbed: Disturbed, undisturbed: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wished = dict.fromkeys(PHASES.split(), signal.SIGKILL) | {STANDS_STILL: signal.SIGSTOP}
+    run = disturbed(wished, "cluster.max_restarts=20", "cluster.hang_after=20", "cluster.patience=600")
     assert_same(run, undisturbed)
-    assert sum(run.column("cluster/restarts")) >= len(kills) - 1 and min(run.column("cluster/lost_s")) > 0  # of a start
-    assert "Traceback" not in log and "going on from step 7 with 2 new process(es)" in log
+    assert sum(run.column("cluster/restarts")) >= len(wished) - 1  # the others are of a start
+    assert min(run.column("cluster/lost_s")) > 0
+    assert "going on from step 5 with 2 new process(es)" in caplog.text
+    assert re.search(r"no answer of worker 0.* within cluster\.hang_after=20 s; .*going on from step 3", caplog.text)
+    assert "Traceback" not in capsys.readouterr().err + caplog.text

@@ -118,11 +118,16 @@ def read(home: Path, hub: ThreadingHTTPServer, *paths: str, **environment: str) 
     return done.stdout.splitlines(), done.stderr
 
 
-def test_a_pipeline_is_fetched_with_bars_and_read_again_without_the_hub(
+def test_pipelines_and_loras_are_fetched_with_bars_and_read_again_without_the_hub(
     hub: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
     names = ["owner/tiny", "owner/gated", "owner/none", "owner/code", "owner/other"]
-    (whole, gated, none, code, other), shown = read(tmp_path, hub, *names)
+    loras = ["lora:owner/lora/b.safetensors", "lora:owner/lora", "lora:owner/tiny", "lora:owner/none"]
+    (file, folder, pipeline, none, *of_names), shown = read(tmp_path, hub, *loras, *names)
+    assert file == "b.safetensors file" and folder.endswith("['a.safetensors', 'b.safetensors']")
+    assert "model.lora='owner/tiny' is a pipeline" in pipeline and "model.path" in pipeline
+    assert "model.lora='owner/none'" in none and "no such model" in none
+    whole, gated, none, code, other = of_names
     assert whole == "read StableDiffusion3Pipeline" and "Fetching" in shown
     address = f"http://127.0.0.1:{hub.server_port}"
     assert "'owner/gated' is gated" in gated and f"{address}/owner/gated" in gated and "hf auth login" in gated
@@ -132,22 +137,13 @@ def test_a_pipeline_is_fetched_with_bars_and_read_again_without_the_hub(
 
     Hub.requests.clear()
     names = ["owner/tiny", "owner/none"]
-    (whole, none), _ = read(tmp_path, hub, *names, HF_HUB_OFFLINE="1")
+    (whole, none, again, absent), _ = read(tmp_path, hub, *names, loras[0], loras[3], HF_HUB_OFFLINE="1")
     assert whole == "read StableDiffusion3Pipeline" and Hub.requests == []
     assert "'owner/none'" in none and str(tmp_path) in none and "HF_HUB_OFFLINE" in none
+    assert again == file and "model.lora='owner/none' is not" in absent and "set model.lora to a folder" in absent
     (whole, none), shown = read(tmp_path, hub, *names, HF_ENDPOINT="http://127.0.0.1:9")
     assert whole == "read StableDiffusion3Pipeline" and "from the cache" in shown
     assert "127.0.0.1:9 cannot be asked" in none and "Connection refused" in none and "--local-dir" in none
-
-
-def test_a_lora_is_fetched_without_what_it_does_not_need(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
-    names = ["lora:owner/lora/b.safetensors", "lora:owner/lora", "lora:owner/tiny", "lora:owner/none"]
-    (file, folder, pipeline, none), _ = read(tmp_path, hub, *names)
-    assert file == "b.safetensors file" and folder.endswith("['a.safetensors', 'b.safetensors']")
-    assert "model.lora='owner/tiny' is a pipeline" in pipeline and "model.path" in pipeline
-    assert "model.lora='owner/none'" in none and "no such model" in none
-    (again, absent), _ = read(tmp_path, hub, names[0], "lora:owner/none", HF_HUB_OFFLINE="1")
-    assert again == file and "model.lora='owner/none' is not" in absent and "set model.lora to a folder" in absent
 
 
 def test_growth_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
