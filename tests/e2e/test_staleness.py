@@ -1,7 +1,7 @@
 """Steps that are drawn ahead of the one that is trained: with earlier weights, and the same numbers every time."""
 
+import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-KILLING = Path(__file__).resolve().parents[1] / "killing"
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (
     "checkpoint.every=1 checkpoint.keep=9 actor.lr=0.01 actor.updates_per_step=2 rollout.micro_batch_size=2".split()
 )
@@ -62,12 +62,12 @@ def test_a_resumed_run_draws_again_what_was_on_its_way(
 
 
 def test_over_ray_a_worker_may_die_with_what_was_on_its_way(
-    whole: Any, arguments: Callable[..., list[str]], start: Callable[..., Any], run_of: Any, tmp_path: Path
+    whole: Any, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "generate.1.4").write_text(str(int(signal.SIGKILL)))
-    more = {"trainer__steps": STEPS, "trainer__staleness": 2, "cluster__launcher": "ray", "cluster__num_workers": 2}
-    command = arguments(tmp_path / "run", *SETTINGS, **more)
-    process: subprocess.Popen[str] = start(command, GERL_KILLS=str(tmp_path), PYTHONPATH=str(KILLING))
-    _, log = process.communicate(timeout=300)
-    assert process.returncode == 0 and "going on from step 1" in log, log
-    assert_same(run_of(tmp_path / "run"), whole)
+    (tmp_path / "generate.0.4").write_text(str(int(signal.SIGKILL)))
+    monkeypatch.setenv("GERL_KILLS", str(tmp_path))  # the workers inherit both
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
+    more = {"cluster__launcher": "ray", "trainer__steps": STEPS, "trainer__staleness": 2}
+    run = train(tmp_path / "run", *SETTINGS, **more)
+    assert "going on from step 1 with 1 new process(es)" in caplog.text
+    assert_same(run, whole)
