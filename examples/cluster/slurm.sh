@@ -34,8 +34,9 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.execvp(sys.argv[1], sys.argv[1:])'
 node=(srun --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE")
 others=$((SLURM_NNODES - 1))
+logs=/tmp/ray_$SLURM_JOB_ID
 start=(python -c "$shield" bash "$by_hand")
-options=(--block --num-cpus="$SLURM_CPUS_ON_NODE" --temp-dir="/tmp/ray_$SLURM_JOB_ID")
+options=(--block --num-cpus="$SLURM_CPUS_ON_NODE" --temp-dir="$logs")
 
 "${node[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" "${start[@]}" head "$head" "${options[@]}" &
 if ((others)); then
@@ -56,7 +57,10 @@ wait "$training" && code=0 || code=$?
 for ((step = 0; step <= (others > 0); step++)); do # else they would be waited for
     scancel --signal=KILL "$SLURM_JOB_ID.$step" 2> /dev/null || true
 done
-if [[ $again && $code == 143 ]]; then # stopped by SIGTERM
+if [[ $code == 0 || $code == 143 ]]; then # 143: stopped by SIGTERM; after an error Ray's logs are of use
+    srun --overlap --immediate=10 --ntasks-per-node=1 rm -rf "$logs" 2> /dev/null || true
+fi
+if [[ $again && $code == 143 ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

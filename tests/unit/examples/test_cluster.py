@@ -154,7 +154,9 @@ def test_a_slurm_job_starts_ray_on_its_nodes_and_trains(dry: DryRun, job: Callab
     assert head["head"] and head["port"] == dry.port and not worker["head"]
     assert worker["address"] == f"127.0.0.1:{dry.port}"
     assert all(found["block"] and found["num_cpus"] == 8 for found in (head, worker))
-    first, others = sorted((call.arguments for call in dry.calls("srun")), key=lambda words: "head" not in words)
+    first, others, last = sorted((call.arguments for call in dry.calls("srun")), key=lambda words: "rm" in words)
+    first, others = sorted((first, others), key=lambda words: "head" not in words)
+    assert last[-3:] == ["rm", "-rf", head["temp_dir"]] and head["temp_dir"] == worker["temp_dir"] == "/tmp/ray_7"
     assert {"--nodelist=n1", "--nodes=1", "--ntasks=1"} <= set(first)
     assert {"--exclude=n1", "--nodes=1", "--ntasks=1"} <= set(others)
     assert all({"--no-kill", "--overlap", "--kill-on-bad-exit=0"} <= set(words) for words in (first, others))
@@ -173,7 +175,7 @@ def test_ray_does_not_see_sigterm_in_a_slurm_job(dry: DryRun, job: Callable[...,
 
 def test_a_slurm_job_of_one_node_has_no_others(dry: DryRun, job: Callable[..., Any]) -> None:
     assert stopped(job("waits", nodes=1, RUN="/shared/runs/mine")) == 143
-    assert len(dry.calls("srun")) == len(dry.calls("ray")) == len(dry.calls("scancel")) == 1
+    assert len(dry.calls("ray")) == len(dry.calls("scancel")) == 1 and len(dry.calls("srun")) == 2
     assert dry.trained().run_dir == Path("/shared/runs/mine")
 
 
