@@ -18,7 +18,7 @@ def compute_score(images, prompts, metadata):
 # three micro-batches for two ranks, of which each draws two, and two optimizer steps
 UNEVEN = """
 algorithm=flow_grpo rollout.prompts_per_step=3 actor.updates_per_step=2 actor.micro_batch_size=3 actor.lr=0.01
-trainer.steps=3 cluster.launcher=ray
+trainer.steps=3
 """.split()
 
 
@@ -28,9 +28,8 @@ def test_ranks_with_a_part_of_the_weights_train_as_whole_workers(
     (workplace / "some_dull.py").write_text(DULL)
     keys = {"scorer": "some_dull.py", "validation__data": workplace / "val.txt"}
     whole = train(tmp_path / "whole", *UNEVEN, cluster__num_workers=2, **keys)
-    parts = train(
-        tmp_path / "parts", *UNEVEN, "model.shard=all", cluster__num_workers=1, cluster__ranks_per_worker=2, **keys
-    )
+    ranks = {"cluster__launcher": "ray", "cluster__num_workers": 1, "cluster__ranks_per_worker": 2}
+    parts = train(tmp_path / "parts", *UNEVEN, "model.shard=all", **ranks, **keys)
     assert parts.untimed() == whole.untimed()
     state, expected = parts.state(3), whole.state(3)
     assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)

@@ -29,10 +29,11 @@ def compute_score(images, prompts, metadata, log, faults, poison):
     return [float(np.asarray(image).mean()) / 255 for image in images]
 """
 WATCHED = """
-import os
+import os, sys
 
 def compute_score(images, prompts, metadata):
-    return {"width": [image.width for image in images], "pid": [os.getpid()] * len(images)}
+    own = {"pid": os.getpid(), "torch": int("torch" in sys.modules)}
+    return {"width": [image.width for image in images], **{name: [value] * len(images) for name, value in own.items()}}
 """
 
 
@@ -62,7 +63,9 @@ def test_processes_that_die_or_hang_cost_time_but_no_scores(
     pids = plain.column("reward/watched/pid/mean"), faulty.column("reward/watched/pid/mean")
     assert len(set(pids[0])) == len(set(pids[1])) == 1  # the other scorer's process lived on
     for row, other in zip(faulty.untimed(), plain.untimed(), strict=True):
-        assert row == pytest.approx(other | {name: row[name] for name in row if "/pid/" in name}, rel=1e-4, abs=1e-6)
+        own = {name: row[name] for name in row if name.startswith(("reward/watched/pid/", "reward/watched/torch/"))}
+        assert row == pytest.approx(other | own, rel=1e-4, abs=1e-6)
+    assert not any(faulty.column("reward/watched/torch/mean"))  # which takes seconds and memory that no function needs
     assert faulty.column("group/dropped") == [1, 0]
     # one killed, one that hung, and two for the prompt that kills
     assert sum(faulty.column("scorer/mean/restarts")) == 4 and not any(faulty.column("scorer/watched/restarts"))
