@@ -35,6 +35,10 @@ class ClusterError(GerlError):
     """The workers cannot be placed or one of them died."""
 
 
+class RayDied(ClusterError):
+    """Ray itself is gone, without which no worker can be replaced."""
+
+
 class WorkerDied(ClusterError):
     """The process of a worker ended while it was needed."""
 

@@ -1,6 +1,7 @@
 """Workers over Ray or in this process, behind one interface: the only package of gerl that imports Ray."""
 
 from gerl.cluster.calls import AGAIN as AGAIN
+from gerl.cluster.calls import LAST_WORDS as LAST_WORDS
 from gerl.cluster.calls import Pending as Pending
 from gerl.cluster.calls import WorkerGroup as WorkerGroup
 from gerl.cluster.calls import silence as silence

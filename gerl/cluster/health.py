@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import ray
 
-from gerl.errors import ClusterError
+from gerl.errors import RayDied
 
 EVERY = 2.0  # seconds between two looks
 PATIENCE = 30.0  # seconds for a joined cluster to restart its control service; its workers end after 60 without it
@@ -22,7 +22,7 @@ class Health:
         self._refused: dict[str, float] = {}  # since when
 
     def check(self) -> None:
-        """Raise `ClusterError` if a service is gone; looks every few seconds, however often it is called."""
+        """Raise `RayDied` if a service is gone; looks every few seconds, however often it is called."""
         now = time.monotonic()
         if now < self._looked + EVERY:
             return
@@ -31,7 +31,7 @@ class Health:
             if not _refuses(host, port):
                 self._refused.pop(name, None)
             elif now - self._refused.setdefault(name, now) >= self.patience:
-                raise ClusterError(
+                raise RayDied(
                     f"{name} at {host}:{port} is gone, without which Ray ends: its session folder has the log"
                 )
 
@@ -40,7 +40,7 @@ _watched: Health | None = None  # a process has one session of Ray
 
 
 def check() -> None:
-    """Raise `ClusterError` if the session of Ray that this process has is about to end."""
+    """Raise `RayDied` if the session of Ray that this process has is about to end."""
     if _watched is not None:
         _watched.check()
 

@@ -314,7 +314,12 @@ class ClusterConfig(Block):
     patience: float = key(
         60.0, "seconds for which room for a replaced worker is waited for; then the run goes on with fewer", low=1.0
     )
-    hang_after: float = key(1800.0, "seconds without an answer of any worker after which they count as dead", low=1.0)
+    hang_after: float = key(
+        14400.0,
+        "seconds without an answer of any worker after which they count as dead; more than an update takes, which is "
+        "one call",
+        low=1.0,
+    )
 
 
 @dataclass(frozen=True)

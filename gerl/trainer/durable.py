@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gerl.algorithms import Algorithm, build_algorithm
-from gerl.cluster import AGAIN, Cluster, WorkerGroup
+from gerl.cluster import AGAIN, Cluster, WorkerGroup, wait_all
 from gerl.commandline import signals
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
@@ -62,7 +62,8 @@ class DurableRun:
                     with waiting(f"starting {count} processes, which have to meet"):
                         meet(self.workers)
                 with waiting(f"loading {self.config.model.path} on {count} process(es)", self.downloads):
-                    return self.workers.run(HybridWorker.setup)[0]
+                    pending = [self.workers.submit(i, HybridWorker.setup) for i in range(count)]
+                    return wait_all(pending)[0]  # however long a download takes
             except LOSSES as error:
                 self.recovery.restart(self.lost(error))
 
@@ -110,7 +111,7 @@ class DurableRun:
 
     def lost(self, error: Exception) -> list[int]:
         """The workers because of which `error` came; raises it if it has another reason, or if they are too many."""
-        lost = self.recovery.lost()
+        lost = self.recovery.lost(error)
         if not lost:
             raise error
         self.recovery.allow(lost, error)

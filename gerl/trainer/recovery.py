@@ -8,15 +8,23 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from gerl.cluster import Pending, WorkerGroup, wait_all
+from gerl.cluster import LAST_WORDS, Pending, WorkerGroup, wait_all, wait_any
 from gerl.config import Config
-from gerl.errors import ClusterError
+from gerl.errors import ClusterError, RayDied
 from gerl.workers.hybrid import HybridWorker, State
 
 logger = logging.getLogger(__name__)
 HOUR = 3600.0
 LARGEST = 2**30  # bytes of a LoRA and its optimizer that are kept outside of the workers as well
 BYTES = 16  # of a trained parameter: its value, two moments and an average, in fp32
+
+
+def _died(call: Pending[None]) -> bool:
+    try:
+        call.result()
+    except ClusterError:
+        return True
+    return False
 
 
 class WentBack(Exception):
@@ -29,7 +37,7 @@ def meet(workers: WorkerGroup[HybridWorker]) -> None:
         return
     address = workers.submit(0, HybridWorker.address).result()
     count = len(workers)
-    wait_all([workers.submit(i, HybridWorker.join, address, i, count) for i in range(count)], workers.patience)
+    wait_all([workers.submit(i, HybridWorker.join, address, i, count) for i in range(count)])
 
 
 class Recovery:
@@ -53,21 +61,31 @@ class Recovery:
         if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
             self._snapshot = step, self.workers.submit(0, HybridWorker.finished, step)
 
-    def lost(self) -> list[int]:
-        """The workers that died or do not answer; all others leave what they were doing."""
-        if not self.workers.remote:
+    def lost(self, error: Exception | None = None) -> list[int]:
+        """The workers that died or do not answer; all others leave what they were doing.
+
+        None where Ray itself is gone. `error`: what came of it. One that does not say that a worker is gone may have
+        another reason: then none is lost unless one died.
+        """
+        if not self.workers.remote or isinstance(error, RayDied):
             return []
-        asked = [self.workers.submit(i, HybridWorker.leave) for i in range(len(self.workers))]
+        asked = {self.workers.submit(i, HybridWorker.leave): i for i in range(len(self.workers))}
+        if not isinstance(error, ClusterError | None) and not self._one_died(asked):
+            return []
         until, found = time.monotonic() + self.settings.hang_after, list[int]()
-        for i, call in enumerate(asked):
-            try:
-                if not call.wait(max(0.0, until - time.monotonic())):
-                    found.append(i)
-                else:
-                    call.result()
-            except ClusterError:
+        for call, i in asked.items():
+            if not call.wait(max(0.0, until - time.monotonic())) or _died(call):
                 found.append(i)
         return found
+
+    def _one_died(self, asked: Collection[Pending[None]]) -> bool:
+        left, until = list(asked), time.monotonic() + LAST_WORDS
+        while left and time.monotonic() < until:
+            for call in wait_any(left, until - time.monotonic()):
+                if _died(call):
+                    return True
+                left.remove(call)
+        return False
 
     def state(self, step: int, lost: Collection[int]) -> State | None:
         """The checkpoint of `step`, the last finished one, from a worker that lives, or as remembered; else None."""
@@ -136,7 +154,7 @@ class Recovery:
     def set_up(self, new: Sequence[int]) -> None:
         """All meet, and the workers `new` load the model."""
         meet(self.workers)
-        wait_all([self.workers.submit(i, HybridWorker.setup) for i in new], self.workers.patience)
+        wait_all([self.workers.submit(i, HybridWorker.setup) for i in new])  # however long a download takes
 
     def metrics(self) -> dict[str, float]:
         """Workers replaced and seconds lost by it since the last time; nothing if there were none."""

@@ -45,4 +45,4 @@ def test_ranks_of_a_worker_run_on_one_node_and_want_of_room_is_said(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.strip().splitlines()[-1]
-    assert "no room for other 0" in said and "cluster.ranks_per_worker=6" in said and "free are" in said
+    assert "no room for other 0" in said and "6 processes of" in said and "free are" in said
