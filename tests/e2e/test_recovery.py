@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from gerl.model.shards import Shards
+from gerl.workers.whole import STATE
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 SETTINGS = """
@@ -17,6 +20,7 @@ checkpoint.every=4 validation.every=3 actor.lr=0.01 actor.updates_per_step=2 rol
 cluster.num_workers=2
 """.split()
 Disturbed = Callable[..., Any]
+Train = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +73,17 @@ def test_workers_may_die_or_hang_in_every_phase(
     assert "going on from step 5 with 2 new process(es)" in caplog.text
     assert re.search(r"no answer of worker 0.* within cluster\.hang_after=20 s; .*going on from step 3", caplog.text)
     assert "Traceback" not in capsys.readouterr().err + caplog.text
+
+
+def test_trained_weights_are_saved_by_a_worker_that_lives(
+    disturbed: Disturbed, train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = ["model.train=full", "actor.full_lr=0.003", "actor.eps=1e-4", "checkpoint.every=0"]
+    keys = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt"}
+    whole = train(tmp_path / "whole", *SETTINGS, *full, **keys)
+    run = disturbed({"generate.0.3": signal.SIGKILL}, *full)
+    assert "going on from step 2 with 1 new process(es)" in caplog.text and "going back" not in caplog.text
+    found, expected = (Shards(one.checkpoint(STEPS) / STATE) for one in (run, whole))
+    assert found.shapes().keys() == expected.shapes().keys()
+    for name in found.shapes():
+        assert torch.allclose(found.whole(name), expected.whole(name), rtol=1e-3, atol=2e-5), name
