@@ -145,10 +145,10 @@ class WorkerGroup(Generic[W]):
         count: int,
         start: Callable[[int], W],
         end: Callable[[W], None] | None,
-        patience: float | None = None,
+        hang_after: float | None = None,
     ) -> None:
-        """`patience`: seconds for which `run` waits for an answer of any of them."""
-        self.patience = patience
+        """`hang_after`: seconds for which `run` waits for an answer of any of them."""
+        self.hang_after = hang_after
         self.name, self._start, self._end = name, start, end
         self.remote = end is not None
         self.numbers = list(range(count))  # of those there are: some may be left out for a while
@@ -186,20 +186,20 @@ class WorkerGroup(Generic[W]):
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run `method(*args)` on all workers at once and return what they returned, in order, as `wait_all` does."""
-        return wait_all([self.submit(i, method, *args, **kwargs) for i in range(len(self))], self.patience)
+        return wait_all([self.submit(i, method, *args, **kwargs) for i in range(len(self))], self.hang_after)
 
 
-def wait_all(pending: Sequence[Pending[R]], patience: float | None = None) -> list[R]:
+def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> list[R]:
     """Wait for calls that workers make at once; returns what they returned, in order.
 
     Raises the first exception that comes; where a worker died, that it did, and not what others say who miss it. If
-    none of them answers for `patience` seconds, they count as dead.
+    none of them answers for `hang_after` seconds, they count as dead.
     """
     left, error = list(pending), None
     while left:
-        ended = wait_any(left, patience if error is None else LAST_WORDS)
-        if not ended and error is None and patience is not None:
-            raise silence(left, patience)
+        ended = wait_any(left, hang_after if error is None else LAST_WORDS)
+        if not ended and error is None and hang_after is not None:
+            raise silence(left, hang_after)
         if not ended:
             break
         for call in ended:
@@ -217,10 +217,10 @@ def wait_all(pending: Sequence[Pending[R]], patience: float | None = None) -> li
     return [p.result() for p in pending]
 
 
-def silence(pending: Sequence[Pending[Any]], patience: float) -> WorkerDied:
-    """The error for workers that did not answer for `patience` seconds."""
+def silence(pending: Sequence[Pending[Any]], hang_after: float) -> WorkerDied:
+    """The error for workers that did not answer for `hang_after` seconds."""
     names = " and ".join(dict.fromkeys(call.worker for call in pending))
-    return WorkerDied(f"no answer of {names} within cluster.hang_after={patience:g} s; raise it if they need so long")
+    return WorkerDied(f"no answer of {names} within cluster.hang_after={hang_after:g} s; raise it if they need so long")
 
 
 def _value(argument: object) -> object:

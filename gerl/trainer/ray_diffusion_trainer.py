@@ -259,7 +259,9 @@ class RayDiffusionTrainer(DurableRun):
                 repetitions.append(workers.submit(process, HybridWorker.repeat, tasks[k], kept))
             return image
 
-        rollouts = Rollouts(self.rewards, [task.samples for task in tasks], submit, owners.processes, workers.patience)
+        rollouts = Rollouts(
+            self.rewards, [task.samples for task in tasks], submit, owners.processes, workers.hang_after
+        )
         count = sum(len(task.samples) for task in tasks)
         with watch("rollout"), waiting(f"drawing {count} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
@@ -329,7 +331,7 @@ class RayDiffusionTrainer(DurableRun):
                     workers.submit(process, HybridWorker.validate, k, batches[k])
                 return image
 
-            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.patience)
+            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.hang_after)
             with waiting(f"validating {len(self.held_out)} prompts", self.progress_of(rollouts)):
                 found = rollouts.finish()
             for batch, scores in zip(batches, found, strict=True):

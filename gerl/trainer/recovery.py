@@ -57,7 +57,7 @@ class Recovery:
         self._snapshot: tuple[int, Pending[State]] | None = None
 
     def remember(self, step: int, parameters: int) -> None:
-        """Keep the state of `step`, the last finished one, in Ray's store: no worker may be left that has it."""
+        """Keep the state of `step`, the last finished one, in Ray's store, for when no worker that has it is left."""
         if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
             self._snapshot = step, self.workers.submit(0, HybridWorker.finished, step)
 

@@ -22,10 +22,10 @@ class Rollouts:
         samples: Sequence[Sequence[Scorable]],
         draw: Callable[[int], Pending[Images]],
         owners: Sequence[int],
-        patience: float | None = None,
+        hang_after: float | None = None,
     ) -> None:
-        """`patience`: seconds without an answer of the workers after which they count as dead."""
-        self.patience, self.silent = patience, 0.0
+        """`hang_after`: seconds without an answer of the workers after which they count as dead."""
+        self.hang_after, self.silent = hang_after, 0.0
         self.manager, self.draw, self.owners, self.count = manager, draw, owners, len(samples)
         self.sizes = [len(batch) for batch in samples]
         self.scorers = list(manager.config.scorers)
@@ -57,13 +57,13 @@ class Rollouts:
         self.manager.submit()
         drawing = [image for i, image in enumerate(self.images) if i not in self.drawn]
         awaited, seconds = self.manager.awaited()
-        limits = [limit for limit in (seconds, self.patience if drawing else None) if limit is not None]
+        limits = [limit for limit in (seconds, self.hang_after if drawing else None) if limit is not None]
         started = time.monotonic()
         ended = set(wait_any([*drawing, *awaited], min(limits, default=None)))
-        if not ended and drawing and self.patience is not None:
+        if not ended and drawing and self.hang_after is not None:
             self.silent += time.monotonic() - started
-            if self.silent >= self.patience:
-                raise silence(drawing, self.patience)
+            if self.silent >= self.hang_after:
+                raise silence(drawing, self.hang_after)
         else:
             self.silent = 0.0
         for i, image in enumerate(self.images):
