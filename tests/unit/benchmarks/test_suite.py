@@ -196,7 +196,7 @@ def test_every_preset_has_as_many_different_candidates(shipped_suite: Suite) -> 
     assert {len({c.fingerprint for c in found}) for found in shipped_suite.candidates.values()} == {4}
     assert shipped_suite.tuning_seed not in shipped_suite.seeds and len(set(shipped_suite.seeds)) == 5
     job = shipped_suite.next_job([])
-    assert job is not None and job.command()[-2:] == ["--until", "10"]
+    assert job is not None and job.command()[-2:] == ["--until", "5"]
 
 
 @pytest.mark.parametrize("name", shipped("algorithm"))
