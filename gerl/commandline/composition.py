@@ -62,6 +62,7 @@ class Asked:
     run_dir: Path
     one_folder: bool  # `run_dir` does not depend on the time, so that no other folder can be meant
     values: dict[str, Any]
+    composed: DictConfig | None  # by Hydra, of the whole command line; None if a part was left out
 
 
 def config_folder() -> Path:
@@ -70,13 +71,15 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else PACKAGE.parent / "configs"
 
 
-def compose_run(overrides: Sequence[str]) -> Composed:
+def compose_run(overrides: Sequence[str], asked: Asked | None = None) -> Composed:
     """Compose defaults, experiment and `overrides` (`experiment=NAME`, `key=value`); raises `ConfigError`.
 
-    `experiment` may also be the path of a yaml file of your own.
+    `experiment` may also be the path of a yaml file of your own. `asked`: what was read from `overrides` before.
     """
     with _sentences():
-        composed = _compose("config", {}, overrides)
+        composed = asked.composed if asked is not None else None
+        if composed is None:
+            composed = _compose("config", {}, overrides)
         run_dir, values = _folder(composed.hydra.run.dir), _values(composed)
     choices, name = composed.hydra.runtime.choices, str(values["algorithm"]["name"])
     preset = str(choices.algorithm)
@@ -92,8 +95,9 @@ def compose_run(overrides: Sequence[str]) -> Composed:
 
 def asked_for(overrides: Sequence[str]) -> Asked:
     """Read what a command line says about where its run starts from; nothing else is checked yet."""
+    kept = [o for o in overrides if not o.startswith("~")]  # a run that is carried on may have no such key any more
     with _sentences():
-        composed = _compose("config", {}, [o for o in overrides if not o.startswith("~")])
+        composed = _compose("config", {}, kept)
         run_dir, values = _folder(composed.hydra.run.dir), _values(composed)
     block, choices = values["checkpoint"], composed.hydra.runtime.choices
     resume = block["resume"] if isinstance(block, dict) else "never"  # what is wrong with the block is said later
@@ -104,7 +108,8 @@ def asked_for(overrides: Sequence[str]) -> Asked:
         )
     one_folder = "${now:" not in str(OmegaConf.to_container(composed.hydra.run, resolve=False))
     given = frozenset(map(_key, overrides))
-    return Asked(resume, str(choices.experiment), str(choices.algorithm), given, run_dir, one_folder, values)
+    whole = composed if len(kept) == len(overrides) else None
+    return Asked(resume, str(choices.experiment), str(choices.algorithm), given, run_dir, one_folder, values, whole)
 
 
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:

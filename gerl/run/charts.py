@@ -21,6 +21,7 @@ COLOURS = {"#f1e1d0": "--ink", "#f1e1d1": "--line"} | {f"#f1e1c{i}": f"--c{i}" f
 INK, LINE, *SERIES = COLOURS
 WIDE, NARROW = (9.6, 3.4), (3.7, 2.4)
 MAX_POINTS = 400
+LEGEND_COLUMNS = 3
 LOG_FLOOR = 1e-9
 
 SIGNALS = (
@@ -74,8 +75,11 @@ def timing_parts(rows: Rows) -> list[str]:
     return sorted(names - set(TIMING_TOTALS))
 
 
-def _chart(title: str, draw: Callable[[Axes], None], size: tuple[float, float] = NARROW) -> Chart:
-    """An SVG whose colours are variables of the page and which refers to nothing outside it; size in inches."""
+def _chart(title: str, draw: Callable[[Axes], None], size: tuple[float, float] = NARROW, above: float = 0.0) -> Chart:
+    """An SVG whose colours are variables of the page and which refers to nothing outside it.
+
+    `size` and `above`, the room for a legend above the axes, are in inches.
+    """
     # Here and not above: a wrong argument of a command is said before matplotlib is imported.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -83,7 +87,7 @@ def _chart(title: str, draw: Callable[[Axes], None], size: tuple[float, float] =
 
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif", "font.size": 10}
     with rc_context(style):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=size)
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(LINE)
@@ -94,6 +98,10 @@ def _chart(title: str, draw: Callable[[Axes], None], size: tuple[float, float] =
         draw(axes)
         if axes.get_legend_handles_labels()[1] and axes.get_legend() is None:
             axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="best")
+        # Margins that fit what all charts have: a layout engine would draw each of them twice to find them.
+        (width, height), named = size, bool(axes.get_ylabel())
+        left, bottom = 0.65 + 0.2 * named, 0.3 + 0.2 * bool(axes.get_xlabel())
+        figure.subplots_adjust(left / width, bottom / height, 1 - 0.1 / width, 1 - (0.2 + above) / height)
         buffer = io.StringIO()
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
@@ -205,7 +213,8 @@ def small_charts(rows: Rows, labels: Labels) -> tuple[list[Chart], list[Constant
             drawn.append(_chart(title, draw))
     parts = timing_parts(rows)
     if any(np.isfinite(series(rows, name)[1]).any() for name in parts):
-        drawn.append(_chart("time of a step, seconds", lambda axes: _stack_timing(axes, rows)))
+        above = 0.17 * -(-len(parts) // LEGEND_COLUMNS)
+        drawn.append(_chart("time of a step, seconds", partial(_stack_timing, rows=rows), above=above))
     return drawn, [value for value in constants if value.steps]
 
 
@@ -233,5 +242,6 @@ def _stack_timing(axes: Axes, rows: Rows) -> None:
     axes.stackplot(x, layers, labels=labels, colors=colours, alpha=0.85, linewidth=0)
     # Above the chart: inside it there is no free place.
     axes.legend(
-        loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, labelcolor=INK, fontsize=8, columnspacing=1
-    )
+        loc="lower center", bbox_to_anchor=(0.5, 1), ncols=LEGEND_COLUMNS, frameon=False, labelcolor=INK, fontsize=8,
+        columnspacing=1,
+    )  # fmt: skip

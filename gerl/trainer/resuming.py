@@ -54,7 +54,7 @@ def open_run(arguments: Sequence[str]) -> RunFolder | None:
     asked = asked_for(arguments)
     run_dir, named = _place(asked)
     if run_dir is None:
-        return _new_run(arguments)
+        return _new_run(arguments, asked)
     with contextlib.ExitStack() as stack:
         lock = RunLock(run_dir)
         try:
@@ -71,15 +71,15 @@ def open_run(arguments: Sequence[str]) -> RunFolder | None:
         if checkpoint is None or (asked.resume == "auto" and not asked.one_folder and _is_over(checkpoint, asked)):
             stack.close()
             logger.info("nothing to resume in %s: starting anew", run_dir if asked.one_folder else run_dir.parent)
-            return _new_run(arguments)
+            return _new_run(arguments, asked)
         folder = _resumed(arguments, asked, run_dir, checkpoint, lock)
         if folder is not None:
             stack.pop_all()
         return folder
 
 
-def _new_run(arguments: Sequence[str]) -> RunFolder:
-    composed = compose_run(arguments)
+def _new_run(arguments: Sequence[str], asked: Asked) -> RunFolder:
+    composed = compose_run(arguments, asked)
     return RunFolder(composed, RunLock(composed.run_dir))
 
 
