@@ -116,6 +116,14 @@ class Scores:
     failures: list[list[ScorerFailure]]  # [B]
 
 
+@dataclass(frozen=True)
+class StepEnd:
+    """What a worker tells of a trainer step that has ended."""
+
+    blank: int  # images that have a single colour
+    notes: list[str]  # sentences for the run's log
+
+
 @dataclass
 class UpdateStats:
     """Sums over trained (sample, timestep) pairs, so that workers and micro-batches add up to the same averages.

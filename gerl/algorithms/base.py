@@ -127,6 +127,12 @@ class Algorithm:
         return self.settings.whole_groups and small
 
     @property
+    def needs_whole_batches(self) -> bool:
+        """Whether the samples of a micro-batch of the rollout have to be on one tape."""
+        together = self.settings.drawn_together(self.config.rollout.n) > 1
+        return together or (self.settings.whole_groups and not self.pools)
+
+    @property
     def compares_with_base(self) -> bool:
         """Whether it asks for what the base model computes (`Policy.base`)."""
         return self.settings.kl_coef > 0
@@ -152,9 +158,9 @@ class Algorithm:
         """KL of the rollout's policy to the base model, mean over the trained steps: `[R]`, from recorded values."""
         raise NotImplementedError
 
-    def micro_batches(self, batch: Batch) -> Iterator[list[int]]:
-        """Rows of `batch` that are trained together; those without credit are left out."""
-        size = self.config.actor.micro_batch_size or len(batch.samples)
+    def micro_batches(self, batch: Batch, most: int | None = None) -> Iterator[list[int]]:
+        """Rows of `batch` that are trained together, at most `most`; those without credit are left out."""
+        size = min(self.config.actor.micro_batch_size or len(batch.samples), most or len(batch.samples))
         kept = self.kept_rows(batch)
         if not self.settings.whole_groups or self.pools:
             yield from (kept[i : i + size] for i in range(0, len(kept), size))

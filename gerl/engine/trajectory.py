@@ -74,13 +74,18 @@ class Trajectory:
 
     def rows(self, index: Sequence[int]) -> "Trajectory":
         """The part of the samples `index`, as a trajectory of its own; raises `ReplayError` for a tree."""
-        several = len(self.task.segments) > 1
-        if several and any(s.parent is not None or len(s.seeds) > 1 for s in self.task.segments):
+        if any(segment.parent is not None for segment in self.task.segments):
             raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
-        if several:  # one for each sample
-            segments = tuple(replace(self.task.segments[i], leaves=(n,)) for n, i in enumerate(index))
-            task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=segments)
-            return replace(self, task=task, tapes=tuple(self.tapes[i] for i in index))
+        if len(self.task.segments) > 1:  # drawn in several calls
+            places = {leaf: (i, r) for i, s in enumerate(self.task.segments) for r, leaf in enumerate(s.leaves)}
+            found = [places[i] for i in index]
+            parts = [
+                replace(self.task.segments[i], seeds=(self.task.segments[i].seeds[r],), leaves=(n,))
+                for n, (i, r) in enumerate(found)
+            ]
+            task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=tuple(parts))
+            tapes = tuple(self.tapes[i] if self.tapes[i].batch_size == 1 else self.tapes[i].rows([r]) for i, r in found)
+            return replace(self, task=task, tapes=tapes)
         (segment,), (tape,) = self.task.segments, self.tapes
         segment = replace(segment, seeds=tuple(segment.seeds[i] for i in index), leaves=tuple(range(len(index))))
         task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=(segment,))

@@ -1,6 +1,7 @@
 """The errors of the libraries that hold and run a model, as sentences with the keys to change."""
 
 import contextlib
+import gc
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -85,6 +86,14 @@ def check_backend(name: str | None) -> None:
             f"model.compile={name!r}: torch.compile has no such backend, only "
             f"{', '.join(torch.compiler.list_backends())}; choose one, or null"
         )
+
+
+def release(error: BaseException) -> None:
+    """Give up the memory that a call held when `error` ended it: the traceback's frames keep its tensors."""
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def is_full(error: BaseException) -> bool:

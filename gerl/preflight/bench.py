@@ -78,6 +78,7 @@ class Bench:
     def run(self, rollout: int, actor: int) -> Run:
         """Draw a micro-batch of `rollout` and train on it in parts of at most `actor` images."""
         worker = self.worker
+        worker.rollout.ways.divides = worker.actor.divides = False  # what does not fit is what is looked for
         algorithm = worker.algorithm = worker.actor.algorithm = build_algorithm(sized(self.config, rollout, actor))
         task = self.task(algorithm)
         credit = torch.ones(len(task.samples), self.config.sampling.num_inference_steps)

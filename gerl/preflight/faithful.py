@@ -32,7 +32,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
     kernel, noise = ("cps", 1.0) if isinstance(pipe.scheduler, SCMScheduler) else ("ode", 0.0)
 
     def drawn(way: Way) -> float:
-        part = samples if way.together else samples[:1]
+        part = samples[: way.of(len(samples))]
 
         def compared(call: Mapping[str, object]) -> float:
             images = []

@@ -90,14 +90,16 @@ class Update:
             result = self.workers.run(HybridWorker.step, self.state.step)[0]
             self.count(result)
             stats += new
-        blank = sum(self.workers.run(HybridWorker.finish_step, self.state.step + 1))
+        ends = self.workers.run(HybridWorker.finish_step, self.state.step + 1)
+        for note in dict.fromkeys(note for end in ends for note in end.notes):
+            logger.warning("%s", note)
         return (
             actor_metrics(stats, result, deviation)
             | self.spread(off_policy)
             | {
                 "actor/nonfinite_updates": float(self.state.nonfinite),
                 "actor/policy_version": float(self.state.policy_version),
-                "health/blank_fraction": blank / len(credit),
+                "health/blank_fraction": sum(end.blank for end in ends) / len(credit),
             }
             | ({"actor/staleness": float(lag)} if self.config.trainer.staleness else {})
         )

@@ -1,9 +1,11 @@
 """The actor worker: tapes and credit in, an update of the LoRA or of weights out."""
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from gerl.algorithms.step_gradients import StepGradients, flat_copy, squared_nor
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError
 from gerl.model.ema import EMA
+from gerl.model.failures import is_full, release
 from gerl.model.policy import Policy
 from gerl.model.shards import local
 from gerl.protocol import StepResult, UpdateStats
@@ -29,7 +32,10 @@ from gerl.workers.optimizers import (
     restore,
     state_of,
 )
+from gerl.workers.ways import half
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 OPTIMIZER = "optimizer/"  # of the names of its tensors in a checkpoint
 
 
@@ -54,6 +60,9 @@ class Actor:
         self.policy, self.config, self.algorithm, self.ranks = policy, config, algorithm, ranks
         self.group = group
         self.parameters = list(policy.trained.values())
+        self.most: int | None = None  # rows of a replay that the memory was seen to hold; None: no limit is known
+        self.divides = ranks is None and not policy.whole  # whether it finds that limit
+        self.say: Callable[[str], None] = logger.warning
         self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(
@@ -75,6 +84,38 @@ class Actor:
         workers. `by_step`: say how much the first micro-batch of each trained step adds, of a LoRA: of all weights
         that would take as much memory again.
         """
+        return self._fitting(batches, lambda: self._accumulate(batches, num_pairs, by_step))
+
+    def _fitting(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
+        """`work` on `batches`, anew with half as many rows in a replay where the memory does not hold them."""
+        while True:
+            before = [None if p.grad is None else p.grad.clone() for p in self.parameters] if self.divides else None
+            try:
+                return work()
+            except (MemoryError, RuntimeError) as error:
+                if before is None or not is_full(error) or not self._halve(batches):
+                    raise
+                release(error)
+            for p, grad in zip(self.parameters, before, strict=True):
+                p.grad = grad
+
+    def _halve(self, batches: Sequence[Batch]) -> bool:
+        """Train on half as many rows at a time; whether that makes the largest part of `batches` smaller."""
+        rows, known = self._largest(batches), self.most
+        self.most = half(rows)
+        if self._largest(batches) == rows:
+            self.most = known
+            return False
+        self.say(
+            f"the memory does not hold the update of {rows} images: {self.most} at a time from here on, which adds up "
+            "to the same gradient; set actor.micro_batch_size to that, and no run has to find it out"
+        )
+        return True
+
+    def _largest(self, batches: Sequence[Batch]) -> int:
+        return max((len(rows) for batch in batches for rows in self._parts(batch)[0]), default=0)
+
+    def _accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool) -> UpdateStats:
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
             parts, idle = self._parts(batch)
@@ -90,6 +131,9 @@ class Actor:
 
     def pool(self, batches: Sequence[Batch]) -> Pooled:
         """The part of `batches` in the losses of the others of their groups."""
+        return self._fitting(batches, lambda: self._pool(batches))
+
+    def _pool(self, batches: Sequence[Batch]) -> Pooled:
         found: list[Pooled] = []
         for batch in batches:
             parts, idle = self._parts(batch)
@@ -103,7 +147,7 @@ class Actor:
 
         That are a batch and rows of it, of which nothing counts.
         """
-        parts = list(self.algorithm.micro_batches(batch))
+        parts = list(self.algorithm.micro_batches(batch, self.most))
         more = 0 if self.ranks is None else self.ranks.most(len(parts)) - len(parts)
         if not more:
             return parts, []

@@ -26,7 +26,7 @@ from gerl.model.loading import load_policy, lora_lines, replaced_scheduler
 from gerl.model.paths import WEIGHTS
 from gerl.model.policy import Policy
 from gerl.model.shards import Part
-from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepFacts, StepResult, UpdateStats
+from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepEnd, StepFacts, StepResult, UpdateStats
 from gerl.run.state import WorkerState
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
@@ -90,6 +90,7 @@ class HybridWorker:
         self.before: tuple[int, State] | None = None  # of the last update: the finished step and its state
         self.kept: tuple[int, Parts] | None = None  # the same where weights are trained
         self.blank: Counter[int] = Counter()  # by step: images that have a single colour
+        self.notes: list[str] = []  # of this step, for the run's log
         self.meeting = Meeting()
         self.ranks: Ranks | None = None  # where they are in lockstep
         self.leads = rank % config.cluster.context == 0  # the ranks that share tokens
@@ -114,12 +115,15 @@ class HybridWorker:
         guidance = algorithm.reference_guidance if isinstance(algorithm, ForwardProcessConfig) else None
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation)
+        self.rollout.ways.divides = self.ranks is None  # ranks in lockstep make the same calls
+        self.rollout.ways.say = self.notes.append
         self.algorithm = build_algorithm(self.config)
         first = next(iter(self.policy.trained.values()))
         group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
         settings = replace(self.config.actor, lr=self.config.actor.rate(model.train))
         staleness = self.config.trainer.staleness
         self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
+        self.actor.say = self.notes.append
         return ModelFacts(
             type(self.policy.pipe).__name__,
             list(self.policy.denoisers),
@@ -272,13 +276,15 @@ class HybridWorker:
         self.keep(finished)
         return self.actor.step()
 
-    def finish_step(self, step: int) -> int:
-        """End of trainer step `step`: the old policies follow, trajectories go; returns how many images were blank."""
+    def finish_step(self, step: int) -> StepEnd:
+        """End of trainer step `step`: the old policies follow, trajectories go."""
         self.keep(step - 1)
         self.actor.finish_step(step)
         blank = self.blank[step]
         self.forget(step)
-        return blank
+        notes = self.notes.copy()
+        self.notes.clear()
+        return StepEnd(blank, notes)
 
     def forget(self, step: int | None = None) -> None:
         """Drop the trajectories and gradients of a finished `step`, or of all that were begun."""

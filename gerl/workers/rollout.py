@@ -19,7 +19,7 @@ from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
-from gerl.workers.ways import Way, Ways, one_by_one
+from gerl.workers.ways import Way, Ways, divided, half
 
 T = TypeVar("T")
 
@@ -39,10 +39,12 @@ class Rollout:
 
         `owner`: rank of this worker.
         """
-        after = algorithm.rollout_old_after
+        after, segments = algorithm.rollout_old_after, len(task.segments)
         with model_errors("rollout", len(task.samples)):
-            pixels, tapes = self.draw(task, after is not None and task.samples[0].step > after)
-        if len(tapes) > len(task.segments):
+            pixels, tapes, task = self.draw(
+                task, after is not None and task.samples[0].step > after, not algorithm.needs_whole_batches
+            )
+        if len(task.segments) > segments:
             if algorithm.settings.drawn_together(algorithm.config.rollout.n) > 1:
                 raise ModelError(
                     f"{type(self.policy.pipe).__name__} takes one prompt a call, but algorithm.name="
@@ -54,30 +56,35 @@ class Rollout:
                     f"{algorithm.settings.name} compares the images of a group: use actor.micro_batch_size=1, which "
                     "finds by a first pass what they have in common"
                 )
-            task = one_by_one(task)
         # not before all is drawn: branches go on from outputs that no replay reads
         kept = tuple(lean(t, reads_of(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
         version = self.policy.earlier[task.lag].updates if task.lag else self.policy.version
         return pixels, Trajectory(task, kept, version, owner)
 
-    def draw(self, task: RolloutTask, old: bool = False) -> tuple[np.ndarray, list[Tape]]:
-        """Images `[B, H, W, 3]` uint8 of the samples of `task`, and the whole tape of each segment.
+    def draw(
+        self, task: RolloutTask, old: bool = False, divisible: bool = True
+    ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
+        """Images `[B, H, W, 3]` uint8 of the samples of `task`, the whole tapes of the segments of a task, and it.
 
-        Of each segment of `one_by_one(task)` where the pipeline takes one prompt a call. `old`: the old policy draws.
+        Its segments are smaller where the pipeline takes one prompt a call, or where the memory does not hold more and
+        the task is `divisible`. `old`: the old policy draws.
         """
 
-        def drawn(way: Way) -> tuple[np.ndarray, list[Tape]]:
+        def drawn(way: Way) -> tuple[np.ndarray, list[Tape], RolloutTask]:
             tapes: list[Tape] = []
             images: list[np.ndarray] = []
-            for segment in (task if way.together else one_by_one(task)).segments:
+            parts = divided(task, way.most)
+            for segment in parts.segments:
                 output, tape = self._draw(task, segment, tapes, way)
                 tapes.append(tape)
                 if segment.stop is None:
                     images.append(to_uint8(output))
-            return np.concatenate(images), tapes
+            return np.concatenate(images), tapes, parts
 
+        most = max(len(segment.seeds) for segment in task.segments)
+        smaller = half if len(task.segments) == 1 else lambda size: 1  # a tree is divided row by row
         with self.policy.as_sampler(old, task.lag):
-            return self.ways.attempt("rollout", len(task.segments[0].seeds), drawn)
+            return self.ways.attempt("rollout", most, drawn, smaller if divisible else None)
 
     def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape], way: Way) -> tuple[BaseOutput | None, Tape]:
         sampling, pipe = self.sampling, self.policy.pipe
@@ -123,8 +130,8 @@ class Rollout:
 
                 return self.called(draw, part, way, "validation", **overrides)
 
-            parts = [samples] if way.together else [[sample] for sample in samples]
-            return np.concatenate([images(part) for part in parts])
+            size = way.of(len(samples))
+            return np.concatenate([images(samples[i : i + size]) for i in range(0, len(samples), size)])
 
         with self.policy.ema.swapped_in(), model_errors("validation", len(samples)):
             return self.ways.attempt("validation", len(samples), drawn)

@@ -1,12 +1,15 @@
 """Runs that cannot learn say so, in the log, the metrics and the report; broken weights stop a run."""
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import tiny
+import torch
 
 from gerl.run.health import PATIENCE
 
@@ -95,3 +98,23 @@ def test_images_of_a_single_colour_are_said(
     assert run.column("health/blank_fraction") == [1]
     (warned,) = [record.message for record in caplog.records if "single colour" in record.message]
     assert "100%" in warned and "model.dtype=float32" in warned and warned in report(run).replace("&#39;", "'")
+
+
+def test_a_memory_that_is_full_divides_micro_batches_and_changes_nothing(
+    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(tmp_path / "plain", actor__lr=0.01)
+    forward = diffusers.SD3Transformer2DModel.forward
+
+    @functools.wraps(forward)
+    def in_a_small_memory(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len(hidden_states) > (1 if torch.is_grad_enabled() else 3):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(diffusers.SD3Transformer2DModel, "forward", in_a_small_memory)
+    small = train(tmp_path / "small", actor__lr=0.01)
+    assert float((small.lora(2) - plain.lora(2)).norm() / plain.lora(2).norm()) < 1e-3
+    said = [message for message in caplog.messages if "the memory does not hold the" in message]
+    assert len(said) == 2 and re.search("rollout of 4 images: 2 at a time.*rollout.micro_batch_size", said[0]), said
+    assert re.search("update of 2 images: 1 at a time.*same gradient.*actor.micro_batch_size", said[1])

@@ -273,7 +273,9 @@ def test_a_trajectory_is_split_by_samples(index: list[int]) -> None:
 
 def test_a_tree_cannot_be_split() -> None:
     whole = trajectory(recorded("flux", False))
-    tree = replace(whole, task=replace(whole.task, segments=whole.task.segments * 2), tapes=whole.tapes * 2)
+    (trunk,) = whole.task.segments
+    segments = (trunk, replace(trunk, parent=0, rows=tuple(range(len(trunk.seeds)))))
+    tree = replace(whole, task=replace(whole.task, segments=segments), tapes=whole.tapes * 2)
     with pytest.raises(ReplayError, match="task 7 is a tree"):
         tree.rows([0])
     assert tree.nbytes == whole.nbytes  # what segments share is counted once

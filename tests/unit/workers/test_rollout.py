@@ -35,7 +35,7 @@ def test_a_trajectory_is_smaller_than_the_recording_and_trains_the_same(preset: 
     algorithm, rollout = build_algorithm(config), Rollout(policy, config.sampling, config.validation)
     samples = plan_samples(config, [Prompt(0, 'a red sign that reads "482"')], 1, 0)
     (task,) = algorithm.plan(samples[:4])
-    pixels, recorded = rollout.draw(task)
+    pixels, recorded, _ = rollout.draw(task)
     images, kept = rollout.generate(task, algorithm, owner=3)
     assert np.array_equal(images, pixels) and (kept.owner, kept.policy_version, kept.task) == (3, 0, task)
     whole = Trajectory(task, tuple(recorded), 0, 3)

@@ -23,7 +23,7 @@ from gerl.protocol import RolloutTask
 from gerl.workers.actor import Actor
 from gerl.workers.hybrid import batches_of
 from gerl.workers.rollout import Rollout
-from gerl.workers.ways import WAYS, one_by_one
+from gerl.workers.ways import WAYS, divided
 
 PRX = next(e for e in ENTRIES if e.name == "PRXPipeline")
 LITE = next(e for e in ONE_PROMPT if e.name == "DreamLitePipeline")
@@ -71,7 +71,7 @@ def test_a_pipeline_that_takes_one_prompt_a_call(entry: Entry, caplog: pytest.Lo
         0
     ] == task.samples[2]
     assert float(gradient(rollout, config, task, trajectory).norm()) > 0
-    (alone,) = one_by_one(task).segments[2:3]
+    (alone,) = divided(task, 1).segments[2:3]
     single = RolloutTask(9, [task.samples[2]], (alone.__class__(**{**vars(alone), "leaves": (0,)}),))
     assert np.array_equal(rollout.draw(single)[0][0], pixels[2])
     assert rollout.validate(task.samples).shape == pixels.shape
