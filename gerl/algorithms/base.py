@@ -3,10 +3,12 @@
 The driver plans and credits; the workers train. An algorithm never knows which model it trains.
 """
 
+from __future__ import annotations  # of the model, which the driver of a run does not have
+
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 
@@ -17,8 +19,10 @@ from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm_keys import AlgorithmConfig, NormalisedConfig
 from gerl.engine import ReplayedStep, Tape, replay
-from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats
+
+if TYPE_CHECKING:
+    from gerl.model.policy import Policy
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ For any parametrisation w is the change of the transition's mean over -|J|, J = 
 velocity of flow matching, of a predicted noise, or of predicted clean latents with the opposite sign.
 """
 
+from __future__ import annotations  # of the model, which the driver of a run does not have
+
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,9 +34,11 @@ from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.policy_gradients import FDFOConfig
 from gerl.engine import ReplayedStep, replay
-from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask, Sample, UpdateStats
 from gerl.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from gerl.model.policy import Policy
 
 LEAST = 1e-6  # of mean(d^2), which is 0 where the images of a pair are the same
 

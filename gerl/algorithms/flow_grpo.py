@@ -3,7 +3,9 @@
 Flow-GRPO-Fast, DanceGRPO, MixGRPO and DDPO differ in how they sample (`configs/algorithm/`) and are this class.
 """
 
-from typing import Any, ClassVar
+from __future__ import annotations  # of the model, which the driver of a run does not have
+
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +17,9 @@ from gerl.config import Config
 from gerl.config.policy_gradients import ChainConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.errors import CheckpointError
-from gerl.model.policy import Policy
+
+if TYPE_CHECKING:
+    from gerl.model.policy import Policy
 
 
 class FlowGRPO(PolicyGradient):

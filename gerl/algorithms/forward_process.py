@@ -6,9 +6,11 @@ rollout, as the reward says. An algorithm is its loss on one noise level; the ol
 trained weights, the reference is the base model.
 """
 
+from __future__ import annotations  # of the model, which the driver of a run does not have
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, assert_never
+from typing import TYPE_CHECKING, Any, ClassVar, assert_never
 
 import torch
 
@@ -21,9 +23,11 @@ from gerl.config.noised_images import ForwardProcessConfig
 from gerl.engine import ReplayedStep, record_structure, replay
 from gerl.engine.kernels import Rule
 from gerl.errors import ReplayError
-from gerl.model.policy import Policy
 from gerl.protocol import Sample, UpdateStats
 from gerl.utils.seeding import derive_seed, sample_generators
+
+if TYPE_CHECKING:
+    from gerl.model.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Noised:
         """The output that would lead back to `x0`, `[B, ...]`."""
         return self.rule.target(self.x0, self.noise)
 
-    def without(self, written: torch.Tensor) -> "Noised":
+    def without(self, written: torch.Tensor) -> Noised:
         """Each row without its elements `written` `[B, ...]`: all tensors as `[B, N]`.
 
         These the pipeline sets itself (the frame of a picture, what surrounds an inpainted part): there is nothing to
@@ -67,7 +71,7 @@ class Noised:
         x0, noise, x, output = (part(values) for values in (self.x0, self.noise, self.x, self.output))
         return replace(self, x0=x0, noise=noise, x=x, output=output, old=old, reference=reference)
 
-    def rows(self, index: list[int]) -> "Noised":
+    def rows(self, index: list[int]) -> Noised:
         """The rows `index`."""
         old, reference = (None if values is None else values[index] for values in (self.old, self.reference))
         x0, noise, x, output = (values[index] for values in (self.x0, self.noise, self.x, self.output))

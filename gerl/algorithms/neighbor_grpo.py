@@ -24,7 +24,9 @@ dimensions, as all log-probabilities of gerl are; the papers write sums. Rollout
 built: the step of the anchor that is compared with them is an Euler step.
 """
 
-from typing import Any
+from __future__ import annotations  # of the model, which the driver of a run does not have
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,9 +36,11 @@ from gerl.algorithms.planning import drawn_steps, group_ids
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config.policy_gradients import NeighborGRPOConfig
 from gerl.engine import ReplayedStep, replay
-from gerl.model.policy import Policy
 from gerl.protocol import UpdateStats
 from gerl.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from gerl.model.policy import Policy
 
 
 class NeighborGRPO(Algorithm):

@@ -4,8 +4,10 @@ A trajectory's stochastic steps are the actions of a Markov decision process (DD
 2505.05470); their log-probabilities under current and recorded weights give PPO's clipped surrogate.
 """
 
+from __future__ import annotations  # of the model, which the driver of a run does not have
+
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +24,10 @@ from gerl.config import Config
 from gerl.config.policy_gradients import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
 from gerl.engine.kernels import FlowRule, Rule, coefficients
-from gerl.model.policy import Policy
 from gerl.protocol import StepFacts, UpdateStats
+
+if TYPE_CHECKING:
+    from gerl.model.policy import Policy
 
 
 class PolicyGradient(Algorithm):

@@ -5,8 +5,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from gerl.model.shards import local
-
 T = TypeVar("T")
 
 
@@ -53,4 +51,6 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def flat_copy(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """All values as one fp32 vector on the CPU."""
+    from gerl.model.shards import local  # in here: the driver of a run does without torch.distributed.tensor
+
     return torch.cat([local(gradient).detach().float().cpu().flatten() for gradient in gradients])

@@ -6,12 +6,13 @@ branching step the pipeline forms its model output from what the denoiser said i
 a rollout.
 """
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import DiffusionPipeline, SchedulerMixin
-from diffusers.utils import BaseOutput
 from torch.utils._pytree import tree_any
 
 from gerl.engine.batching import detached_copy, materialised, select_call
@@ -20,6 +21,10 @@ from gerl.engine.record import Recorder, check_generators, record_probe
 from gerl.engine.tape import Tape, TapeStep
 from gerl.engine.transitions import Sampler, advance
 from gerl.errors import ModelError, ReplayError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers.utils import BaseOutput
 
 
 def branch(

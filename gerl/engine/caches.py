@@ -4,16 +4,20 @@ A replay runs the denoiser at trained steps only, so what an untrained step woul
 of one step would reach into another. An object that has tensors inside, but is no container of them, may be a cache.
 """
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import inspect
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-import diffusers
 import torch
-from diffusers import DiffusionPipeline
 from torch.utils._pytree import tree_leaves
 
 from gerl.engine.batching import Tree
 from gerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 DEPTH = 4  # of attributes, lists and dictionaries inside a cache: layers, their parts, keys and values
 
@@ -27,6 +31,8 @@ class Caches:
 
     def belong_to(self, pipe: DiffusionPipeline) -> None:
         """Say in errors how `pipe` does without, where that can be told."""
+        import diffusers  # in here: the driver of a run does without
+
         name = type(pipe).__name__
         switches = [p for p in inspect.signature(type(pipe).__call__).parameters if "cache" in p]
         if switches:

@@ -1,11 +1,17 @@
 """The modality that goes along with the trained one (the sound of a video), answered from a tape."""
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
+from typing import TYPE_CHECKING
+
 import torch
-from diffusers import SchedulerMixin
 
 from gerl.engine.instrument import Timestep
 from gerl.engine.tape import Tape
 from gerl.engine.transitions import advance
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
 
 
 class CompanionsFromTape:

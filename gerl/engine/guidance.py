@@ -6,14 +6,15 @@ the conditional output has the larger one. So the roles are found, not assumed: 
 running the pipeline's own arithmetic on the recorded outputs (made nearly equal), without the denoiser.
 """
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from diffusers import DiffusionPipeline, SchedulerMixin
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.choices import CfgMode
@@ -24,6 +25,9 @@ from gerl.engine.tape import ComponentCall, Tape
 from gerl.engine.transitions import advance
 from gerl.errors import ReplayError
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
+
 # of a denoiser call in a guided step; the last two are one call with both halves, named by its first rows
 Role = Literal["conditional", "unconditional", "conditional_first", "unconditional_first"]
 Roles = dict[int, Role]  # by number of the call within its step; without the calls that guidance does not concern
@@ -31,8 +35,8 @@ Structure = tuple[tuple[str, float], ...]  # component and rows per row of laten
 
 CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; the two norms agree to rounding errors otherwise
 NEAR = 1e-2  # of their standard deviation, how far two outputs are apart when their weights are compared
-_FOUND: "WeakKeyDictionary[DiffusionPipeline, dict[Structure, Roles]]" = WeakKeyDictionary()
-_CHECKED: "WeakKeyDictionary[DiffusionPipeline, set[Structure]]" = WeakKeyDictionary()  # to have a gradient with off
+_FOUND: WeakKeyDictionary[DiffusionPipeline, dict[Structure, Roles]] = WeakKeyDictionary()
+_CHECKED: WeakKeyDictionary[DiffusionPipeline, set[Structure]] = WeakKeyDictionary()  # to have a gradient with off
 
 
 def guidance_roles(

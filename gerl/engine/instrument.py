@@ -1,22 +1,23 @@
 """Routing of a pipeline's own calls, for record and replay: the only patches in gerl, on instances, always undone."""
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import contextlib
 import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SchedulerMixin, SCMScheduler
-from diffusers.guiders import BaseGuidance
-from diffusers.guiders.guider_utils import GuiderOutput
-from diffusers.models.autoencoders import vae as vae_module
-from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
-from diffusers.schedulers.scheduling_utils import SchedulerOutput
-from torch.distributed.fsdp import FSDPModule
 
 from gerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers.guiders.guider_utils import GuiderOutput
+    from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
+    from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 # what `__call__` computes or draws outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
 # `prepare_extra_step_kwargs` inspects the scheduler's signature and must run.
@@ -63,7 +64,7 @@ class _Step:
         self.first: list[SchedulerMixin] = []  # that stepped, of all copies together
         functools.update_wrapper(self, scheduler.step)  # pipelines inspect its signature
 
-    def __deepcopy__(self, memo: dict[int, SchedulerMixin]) -> "_Step":
+    def __deepcopy__(self, memo: dict[int, SchedulerMixin]) -> _Step:
         copied = object.__new__(_Step)
         copied.__dict__.update(self.__dict__)
         copied.scheduler = memo.get(id(self.scheduler), self.scheduler)
@@ -79,6 +80,11 @@ class _Step:
         per_token_timesteps: torch.Tensor | None = None,
         **__: object,
     ) -> SchedulerOutput | SCMSchedulerOutput | tuple[torch.Tensor, ...]:
+        # in here: the driver of a run does without diffusers
+        from diffusers import FlowMatchEulerDiscreteScheduler, SCMScheduler
+        from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
+        from diffusers.schedulers.scheduling_utils import SchedulerOutput
+
         if per_token_timesteps is not None:
             raise ModelError(
                 "the pipeline steps every token at a noise level of its own (per_token_timesteps), for which gerl has "
@@ -106,6 +112,10 @@ def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
     Attributes are set on the instances only, except `randn_tensor`, a name in the pipeline's modules and in diffusers'
     VAE module: pipelines that draw noise inline have no method to route.
     """
+    # in here: the driver of a run does without diffusers
+    from diffusers.models.autoencoders import vae as vae_module
+    from torch.distributed.fsdp import FSDPModule
+
     undo: list[Callable[[], object]] = []
 
     def put_routed(target: object, name: str, route: Callable[..., object], label: str) -> None:
@@ -144,6 +154,9 @@ def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
     Their own arithmetic would not do: adaptive projected guidance divides by the norm of what the two outputs are
     apart, which has no derivative at 0, and adds what they were apart in earlier steps.
     """
+    # in here: the driver of a run does without diffusers
+    from diffusers.guiders import BaseGuidance
+    from diffusers.guiders.guider_utils import GuiderOutput
 
     def hand_on(pred_cond: torch.Tensor, pred_uncond: torch.Tensor | None = None, **_: torch.Tensor) -> GuiderOutput:
         return GuiderOutput(pred=pred_cond, pred_cond=pred_cond, pred_uncond=pred_uncond)

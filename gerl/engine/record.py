@@ -1,14 +1,15 @@
 """Record: the pipeline's own `__call__`, with its scheduler steps sampled and written on a tape."""
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import DiffusionPipeline, SchedulerMixin
-from diffusers.utils import BaseOutput
 
 from gerl.engine.batching import batch_size, detached_copy, materialised, num_elements, select_call, shapes
 from gerl.engine.caches import Caches
@@ -18,6 +19,10 @@ from gerl.engine.solver import ONE_STEP, OdeSolver, Span, compressed_spans
 from gerl.engine.tape import Answer, CompanionStep, ComponentCall, Tape, TapeStep
 from gerl.engine.transitions import Sampler, Transitions
 from gerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers.utils import BaseOutput
 
 # component outputs larger than this many times the latents (ControlNet residuals) are kept as shapes only
 MAX_KEPT_OUTPUT = 16

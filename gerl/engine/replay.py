@@ -12,15 +12,17 @@ cache, a random draw or a changed argument, would give a ratio and a gradient th
 How a guided step runs the denoiser, with gradient through both halves or less, is `guidance`'s.
 """
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import DiffusionPipeline, SchedulerMixin
 from torch.utils._pytree import tree_map
 
 from gerl.engine.batching import Tree, detached_copy, materialised, select_call
@@ -33,6 +35,9 @@ from gerl.engine.start import started_at
 from gerl.engine.tape import Tape, TapeStep
 from gerl.engine.transitions import advance
 from gerl.errors import ReplayError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
 
 
 @dataclass

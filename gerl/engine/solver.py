@@ -1,14 +1,18 @@
 """The deterministic steps of a rollout: to which order each is taken (solver), and how far it goes (compression)."""
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import math
 from itertools import pairwise
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
-from diffusers import SchedulerMixin
 
 from gerl.config.choices import SolverName
 from gerl.engine.kernels import Rule
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
 
 SOLVERS: tuple[str, ...] = get_args(SolverName)
 

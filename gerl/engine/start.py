@@ -4,18 +4,23 @@ Mostly the pipeline hands what `prepare_latents` returned to the scheduler as it
 frame that a picture fills: where each value goes is then found by differentiating the pipeline's own arithmetic.
 """
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import contextlib
 import inspect
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import DiffusionPipeline, SchedulerMixin
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.engine.batching import Tree, detached_copy, materialised, select_call
 from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.tape import Tape
 from gerl.errors import ReplayError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
 
 UNTRACEABLE = (
     "latents cannot be given for step 0: the pipeline does not hand on, value by value, the initial latents it prepares"

@@ -1,15 +1,20 @@
 """From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not."""
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, SchedulerMixin, SCMScheduler
 
 from gerl.engine.instrument import Timestep
 from gerl.engine.kernels import DDIMRule, EDMRule, FlowRule, Rule, coefficients
 from gerl.engine.solver import ONE_STEP, SOLVERS, Span
 from gerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from diffusers import DDIMScheduler, SchedulerMixin, SCMScheduler
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Transitions:
         check_scheduler(scheduler, self.sampler)
         if is_flow_matching(scheduler):
             return self._flow(scheduler, timestep, stochastic, span)
-        if isinstance(scheduler, SCMScheduler):
+        if is_trigflow(scheduler):
             return self._trigflow(scheduler, timestep, stochastic, span)
         return self._ddim(scheduler, int(timestep), stochastic, span)
 
@@ -177,7 +182,7 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
         if config.get("stochastic_sampling", False):
             raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
         return
-    if isinstance(scheduler, SCMScheduler):
+    if is_trigflow(scheduler):
         if sampler.kernel not in ("cps", "ode") or sampler.solver != "euler":
             raise ModelError(
                 f"sampling.kernel={sampler.kernel} with sampling.solver={sampler.solver} is for flow matching: this "
@@ -189,6 +194,8 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
             f"the pipeline's scheduler is {name}, whose model jumps between noise levels by an average velocity and "
             "has no transition kernel: train the model it was distilled from"
         )
+    from diffusers import DDIMScheduler  # in here: the driver of a run does without diffusers
+
     if not isinstance(scheduler, DDIMScheduler):
         raise ModelError(
             f"the pipeline's scheduler is {name}, which has no transition kernel: set "
@@ -208,12 +215,21 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
 
 def counts_steps(scheduler: SchedulerMixin) -> bool:
     """Whether the scheduler looks its noise level up by the number of the step."""
-    return is_flow_matching(scheduler) or isinstance(scheduler, SCMScheduler)
+    return is_flow_matching(scheduler) or is_trigflow(scheduler)
 
 
 def is_flow_matching(scheduler: SchedulerMixin) -> bool:
     """Whether the scheduler's model output is a velocity and its sigmas those of `x = (1 - s) x0 + s eps`."""
+    from diffusers import FlowMatchEulerDiscreteScheduler  # in here: the driver of a run does without diffusers
+
     return (
         isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
         or scheduler.config.get("prediction_type") == "flow_prediction"
     )
+
+
+def is_trigflow(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler's noise levels are angles, as those of consistency models."""
+    from diffusers import SCMScheduler  # in here: the driver of a run does without diffusers
+
+    return isinstance(scheduler, SCMScheduler)

@@ -1,12 +1,16 @@
 """The arguments of a pipeline's call, as the configuration gives them."""
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import inspect
 from collections.abc import Iterable
-
-from diffusers import DiffusionPipeline
+from typing import TYPE_CHECKING
 
 from gerl.config import SamplingConfig
 from gerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 
 def pipeline_call(
@@ -45,6 +49,8 @@ def _arguments(sampling: SamplingConfig, **overrides: object) -> dict[str, objec
 
 def _check_prompt(pipe: DiffusionPipeline) -> None:
     """Raise `ModelError` if the pipeline takes no prompt, and say which of the pipelines that it is made of does."""
+    from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
+
     if "prompt" in inspect.signature(type(pipe).__call__).parameters:
         return
     inner = {name: part for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)}

@@ -1,17 +1,21 @@
 """The errors of the libraries that hold and run a model, as sentences with the keys to change."""
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import contextlib
 import gc
 import re
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from diffusers import DiffusionPipeline
 
 from gerl.errors import ConfigError, GerlError, ModelError
 from gerl.utils.files import reason
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 Phase = Literal["loading", "rollout", "validation", "update"]
 # what pipelines raise for arguments that they do not take, or do not take together

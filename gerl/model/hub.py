@@ -1,11 +1,11 @@
 """Pipelines and LoRAs of the Hugging Face hub: fetched into its cache, and what goes wrong there as sentences."""
 
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from diffusers import DiffusionPipeline
 from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -16,11 +16,12 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx
 
-from gerl.commandline.waiting import logger, waiting
+from gerl.commandline.waiting import waiting
 from gerl.errors import GerlError, ModelError
 from gerl.model.paths import INDEX
 from gerl.utils.files import reason
 
+logger = logging.getLogger(__name__)
 PATIENCE = 10.0  # seconds for the hub's first answer
 
 
@@ -54,6 +55,8 @@ def fetch(path: str) -> str:
     Shows the progress bars of `huggingface_hub`. Where the hub cannot be reached, or HF_HUB_OFFLINE is set, the cache
     must have the whole pipeline. Raises `ModelError`.
     """
+    from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
+
     unreached = _unreached(path)
     try:
         if unreached is not None:

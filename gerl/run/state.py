@@ -9,6 +9,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from gerl.errors import CheckpointError
 from gerl.run.checkpoint import Checkpoint
 
+STATE = "state"  # the folder of a checkpoint with the parts of trained weights
+FROZEN = ".frozen"  # one with parts of weights that are not trained, until the denoisers are written
 STRICT = ConfigDict(strict=True)  # a number that was written as text is damage
 
 

@@ -52,9 +52,20 @@ class DurableRun:
         self.tracker: Tracker
         self.health: Health
 
+    def check_model(self) -> None:
+        """Let the workers find out what can be known of the model before they load it; in process `run` did."""
+        self.recovery = Recovery(self.config, self.workers)
+        if not self.workers.remote:
+            return
+        with waiting(f"checking {self.config.model.path}", self.downloads):
+            calls = [self.workers.submit(i, HybridWorker.check, self.cluster.joined) for i in range(len(self.workers))]
+            try:
+                wait_all(calls if self.cluster.joined else calls[:1])  # the others only import what loads it
+            except ClusterError as error:
+                self.recovery.restart(self.lost(error))  # what is wrong with the model shows when it is loaded
+
     def load_model(self) -> ModelFacts:
         """Let the workers meet and load the model; those that die meanwhile are replaced."""
-        self.recovery = Recovery(self.config, self.workers)
         while True:
             count = len(self.workers)
             try:

@@ -1,6 +1,6 @@
 """The entry point: `python -m gerl.trainer.main_flowgrpo [experiment=NAME] [key=value ...]`.
 
-It listens to signals first, then reads the keys and the run to carry on, and then imports torch, diffusers and Ray.
+It listens to signals first, then reads the keys and the run to carry on, and then imports torch and Ray.
 """
 
 import sys

@@ -158,15 +158,13 @@ class RayDiffusionTrainer(DurableRun):
         self.recovery.remember(self.state.step, self.model.trained_parameters)
 
     def start(self, resumed: bool = False) -> None:
-        """Try the scorers, start the workers, and load the model, as a resumed run needs it if it is one."""
+        """Start the workers, check the model and try the scorers, and load the model, as a resumed run needs it."""
         config, cluster = self.config, self.cluster
         loaded = replace(config, model=config.model.carried_on()) if resumed else config
         per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
         logger.info("reward: %s", described(config.reward.scorers))
         self.rewards = RewardManager(config.reward, cluster)
-        with waiting("trying the scorers on grey images", self.downloads):
-            try_scorers(self.rewards, config, self.prompts)
         self.workers = cluster.workers(
             "worker",
             HybridWorker,
@@ -176,6 +174,9 @@ class RayDiffusionTrainer(DurableRun):
             threads=cluster.threads,
             together=cluster.ranks,
         )
+        self.check_model()
+        with waiting("trying the scorers on grey images", self.downloads):
+            try_scorers(self.rewards, config, self.prompts)
         self.model = model = self.load_model()
         for sentence in model.notes:
             logger.info("%s", sentence)

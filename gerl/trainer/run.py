@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,17 +40,14 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
         held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         from gerl.cluster import Cluster
-        from gerl.model.loading import check_model
-        from gerl.model.quantisation import check_quantisation
         from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
         from gerl.trainer.rescue import interruption_said
-        from gerl.workers.optimizers import check_optimizer
 
         machines = Cluster(config.cluster, config.reward.gpu_shares)
-        if not machines.joined:  # else they may be on other machines
-            check_quantisation(model, machines.device)
-            check_model(model, config.sampling, config.cluster.context)
-            check_optimizer(config.actor, machines.device)
+        if not machines.remote:  # else the first thing the workers do: this process needs no libraries of models
+            from gerl.workers.checks import check_start  # which imports them
+
+            check_start(replace(config, model=model), machines.device)
         with session(run_dir, log, arguments, machines.words()) as begin:
             folder.open(begin)
             with interruption_said(run_dir, config.trainer.steps):

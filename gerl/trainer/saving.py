@@ -12,9 +12,8 @@ from pathlib import Path
 from gerl.cluster import WorkerGroup
 from gerl.config import Config
 from gerl.errors import CheckpointError
-from gerl.run.state import WorkerState
+from gerl.run.state import FROZEN, STATE, WorkerState
 from gerl.workers.hybrid import HybridWorker
-from gerl.workers.whole import FROZEN, STATE
 
 POLL = 0.05  # seconds between questions whether a file is written
 

@@ -1,5 +1,7 @@
 """The hybrid worker: rollout and actor over one pipeline on one device, so that trajectories need not leave it."""
 
+from __future__ import annotations  # of what the driver, which only names this class, does without
+
 import inspect
 import logging
 import time
@@ -7,41 +9,42 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.algorithms.pooling import Pooled
+from gerl.cluster import own_host
 from gerl.config import Config
 from gerl.config.noised_images import ForwardProcessConfig
 from gerl.config.policy_gradients import WeightedConfig
 from gerl.engine import Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
+from gerl.errors import ConfigError, ModelError
 from gerl.model.call import check_arguments
 from gerl.model.failures import model_errors
-from gerl.model.libraries import quiet_libraries
-from gerl.model.loading import load_policy, lora_lines, replaced_scheduler
 from gerl.model.paths import WEIGHTS
-from gerl.model.policy import Policy
-from gerl.model.shards import Part
 from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepEnd, StepFacts, StepResult, UpdateStats
 from gerl.run.state import WorkerState
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
-from gerl.workers import whole
-from gerl.workers.actor import Actor
 from gerl.workers.collective import Meeting, Ranks
-from gerl.workers.optimizers import check_optimizer
 from gerl.workers.rollout import Rollout, count_blank
+
+if TYPE_CHECKING:
+    from gerl.model.policy import Policy
+    from gerl.model.shards import Part
+    from gerl.workers.actor import Actor
+    from gerl.workers.whole import Writing
 
 logger = logging.getLogger(__name__)
 Sets = Sequence[Sequence[int]] | None  # ids of the tasks that the ranks of a worker drew at the same time
 State = tuple[dict[str, bytes], WorkerState]  # files and numbers of a checkpoint
-Parts = tuple[dict[str, Part], WorkerState]  # what this process has of one, where weights are trained
+Parts = tuple[dict[str, "Part"], WorkerState]  # what this process has of one, where weights are trained
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,35 @@ class HybridWorker:
         self.rollout: Rollout
         self.actor: Actor
         self.algorithm: Algorithm
-        self.writing: whole.Writing
+        self.writing: Writing
+
+    def check(self, joined: bool = False) -> None:
+        """Find out what can be known of the model before its weights are loaded, and import what loads it.
+
+        On one machine the first process does for all. On a cluster that is `joined` each process looks where it is,
+        which its error names. Raises `ModelError` or `ConfigError`.
+        """
+        from gerl.workers.checks import check_start  # in here: it takes seconds, and the driver does without
+
+        if self.rank and not joined:
+            return
+        try:
+            check_start(self.config, self.device)
+        except (ModelError, ConfigError) as error:
+            if not joined:
+                raise
+            raise type(error)(f"{error} (on {own_host()})") from error
 
     def setup(self) -> ModelFacts:
         """Load the pipeline and everything that works on it."""
+        # in here: the driver does without diffusers and what comes with it
+        from torch.distributed.tensor import DTensor
+
+        from gerl.model.libraries import quiet_libraries
+        from gerl.model.loading import load_policy, lora_lines, replaced_scheduler
+        from gerl.workers.actor import Actor
+        from gerl.workers.optimizers import check_optimizer
+
         torch.set_num_threads(self.threads)
         quiet_libraries()
         check_optimizer(self.config.actor, self.device)
@@ -297,8 +325,10 @@ class HybridWorker:
     def keep(self, finished: int) -> None:
         """Keep the state of trainer step `finished` while the next one changes it, for a run that ends meanwhile."""
         if self.policy.whole:
+            from gerl.workers.whole import parts_of  # in here, as in `setup`
+
             if self.kept is None or self.kept[0] != finished:
-                parts, numbers = whole.parts_of(self.actor)
+                parts, numbers = parts_of(self.actor)
                 self.kept = finished, ({name: part.copy() for name, part in parts.items()}, numbers)
         elif self.before is None or self.before[0] != finished:
             self.before = finished, self.checkpoint()
@@ -318,10 +348,12 @@ class HybridWorker:
         Returns its numbers. The calls that follow are `start_state` of all that write, `start_denoisers` of the first
         of them, and `written` until each has ended.
         """
+        from gerl.workers.whole import Writing  # in here, as in `setup`
+
         self.keep(step)
         assert self.kept is not None
         parts, numbers = self.kept[1]
-        self.writing = whole.Writing(self.policy, parts)
+        self.writing = Writing(self.policy, parts)
         return numbers
 
     def start_state(self, folder: Path, number: int) -> None:
@@ -338,7 +370,9 @@ class HybridWorker:
 
     def load_state(self, folder: Path, numbers: WorkerState) -> None:
         """Continue from a checkpoint of trained weights; raises `CheckpointError` if it does not fit."""
-        whole.load_state(self.actor, folder, numbers)
+        from gerl.workers.whole import load_state  # in here, as in `setup`
+
+        load_state(self.actor, folder, numbers)
 
     def load_checkpoint(self, state: bytes, numbers: WorkerState) -> None:
         """Continue from a checkpoint; raises `CheckpointError` if it does not fit."""

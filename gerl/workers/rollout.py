@@ -1,12 +1,13 @@
 """The rollout worker: prompts in, images and trajectories out."""
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from diffusers.utils import BaseOutput
 
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
@@ -15,11 +16,15 @@ from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError
 from gerl.model.call import pipeline_call, training_sigmas
 from gerl.model.failures import model_errors, pipeline_errors
-from gerl.model.policy import Policy
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
 from gerl.workers.ways import Way, Ways, divided, half
+
+if TYPE_CHECKING:
+    from diffusers.utils import BaseOutput
+
+    from gerl.model.policy import Policy
 
 T = TypeVar("T")
 

@@ -4,15 +4,18 @@ Pipelines disagree about it, and say so only by an error. The ways are tried in 
 memory does not hold a call, those that follow have half as many samples.
 """
 
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
-
-from diffusers import DiffusionPipeline
+from typing import TYPE_CHECKING, TypeVar
 
 from gerl.model.failures import CallRefused, is_full, release
 from gerl.protocol import RolloutTask, Segment
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -18,12 +18,10 @@ from torch.distributed.tensor import DTensor
 from gerl.model.policy import Policy
 from gerl.model.shards import Part, Shards, part_of, write_parts
 from gerl.model.whole import class_of, kept_in_fp32
-from gerl.run.state import WorkerState
+from gerl.run.state import FROZEN, STATE, WorkerState
 from gerl.workers.actor import OPTIMIZER, Actor
 from gerl.workers.optimizers import ADAMW
 
-STATE = "state"  # the folder with the parts
-FROZEN = ".frozen"  # a folder with parts of weights that are not trained, until the denoisers are written
 PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # diffusers' name for the files of a model
 
 

@@ -15,9 +15,9 @@ from gerl.export.command import main as export
 from gerl.model.shards import Shards
 from gerl.rewards.rows import TOTAL
 from gerl.run.settings import read_config
+from gerl.run.state import STATE
 from gerl.run.usage import usage
 from gerl.run.validation import load_validations
-from gerl.workers.whole import STATE
 
 # three of the six prompts always get the same reward, so that some ranks have nothing to train
 DULL = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gerl.model.shards import Shards
-from gerl.workers.whole import STATE
+from gerl.run.state import STATE
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6

@@ -107,3 +107,12 @@ def test_over_ray_the_traceback_of_the_worker_is_in_the_log(refused: Refused, tm
     assert "sampling.height=33" in message
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "Traceback" in log and "check_inputs" in log  # of the pipeline, in the other process
+
+
+def test_over_ray_the_first_worker_checks_the_model_before_it_is_loaded(refused: Refused, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')  # no more of it is there
+    message = refused("sampling.call.foo=1", model__path=model, cluster__launcher="ray", cluster__num_workers=1)
+    assert re.search(r"StableDiffusion3Pipeline takes no argument 'foo'.*sampling\.call", message)
+    assert not (tmp_path / "run").exists()

@@ -156,9 +156,12 @@ def test_a_ray_cluster_is_joined_and_left_running(
 ) -> None:
     """In a process of its own: one that had an embedded Ray before loses its actors on another cluster."""
     address, cluster_process = cluster
-    run, process = over_ray(STEPS, RAY_ADDRESS=address)
+    run, process = over_ray(STEPS, RAY_ADDRESS=address, PYTHONPROFILEIMPORTTIME="1")
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
+    imported = set(re.findall(r"^import time:.*\|\s*([\w.]+)$", said, re.MULTILINE))
+    # up to the report, the driver needs none of what loads and trains a model, which would take it seconds
+    assert {"torch", "ray"} <= imported and not imported & {"diffusers", "transformers", "peft", "torch._dynamo"}
     assert_same_run(run, two)
     # streaming: the first micro-batch is scored long before the last one is drawn
     times = [call["time"] for call in calls(run)][-10:-2]  # of the last rollout

@@ -16,9 +16,10 @@ from gerl.model.ema import EMA
 from gerl.model.policy import Policy
 from gerl.model.shards import Part, Shards
 from gerl.model.whole import chosen, parameters_of
+from gerl.run.state import STATE
 from gerl.workers.actor import Actor
 from gerl.workers.hybrid import HybridWorker
-from gerl.workers.whole import STATE, Writing, load_state, parts_of
+from gerl.workers.whole import Writing, load_state, parts_of
 
 
 def whole_actor(train: str = "full", **settings: Any) -> Actor:

@@ -1,0 +1,16 @@
+"""The checks of a run's model and optimizer before weights are loaded."""
+
+from gerl.config import Config
+from gerl.model.loading import check_model
+from gerl.model.quantisation import check_quantisation
+from gerl.workers.optimizers import check_optimizer
+
+
+def check_start(config: Config, device: str) -> None:
+    """Raise `ModelError` or `ConfigError` if the model of `config` cannot be loaded or trained on `device`.
+
+    A pipeline of the hub is fetched into its cache.
+    """
+    check_quantisation(config.model, device)
+    check_model(config.model, config.sampling, config.cluster.context)
+    check_optimizer(config.actor, device)
