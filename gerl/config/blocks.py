@@ -326,6 +326,7 @@ class ClusterConfig(Block):
 class LoggerConfig(Block):
     tensorboard: bool = key(True, "write TensorBoard event files to the run folder")
     progress: bool = key(True, "show a progress bar")
+    report: bool = key(True, "write report.html at the end; `python -m gerl.run.report run=FOLDER` does it at any time")
 
 
 @dataclass(frozen=True)

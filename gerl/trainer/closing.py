@@ -25,7 +25,8 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
             lines.append(f"{name} on {some}{len(first.prompts)} held-out prompts: {shown}")
     folder = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
     trained = f"LoRA:   {folder / 'lora'}" if config.model.train == "lora" else f"model:  {folder}"
-    lines += [f"report: {run_dir / 'report.html'}", trained, ""]
+    written = run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report run={run_dir}"
+    lines += [f"report: {written}", trained, ""]
     if code := usage(run_dir, asdict(config), validations):
         drawn = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)
         lines += [f"draw {'the first held-out picture of the report' if drawn else 'with it'} in plain diffusers:"]

@@ -101,7 +101,7 @@ def test_a_failed_score_may_stop_the_run_with_a_checkpoint(
     refused: Refused, failing: Failing, run_of: Any, tmp_path: Path
 ) -> None:
     keys = failing("raise", prompts="a red fox\nx y\nblue\nseven\n")
-    message = refused("data.shuffle=false", reward__on_error="stop", **keys)
+    message = refused("data.shuffle=false", "logger.report=true", reward__on_error="stop", **keys)
     assert re.search("bright .*image 0 of 'blue': .*out of memory.*reward.on_error=drop_group", message), message
     run = run_of(tmp_path / "run")
     assert run.metrics[-1]["step"] == 1  # the first step had no failure

@@ -223,7 +223,7 @@ def test_a_signal_while_the_report_is_written_leaves_a_finished_run(
     monkeypatch.setattr("gerl.trainer.run.write_report", interrupted)
     run = tmp_path / "run"
     with caplog.at_level("INFO", logger="gerl"):
-        assert main(arguments(run, trainer__steps=2)) == 128 + signal.SIGTERM
+        assert main(arguments(run, trainer__steps=2, logger__report="true")) == 128 + signal.SIGTERM
     said = caplog.messages[-1]
     assert re.fullmatch(rf"stopped by SIGTERM; the run is finished, .*step_2: .*gerl\.run\.report run={run} .*", said)
     assert (run / "report.html").exists() and "checkpoint.resume" not in said

@@ -14,7 +14,7 @@ import torch
 from gerl.run.health import PATIENCE
 
 Train = Callable[..., Any]
-SMALL = ("rollout.prompts_per_step=1", "rollout.n=2", "sampling.num_inference_steps=2")
+SMALL = ("rollout.prompts_per_step=1", "rollout.n=2", "sampling.num_inference_steps=2", "logger.report=true")
 
 
 def report(run: Any) -> str:

@@ -12,7 +12,7 @@ from gerl.commandline.composition import compose_run, shipped
 
 # a large learning rate, so that a trust region has something to hold back
 SETTINGS = """
-sampling.num_inference_steps=10 model.lora_alpha=32 actor.lr=0.04 rollout.prompts_per_step=6 rollout.micro_batch_size=4
+sampling.num_inference_steps=10 model.lora_alpha=32 actor.lr=0.04 rollout.prompts_per_step=6 rollout.micro_batch_size=6
 checkpoint.every=0 reward.scorers.bright.weight=1
 """.split()
 # the published noise levels, from the second to before 0.9 of them, in ten steps rather than fourteen

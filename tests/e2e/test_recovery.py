@@ -65,7 +65,9 @@ def test_workers_may_die_or_hang_in_every_phase(
     disturbed: Disturbed, undisturbed: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wished = dict.fromkeys(PHASES.split(), signal.SIGKILL) | {STANDS_STILL: signal.SIGSTOP}
-    run = disturbed(wished, "cluster.max_restarts=20", "cluster.hang_after=20", "cluster.patience=600")
+    run = disturbed(
+        wished, "logger.report=true", "cluster.max_restarts=20", "cluster.hang_after=20", "cluster.patience=600"
+    )
     assert_same(run, undisturbed)
     assert sum(run.column("cluster/restarts")) >= len(wished) - 1  # the others are of a start
     assert min(run.column("cluster/lost_s")) > 0

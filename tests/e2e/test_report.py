@@ -45,7 +45,7 @@ def test_the_printed_program_draws_the_picture_that_is_shown(
     pipe.save_pretrained(tmp_path / "model")
     settings = (f"validation.data={workplace / 'val.txt'}", "validation.images=3", "validation.num_inference_steps=3")
     with caplog.at_level(logging.INFO, logger="gerl"):
-        run = train(tmp_path / "run", *SHORT, *settings, trainer__steps=2, **keys)
+        run = train(tmp_path / "run", *SHORT, *settings, "logger.report=true", trainer__steps=2, **keys)
     shown = load_validation(run.folder, 2)
     assert shown.shown == shown_prompts(4, 3) and shown.drawing is not None and len(shown.pixels) == 3
     before = load_validation(run.folder, 0)

@@ -74,7 +74,7 @@ def test_a_run_folder_that_is_deleted(refused: Refused, tmp_path: Path) -> None:
 def test_a_full_disk_in_the_middle_of_a_run(arguments: Any, start: Any, tmp_path: Path) -> None:
     (tmp_path / "full.py").write_text(FULL)
     own = {"scorer": tmp_path / "full.py", "reward.scorers.bright.kwargs.run": tmp_path / "run", **UNTRIED}
-    process = start(arguments(tmp_path / "run", trainer__steps=5, **own))
+    process = start(arguments(tmp_path / "run", trainer__steps=5, logger__report="true", **own))
     _, shown = process.communicate(timeout=300)
     assert process.returncode == 1 and "Traceback" not in shown, shown
     last = shown.strip().splitlines()[-1]

@@ -32,7 +32,14 @@ VALIDATION_KEYS = {"val/reward/mean", "val/bright/mean", "val/failures"}
 @pytest.fixture(scope="module")
 def rising(train: Train, workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("rising") / "run"
-    return train(folder, *EASY, trainer__steps=12, validation__data=workplace / "val.txt", validation__every=6)
+    return train(
+        folder,
+        *EASY,
+        trainer__steps=12,
+        validation__data=workplace / "val.txt",
+        validation__every=6,
+        logger__report="true",
+    )
 
 
 def test_the_reward_rises(rising: Any) -> None:
@@ -155,7 +162,7 @@ def test_the_screen_says_where_everything_lies(
     train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="gerl"):
-        run = train(tmp_path / "run", trainer__steps=1, validation__data=workplace / "val.txt")
+        run = train(tmp_path / "run", "logger.report=true", trainer__steps=1, validation__data=workplace / "val.txt")
     assert f"run folder: {run.folder}" in caplog.messages[:-1]
     last = caplog.messages[-1]
     before, after = run.column("val/bright/mean")
