@@ -118,7 +118,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What a worker tells of a trainer step that has ended."""
+    """The end of a trainer step, as a worker tells of it."""
 
     blank: int  # images that have a single colour
     notes: list[str]  # sentences for the run's log
