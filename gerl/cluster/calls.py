@@ -185,8 +185,13 @@ class WorkerGroup(Generic[W]):
         return index
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run `method(*args)` on all workers at once and return what they returned, in order, as `wait_all` does."""
-        return wait_all([self.submit(i, method, *args, **kwargs) for i in range(len(self))], self.hang_after)
+        """Run `method(*args)` on all workers at once and return what they returned, in order, as `wait_all` does.
+
+        What they all get is packed and sent once, from one machine to the other, and not once for each of them.
+        """
+        shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
+        pending = [self.submit(i, method, *shared, **kwargs) for i in range(len(self))]  # type: ignore[arg-type]
+        return wait_all(pending, self.hang_after)
 
 
 def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> list[R]:
@@ -225,6 +230,12 @@ def silence(pending: Sequence[Pending[Any]], hang_after: float) -> WorkerDied:
 
 def _value(argument: object) -> object:
     return argument.result() if isinstance(argument, Pending) else argument
+
+
+def _shared(argument: object) -> object:
+    """An argument that many calls have, in Ray's store unless it is a mere number or word."""
+    plain = argument is None or isinstance(argument, int | float | str | Pending)
+    return argument if plain else ray.put(argument)
 
 
 def _reference(argument: object) -> object:

@@ -311,7 +311,8 @@ class RayDiffusionTrainer(DurableRun):
         lora, self.update.state = self.config.model.train == "lora", self.state
         with watch("update"), waiting(f"updating the {'LoRA' if lora else 'weights'}", after=self.patience):
             lag = min(self.config.trainer.staleness, self.state.step)
-            metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag)
+            with self.rewards.meanwhile():  # the images of steps ahead are scored
+                metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal)
 
