@@ -48,11 +48,16 @@ class Pending(Generic[R]):
 
     def result(self) -> R:
         """Wait for the call and return what it returned; raise what it raised."""
+        if self.reference is not None:
+            self.wait()
+        return self.ended()
+
+    def ended(self) -> R:
+        """What `result` returns and raises, of a call that is known to have ended."""
         if self.reference is None:
             if self._error is not None:
                 raise self._error
             return cast(R, self._value)
-        self.wait()
         try:
             return cast(R, ray.get(self.reference))
         except ray.exceptions.RayError as error:
@@ -200,7 +205,7 @@ def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> 
     Raises the first exception that comes; where a worker died, that it did, and not what others say who miss it. If
     none of them answers for `hang_after` seconds, they count as dead.
     """
-    left, error = list(pending), None
+    left, error, found = list(pending), None, dict[Pending[R], R]()
     while left:
         ended = wait_any(left, hang_after if error is None else LAST_WORDS)
         if not ended and error is None and hang_after is not None:
@@ -210,7 +215,7 @@ def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> 
         for call in ended:
             left.remove(call)
             try:
-                call.result()
+                found[call] = call.ended()
             except WorkerDied:
                 raise
             except Exception as other:  # noqa: BLE001 - raised below
@@ -219,7 +224,7 @@ def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> 
             break
     if error is not None:
         raise error
-    return [p.result() for p in pending]
+    return [found[call] for call in pending]
 
 
 def silence(pending: Sequence[Pending[Any]], hang_after: float) -> WorkerDied:

@@ -235,7 +235,7 @@ class RewardManager:
     def _collect(self, pending: Pending[Answer], call: Call) -> None:
         job, load = call.job, self.load[call.job.scorer]
         try:
-            answer = pending.result()
+            answer = pending.ended()
         except WorkerDied:
             lost = job.round.lost(job)  # if it was the worker that draws who died
             if lost is None:

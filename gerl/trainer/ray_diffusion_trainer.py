@@ -259,9 +259,8 @@ class RayDiffusionTrainer(DurableRun):
                 repetitions.append(workers.submit(process, HybridWorker.repeat, tasks[k], kept))
             return image
 
-        rollouts = Rollouts(
-            self.rewards, [task.samples for task in tasks], submit, owners.processes, workers.hang_after
-        )
+        samples, hang_after, ahead = [task.samples for task in tasks], workers.hang_after, self.config.trainer.staleness
+        rollouts = Rollouts(self.rewards, samples, submit, owners.processes, hang_after, ahead)
         count = sum(len(task.samples) for task in tasks)
         with watch("rollout"), waiting(f"drawing {count} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
