@@ -53,7 +53,7 @@ class Pending(Generic[R]):
         return self.ended()
 
     def ended(self) -> R:
-        """What `result` returns and raises, of a call that is known to have ended."""
+        """As `result`, of a call that is known to have ended."""
         if self.reference is None:
             if self._error is not None:
                 raise self._error

@@ -19,8 +19,8 @@ from gerl.run.health import weights_problem
 from gerl.run.state import RunState
 from gerl.trainer.credit import Metrics
 from gerl.utils.seeding import seed_everything
-from gerl.utils.tensors import Rows
 from gerl.workers.hybrid import HybridWorker
+from gerl.workers.values import Rows
 
 logger = logging.getLogger(__name__)
 MAX_NONFINITE = 3  # updates without a finite gradient that are skipped before the run stops

@@ -31,12 +31,13 @@ from gerl.run.state import WorkerState
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
-from gerl.utils.tensors import copied, pack_tensors, unpack_tensors
+from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers import whole
 from gerl.workers.actor import Actor
 from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.optimizers import check_optimizer
 from gerl.workers.rollout import Rollout, count_blank
+from gerl.workers.values import copied
 
 logger = logging.getLogger(__name__)
 Sets = Sequence[Sequence[int]] | None  # ids of the tasks that the ranks of a worker drew at the same time

@@ -1,4 +1,4 @@
-"""What a worker keeps of the last finished step while the next one changes it."""
+"""A worker keeps the last finished step while the next one changes it."""
 
 import torch
 
