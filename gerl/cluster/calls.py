@@ -48,11 +48,16 @@ class Pending(Generic[R]):
 
     def result(self) -> R:
         """Wait for the call and return what it returned; raise what it raised."""
+        if self.reference is not None:
+            self.wait()
+        return self.ended()
+
+    def ended(self) -> R:
+        """As `result`, of a call that is known to have ended."""
         if self.reference is None:
             if self._error is not None:
                 raise self._error
             return cast(R, self._value)
-        self.wait()
         try:
             return cast(R, ray.get(self.reference))
         except ray.exceptions.RayError as error:
@@ -185,8 +190,13 @@ class WorkerGroup(Generic[W]):
         return index
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run `method(*args)` on all workers at once and return what they returned, in order, as `wait_all` does."""
-        return wait_all([self.submit(i, method, *args, **kwargs) for i in range(len(self))], self.hang_after)
+        """Run `method(*args)` on all workers at once and return what they returned, in order, as `wait_all` does.
+
+        What they all get is packed and sent once, from one machine to the other, and not once for each of them.
+        """
+        shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
+        pending = [self.submit(i, method, *shared, **kwargs) for i in range(len(self))]  # type: ignore[arg-type]
+        return wait_all(pending, self.hang_after)
 
 
 def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> list[R]:
@@ -195,7 +205,7 @@ def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> 
     Raises the first exception that comes; where a worker died, that it did, and not what others say who miss it. If
     none of them answers for `hang_after` seconds, they count as dead.
     """
-    left, error = list(pending), None
+    left, error, found = list(pending), None, dict[Pending[R], R]()
     while left:
         ended = wait_any(left, hang_after if error is None else LAST_WORDS)
         if not ended and error is None and hang_after is not None:
@@ -205,7 +215,7 @@ def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> 
         for call in ended:
             left.remove(call)
             try:
-                call.result()
+                found[call] = call.ended()
             except WorkerDied:
                 raise
             except Exception as other:  # noqa: BLE001 - raised below
@@ -214,7 +224,7 @@ def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> 
             break
     if error is not None:
         raise error
-    return [p.result() for p in pending]
+    return [found[call] for call in pending]
 
 
 def silence(pending: Sequence[Pending[Any]], hang_after: float) -> WorkerDied:
@@ -225,6 +235,12 @@ def silence(pending: Sequence[Pending[Any]], hang_after: float) -> WorkerDied:
 
 def _value(argument: object) -> object:
     return argument.result() if isinstance(argument, Pending) else argument
+
+
+def _shared(argument: object) -> object:
+    """An argument that many calls have, in Ray's store unless it is a mere number or word."""
+    plain = argument is None or isinstance(argument, int | float | str | Pending)
+    return argument if plain else ray.put(argument)
 
 
 def _reference(argument: object) -> object:

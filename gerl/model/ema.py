@@ -38,10 +38,13 @@ class EMA:
         self.updates += 1
 
     @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """The model computes with the averaged weights; the trained ones come back unchanged."""
+    def swapped_in(self, average: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
+        """The model computes with the averaged weights; the trained ones come back unchanged.
+
+        `average`: a copy of them from an earlier moment, to be taken in their place.
+        """
         kept = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self._copy(self.average)
+        self._copy(self.average if average is None else average)
         try:
             yield
         finally:

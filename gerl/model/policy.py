@@ -72,7 +72,10 @@ class Policy:
             with lora_disabled(list(self.denoisers.values())):
                 yield
 
-    def lora_file(self) -> bytes:
-        """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with."""
-        with self.ema.swapped_in():
+    def lora_file(self, average: Mapping[str, torch.Tensor] | None = None) -> bytes:
+        """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with.
+
+        `average`: those of an earlier moment, in place of the present ones.
+        """
+        with self.ema.swapped_in(average):
             return lora_file(self.denoisers)

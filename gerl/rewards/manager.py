@@ -5,10 +5,12 @@ fails, hangs or dies with its process is repeated, then its images have a failur
 scores: whoever draws adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
 """
 
+import contextlib
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from gerl.rewards.worker import Answer, RewardWorker, Row
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning
+MOMENT = 0.1  # seconds after which it is seen that nothing is to be done meanwhile any more
 
 
 class Scorable(Protocol):
@@ -122,6 +125,7 @@ class RewardManager:
         self.load = {name: Load() for name in scorers}
         self.running: dict[Pending[Answer], Call] = {}
         self.pools: dict[str, Pool] = {}  # by scorer; those that share a model have the same one
+        self.failure: Exception | None = None  # of what was done meanwhile
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
             shared = scorers[name].shares or name
@@ -147,6 +151,8 @@ class RewardManager:
 
     def give_up(self) -> None:
         """Drop all rounds: calls that are at work end for nothing."""
+        if isinstance(self.failure, WorkerDied):  # of what is dropped
+            self.failure = None
         for pool in self._pools():
             pool.queue.clear()
         for call in self.running.values():
@@ -167,6 +173,37 @@ class RewardManager:
                 self.load[job.scorer].queued += now - job.queued
                 self.running[pending] = Call(job, pool, process, now)
 
+    @contextlib.contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """A block that waits for something else; scorers that get ready are given what waits for them.
+
+        What `collect` raises in it, the next one raises.
+        """
+        if not any(
+            pool.queue and pool.workers.remote for pool in self._pools()
+        ):  # else they would work in this process
+            yield
+            return
+        over = threading.Event()
+
+        def serve() -> None:
+            while not over.is_set() and any(pool.queue for pool in self._pools()):
+                self.submit()
+                awaited, _ = self.awaited()
+                try:
+                    self.collect(set(wait_any(awaited, MOMENT)))
+                except Exception as error:  # noqa: BLE001 - raised by whoever waits for the scores
+                    self.failure = error
+                    return
+
+        server = threading.Thread(target=serve, name="scoring meanwhile", daemon=True)
+        server.start()
+        try:
+            yield
+        finally:
+            over.set()
+            server.join()
+
     def awaited(self) -> tuple[list[Pending[Any]], float | None]:
         """Starts and calls whose end moves a round on, and the seconds after which one of the calls hangs."""
         starting = [pending for pool in self._pools() for pending in pool.starting]
@@ -178,6 +215,8 @@ class RewardManager:
 
         Raises `RewardError` if a process cannot start or build its scorers, and what drawing raised.
         """
+        if self.failure is not None:
+            raise self.failure
         for pool in self._pools():
             for pending in [p for p in pool.starting if p in ended]:
                 pool.started(pending)
@@ -196,7 +235,7 @@ class RewardManager:
     def _collect(self, pending: Pending[Answer], call: Call) -> None:
         job, load = call.job, self.load[call.job.scorer]
         try:
-            answer = pending.result()
+            answer = pending.ended()
         except WorkerDied:
             lost = job.round.lost(job)  # if it was the worker that draws who died
             if lost is None:

@@ -260,9 +260,8 @@ class RayDiffusionTrainer(DurableRun):
                 repetitions.append(workers.submit(process, HybridWorker.repeat, tasks[k], kept))
             return image
 
-        rollouts = Rollouts(
-            self.rewards, [task.samples for task in tasks], submit, owners.processes, workers.hang_after
-        )
+        samples, hang_after, ahead = [task.samples for task in tasks], workers.hang_after, self.config.trainer.staleness
+        rollouts = Rollouts(self.rewards, samples, submit, owners.processes, hang_after, ahead)
         count = sum(len(task.samples) for task in tasks)
         with watch("rollout"), waiting(f"drawing {count} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
@@ -312,7 +311,8 @@ class RayDiffusionTrainer(DurableRun):
         lora, self.update.state = self.config.model.train == "lora", self.state
         with watch("update"), waiting(f"updating the {'LoRA' if lora else 'weights'}", after=self.patience):
             lag = min(self.config.trainer.staleness, self.state.step)
-            metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag)
+            with self.rewards.meanwhile():  # the images of steps ahead are scored
+                metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal)
 

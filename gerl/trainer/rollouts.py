@@ -23,8 +23,12 @@ class Rollouts:
         draw: Callable[[int], Pending[Images]],
         owners: Sequence[int],
         hang_after: float | None = None,
+        ahead: int = 0,
     ) -> None:
-        """`hang_after`: seconds without an answer of the workers after which they count as dead."""
+        """`hang_after`: seconds without an answer of the workers after which they count as dead.
+
+        `ahead`: steps that these images are drawn before they are trained on, so that more of them may wait.
+        """
         self.hang_after, self.silent = hang_after, 0.0
         self.manager, self.draw, self.owners, self.count = manager, draw, owners, len(samples)
         self.sizes = [len(batch) for batch in samples]
@@ -32,7 +36,7 @@ class Rollouts:
         self.scoring = manager.open(samples)
         self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
         self.drawn: set[int] = set()
-        self.limit = len(set(owners)) + manager.capacity  # something is always there to be scored
+        self.limit = (1 + ahead) * (len(set(owners)) + manager.capacity)  # something is always there to be scored
 
     def wait_until_drawn(self) -> None:
         """Return when all images are drawn; raises what drawing and scoring raise."""

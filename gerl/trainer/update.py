@@ -20,6 +20,7 @@ from gerl.run.state import RunState
 from gerl.trainer.credit import Metrics
 from gerl.utils.seeding import seed_everything
 from gerl.workers.hybrid import HybridWorker
+from gerl.workers.values import Rows
 
 logger = logging.getLogger(__name__)
 MAX_NONFINITE = 3  # updates without a finite gradient that are skipped before the run stops
@@ -71,7 +72,7 @@ class Update:
         deviation, started = None, self.state.policy_version
         whole_groups = self.config.algorithm.whole_groups
         for number, part in enumerate(update_parts(tasks, self.config.actor.updates_per_step, whole_groups)):
-            given = {task.id: by_task[task.id] for task in part}
+            given = Rows((task.id, by_task[task.id]) for task in part)
             if not self.has_signal(torch.cat(list(given.values()))):
                 continue  # decided here for all workers, which must take the same steps
             pairs = count_pairs((task, given[task.id]) for task in part)

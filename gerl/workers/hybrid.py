@@ -34,6 +34,7 @@ from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.rollout import Rollout, count_blank
+from gerl.workers.values import copied
 
 if TYPE_CHECKING:
     from gerl.model.policy import Policy
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Sets = Sequence[Sequence[int]] | None  # ids of the tasks that the ranks of a worker drew at the same time
 State = tuple[dict[str, bytes], WorkerState]  # files and numbers of a checkpoint
+Kept = tuple[dict[str, torch.Tensor], WorkerState]  # copies of them in main memory, not yet as files
 Parts = tuple[dict[str, "Part"], WorkerState]  # what this process has of one, where weights are trained
 
 
@@ -90,7 +92,7 @@ class HybridWorker:
         self.config, self.rank, self.device, self.threads = config, rank, device, threads
         self.total_updates = total_updates
         self.drawn: dict[int, Trajectory] = {}  # by task id
-        self.before: tuple[int, State] | None = None  # of the last update: the finished step and its state
+        self.before: tuple[int, Kept] | None = None  # of the last update: the finished step and its state
         self.kept: tuple[int, Parts] | None = None  # the same where weights are trained
         self.blank: Counter[int] = Counter()  # by step: images that have a single colour
         self.notes: list[str] = []  # of this step, for the run's log
@@ -331,16 +333,19 @@ class HybridWorker:
                 parts, numbers = parts_of(self.actor)
                 self.kept = finished, ({name: part.copy() for name, part in parts.items()}, numbers)
         elif self.before is None or self.before[0] != finished:
-            self.before = finished, self.checkpoint()
+            (tensors, numbers), into = self.actor.state(), {} if self.before is None else self.before[1][0]
+            self.before = finished, (copied(tensors, into), numbers)  # files are made of it when somebody asks
 
     def finished(self, step: int) -> State:
-        """The checkpoint of trainer step `step`, the last one that all workers finished; the same bytes on each."""
-        return self.before[1] if self.before is not None and self.before[0] == step else self.checkpoint()
+        """The checkpoint of trainer step `step`, the last one that all workers finished; the same bytes on each.
 
-    def checkpoint(self) -> State:
-        """Files and numbers of a checkpoint: the exact state, and the averaged LoRA for plain diffusers."""
-        tensors, numbers = self.actor.state()
-        return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file()}, numbers
+        Files and numbers: the exact state, and the averaged LoRA for plain diffusers.
+        """
+        self.keep(step)  # if it is not kept, nothing has changed since
+        assert self.before is not None
+        tensors, numbers = self.before[1]
+        average = {name: tensors[f"ema/{name}"] for name in self.policy.trained}
+        return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file(average)}, numbers
 
     def hold(self, step: int) -> WorkerState:
         """Keep what is here of the checkpoint of trainer step `step`, to be written beside the training.

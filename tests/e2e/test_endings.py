@@ -241,4 +241,5 @@ def test_every_worker_has_the_same_checkpoint(arguments: Callable[..., list[str]
         after = trainer.workers.run(HybridWorker.finished, 1)
         trainer.workers.run(HybridWorker.step, 1)  # of the next step, and only its first optimizer step
         assert after[0] == after[1] == trainer.workers.run(HybridWorker.finished, 1)[1]
-        assert trainer.workers.run(HybridWorker.checkpoint)[1] != after[1]
+        trainer.workers.run(HybridWorker.finish_step, 2)
+        assert trainer.workers.run(HybridWorker.finished, 2)[1] != after[1]

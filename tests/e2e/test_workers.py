@@ -14,9 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from gerl.cluster import Cluster
-from gerl.config import ClusterConfig, Config
-from gerl.protocol import RolloutTask
+from gerl.cluster import Cluster, Pending
+from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
+from gerl.protocol import Images, Prompt, RolloutTask, Sample
+from gerl.rewards.manager import RewardManager
 from gerl.trainer.ray_diffusion_trainer import Drawn, RayDiffusionTrainer
 
 STEPS = 2
@@ -243,3 +244,39 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
     embedded.communicate("\n", timeout=60)
     assert embedded.returncode == 0 and not any(p.is_running() and p.status() != "zombie" for p in processes)
     assert not Path(session).exists()
+
+
+def test_what_all_workers_get_is_packed_once() -> None:
+    packed = []
+
+    class Message:
+        def __reduce__(self) -> tuple[Any, ...]:
+            packed.append(self)
+            return dict, ([("is", "there")],)
+
+    class Taker:
+        def take(self, message: Any, number: int) -> tuple[Any, int]:
+            return message, number
+
+    with Cluster(ClusterConfig(num_workers=3, device="cpu")) as cluster:
+        group = cluster.workers("taker", Taker, 3, lambda rank: ())
+        assert group.run(Taker.take, Message(), 7) == [({"is": "there"}, 7)] * 3
+    assert len(packed) == 1
+
+
+def test_scorers_go_on_while_something_else_is_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score(images, prompts, metadata):\n    return [row['value'] for row in metadata]\n")
+    config = RewardConfig({"a": ScorerConfig(1.0, str(file))})
+    batches = [[Sample(Prompt(i, f"p{i}", {"value": float(i)}), 0, 0, 1)] for i in range(4)]
+    with Cluster(ClusterConfig(num_workers=1, device="cpu")) as cluster:
+        manager = RewardManager(config, cluster)
+        found = manager.open(batches)
+        for i in range(len(batches)):
+            found.add(i, Pending("worker", value=Images(i, np.zeros((1, 4, 4, 3), np.uint8), 0.0)))
+        deadline = time.monotonic() + 60
+        with manager.meanwhile():
+            while manager.load["a"].calls < 3 and time.monotonic() < deadline:  # the last one may still be at work
+                time.sleep(0.05)
+        assert manager.load["a"].calls >= 3
+        assert [scores.totals for scores in found.finish()] == [[float(i)] for i in range(4)]

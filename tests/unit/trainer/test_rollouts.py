@@ -48,17 +48,18 @@ def test_what_drawing_raised_is_raised(manager: RewardManager) -> None:
         Rollouts(manager, BATCHES[:1], lambda _: Pending("worker", call=fail), [0]).finish()
 
 
-def test_drawing_pauses_while_scorers_lag_behind(manager: RewardManager) -> None:
-    """What is drawn and not scored stays bounded; here every call ends when it is submitted."""
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_drawing_pauses_while_scorers_lag_behind(manager: RewardManager, ahead: int) -> None:
+    """What is drawn and not scored stays bounded, later for steps ahead; here every call ends when it is submitted."""
     submitted: list[int] = []
-    rollouts = Rollouts(manager, BATCHES, drawing(submitted), [0] * len(BATCHES))
+    rollouts = Rollouts(manager, BATCHES, drawing(submitted), [0] * len(BATCHES), ahead=ahead)
     rollouts.advance()
     assert submitted == [0, 1]  # no more are on their way to a worker at once
     (process,) = manager.pools["a"].idle
     manager.pools["a"].idle.clear()  # as while the process is at work
     for _ in range(10):
         rollouts.advance()
-    assert submitted == [0, 1, 2, 3]
+    assert submitted == list(range(4 if ahead == 0 else 6))
     manager.pools["a"].idle.append(process)
     assert [s.totals for s in rollouts.finish()] == [[float(i)] for i in range(20)]
     assert submitted == list(range(20))

@@ -1,0 +1,60 @@
+"""A worker that answers like gerl's and computes nothing; it imports no torch of its own, so that many find room."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gerl.protocol import Images, RolloutTask, StepResult, UpdateStats
+
+STATISTICS = ("log_ratio_abs", "log_ratio_std", "clip_fraction_low", "clip_fraction_high", "loss")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a denoiser an image and call; of an `Echo`, an image drawn, and the size of it."""
+
+    image: float
+    size: tuple[int, int] = (32, 96)
+
+
+class Echo:
+    """Has the methods that the driver calls in a step, with answers of the same types and sizes."""
+
+    def __init__(self, rank: int, pace: Pace) -> None:
+        self.rank, self.pace, self.images, self.updates = rank, pace, 0, 0
+        self.generator = np.random.default_rng(rank)
+
+    def generate(self, task: RolloutTask) -> Images:
+        start, count = time.perf_counter(), len(task.samples)
+        time.sleep(self.pace.image * count)
+        self.images += count
+        pixels = self.generator.integers(0, 255, (count, *self.pace.size, 3), np.uint8)
+        return Images(task.id, pixels, time.perf_counter() - start)
+
+    def accumulate(self, credit: dict[int, Any], pairs: int, pooled: Any = None, sets: Any = None) -> UpdateStats:
+        time.sleep(self.pace.image * self.images)
+        sums = {name: float(self.generator.random()) for name in STATISTICS}
+        squares = {k: (float(self.generator.random()), 1) for k in range(3)} if self.rank == 0 else {}
+        return UpdateStats(self.images, sums, 0.0, squares)
+
+    def reduce_gradient(self) -> None:
+        """Nothing is there to be reduced."""
+
+    def step(self, finished: int) -> StepResult:
+        return StepResult(1.0, 1e-4, True, 0.1, 1e-3)
+
+    def finish_step(self, step: int) -> int:
+        self.images = 0
+        return 0
+
+    def finished(self, step: int) -> tuple[dict[str, bytes], None]:
+        return {"state.safetensors": b""}, None
+
+    def leave(self) -> None:
+        """Nothing is begun."""
+
+    def report(self) -> dict[str, Sequence[tuple[float, float]]]:
+        return {}
