@@ -36,6 +36,21 @@ def test_ranks_with_a_part_of_the_weights_train_as_whole_workers(
     assert max(whole.column("actor/grad_norm")) > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL has no two ranks on one")
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_ranks_on_gpus_train_as_whole_workers(
+    dtype: str, off: float, train: Callable[..., Any], tmp_path: Path
+) -> None:
+    keys = {"cluster__launcher": "ray", "cluster__device": "cuda", "model__dtype": dtype}
+    whole = train(tmp_path / "whole", *UNEVEN, cluster__num_workers=2, **keys)
+    parts = train(
+        tmp_path / "parts", *UNEVEN, "model.shard=all", cluster__num_workers=1, cluster__ranks_per_worker=2, **keys
+    )
+    assert float((parts.lora(3) - whole.lora(3)).norm() / whole.lora(3).norm()) < off
+    assert max(parts.column("actor/ratio_deviation")) < 1e-2
+
+
 # the order of the images, which rounding does not change
 ORDER = """
 import numpy as np
