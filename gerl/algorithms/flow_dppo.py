@@ -19,7 +19,10 @@ class FlowDPPO(FlowGRPO):
     settings: FlowDPPOConfig
     scores_means = True
 
-    def policy_loss(self, step: ReplayedStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    def policy_loss(
+        self, step: ReplayedStep, advantages: torch.Tensor, proximal: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        assert proximal is None, "it clips nothing"
         log_ratio = self.log_ratio(step)
         old_mean = step.mean.detach() if self.settings.cfg == "off" else step.recorded_mean
         assert old_mean is not None

@@ -14,8 +14,8 @@ from gerl.algorithms.base import Batch, Rewards
 from gerl.algorithms.planning import drawn_steps
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config import Config
-from gerl.config.policy_gradients import ChainConfig
-from gerl.engine import ReplayedStep, replay
+from gerl.config.policy_gradients import ChainConfig, FlowGRPOConfig
+from gerl.engine import ReplayedStep, Tape, replay
 from gerl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,6 +37,16 @@ class FlowGRPO(PolicyGradient):
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         count = max(1, round(self.settings.timestep_fraction * len(window)))
         return window if count == len(window) else drawn_steps(window, count, self.config.trainer.seed, step)
+
+    def proximal(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, torch.Tensor] | None:
+        if not isinstance(self.settings, FlowGRPOConfig) or not self.settings.decoupled:
+            return None
+        found: dict[int, torch.Tensor] = {}
+        began = policy.earlier[0]
+        if policy.version > began.updates:  # else the present weights are those that the step began with
+            with began.swapped_in():
+                replay(policy.pipe, tape, lambda k, s: found.update({k: s.log_prob}), grad=False, **options)
+        return found
 
     def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
         total = torch.zeros(len(batch.samples))

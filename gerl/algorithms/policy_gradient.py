@@ -45,9 +45,19 @@ class PolicyGradient(Algorithm):
         unguided = self.settings.cfg == "off"
         old = step.log_prob.detach() if unguided else step.recorded_log_prob
         assert old is not None
-        log_ratio = step.log_prob - old
+        return self._as_configured(step, step.log_prob - old)
+
+    def _as_configured(self, step: ReplayedStep, difference: torch.Tensor) -> torch.Tensor:
+        """A difference of Gaussian log-likelihoods as one of those that the ratio is of."""
         # -(x' - mean)^2 is 2 std^2 times the Gaussian's log-likelihood, up to a constant
-        return 2 * step.std**2 * log_ratio if self.settings.step_likelihood == "squared_error" else log_ratio
+        return 2 * step.std**2 * difference if self.settings.step_likelihood == "squared_error" else difference
+
+    def proximal(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, torch.Tensor] | None:
+        """Log-probabilities `[B]` under the weights that the ratio is clipped to, by step; those of other steps are
+        the present ones. None: the ratio is clipped to the rollout's.
+        """
+        del policy, tape, options
+        return None
 
     def gain(self, rule: Rule) -> float:
         """The factor of the drawn noise in the gradient of `log_ratio` with respect to the model output."""
@@ -59,12 +69,21 @@ class PolicyGradient(Algorithm):
         rules = [(k, weight, _stochastic(self.config, tape, k)) for k, weight in weighted]
         return [StepFacts(k, r.sigma, r.dt, r.std, r.jacobian, w, w * self.gain(r)) for k, w, r in rules]
 
-    def policy_loss(self, step: ReplayedStep, advantages: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """Losses `[B]` of the rows at one step, the metrics of `clipped_policy_loss`, and `ratio_spread`."""
+    def policy_loss(
+        self, step: ReplayedStep, advantages: torch.Tensor, proximal: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Losses `[B]` of the rows at one step, the metrics of `clipped_policy_loss`, and `ratio_spread`.
+
+        `proximal`: log-probabilities `[B]` of another policy than the rollout's that the ratio is clipped to. It then
+        weighs the loss by its own ratio to the rollout's (decoupled PPO: AReaL, arXiv 2505.24298, equation 5).
+        """
         log_ratio, bounds = self.log_ratio(step), self.settings.clip_range_at(step.x[0].numel())
         assert bounds is not None
-        losses, metrics = clipped_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, *bounds)
-        off = log_ratio.detach().expm1()
+        moved = log_ratio if proximal is None else self._as_configured(step, step.log_prob - proximal)
+        losses, metrics = clipped_policy_loss(moved, torch.zeros_like(moved), advantages, *bounds)
+        if proximal is not None:
+            losses = losses * (log_ratio - moved).detach().exp()
+        off = moved.detach().expm1()
         return losses, metrics | ratio_spread(log_ratio, (off > bounds[1]) | (off < -bounds[0]))
 
     def train(
@@ -74,6 +93,7 @@ class PolicyGradient(Algorithm):
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
         reference = self.base_steps(policy, tape, options) if self.needs_all_samples else {}
+        proximal = self.proximal(policy, tape, options)
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
         credit = batch.credit[rows].to(tape.steps[0].x.device)
         compared = settings.cfg != "off"  # else the ratio is that to the same forward pass, and 1 by construction
@@ -83,7 +103,8 @@ class PolicyGradient(Algorithm):
             nonlocal stats
             if meter is not None:
                 meter.begin(k)
-            losses, metrics = self.policy_loss(step, credit[:, k])
+            clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
+            losses, metrics = self.policy_loss(step, credit[:, k], clipped_to)
             deviation = metrics.pop("ratio_deviation")
             total, measured = weights[k] * losses.mean(), metrics if compared else {}
             if reference:

@@ -111,6 +111,11 @@ class Config:
     def _check_staleness(self) -> None:
         given = f"trainer.staleness={self.trainer.staleness}"
         if not self.trainer.staleness:
+            if getattr(self.algorithm, "decoupled", False):
+                raise ConfigError(
+                    "algorithm.decoupled=true: without trainer.staleness the weights that drew are those that a step "
+                    "begins with, so that it changes nothing; leave it out, or set trainer.staleness=1"
+                )
             return
         if self.algorithm.dynamic_sampling:
             raise ConfigError(

@@ -139,6 +139,11 @@ class FlowGRPOConfig(ChainConfig, TrajectoryClipConfig):
         "log-likelihood of a step in the ratio: the Gaussian's, or -(x' - mean)^2, 2 std^2 times as steep (published "
         "with cps)",
     )
+    decoupled: bool = key(
+        False,
+        "with trainer.staleness: clip the ratio to the weights that the step begins with rather than to those that "
+        "drew, and weigh it by the ratio of these two (AReaL)",
+    )
 
     @property
     def step_likelihood(self) -> StepLikelihood:

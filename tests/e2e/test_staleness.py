@@ -46,14 +46,22 @@ def test_steps_are_drawn_with_the_weights_there_were_so_many_steps_ago(
     assert whole.column("actor/off_policy/log_ratio_abs")[2] > on_time.column("actor/off_policy/log_ratio_abs")[2]
 
 
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft"])
+@pytest.mark.parametrize(
+    ("algorithm", "own"),
+    [
+        ("flow_grpo", []),
+        ("flow_grpo", ["algorithm.decoupled=true"]),
+        ("diffusion_nft", ["algorithm.rollout_decay=[0,0.3,0.1,0.9]"]),  # a policy of its own draws
+    ],
+    ids=["flow_grpo", "decoupled", "diffusion_nft"],
+)
 def test_a_resumed_run_draws_again_what_was_on_its_way(
-    algorithm: str, train: Train, tmp_path: Path, whole: Any
+    algorithm: str, own: list[str], train: Train, tmp_path: Path, whole: Any
 ) -> None:
-    settings = [*SETTINGS, f"algorithm={algorithm}"]
-    if algorithm != "flow_grpo":  # a policy of its own draws
-        settings += ["algorithm.rollout_decay=[0,0.3,0.1,0.9]"]
-        whole = train(tmp_path / "whole", *settings, trainer__steps=STEPS, trainer__staleness=2)
+    settings = [*SETTINGS, f"algorithm={algorithm}", *own]
+    if own:
+        late, whole = whole, train(tmp_path / "whole", *settings, trainer__steps=STEPS, trainer__staleness=2)
+        assert not torch.equal(late.lora(STEPS), whole.lora(STEPS))
     folder = tmp_path / "run"
     for steps in (1, 3, STEPS):
         more = [] if steps == 1 else [f"checkpoint.resume={folder}"]

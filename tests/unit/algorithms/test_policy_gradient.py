@@ -1,5 +1,6 @@
 """The policy gradients on a tiny pipeline: chains and trees, ratios, weights, KLs and guidance."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ from training import Training, chain_credit, config, new_policy, relative, rewar
 
 from gerl.algorithms import PolicyGradient, build_algorithm
 from gerl.algorithms.core_algos import RELATIVE_WEIGHTS, kl_divergence
+from gerl.config import TrainerConfig, algorithm_config
 from gerl.engine import replay
 from gerl.engine.kernels import FlowRule
+from gerl.model.ema import EMA
 from gerl.model.lora import lora_disabled
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]
@@ -40,6 +43,50 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name: str) -> None:
     found, stats = training.gradient(CREDIT)
     assert stats.ratio_deviation == 0 and stats.pairs == 24
     assert relative(found, log_prob_gradient(training, dict.fromkeys(range(3), 1.0), 1 / 24)) < 1e-6
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "squared_error"])
+def test_a_decoupled_ratio_is_clipped_to_the_weights_that_the_step_began_with(likelihood: str) -> None:
+    c, own = config("flow_grpo"), {"clip_low": 2e-4, "clip_high": 3e-4, "clip_dimensions": None}
+    algorithm = algorithm_config("flow_grpo", decoupled=True, likelihood=likelihood, **own)
+    training = Training(replace(c, algorithm=algorithm, trainer=TrainerConfig(staleness=1)))
+    policy, (_, _, (tape,)) = training.policy, training.tasks[0]
+    policy.earlier = [EMA(policy.trained, 0.0)]
+
+    def moved(seed: int) -> None:
+        torch.manual_seed(seed)
+        for p in policy.trained.values():
+            p.data.add_(torch.randn_like(p), alpha=0.02)
+
+    def log_probs() -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        replay(policy.pipe, tape, lambda k, s: found.update({k: s.log_prob}), grad=False)
+        return found
+
+    drew = log_probs()
+    moved(1)
+    policy.earlier[0].load(policy.trained, updates=1)
+    policy.version, began = 1, log_probs()
+    first, _ = training.gradient(CREDIT)  # the weights are those that the step began with: nothing is clipped
+    moved(2)
+    policy.version = 2
+    found, stats = training.gradient(CREDIT)
+    advantages, bound = torch.tensor(ADVANTAGES), list[torch.Tensor]()
+
+    def by_hand(k: int, step: Any) -> torch.Tensor:
+        scale = 2 * step.std**2 if likelihood == "squared_error" else 1.0
+        ratio = (scale * (step.log_prob - began[k])).exp()
+        clipped = ratio.clamp(1 - own["clip_low"], 1 + own["clip_high"])
+        bound.append(advantages * clipped.detach() < advantages * ratio.detach())
+        surrogate = torch.minimum(advantages * ratio, advantages * clipped)
+        return -((scale * (began[k] - drew[k])).exp() * surrogate).sum() / 24
+
+    training.actor.optimizer.zero_grad(set_to_none=True)
+    replay(policy.pipe, tape, by_hand)
+    assert relative(found, training.actor.flat_gradient()) < 1e-5
+    assert 0 < sum(int(b.sum()) for b in bound) < 24
+    assert stats.sums["clip_fraction_low"] + stats.sums["clip_fraction_high"] == sum(int(b.sum()) for b in bound)
+    assert relative(first, found) > 1e-2
 
 
 def test_guard_weighs_each_step_by_its_std() -> None:
