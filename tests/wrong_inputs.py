@@ -219,7 +219,7 @@ MODELS = [
         "cluster.context=2: ", r"model\.train=lora"),
     row("context of one rank", "small cluster.context=2", "cluster.context=2: ", r"cluster\.ranks_per_worker=1"),
     row("context without a plan", "small cluster.launcher=ray cluster.ranks_per_worker=2 cluster.context=2",
-        "cluster.context=2: ", r"SD3Transformer2DModel.*cluster\.context=1", 1),
+        "cluster.context=2: ", r"SD3Transformer2DModel.*cluster\.context=1", 1, loads=True),
     row("open bracket in an expression", "train 'model.lora_targets=\"[\"'", "model.lora_targets='[' ", "null"),
     row("star in an expression", "train 'model.lora_targets=\"*attn*\"'", "model.lora_targets='*attn*' ", r"'\.\*'"),
     row("expression without a match", "small model.lora_targets=to_qq", "model.lora_targets='to_qq' ",

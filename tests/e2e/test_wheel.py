@@ -52,7 +52,7 @@ def test_it_trains_from_another_folder(
     run(*PIP, "install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel))
     elsewhere.mkdir()
     given = [a for a in arguments(Path("unused"), scorer="") if not a.startswith("hydra.run.dir")]
-    given.append("reward.scorers.jpeg_compressibility.weight=1")
+    given += ["reward.scorers.jpeg_compressibility.weight=1", "logger.report=true"]
     environment = {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"}  # before an editable install
     said = run("-P", "-c", MAIN, *given, cwd=elsewhere, env=environment)
     assert said.splitlines()[0] == str(target / "gerl" / "__init__.py")

@@ -203,7 +203,7 @@ def test_every_preset_has_as_many_different_candidates(shipped_suite: Suite) -> 
 def test_every_candidate_has_the_same_budget(name: str, shipped_suite: Suite) -> None:
     for candidate in shipped_suite.candidates[name]:
         config = candidate.config
-        assert (config.trainer.steps, config.validation.every, config.sampling.num_inference_steps) == (20, 5, 10)
+        assert (config.trainer.steps, config.validation.every, config.sampling.num_inference_steps) == (15, 5, 10)
         assert config.cluster.launcher == "local" and config.cluster.threads_per_worker == 1
         prompts = plan_prompts(config, load_prompts(config.data.train), 1)
         tasks = build_algorithm(config).plan(plan_samples(config, prompts, 1, 0))
