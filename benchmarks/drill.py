@@ -132,22 +132,27 @@ class Drill:
         self.log = (folder.parent / "log.txt").open("w")
         self.driver = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
 
-    def steps(self) -> dict[int, float]:
-        """When each step was finished."""
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics of the finished steps."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         except OSError:
-            return {}
-        rows = [json.loads(line) for line in lines]
-        return {row["step"]: row["timing/step_s"] for row in rows if "timing/step_s" in row}
+            return []
+        return [row for row in map(json.loads, lines) if "timing/step_s" in row]
 
     def finished(self) -> int:
-        return max(self.steps(), default=0)
+        return max((row["step"] for row in self.rows()), default=0)
 
-    def wait_for(self, step: int, seconds: float = 900.0) -> None:
-        """Until `step` is finished; raises `RuntimeError` where the run ends before, or that takes too long."""
+    def replaced(self) -> int:
+        return int(sum(row.get("cluster/restarts", 0) for row in self.rows()))
+
+    def wait_for(self, step: int, replaced: int = 0, seconds: float = 900.0) -> None:
+        """Until `step` is finished, and so many workers are replaced.
+
+        Raises `RuntimeError` where the run ends before, or that takes too long.
+        """
         deadline = time.monotonic() + seconds
-        while self.finished() < step:
+        while self.finished() < step or self.replaced() < replaced:
             if self.driver.poll() is not None or time.monotonic() > deadline:
                 said = (self.folder.parent / "log.txt").read_text()[-3000:]
                 raise RuntimeError(f"the run did not come to step {step} (exit code {self.driver.poll()}):\n{said}")
@@ -158,18 +163,22 @@ class Drill:
         victim, wanted = self.random.choice(VICTIMS), self.random.choice(WANTED)
         if wanted == "setup" and victim != "scorer":
             os.kill(self.random.choice(self.workers()), signal.SIGKILL)  # so that another one loads
-        step, (process, running) = self.finished(), self.caught(wanted)
+            time.sleep(1)
+        process, running = self.caught(wanted)
+        step, replaced = self.finished(), self.replaced()
         if victim == "scorer":
             scorers = [p for p, line in processes().items() if line.startswith("ray::RewardWorker")]
             targets, running = scorers[:1], "-"
         else:
             targets = self.workers() if victim == "both workers" else [process]
+            replaced += len(targets)
         start = time.monotonic()
         for target in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target, signal.SIGSTOP if victim == "hanging worker" else signal.SIGKILL)
-        self.wait_for(step + 1)
-        found = Kill(victim, PHASES.get(running, running or "waiting"), step, time.monotonic() - start - usual)
+        self.wait_for(step + 1, replaced)
+        lost = time.monotonic() - start - usual * (self.finished() - step)
+        found = Kill(victim, PHASES.get(running, running or "waiting"), step, lost)
         logger.info("%s", found)
         return found
 
@@ -212,7 +221,7 @@ def drill(kills: int, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
         run = Drill(place / "run", [*keys, f"hydra.run.dir={place / 'run'}"], seed)
         try:
             run.wait_for(5)
-            usual = statistics.median(run.steps().values())
+            usual = statistics.median(row["timing/step_s"] for row in run.rows())
             for _ in range(kills):
                 found.append(run.kill(usual))
                 seen.append(memory(run.driver.pid))

@@ -61,7 +61,7 @@ class Actor:
         self.group = group
         self.parameters = list(policy.trained.values())
         self.most: int | None = None  # rows of a replay that the memory was seen to hold; None: no limit is known
-        self.divides = ranks is None and not policy.whole  # whether it finds that limit
+        self.divides = ranks is None  # whether it finds that limit
         self.say: Callable[[str], None] = logger.warning
         self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
@@ -84,20 +84,32 @@ class Actor:
         workers. `by_step`: say how much the first micro-batch of each trained step adds, of a LoRA: of all weights
         that would take as much memory again.
         """
-        return self._fitting(batches, lambda: self._accumulate(batches, num_pairs, by_step))
+        stats, measured = UpdateStats(), dict[int, torch.Tensor]()
+        for batch in batches:
+            parts, idle = self._parts(batch)
+            for rows in parts:
+                new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
+                meter = StepGradients(self.parameters, self._squared_norm) if new else None
+                stats += self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
+                if meter is not None:
+                    measured = meter.end() | measured
+            for blank, rows in idle:
+                self.algorithm.train(self.policy, blank, rows, math.inf)  # adds a gradient of zeros
+        return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
 
-    def _fitting(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
-        """`work` on `batches`, anew with half as many rows in a replay where the memory does not hold them."""
+    def fitting(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
+        """`work`, which trains on all `batches` of an update, or pools them.
+
+        Where the memory does not hold it, it is begun anew, from no gradient, with half as many rows in a replay.
+        """
         while True:
-            before = [None if p.grad is None else p.grad.clone() for p in self.parameters] if self.divides else None
             try:
                 return work()
             except (MemoryError, RuntimeError) as error:
-                if before is None or not is_full(error) or not self._halve(batches):
+                if not (self.divides and is_full(error) and self._halve(batches)):
                     raise
                 release(error)
-            for p, grad in zip(self.parameters, before, strict=True):
-                p.grad = grad
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _halve(self, batches: Sequence[Batch]) -> bool:
         """Train on half as many rows at a time; whether that makes the largest part of `batches` smaller."""
@@ -115,25 +127,8 @@ class Actor:
     def _largest(self, batches: Sequence[Batch]) -> int:
         return max((len(rows) for batch in batches for rows in self._parts(batch)[0]), default=0)
 
-    def _accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool) -> UpdateStats:
-        stats, measured = UpdateStats(), dict[int, torch.Tensor]()
-        for batch in batches:
-            parts, idle = self._parts(batch)
-            for rows in parts:
-                new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
-                meter = StepGradients(self.parameters, self._squared_norm) if new else None
-                stats += self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
-                if meter is not None:
-                    measured = meter.end() | measured
-            for blank, rows in idle:
-                self.algorithm.train(self.policy, blank, rows, math.inf)  # adds a gradient of zeros
-        return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
-
     def pool(self, batches: Sequence[Batch]) -> Pooled:
         """The part of `batches` in the losses of the others of their groups."""
-        return self._fitting(batches, lambda: self._pool(batches))
-
-    def _pool(self, batches: Sequence[Batch]) -> Pooled:
         found: list[Pooled] = []
         for batch in batches:
             parts, idle = self._parts(batch)

@@ -202,8 +202,9 @@ class HybridWorker:
 
     def pool(self, credit: dict[int, torch.Tensor], sets: Sets = None) -> Pooled:
         """The part of this worker's tasks among those of `credit` in the losses of the others of their groups."""
+        batches = self._batches(self._own(credit, sets))
         with model_errors("update"):
-            found = self.actor.pool(self._batches(self._own(credit, sets)))
+            found = self.actor.fitting(batches, lambda: self.actor.pool(batches))
         return found if self.leads else {}
 
     def accumulate(
@@ -215,10 +216,14 @@ class HybridWorker:
         with something to learn, whichever worker has it, the gradient is measured by steps. `sets`: in lockstep.
         """
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
-        stats = UpdateStats()
+        own = {i: self._batches({i: v}, pooled) for i, v in self._own(credit, sets).items()}
+
+        def work() -> UpdateStats:
+            parts = [self.actor.accumulate(batches, num_pairs, by_step=i == first) for i, batches in own.items()]
+            return sum(parts, UpdateStats())
+
         with model_errors("update"):
-            for i, v in self._own(credit, sets).items():
-                stats += self.actor.accumulate(self._batches({i: v}, pooled), num_pairs, by_step=i == first)
+            stats = self.actor.fitting([batch for batches in own.values() for batch in batches], work)
         return stats if self.leads else UpdateStats()
 
     def step_gradients(

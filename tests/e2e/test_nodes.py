@@ -18,14 +18,27 @@ checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.num_workers=
 # a head without CPUs, as KubeRay and SkyPilot have it, and two nodes; a line from stdin ends one of them, or starts one
 NODES = """
 import sys
+from pathlib import Path
 from ray.cluster_utils import Cluster
+
+def workers(node):  # of the run, which are children of the node's raylet
+    raylet, count = node.all_processes["raylet"][0].process.pid, 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            count += parent == raylet and (folder / "cmdline").read_bytes().startswith(b"ray::HybridWorker")
+        except OSError:
+            pass
+    return count
 
 nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 others = [nodes.add_node(num_cpus=1) for _ in range(2)]
 print(nodes.address, flush=True)
 for line in sys.stdin:
     if line == "kill\\n":
-        nodes.remove_node(others.pop(), allow_graceful=False)
+        node = max(others, key=workers)
+        others.remove(node)
+        nodes.remove_node(node, allow_graceful=False)
     else:
         others.append(nodes.add_node(num_cpus=1))
     print("done", flush=True)

