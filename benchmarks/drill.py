@@ -161,6 +161,8 @@ class Drill:
     def kill(self, usual: float) -> Kill:
         """Send one signal, or one to both workers, and wait for the next step."""
         victim, wanted = self.random.choice(VICTIMS), self.random.choice(WANTED)
+        if victim == "hanging worker":  # one that stands still while it loads may be downloading
+            wanted = self.random.choice([name for name in WANTED if name != "setup"])
         if wanted == "setup" and victim != "scorer":
             os.kill(self.random.choice(self.workers()), signal.SIGKILL)  # so that another one loads
             time.sleep(1)
@@ -189,7 +191,8 @@ class Drill:
             workers = self.workers()
             for _ in range(200):
                 for process in workers:
-                    if (running := method(process)) == wanted or (running and time.monotonic() > deadline):
+                    running = method(process)
+                    if running == wanted or (running in WANTED[:-1] and time.monotonic() > deadline):
                         return process, running
                 time.sleep(0.001)
 
