@@ -49,7 +49,7 @@ KEYS = [
     row("zero", "train trainer.steps=0", "trainer.steps=0: ", "at least 1"),
     row("stale and dynamic", "train trainer.staleness=1 algorithm.dynamic_sampling=2", "trainer.staleness=1: ", "use one of them"),
     row("stale models", "train trainer.staleness=1 model.train=full model.lora_targets=null", "trainer.staleness=1: ", "model.train=lora"),
-    row("decoupled on time", "train algorithm.decoupled=true", "algorithm.decoupled=true: ", "trainer.staleness=1"),
+    row("decoupled on time", "train algorithm=flow_grpo algorithm.decoupled=true", "algorithm.decoupled=true: ", "trainer.staleness=1"),
     row("stale without end", "train trainer.staleness=99", "trainer.staleness=99: ", "at most 16"),
     row("late twice", "train algorithm=dgpo algorithm.rollout_old_after=2 algorithm.rollout_decay=null trainer.staleness=1", "trainer.staleness=1: ",
         "leave one out"),
