@@ -53,8 +53,9 @@ class PolicyGradient(Algorithm):
         return 2 * step.std**2 * difference if self.settings.step_likelihood == "squared_error" else difference
 
     def proximal(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, torch.Tensor] | None:
-        """Log-probabilities `[B]` under the weights that the ratio is clipped to, by step; those of other steps are
-        the present ones. None: the ratio is clipped to the rollout's.
+        """Log-probabilities `[B]` by step, under the weights that the ratio is clipped to.
+
+        Of steps that it lacks they are the present ones. None: the ratio is clipped to the rollout's.
         """
         del policy, tape, options
         return None

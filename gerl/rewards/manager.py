@@ -179,9 +179,7 @@ class RewardManager:
 
         What `collect` raises in it, the next one raises.
         """
-        if not any(
-            pool.queue and pool.workers.remote for pool in self._pools()
-        ):  # else they would work in this process
+        if not any(pool.queue and pool.workers.remote for pool in self._pools()):  # in process they would be in the way
             yield
             return
         over = threading.Event()
