@@ -1,4 +1,4 @@
-"""Kills processes of a run over Ray, one after the other, and says what it cost and what is left of it.
+"""Kills processes of a run over Ray, one after the other, and says what it cost and what the run left behind.
 
     python benchmarks/drill.py [--kills 100] [--seed 0] [key=value ...]
     python benchmarks/drill.py --table
@@ -279,6 +279,8 @@ def table(results: dict[str, Any]) -> str:
         f"end are {weights} of a run that nothing disturbed; {len(results['processes_left'])} processes and "
         f"{len(results['files_left'])} files were left.",
         f"After a tenth of the kills, and after all: {grown}.",
+        "",
+        f"Made by `{results['command']}`.",
     ]
     return "\n".join(lines)
 

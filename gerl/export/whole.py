@@ -15,8 +15,8 @@ from gerl.export.files import merged_pipeline
 from gerl.model.lora_weights import Lora
 from gerl.model.shards import Shards
 from gerl.run.checkpoint import Checkpoint, models_in
+from gerl.run.state import STATE
 
-STATE = "state"  # the folder of a checkpoint with the weights
 KINDS = {"ema": "ema/", "raw": "weights/"}  # how the names in it begin
 EXACT = 1024  # rows or columns up to which the whole decomposition takes no time
 

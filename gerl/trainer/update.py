@@ -41,6 +41,7 @@ class Update:
         self.ratio_limit = ratio_limit(config.actor, half_precision)
         self.clip_range: tuple[float, float] | None = None  # of the ratio, for the model's latents
         self.said_spread = False
+        self.noted: set[str] = set()  # sentences of workers that the log has
 
     def run(
         self,
@@ -92,8 +93,10 @@ class Update:
             self.count(result)
             stats += new
         ends = self.workers.run(HybridWorker.finish_step, self.state.step + 1)
-        for note in dict.fromkeys(note for end in ends for note in end.notes):
-            logger.warning("%s", note)
+        for note in (note for end in ends for note in end.notes):
+            if note not in self.noted:  # another worker may find out the same, at this step or later
+                logger.warning("%s", note)
+                self.noted.add(note)
         return (
             actor_metrics(stats, result, deviation)
             | self.spread(off_policy)

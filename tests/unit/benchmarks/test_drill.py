@@ -13,6 +13,7 @@ def results(**changed: Any) -> dict[str, Any]:
         "kills": [dict(zip(("process", "phase", "step", "lost_s"), kill, strict=True)) for kill in kills],
         "steps": 20,
         "step_s": 1.25,
+        "command": "python benchmarks/drill.py",
         "bitwise_equal": True,
         "processes_left": [],
         "files_left": [],
@@ -25,9 +26,9 @@ def results(**changed: Any) -> dict[str, Any]:
 def test_kills_are_counted_by_process_and_phase() -> None:
     lines = drill.table(results()).splitlines()
     assert lines[2:4] == ["| scorer | - | 1 | 0 | 0 |", "| worker | drawing | 2 | 6 | 8 |"]
-    assert "3 kills in 20 steps of 1.2 s; the weights at the end are bitwise those" in lines[-2]
+    assert "3 kills in 20 steps of 1.2 s; the weights at the end are bitwise those" in lines[-4]
     assert (
-        "0 processes and 0 files were left" in lines[-2] and "driver mib 400 -> 410, open files 30 -> 30" in lines[-1]
+        "0 processes and 0 files were left" in lines[-4] and "driver mib 400 -> 410, open files 30 -> 30" in lines[-1]
     )
 
 
