@@ -28,7 +28,7 @@ def test_kills_are_counted_by_process_and_phase() -> None:
     assert lines[2:4] == ["| scorer | - | 1 | 0 | 0 |", "| worker | drawing | 2 | 6 | 8 |"]
     assert "3 kills in 20 steps of 1.2 s; the weights at the end are bitwise those" in lines[-4]
     assert (
-        "0 processes and 0 files were left" in lines[-4] and "driver mib 400 -> 410, open files 30 -> 30" in lines[-1]
+        "0 processes and 0 files were left" in lines[-4] and "driver mib 400 -> 410, open files 30 -> 30" in lines[-3]
     )
 
 
