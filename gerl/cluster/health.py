@@ -40,9 +40,17 @@ _watched: Health | None = None  # a process has one session of Ray
 
 
 def check() -> None:
-    """Raise `RayDied` if the session of Ray that this process has is about to end."""
-    if _watched is not None:
-        _watched.check()
+    """Raise `RayDied`, once, if the session of Ray that this process has is about to end.
+
+    Workers may live on for a while, and be asked for what they have.
+    """
+    global _watched
+    try:
+        if _watched is not None:
+            _watched.check()
+    except RayDied:
+        _watched = None
+        raise
 
 
 @contextlib.contextmanager

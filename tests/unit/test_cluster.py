@@ -112,6 +112,14 @@ def test_a_signal_is_not_kept_for_later(group: WorkerGroup[Worker]) -> None:
         group.submit(0, Worker.interrupt)
 
 
+class Named:
+    def __init__(self, number: int) -> None:
+        self.own = number
+
+    def number(self) -> int:
+        return self.own
+
+
 def test_devices_and_threads() -> None:
     cluster = Cluster(ClusterConfig(device="cpu", num_workers=2, threads_per_worker=3))
     assert (cluster.device, cluster.worker_device(1), cluster.num_workers, cluster.threads) == ("cpu", "cpu", 2, 3)
@@ -120,6 +128,42 @@ def test_devices_and_threads() -> None:
     alone = Cluster(ClusterConfig(device="cpu", launcher="local"))
     assert (alone.num_workers, alone.threads) == (1, cores)
     assert Cluster(ClusterConfig(device="cpu", num_workers=10_000)).threads == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "training", "drawing"),
+    [
+        ({"num_workers": 5}, 2, 3),
+        ({"num_workers": 5, "actor_workers": 1}, 1, 4),
+        ({"num_workers": 5, "rollout_workers": 2}, 3, 2),
+        ({"rollout_workers": 2, "actor_workers": 4}, 4, 2),
+        ({"launcher": "local"}, 1, 1),
+    ],
+)
+def test_workers_are_divided_among_those_that_train_and_those_that_draw(
+    given: dict[str, object], training: int, drawing: int
+) -> None:
+    cluster = Cluster(ClusterConfig(layout="split", device="cpu", **given))  # type: ignore[arg-type]
+    assert (cluster.training, cluster.drawing, cluster.num_workers) == (training, drawing, training + drawing)
+
+
+def test_a_layout_for_which_there_are_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ClusterError, match=r"cluster\.layout=split: 1 worker\(s\) on cuda .*cluster\.layout=hybrid"):
+        Cluster(ClusterConfig(layout="split"))
+    with pytest.raises(ClusterError, match=r"cluster\.layout=split: on GPUs .*cluster\.launcher=ray"):
+        Cluster(ClusterConfig(layout="split", launcher="local"))
+
+
+def test_a_part_of_a_group_is_what_is_left_of_it() -> None:
+    group = WorkerGroup("worker", 5, lambda number: Named(number), None)
+    first, last = group.part(range(2)), group.part(range(2, 5))
+    assert first.run(Named.number) == [0, 1] and last.run(Named.number) == [2, 3, 4]
+    number, worker = group.leave_out(3)
+    assert last.run(Named.number) == [2, 4] and len(last) == 2 and len(first) == 2
+    assert last.submit(1, Named.number).worker == "worker 4"
+    group.take_in(number, worker)
+    assert last.run(Named.number) == [2, 3, 4]
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +261,10 @@ def test_a_service_that_is_gone_is_noticed_at_once_or_after_some_patience(monkey
     with pytest.raises(ClusterError, match=rf"the service at 127\.0\.0\.1:{place[1]} is gone"):
         strict.check()
     patient.check()
+    monkeypatch.setattr(health, "_watched", strict)
+    with pytest.raises(ClusterError):
+        health.check()
+    health.check()  # it is known: workers that live on are asked for the last finished step
 
 
 def test_the_processes_of_an_embedded_ray_end_with_the_command() -> None:
