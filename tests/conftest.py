@@ -1,8 +1,15 @@
 """Settings of the whole suite: one thread (the tensors are tiny, and sums keep their order), reproducible examples."""
 
 import pytest
-import torch
 from hypothesis import settings
+
+from gerl.commandline.imports import importing
+
+with importing():  # the libraries that most tests need
+    import diffusers.models.transformers  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
 
 torch.set_num_threads(1)
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from gerl.commandline import signals
+from gerl.commandline.imports import importing
 from gerl.errors import ConfigError, GerlError, Interrupted
 
 logger = logging.getLogger("gerl")
@@ -42,7 +43,13 @@ def run_command(
 def start(module: str, log_format: str = "%(message)s") -> int:
     """Import the `module` of a command and return what its `main` does; signals are heard while it is imported."""
     logging.basicConfig(level=logging.WARNING, format=log_format)
-    return _ended(lambda: import_module(module).main(), logger)
+
+    def work() -> int:
+        with importing():
+            command = import_module(module)
+        return int(command.main())
+
+    return _ended(work, logger)
 
 
 def _ended(work: Callable[[], int], logger: logging.Logger) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
+from gerl.commandline.imports import importing
 from gerl.config import Config
 from gerl.errors import ConfigError
 from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
@@ -122,9 +123,10 @@ def run(request: Request) -> Evaluation:
     if out is not None:
         make_folder(out)
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
-    from gerl.cluster import Cluster
-    from gerl.evaluate.comparison import compare
-    from gerl.evaluate.worker import draw
+    with importing():
+        from gerl.cluster import Cluster
+        from gerl.evaluate.comparison import compare
+        from gerl.evaluate.worker import draw
 
     machines = Cluster(config.cluster, config.reward.gpu_shares)
     total = len(prompts) * request.images * (1 + len(request.loras))

@@ -11,6 +11,7 @@ import yaml
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
+from gerl.commandline.imports import importing
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import resolve
@@ -87,10 +88,11 @@ def run(request: Request) -> list[Path]:
         what = "the run trained a LoRA, which has its rank" if not whole else "format=merged has all of the weights"
         raise ConfigError(f"rank={request.rank}: {what}; leave it out")
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
-    from gerl.export.files import lora_files, merged_pipeline, write_files
-    from gerl.model.libraries import quiet_libraries
-    from gerl.model.lora_weights import collect_loras
-    from gerl.utils.tensors import unpack_tensors
+    with importing():
+        from gerl.export.files import lora_files, merged_pipeline, write_files
+        from gerl.model.libraries import quiet_libraries
+        from gerl.model.lora_weights import collect_loras
+        from gerl.utils.tensors import unpack_tensors
 
     quiet_libraries()
     if whole:

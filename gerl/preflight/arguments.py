@@ -10,6 +10,7 @@ from pathlib import Path
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.commandline.composition import compose_run
+from gerl.commandline.imports import importing
 from gerl.config import MOST_IMAGES, Config, shown
 from gerl.errors import ConfigError
 from gerl.preflight.sizing.hardware import GPUS, Name
@@ -63,16 +64,19 @@ def preflight(arguments: list[str]) -> None:
     """Check the keys, then examine the run, or measure its signal."""
     config, options = parse(arguments)
     if options.signal is not None:
-        from gerl.preflight import signal
+        with importing():
+            from gerl.preflight import signal
 
         signal.run(config, options.signal, options.out)
         return
     if options.hardware is not None:
-        from gerl.preflight.sizing import command
+        with importing():
+            from gerl.preflight.sizing import command
 
         command.run(config, options.hardware, options.gpus, options.share, options.out)
         return
-    from gerl.preflight.command import run
+    with importing():
+        from gerl.preflight.command import run
 
     run(config, options.out)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.commandline import signals
+from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
@@ -39,15 +40,16 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
         prompts = read_prompts(config, "data.train", config.data.train)
         held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
-        from gerl.cluster import Cluster
-        from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
-        from gerl.trainer.rescue import interruption_said
+        with importing():
+            from gerl.cluster import Cluster
+            from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+            from gerl.trainer.rescue import interruption_said
 
-        machines = Cluster(config.cluster, config.reward.gpu_shares)
-        if not machines.remote:  # else the first thing the workers do: this process needs no libraries of models
-            from gerl.workers.checks import check_start  # which imports them
+            machines = Cluster(config.cluster, config.reward.gpu_shares)
+            if not machines.remote:  # else the first thing the workers do: this process needs no libraries of models
+                from gerl.workers.checks import check_start  # which imports them
 
-            check_start(replace(config, model=model), machines.device)
+                check_start(replace(config, model=model), machines.device)
         with session(run_dir, log, arguments, machines.words()) as begin:
             folder.open(begin)
             with interruption_said(run_dir, config.trainer.steps):
