@@ -1,9 +1,9 @@
-"""A rank that shares the tokens of calls, as a program: `python -m context_ranks RANK RANKS STORE [CASE ...]`.
+"""Ranks that share the tokens of calls, as a program: `python -m context_ranks RANKS FOLDER [CASE ...]`, see ranks.py.
 
 A case is the name of one of `tiny.CASES`, or the class of a pipeline of the zoo of which a call should fail. Draws with
-and trains the former, whole and then with the tokens of each call divided among the
-ranks, in several ways. Writes a line of JSON a case: by how much what comes of it differs, in parts of the norm, by
-way; gradients are summed over the ranks. "call" is one of the denoiser alone, in fp64.
+and trains the former, whole and then with the tokens of each call divided among the ranks, in several ways. Each writes
+a line of JSON a case: by how much what comes of it differs, in parts of the norm, by way; gradients are summed over the
+ranks. "call" is one of the denoiser alone, in fp64.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import tiny
 import torch
 import torch.distributed as dist
+from ranks import fork
 from replaying import Recorded, own, randomise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
@@ -150,4 +151,4 @@ def main(rank: int, ranks: int, store: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    fork(main)

@@ -1,6 +1,6 @@
-"""A rank of a worker, as a program: `python -m sharded_ranks RANK RANKS STORE WHAT [CASE ...]`.
+"""The ranks of a worker, as a program: `python -m sharded_ranks RANKS FOLDER WHAT [CASE ...]`, see ranks.py.
 
-Writes a line of JSON a case. `draw`: tiny pipelines of `tiny.CASES`, `zoo`: those of the zoo, `signs`: the shipped
+Each writes a line of JSON a case. `draw`: tiny pipelines of `tiny.CASES`, `zoo`: those of the zoo, `signs`: the shipped
 one with keys of `model`, drawn with and trained whole and with their weights divided among the ranks: by how much
 latents, log-probabilities and gradients differ at most, in parts of the largest, and which share of the divided weights
 is here. `read`: pipelines in folders, read
@@ -19,6 +19,7 @@ from typing import Any
 import tiny
 import torch
 import torch.distributed as dist
+from ranks import fork
 from replaying import Recorded, own, randomise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -169,7 +170,8 @@ def read(folder: str, mesh: DeviceMesh) -> Row:
 WHAT: dict[str, Callable[[str, DeviceMesh], Row]] = {"draw": draw, "signs": draw_signs, "zoo": draw_zoo, "read": read}
 
 
-def main(rank: int, ranks: int, store: str, what: str, cases: list[str]) -> None:
+def main(rank: int, ranks: int, store: str, arguments: list[str]) -> None:
+    what, *cases = arguments
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
@@ -180,4 +182,4 @@ def main(rank: int, ranks: int, store: str, what: str, cases: list[str]) -> None
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])
+    fork(main)

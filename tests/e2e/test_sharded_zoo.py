@@ -37,7 +37,7 @@ CONVOLUTIONS = ("StableDiffusionXL", "StableDiffusionPipeline", "DreamLite")  # 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return worst(run_ranks(tmp_path_factory.mktemp("ranks"), 2, "zoo", *CASES))
+    return worst(run_ranks("sharded_ranks", tmp_path_factory.mktemp("ranks"), 2, "zoo", *CASES))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -47,13 +47,13 @@ def test_a_pipeline_in_parts_draws_and_trains_as_the_whole(name: str, found: dic
 
 
 def test_the_shipped_pipeline_among_four_ranks(tmp_path: Path) -> None:
-    found = worst(run_ranks(tmp_path, 4, "signs", "dtype=auto"))["dtype=auto"]
+    found = worst(run_ranks("sharded_ranks", tmp_path, 4, "signs", "dtype=auto"))["dtype=auto"]
     assert found["off"] == 0 and 0.25 <= found["share"] < 0.26
 
 
 @pytest.fixture(scope="module")
 def combined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return worst(run_ranks(tmp_path_factory.mktemp("ranks"), 2, "signs", *KEYS))
+    return worst(run_ranks("sharded_ranks", tmp_path_factory.mktemp("ranks"), 2, "signs", *KEYS))
 
 
 @pytest.mark.parametrize("keys", KEYS)

@@ -1,10 +1,6 @@
 """Tokens divided among ranks: two real processes over gloo draw and train as one that computes whole calls."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ import tiny
 import torch
 from diffusers import ModelMixin
 from diffusers.hooks import HookRegistry
+from ranks import run_ranks
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
@@ -33,20 +30,8 @@ SIZES: dict[str, Any] = {"num_layers": 1, "num_attention_heads": 3, "attention_h
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank says of each tiny pipeline."""
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "context_ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(RANKS), str(store), *CASES, *FAILING], env=environment, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    for process in processes:
-        out, log = process.communicate(timeout=600)
-        assert process.returncode == 0, log
-        rows += map(json.loads, out.splitlines())
+    ranks = run_ranks("context_ranks", tmp_path_factory.mktemp("ranks"), RANKS, *CASES, *FAILING)
+    rows = [row for own in ranks for row in own]
     return {name: [row["off"] for row in rows if row["case"] == name] for name in (*CASES, *FAILING)}
 
 
