@@ -37,7 +37,9 @@ from gerl.commandline.composition import compose_run, shipped
 from gerl.errors import TrainingError
 from gerl.run.card import hardware, now, software
 from gerl.run.timing import Stopwatch
-from gerl.trainer.ray_diffusion_trainer import Drawn, Metrics, RayDiffusionTrainer
+from gerl.trainer.credit import Metrics
+from gerl.trainer.drawing import Drawn
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
 from gerl.utils.files import finite
 

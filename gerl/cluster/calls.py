@@ -172,6 +172,10 @@ class WorkerGroup(Generic[W]):
             return Pending(label, reference=bound.remote(*map(_reference, args), **kwargs))
         return Pending(label, call=lambda: bound(*map(_value, args), **kwargs))
 
+    def part(self, numbers: range) -> "WorkerGroup[W]":
+        """Those of the workers that have one of these numbers, whichever are there at the time."""
+        return _Part(self, numbers)
+
     def restart(self, index: int) -> None:
         """End worker `index`, whatever it is doing, and start it anew; in this process there is nothing to end."""
         if self._end is not None:
@@ -197,6 +201,21 @@ class WorkerGroup(Generic[W]):
         shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
         pending = [self.submit(i, method, *shared, **kwargs) for i in range(len(self))]  # type: ignore[arg-type]
         return wait_all(pending, self.hang_after)
+
+
+class _Part(WorkerGroup[W]):
+    def __init__(self, whole: WorkerGroup[W], numbers: range) -> None:
+        self._whole, self._wanted = whole, numbers
+        self.name, self.remote, self.hang_after = whole.name, whole.remote, whole.hang_after
+
+    @property
+    def numbers(self) -> list[int]:  # type: ignore[override]
+        return [number for number in self._whole.numbers if number in self._wanted]
+
+    @property
+    def workers(self) -> list[W]:  # type: ignore[override]
+        whole = self._whole
+        return [worker for number, worker in zip(whole.numbers, whole.workers, strict=True) if number in self._wanted]
 
 
 def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> list[R]:

@@ -41,20 +41,40 @@ class Cluster:
         self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
         self.ranks = config.ranks_per_worker
         self._resources = {"GPU": float(_gpus()), "CPU": float(_cores()), "nodes": 1.0}
-        self.device, self.num_workers = "cpu", config.num_workers or 1
+        self.device, self.num_workers = "cpu", config.workers or 1
         if not self.joined:
             self._count()
 
     def _count(self) -> None:
         """Choose the device and the number of workers by what there is."""
         self.device = self._device()
-        self.num_workers = self.config.num_workers or self._default_workers()
+        self.num_workers = self.config.workers or self._default_workers()
+        if self.config.layout == "split" and self.device == "cuda" and not self.remote:
+            raise ClusterError(
+                "cluster.layout=split: on GPUs it needs processes, which cluster.launcher=local has one of; use "
+                "cluster.launcher=ray"
+            )
+        if not all(self.config.roles(self.num_workers)):
+            raise ClusterError(
+                f"cluster.layout=split: {self.num_workers} worker(s) on {self.device} are too few for it; set both "
+                "cluster.rollout_workers and cluster.actor_workers, or use cluster.layout=hybrid"
+            )
 
     def words(self) -> str:
         """Workers and device, for the record of a run that begins."""
         if self.joined:
-            return f"{self.config.num_workers or 'as many as there are GPUs'} on a Ray cluster"
+            return f"{self.config.workers or 'as many as there are GPUs'} on a Ray cluster"
         return f"{self.num_workers} on {self.device}, {self.config.launcher}"
+
+    @property
+    def training(self) -> int:
+        """The processes of workers that train: the first of all."""
+        return self.config.roles(self.num_workers)[0] * self.ranks
+
+    @property
+    def drawing(self) -> int:
+        """The processes of workers that draw: the last of all."""
+        return self.config.roles(self.num_workers)[1] * self.ranks
 
     @property
     def processes(self) -> int:
@@ -72,7 +92,8 @@ class Cluster:
             return workers
         # on a CPU two processes beat one with as many threads, which wait for each other at every operation
         most = min(2 * self._resources["nodes"], self._resources["CPU"])
-        return max(1, int(most) // self.ranks) if self.remote else 1
+        least = 2 if self.config.layout == "split" else 1
+        return max(least, int(most) // self.ranks) if self.remote else least
 
     def _device(self) -> str:
         there = self._resources["GPU"] >= 1

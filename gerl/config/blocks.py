@@ -294,6 +294,17 @@ class ClusterConfig(Block):
         "cores, and a worker one rank), one in process",
         low=1,
     )
+    layout: Literal["hybrid", "split"] = key(
+        "hybrid",
+        "every worker draws and trains, or some only draw and the others only train, which is worth it with "
+        "trainer.staleness; the same numbers",
+    )
+    rollout_workers: int | None = key(
+        None, "workers that draw, with cluster.layout=split; null: those that cluster.actor_workers leaves", low=1
+    )
+    actor_workers: int | None = key(
+        None, "workers that train, with cluster.layout=split; null: half of them, or those that the others leave", low=1
+    )
     ranks_per_worker: int = key(
         1, "processes of a worker, each on a device of its own with its part of a micro-batch; see model.shard", low=1
     )
@@ -320,6 +331,43 @@ class ClusterConfig(Block):
         "one call",
         low=1.0,
     )
+
+    def check(self) -> None:
+        names = ("rollout_workers", "actor_workers")
+        given = {name: count for name in names if (count := getattr(self, name)) is not None}
+        asked = " and ".join(f"cluster.{name}={count}" for name, count in given.items())
+        if self.layout == "hybrid":
+            if given:
+                raise ConfigError(
+                    f"{asked}: with cluster.layout=hybrid every worker draws and trains; set cluster.num_workers, or "
+                    "cluster.layout=split"
+                )
+            return
+        whole = f"cluster.num_workers={self.num_workers}"
+        if self.num_workers == 1:
+            raise ConfigError(f"{whole}: cluster.layout=split needs one worker that draws and one that trains; use 2")
+        if self.num_workers is not None and len(given) == 1 and sum(given.values()) >= self.num_workers:
+            raise ConfigError(f"{asked}: of {whole} none is left for the rest; lower it")
+        if self.num_workers is not None and len(given) == 2 and sum(given.values()) != self.num_workers:
+            raise ConfigError(f"{asked} are not {whole}: leave one of the three out")
+
+    @property
+    def workers(self) -> int | None:
+        """How many there are to be, of all kinds; None: it is left open."""
+        if self.num_workers is None and self.rollout_workers is not None and self.actor_workers is not None:
+            return self.rollout_workers + self.actor_workers
+        return self.num_workers
+
+    def roles(self, workers: int) -> tuple[int, int]:
+        """How many of all `workers` train, and how many draw: all of them, or they are divided.
+
+        One of the two may be 0, if there are too few.
+        """
+        if self.layout == "hybrid":
+            return workers, workers
+        training = workers // 2 if self.rollout_workers is None else workers - self.rollout_workers
+        training = max(0, training) if self.actor_workers is None else self.actor_workers
+        return training, max(0, workers - training)
 
 
 @dataclass(frozen=True)

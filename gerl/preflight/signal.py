@@ -29,7 +29,8 @@ from gerl.preflight.signal_report import Choice, Signal, StepSignal
 from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import read_prompts
 from gerl.run.timing import Stopwatch
-from gerl.trainer.ray_diffusion_trainer import Drawn, RayDiffusionTrainer
+from gerl.trainer.drawing import Drawn
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.trainer.run import entered
 from gerl.workers.hybrid import HybridWorker
 
@@ -74,7 +75,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
 
 def measure(trainer: RayDiffusionTrainer, number: int) -> Measured:
     """Draw batch `number` (from 1); the gradients are summed over the workers."""
-    config, workers = trainer.config, trainer.workers
+    config, workers = trainer.config, trainer.roles.training
     samples = plan_samples(config, plan_prompts(config, trainer.prompts, number), number, 0)
     drawn, tasks, watch = Drawn(), plan(trainer, samples), Stopwatch()
     trainer.score(trainer.roll_out(tasks, watch), drawn, watch)

@@ -5,12 +5,10 @@ fails, hangs or dies with its process is repeated, then its images have a failur
 scores: whoever draws adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
 """
 
-import contextlib
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +23,6 @@ from gerl.rewards.worker import Answer, RewardWorker, Row
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning
-MOMENT = 0.1  # seconds after which it is seen that nothing is to be done meanwhile any more
 
 
 class Scorable(Protocol):
@@ -125,7 +122,7 @@ class RewardManager:
         self.load = {name: Load() for name in scorers}
         self.running: dict[Pending[Answer], Call] = {}
         self.pools: dict[str, Pool] = {}  # by scorer; those that share a model have the same one
-        self.failure: Exception | None = None  # of what was done meanwhile
+        self.failure: Exception | None = None  # of what was done while the run waited for something else
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
             shared = scorers[name].shares or name
@@ -151,7 +148,7 @@ class RewardManager:
 
     def give_up(self) -> None:
         """Drop all rounds: calls that are at work end for nothing."""
-        if isinstance(self.failure, WorkerDied):  # of what is dropped
+        if not isinstance(self.failure, RewardError):  # of what is dropped
             self.failure = None
         for pool in self._pools():
             pool.queue.clear()
@@ -173,34 +170,10 @@ class RewardManager:
                 self.load[job.scorer].queued += now - job.queued
                 self.running[pending] = Call(job, pool, process, now)
 
-    @contextlib.contextmanager
-    def meanwhile(self) -> Iterator[None]:
-        """A block that waits for something else; scorers that get ready are given what waits for them.
-
-        What `collect` raises in it, the next one raises.
-        """
-        if not any(pool.queue and pool.workers.remote for pool in self._pools()):  # in process they would be in the way
-            yield
-            return
-        over = threading.Event()
-
-        def serve() -> None:
-            while not over.is_set() and any(pool.queue for pool in self._pools()):
-                self.submit()
-                awaited, _ = self.awaited()
-                try:
-                    self.collect(set(wait_any(awaited, MOMENT)))
-                except Exception as error:  # noqa: BLE001 - raised by whoever waits for the scores
-                    self.failure = error
-                    return
-
-        server = threading.Thread(target=serve, name="scoring meanwhile", daemon=True)
-        server.start()
-        try:
-            yield
-        finally:
-            over.set()
-            server.join()
+    @property
+    def remote(self) -> bool:
+        """Whether scorers have processes of their own."""
+        return any(pool.workers.remote for pool in self._pools())
 
     def awaited(self) -> tuple[list[Pending[Any]], float | None]:
         """Starts and calls whose end moves a round on, and the seconds after which one of the calls hangs."""
@@ -338,6 +311,10 @@ class ScoringRound:
             self.manager.submit()
             awaited, seconds = self.manager.awaited()
             self.manager.collect(set(wait_any(awaited, seconds)))
+        return self.scores()
+
+    def scores(self) -> list[Scores]:
+        """The scores of all micro-batches, in order; none of their calls is left."""
         return [self._scores(batch, rows) for batch, rows in zip(self.samples, self.rows, strict=True)]
 
     def score(self, job: Job, pool: Pool, process: int) -> Pending[Answer]:

@@ -21,7 +21,7 @@ from gerl.run.health import Health
 from gerl.run.state import RunState
 from gerl.run.tracking import Tracker, read_metrics
 from gerl.trainer.folder import check_identity
-from gerl.trainer.recovery import Recovery, WentBack, meet
+from gerl.trainer.recovery import Recovery, Roles, WentBack
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.saving import Saving, fill, hold, writers
 from gerl.workers.hybrid import HybridWorker, ModelFacts, State
@@ -46,7 +46,9 @@ class DurableRun:
         self.saved_step: int | None = None
         self.downloads = Downloads()  # of the scorers' models, too
         self.saving = Saving()
+        self.sent = 0  # the step of which the weights are that workers draw with that do nothing else
         self.workers: WorkerGroup[HybridWorker]
+        self.roles: Roles
         self.recovery: Recovery
         self.model: ModelFacts
         self.tracker: Tracker
@@ -54,7 +56,8 @@ class DurableRun:
 
     def check_model(self) -> None:
         """Let the workers find out what can be known of the model before they load it; in process `run` did."""
-        self.recovery = Recovery(self.config, self.workers)
+        self.roles = Roles.of(self.workers, self.cluster)
+        self.recovery = Recovery(self.config, self.roles)
         if not self.workers.remote:
             return
         with waiting(f"checking {self.config.model.path}", self.downloads):
@@ -71,7 +74,7 @@ class DurableRun:
             try:
                 if count > 1 and self.workers.remote:
                     with waiting(f"starting {count} processes, which have to meet"):
-                        meet(self.workers)
+                        self.roles.meet(self.config.lockstep)
                 with waiting(f"loading {self.config.model.path} on {count} process(es)", self.downloads):
                     pending = [self.workers.submit(i, HybridWorker.setup) for i in range(count)]
                     return wait_all(pending)[0]  # however long a download takes
@@ -138,7 +141,7 @@ class DurableRun:
         if self.config.model.train == "lora":
             return self.recovery.state(self.state.step, lost)
         if not self.saved():
-            for worker in range(len(self.workers)):
+            for worker in range(len(self.roles.training)):
                 if not set(writers(self.config, worker)) & set(lost):
                     self.save(worker)
                     self.saving.finish()
@@ -150,7 +153,8 @@ class DurableRun:
         self.recovery.set_up(new)
         if state is not None:
             files, numbers = state
-            self.workers.run(HybridWorker.load_checkpoint, files["state.safetensors"], numbers)
+            self.roles.training.run(HybridWorker.load_checkpoint, files["state.safetensors"], numbers)
+            self.send_weights(earlier=True)
             self.algorithm.load_state(self.state.algorithm)
             return
         before, root = self.state.step, self.run_dir / "checkpoints"
@@ -168,8 +172,23 @@ class DurableRun:
         """Go back to the begin of the run."""
         if len(self.workers) > 1:
             self.recovery.set_up(self.recovery.restart(range(len(self.workers))))
+        self.sent = 0  # all begin with the same
         self.algorithm = build_algorithm(self.config)
         self.state = RunState(identity=self.state.identity, settings=self.state.settings)
+
+    def send_weights(self, earlier: bool = False) -> None:
+        """Give workers that only draw the weights of the last finished step, unless they have them.
+
+        `earlier`: in any case, with the weights of earlier steps, for steps that were drawn ahead and are drawn anew.
+        """
+        training, drawing = self.roles.training, self.roles.drawing
+        if training is drawing or (self.sent == self.state.step and not earlier):
+            return
+        # of divided weights each rank has a part, that of the same rank elsewhere
+        ranks = self.config.cluster.ranks_per_worker if self.config.model.train != "lora" else 1
+        weights = [training.submit(rank, HybridWorker.weights, earlier).later() for rank in range(ranks)]
+        wait_all([drawing.submit(i, HybridWorker.follow, weights[i % ranks]) for i in range(len(drawing))])
+        self.sent = self.state.step
 
     # --- checkpoints
 
@@ -223,7 +242,7 @@ class DurableRun:
             self.save(worker)
             self.saving.finish()
 
-        failure = "" if self.saved() else save_from_any(self.workers, save)
+        failure = "" if self.saved() else save_from_any(self.roles.training, save)
         say_how_to_go_on(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -235,9 +254,11 @@ class DurableRun:
         try:
             self.algorithm.load_state(state.algorithm)
             if self.config.model.train != "lora":
-                self.workers.run(HybridWorker.load_state, checkpoint.path.resolve(), state.worker)
+                self.roles.training.run(HybridWorker.load_state, checkpoint.path.resolve(), state.worker)
             else:
-                self.workers.run(HybridWorker.load_checkpoint, checkpoint.read("state.safetensors"), state.worker)
+                given = checkpoint.read("state.safetensors"), state.worker
+                self.roles.training.run(HybridWorker.load_checkpoint, *given)
+            self.send_weights(earlier=True)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start anew with "

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,46 +16,26 @@ from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
-from gerl.protocol import Images, Prompt, RolloutTask, Scores
+from gerl.protocol import Images, Prompt, RolloutTask, Scores, StepEnd
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
 from gerl.run.timing import Stopwatch
 from gerl.run.tracking import Progress
 from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
+from gerl.trainer.drawing import Drawn, Rolled, end_drawing, roll_out
 from gerl.trainer.durable import DurableRun
 from gerl.trainer.folder import RunFolder
-from gerl.trainer.owners import Owners, followers, kind, share
+from gerl.trainer.owners import followers, share
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
 from gerl.trainer.recovery import WentBack
-from gerl.trainer.rollouts import Rollouts
+from gerl.trainer.rollouts import Rollouts, meanwhile
 from gerl.trainer.update import Update
 from gerl.workers.hybrid import HybridWorker, repeated
 
 logger = logging.getLogger(__name__)
 APART = 1_000_000  # between the ids of micro-batches of steps that are on their way together
 NO_CREDIT = 1e-6  # what rounding leaves of the credit of equal rewards
-
-
-@dataclass
-class Drawn:
-    """The micro-batches of a step, the process that holds the trajectories of each, and what the scorers said."""
-
-    tasks: list[RolloutTask] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    sets: list[list[int]] | None = None  # ids of the tasks drawn at the same time; None: not in lockstep
-    repeats: list[tuple[int, int]] = field(default_factory=list)  # (id, process that repeated the task)
-    scored: Scored = field(default_factory=Scored)
-
-
-@dataclass(frozen=True)
-class Rolled:
-    """Micro-batches whose images are drawn, and on their way through the scorers."""
-
-    tasks: Sequence[RolloutTask]
-    owners: Owners
-    rollouts: Rollouts
-    repetitions: Sequence[Pending[None]]
 
 
 class RayDiffusionTrainer(DurableRun):
@@ -74,7 +54,8 @@ class RayDiffusionTrainer(DurableRun):
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
         self.announced = False  # where the run folder is
         self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
-        self.ahead: dict[int, Rolled] = {}  # by step: drawn, but not yet trained on
+        self.ahead: dict[int, Rolled] = {}  # by step: drawn, or on its way, but not yet trained on
+        self.drawn_ends: list[Pending[StepEnd]] = []  # of the step that is trained, from workers that only draw
         self.rewards: RewardManager
         self.update: Update
 
@@ -152,7 +133,7 @@ class RayDiffusionTrainer(DurableRun):
         if resume is not None and resume.checkpoint is not None:
             self.load(resume.checkpoint)
             resume.carry_on()
-        self.update = Update(self.config, self.algorithm, self.workers, self.state, self.model.half_precision)
+        self.update = Update(self.config, self.algorithm, self.roles.training, self.state, self.model.half_precision)
         self.check_sampling()
         self.open_log()
         self.recovery.remember(self.state.step, self.model.trained_parameters)
@@ -182,10 +163,14 @@ class RayDiffusionTrainer(DurableRun):
             logger.info("%s", sentence)
         ranks = f" of {cluster.ranks} ranks" if cluster.ranks > 1 else ""
         what = "LoRA of %s parameters on" if config.model.train == "lora" else "%s weights trained of"
+        roles = ""
+        if config.cluster.layout == "split":
+            training, drawing = config.cluster.roles(cluster.num_workers)
+            roles = f" ({drawing} to draw, {training} to train)"
         logger.info(
-            f"%s, {what} %s; %d worker(s)%s on %s; %d prompts, %d steps an epoch",
+            f"%s, {what} %s; %d worker(s)%s on %s%s; %d prompts, %d steps an epoch",
             *(model.pipeline, f"{model.trained_parameters:,}", " and ".join(model.denoisers)),
-            *(cluster.num_workers, ranks, cluster.device, len(self.prompts), per_epoch),
+            *(cluster.num_workers, ranks, cluster.device, roles, len(self.prompts), per_epoch),
         )
         self.state.identity |= {"model.path": model.weights}
 
@@ -198,7 +183,7 @@ class RayDiffusionTrainer(DurableRun):
         task = Algorithm.plan(algorithm, samples)[0]
         with waiting(f"measuring the numerical noise of the ratio on {len(task.samples)} images"):
             asked = range(self.cluster.ranks if config.lockstep else 1)
-            probes = [self.workers.submit(rank, HybridWorker.probe, task) for rank in asked]
+            probes = [self.roles.training.submit(rank, HybridWorker.probe, task) for rank in asked]
             probe = probes[0].result()
         logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
         if (clip := config.algorithm.clip_range_at(probe.dimensions)) is not None:
@@ -214,14 +199,17 @@ class RayDiffusionTrainer(DurableRun):
     def draw(self, step: int, watch: Stopwatch) -> Drawn:
         """The images of a step and their scores; with dynamic sampling until enough groups have a signal.
 
-        Before its scores are waited for, the steps ahead of it are drawn that `trainer.staleness` asks for.
+        Before its scores are waited for, the steps ahead of it are drawn that `trainer.staleness` asks for; workers
+        that do nothing else begin with them.
         """
         config, drawn = self.config, Drawn()
+        self.refresh(watch)
         for attempt in range(config.algorithm.dynamic_sampling + 1):
             ahead = range(step, min(step + config.trainer.staleness, config.trainer.steps) + 1)
             for other in ahead if attempt == 0 else [step]:
                 if other not in self.ahead:
-                    self.ahead[other] = self.roll_out(self.plan(other, attempt, len(drawn.tasks)), watch)
+                    waits = other == step or config.cluster.layout == "hybrid"
+                    self.ahead[other] = self.roll_out(self.plan(other, attempt, len(drawn.tasks)), watch, waits)
             rolled = self.ahead.pop(step)
             images, scores = self.score(rolled, drawn, watch)
             if attempt == 0 and (step == 1 or _due(step, config.validation.every, config.trainer.steps)):
@@ -230,6 +218,7 @@ class RayDiffusionTrainer(DurableRun):
                 drawn.scored.further_prompts += len({s.prompt.id for task in rolled.tasks for s in task.samples})
             if len(drawn.scored.groups_with_signal()) >= config.rollout.prompts_per_step:
                 break
+        self.drawn_ends = end_drawing(config, self.roles.drawing, step)
         return drawn
 
     def plan(self, step: int, attempt: int = 0, begun: int = 0) -> list[RolloutTask]:
@@ -245,43 +234,41 @@ class RayDiffusionTrainer(DurableRun):
     def abandon(self) -> None:
         """Give up what is drawn and scored."""
         self.ahead.clear()
+        self.drawn_ends.clear()
         self.rewards.give_up()
 
-    def roll_out(self, tasks: Sequence[RolloutTask], watch: Stopwatch) -> Rolled:
-        """Draw `tasks`; their images are scored meanwhile, and after that."""
-        workers, owners = self.workers, share([kind(task) for task in tasks], self.config, len(self.workers))
-        repetitions: list[Pending[None]] = []
+    @property
+    def on_their_way(self) -> list[Rollouts]:
+        """The images that are drawn ahead of the step that is trained."""
+        return [rolled.rollouts for _, rolled in sorted(self.ahead.items())]
 
-        def submit(i: int) -> Pending[Images]:
-            image = workers.submit(owners.processes[i], HybridWorker.generate, tasks[i])
-            also = [(i, follower, tasks[i].id) for follower in followers(owners.processes[i], self.config)]
-            also += [(k, process, repeated(tasks[k].id)) for k, process in owners.repeated_after(i)]
-            for k, process, kept in also:
-                repetitions.append(workers.submit(process, HybridWorker.repeat, tasks[k], kept))
-            return image
+    def refresh(self, watch: Stopwatch) -> None:
+        """Let workers that only draw do so with the weights of the last finished step, after what they have begun."""
+        for rollouts in self.on_their_way:
+            self.wait_until_drawn(rollouts, watch)
+        self.send_weights()
 
-        samples, hang_after, ahead = [task.samples for task in tasks], workers.hang_after, self.config.trainer.staleness
-        rollouts = Rollouts(self.rewards, samples, submit, owners.processes, hang_after, ahead)
-        count = sum(len(task.samples) for task in tasks)
-        with watch("rollout"), waiting(f"drawing {count} images", self.progress_of(rollouts), self.patience):
+    def wait_until_drawn(self, rollouts: Rollouts, watch: Stopwatch) -> None:
+        """Wait for the images of a step."""
+        with watch("rollout"), waiting(f"drawing {rollouts.total} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
-        return Rolled(tasks, owners, rollouts, repetitions)
+
+    def roll_out(self, tasks: Sequence[RolloutTask], watch: Stopwatch, waits: bool = True) -> Rolled:
+        """Draw `tasks`, or only begin with them; their images are scored meanwhile, and after that."""
+        rolled = roll_out(self.config, self.rewards, self.roles.drawing, self.roles.training, tasks)
+        if waits:
+            self.wait_until_drawn(rolled.rollouts, watch)
+        return rolled
 
     def score(self, rolled: Rolled, drawn: Drawn, watch: Stopwatch) -> tuple[Pending[Images], Scores]:
         """Wait for the scores of what was drawn, and add it to `drawn`; returns what came of the first micro-batch."""
-        tasks, owners, rollouts = rolled.tasks, rolled.owners, rolled.rollouts
-        count = sum(len(task.samples) for task in tasks)
-        with watch("reward_wait"), waiting(f"scoring {count} images", self.progress_of(rollouts), self.patience):
-            found = rollouts.finish()
-        for task, scores in zip(tasks, found, strict=True):
+        rollouts = rolled.rollouts
+        said = f"scoring {rollouts.total} images"
+        with watch("reward_wait"), waiting(said, self.progress_of(rollouts), self.patience):
+            found = rollouts.finish(self.on_their_way)
+        for task, scores in zip(rolled.tasks, found, strict=True):
             drawn.scored.add(task.samples, scores)
-        for repetition in rolled.repetitions:
-            repetition.result()
-        drawn.tasks += tasks
-        drawn.owners += owners.processes
-        if self.config.lockstep:
-            drawn.sets = (drawn.sets or []) + [[tasks[i].id for i in members] for members in owners.sets]
-            drawn.repeats += [(tasks[i].id, process) for i, process in owners.repeats]
+        rolled.end(drawn, self.config)
         return rollouts.images[0], found[0]
 
     def progress_of(self, rollouts: Rollouts) -> Callable[[], str]:
@@ -300,10 +287,10 @@ class RayDiffusionTrainer(DurableRun):
     def kl_to_base(self, drawn: Drawn) -> list[float]:
         """Distances `[B]` of the samples to the base model, computed by all workers at once."""
         owned = [(task.id, owner) for task, owner in zip(drawn.tasks, drawn.owners, strict=True)]
-        pending = [self.workers.submit(owner, HybridWorker.kl_to_base, task_id) for task_id, owner in owned]
+        pending = [self.roles.training.submit(owner, HybridWorker.kl_to_base, task_id) for task_id, owner in owned]
         also = [(task_id, follower) for task_id, owner in owned for follower in followers(owner, self.config)]
         for task_id, process in also + [(repeated(task_id), process) for task_id, process in drawn.repeats]:
-            self.workers.submit(process, HybridWorker.kl_to_base, task_id)
+            self.roles.training.submit(process, HybridWorker.kl_to_base, task_id)
         return [value for found in pending for value in found.result()]
 
     def train(self, drawn: Drawn, credit: torch.Tensor, watch: Stopwatch) -> Metrics:
@@ -311,8 +298,8 @@ class RayDiffusionTrainer(DurableRun):
         lora, self.update.state = self.config.model.train == "lora", self.state
         with watch("update"), waiting(f"updating the {'LoRA' if lora else 'weights'}", after=self.patience):
             lag = min(self.config.trainer.staleness, self.state.step)
-            with self.rewards.meanwhile():  # the images of steps ahead are scored
-                metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag)
+            with meanwhile(self.rewards, self.on_their_way):
+                metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag, self.drawn_ends)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal)
 
@@ -320,9 +307,10 @@ class RayDiffusionTrainer(DurableRun):
         """Mean rewards on the held-out prompts: fixed noise, ODE sampling, averaged LoRA."""
         if not self.held_out:
             return {}
+        self.refresh(watch or Stopwatch())
         scored, shown = Scored(), shown_prompts(len(self.held_out), self.config.validation.images)
         with (watch or Stopwatch())("validation"):
-            batches, workers = plan_validation(self.config, self.held_out, step), self.workers
+            batches, workers = plan_validation(self.config, self.held_out, step), self.roles.drawing
             owners = share([len(batch) for batch in batches], self.config, len(workers))
 
             def submit(i: int) -> Pending[Images]:

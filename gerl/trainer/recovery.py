@@ -7,8 +7,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from gerl.cluster import LAST_WORDS, Pending, WorkerGroup, wait_all, wait_any
+from gerl.cluster import LAST_WORDS, Cluster, Pending, WorkerGroup, wait_all, wait_any
 from gerl.config import Config
 from gerl.errors import ClusterError, RayDied
 from gerl.workers.hybrid import HybridWorker, State
@@ -31,13 +32,31 @@ class WentBack(Exception):
     """The run goes on from an earlier step."""
 
 
-def meet(workers: WorkerGroup[HybridWorker]) -> None:
-    """Let all processes meet for their collective calls; one alone has nobody to meet."""
-    if not workers.remote or len(workers) == 1:
-        return
-    address = workers.submit(0, HybridWorker.address).result()
-    count = len(workers)
-    wait_all([workers.submit(i, HybridWorker.join, address, i, count) for i in range(count)])
+@dataclass(frozen=True)
+class Roles:
+    """The workers of a run, and which of them train and which draw: the same, but for cluster.layout=split."""
+
+    all: WorkerGroup[HybridWorker]
+    training: WorkerGroup[HybridWorker]  # the first of all
+    drawing: WorkerGroup[HybridWorker]  # the last of all
+
+    @classmethod
+    def of(cls, workers: WorkerGroup[HybridWorker], cluster: Cluster) -> "Roles":
+        """The roles of `workers` that `cluster` has just started."""
+        count = cluster.processes
+        if cluster.config.layout == "hybrid":
+            return cls(workers, workers, workers)
+        return cls(workers, workers.part(range(cluster.training)), workers.part(range(cluster.training, count)))
+
+    def meet(self, lockstep: bool) -> None:
+        """Let processes meet for their collective calls; one alone has nobody to meet.
+
+        Those that only draw make collective calls where they are in `lockstep`.
+        """
+        for group in [self.training, self.drawing] if lockstep and self.drawing is not self.all else [self.training]:
+            if group.remote and (count := len(group)) > 1:
+                address = group.submit(0, HybridWorker.address).result()
+                wait_all([group.submit(i, HybridWorker.join, address, i, count) for i in range(count)])
 
 
 class Recovery:
@@ -46,8 +65,9 @@ class Recovery:
     A worker that begins has to be set up: it and the others meet, it loads the model, and all are given the same state.
     """
 
-    def __init__(self, config: Config, workers: WorkerGroup[HybridWorker]) -> None:
-        self.settings, self.workers = config.cluster, workers
+    def __init__(self, config: Config, roles: Roles) -> None:
+        self.settings, self.roles, self.workers = config.cluster, roles, roles.all
+        self.lockstep = config.lockstep
         self.ranks = config.cluster.ranks_per_worker if config.lockstep else 1
         # groups of processes in which weights are divided end with one of them: all are started anew
         self.together = config.lockstep or config.model.train != "lora"
@@ -89,7 +109,8 @@ class Recovery:
 
     def state(self, step: int, lost: Collection[int]) -> State | None:
         """The checkpoint of `step`, the last finished one, from a worker that lives, or as remembered; else None."""
-        calls = [self.workers.submit(i, HybridWorker.finished, step) for i in range(len(self.workers)) if i not in lost]
+        training = self.roles.training  # the first of all, and so numbered as these
+        calls = [training.submit(i, HybridWorker.finished, step) for i in range(len(training)) if i not in lost]
         if self._snapshot is not None and self._snapshot[0] == step:
             calls.append(self._snapshot[1])
         for call in calls:
@@ -124,7 +145,8 @@ class Recovery:
         until = time.monotonic() + self.settings.patience
         late = {i // self.ranks for i, call in asked.items() if not call.wait(max(0.0, until - time.monotonic()))}
         out = [i for i in chosen if i // self.ranks in late]  # a worker does nothing without one of its ranks
-        if len(out) == len(workers):
+        gone = {workers.numbers[i] for i in out}
+        if any(gone.issuperset(group.numbers) for group in (self.roles.training, self.roles.drawing)):
             raise ClusterError(
                 f"Ray has no room for {len(out)} workers in place of those that died, after cluster.patience="
                 f"{self.settings.patience:g} s: ray status shows why"
@@ -153,7 +175,7 @@ class Recovery:
 
     def set_up(self, new: Sequence[int]) -> None:
         """All meet, and the workers `new` load the model."""
-        meet(self.workers)
+        self.roles.meet(self.lockstep)
         wait_all([self.workers.submit(i, HybridWorker.setup) for i in new])  # however long a download takes
 
     def metrics(self) -> dict[str, float]:

@@ -1,19 +1,24 @@
 """Draw and score: the workers draw micro-batches, the scorers look at each while the next ones are drawn."""
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 from gerl.cluster import Pending, silence, wait_any
 from gerl.protocol import Images, Scores
 from gerl.rewards.manager import RewardManager, Scorable
 
+MOMENT = 0.1  # seconds after which it is seen that nothing is to be done meanwhile any more
 AHEAD = 2  # micro-batches submitted to a process: the one it draws and the next
 
 
 class Rollouts:
     """Micro-batches of `samples` on their way: `draw(i)` submits the i-th, to process `owners[i]`.
 
-    Where the scorers do not keep up, drawing pauses, so that images do not pile up.
+    `done(i)` is called when it is drawn. Where the scorers do not keep up, drawing pauses, so that images do not pile
+    up.
     """
 
     def __init__(
@@ -24,61 +29,124 @@ class Rollouts:
         owners: Sequence[int],
         hang_after: float | None = None,
         ahead: int = 0,
+        done: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`hang_after`: seconds without an answer of the workers after which they count as dead.
 
         `ahead`: steps that these images are drawn before they are trained on, so that more of them may wait.
         """
-        self.hang_after, self.silent = hang_after, 0.0
+        self.hang_after, self.silent, self.done = hang_after, 0.0, done
         self.manager, self.draw, self.owners, self.count = manager, draw, owners, len(samples)
         self.sizes = [len(batch) for batch in samples]
+        self.total = sum(self.sizes)
         self.scorers = list(manager.config.scorers)
         self.scoring = manager.open(samples)
         self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
         self.drawn: set[int] = set()
         self.limit = (1 + ahead) * (len(set(owners)) + manager.capacity)  # something is always there to be scored
 
-    def wait_until_drawn(self) -> None:
-        """Return when all images are drawn; raises what drawing and scoring raise."""
-        while len(self.drawn) < self.count:
-            self.advance()
+    def wait_until_drawn(self, others: Sequence["Rollouts"] = ()) -> None:
+        """Return when all images are drawn; `others` that come after them go on meanwhile.
 
-    def finish(self) -> list[Scores]:
+        Raises what drawing and scoring raise.
+        """
+        while len(self.drawn) < self.count:
+            advance([self, *others])
+
+    def finish(self, others: Sequence["Rollouts"] = ()) -> list[Scores]:
         """The scores of all micro-batches, in order; raises what drawing and scoring raise."""
-        self.wait_until_drawn()
-        return self.scoring.finish()
+        self.wait_until_drawn(others)
+        while self.scoring.left:
+            advance([self, *others])
+        return self.scoring.scores()
 
     def progress(self) -> str:
         """In words, how many images are drawn, and which scorers are waited for; for another thread."""
-        drawn, total = sum(self.sizes[i] for i in tuple(self.drawn)), sum(self.sizes)
-        if drawn < total:
-            return f"{drawn} of {total} images are drawn"
-        return f"all {total} images are drawn, waiting for {' and '.join(self.scorers)}"
+        drawn = sum(self.sizes[i] for i in tuple(self.drawn))
+        if drawn < self.total:
+            return f"{drawn} of {self.total} images are drawn"
+        return f"all {self.total} images are drawn, waiting for {' and '.join(self.scorers)}"
 
-    def advance(self) -> None:
-        """Submit what can be, wait until something has ended, and deal with it."""
-        self._submit()
-        self.manager.submit()
-        drawing = [image for i, image in enumerate(self.images) if i not in self.drawn]
-        awaited, seconds = self.manager.awaited()
-        limits = [limit for limit in (seconds, self.hang_after if drawing else None) if limit is not None]
-        started = time.monotonic()
-        ended = set(wait_any([*drawing, *awaited], min(limits, default=None)))
-        if not ended and drawing and self.hang_after is not None:
-            self.silent += time.monotonic() - started
-            if self.silent >= self.hang_after:
-                raise silence(drawing, self.hang_after)
-        else:
-            self.silent = 0.0
-        for i, image in enumerate(self.images):
-            if i not in self.drawn and image in ended:
-                self.drawn.add(i)
-                self.scoring.add(i, image)
-        self.manager.collect(ended)
+    @property
+    def drawing(self) -> list[Pending[Images]]:
+        """The micro-batches that are submitted and not yet drawn."""
+        return [image for i, image in enumerate(self.images) if i not in self.drawn]
 
-    def _submit(self) -> None:
+    def submit(self) -> None:
+        """Submit the micro-batches of which it is time."""
         while len(self.images) < self.count and self.scoring.queued < self.limit:
             i = len(self.images)
             if len([k for k in range(i) if self.owners[k] == self.owners[i] and k not in self.drawn]) >= AHEAD:
                 break
             self.images.append(self.draw(i))
+
+    def take(self, ended: Collection[Pending[Any]]) -> None:
+        """Give the scorers what has `ended`."""
+        for i, image in enumerate(self.images):
+            if i not in self.drawn and image in ended:
+                self.drawn.add(i)
+                self.scoring.add(i, image)
+                self.done(i)
+
+    def check_silence(self, heard: bool, seconds: float) -> None:
+        """Raise `WorkerDied` if after `seconds` more the workers that draw have not been `heard` of for too long."""
+        self.silent = 0.0 if heard or not self.drawing else self.silent + seconds
+        if self.hang_after is not None and self.silent >= self.hang_after:
+            raise silence(self.drawing, self.hang_after)
+
+
+def advance(rollouts: Sequence[Rollouts], most: float | None = None) -> None:
+    """Submit what can be, wait until something has ended, or for at most so many seconds, and deal with it.
+
+    `rollouts`: of one manager, with at least one whose images are not all drawn and scored; each begins when those
+    before it are submitted.
+    """
+    manager = rollouts[0].manager
+    for each in rollouts:
+        each.submit()
+        if len(each.images) < each.count:
+            break
+    manager.submit()
+    drawing = [image for each in rollouts for image in each.drawing]
+    awaited, seconds = manager.awaited()
+    hang_after = min(
+        (each.hang_after for each in rollouts if each.hang_after is not None and each.drawing), default=None
+    )
+    limits = [limit for limit in (seconds, hang_after, most) if limit is not None]
+    started = time.monotonic()
+    ended = set(wait_any([*drawing, *awaited], min(limits, default=None)))
+    for each in rollouts:
+        each.check_silence(bool(ended), time.monotonic() - started)
+    for each in rollouts:
+        each.take(ended)
+    manager.collect(ended)
+
+
+@contextlib.contextmanager
+def meanwhile(manager: RewardManager, rollouts: Sequence[Rollouts]) -> Iterator[None]:
+    """A block that waits for something else; workers that only draw, and scorers, are given what waits for them.
+
+    What is raised by that in it, the next that waits for them raises.
+    """
+    if not rollouts or not manager.remote:  # in process they would be in the way
+        yield
+        return
+    over = threading.Event()
+
+    def left() -> bool:
+        return any(each.scoring.left or len(each.drawn) < each.count for each in rollouts)
+
+    def serve() -> None:
+        try:
+            while not over.is_set() and left():
+                advance(rollouts, MOMENT)
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits
+            manager.failure = error
+
+    server = threading.Thread(target=serve, name="drawing meanwhile", daemon=True)
+    server.start()
+    try:
+        yield
+    finally:
+        over.set()
+        server.join()

@@ -11,10 +11,10 @@ from gerl.algorithms.core_algos import SPREAD
 from gerl.algorithms.planning import update_parts
 from gerl.algorithms.pooling import pooled_sum
 from gerl.algorithms.signal_checks import ratio_limit, ratio_problem
-from gerl.cluster import WorkerGroup
+from gerl.cluster import Pending, WorkerGroup
 from gerl.config import Config
 from gerl.errors import TrainingError
-from gerl.protocol import RolloutTask, StepResult, UpdateStats
+from gerl.protocol import RolloutTask, StepEnd, StepResult, UpdateStats
 from gerl.run.health import weights_problem
 from gerl.run.state import RunState
 from gerl.trainer.credit import Metrics
@@ -49,23 +49,29 @@ class Update:
         credit: torch.Tensor,
         sets: Sequence[Sequence[int]] | None = None,
         lag: int = 0,
+        others: Sequence[Pending[StepEnd]] = (),
     ) -> Metrics:
         """Take the step's optimizer steps for the `credit` `[B, T]` of its samples; returns their metrics.
 
         `sets`: ids of the tasks that the ranks of a worker drew at the same time, where they are in lockstep. `lag`:
         steps that were finished since they were drawn; with none the first update is on policy, where the ratio must
-        be 1. Raises `TrainingError` if it is not, or if too many
-        gradients are not finite.
+        be 1. `others`: what workers that only draw say at its end. Raises `TrainingError` if the ratio is not 1, or
+        if too many gradients are not finite.
         """
         state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
         try:
-            return self._run(tasks, credit, sets, lag)
+            return self._run(tasks, credit, sets, lag, others)
         except BaseException:
             state.policy_version, state.nonfinite = counts  # the record is that of the finished step
             raise
 
     def _run(
-        self, tasks: Sequence[RolloutTask], credit: torch.Tensor, sets: Sequence[Sequence[int]] | None, lag: int
+        self,
+        tasks: Sequence[RolloutTask],
+        credit: torch.Tensor,
+        sets: Sequence[Sequence[int]] | None,
+        lag: int,
+        others: Sequence[Pending[StepEnd]],
     ) -> Metrics:
         seed_everything("update", self.config.trainer.seed, self.state.step)
         by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
@@ -92,7 +98,7 @@ class Update:
             result = self.workers.run(HybridWorker.step, self.state.step)[0]
             self.count(result)
             stats += new
-        ends = self.workers.run(HybridWorker.finish_step, self.state.step + 1)
+        ends = self.workers.run(HybridWorker.finish_step, self.state.step + 1) + [call.result() for call in others]
         for note in (note for end in ends for note in end.notes):
             if note not in self.noted:  # another worker may find out the same, at this step or later
                 logger.warning("%s", note)

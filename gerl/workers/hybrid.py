@@ -1,4 +1,4 @@
-"""The hybrid worker: rollout and actor over one pipeline on one device, so that trajectories need not leave it."""
+"""The worker: rollout and actor over one pipeline on one device, where it does both, no trajectory leaves it."""
 
 from __future__ import annotations  # of what the driver, which only names this class, does without
 
@@ -17,11 +17,10 @@ import torch.distributed as dist
 from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
 from gerl.algorithms.pooling import Pooled
 from gerl.cluster import own_host
+from gerl.commandline.imports import importing
 from gerl.config import Config
 from gerl.config.noised_images import ForwardProcessConfig
-from gerl.config.policy_gradients import WeightedConfig
-from gerl.engine import Trajectory, replay
-from gerl.engine.kernels import EDMRule, FlowRule
+from gerl.engine import Trajectory
 from gerl.errors import ConfigError, ModelError
 from gerl.model.call import check_arguments
 from gerl.model.failures import model_errors
@@ -33,6 +32,7 @@ from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.collective import Meeting, Ranks
+from gerl.workers.probing import probe
 from gerl.workers.rollout import Rollout, count_blank
 from gerl.workers.values import copied
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gerl.model.policy import Policy
     from gerl.model.shards import Part
     from gerl.workers.actor import Actor
+    from gerl.workers.weights import Weights
     from gerl.workers.whole import Writing
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ def repeated(task_id: int) -> int:
 class HybridWorker:
     """A process of the workers that share the images of a step, and hold the same LoRA and optimizer.
 
+    With cluster.layout=split some of them are only asked to draw, and the others to train.
+
     A worker may have several, its ranks, each with a part of the frozen weights (model.shard), and where weights are
     trained themselves, of these, or of the tokens of a call (cluster.context). They gather these from each other while
     they draw and train, so all of them have to call the model equally often. Ranks that share tokens draw and train the
@@ -111,12 +114,13 @@ class HybridWorker:
         On one machine the first process does for all. On a cluster that is `joined` each process looks where it is,
         which its error names. Raises `ModelError` or `ConfigError`.
         """
-        from gerl.workers.checks import check_start  # in here: it takes seconds, and the driver does without
-
+        with importing():
+            from gerl.workers.checks import check_start  # in here: it takes seconds, and the driver does without
         if self.rank and not joined:
             return
         try:
-            check_start(self.config, self.device)
+            with importing():
+                check_start(self.config, self.device)
         except (ModelError, ConfigError) as error:
             if not joined:
                 raise
@@ -124,13 +128,13 @@ class HybridWorker:
 
     def setup(self) -> ModelFacts:
         """Load the pipeline and everything that works on it."""
-        # in here: the driver does without diffusers and what comes with it
-        from torch.distributed.tensor import DTensor
+        with importing():  # in here: the driver does without diffusers and what comes with it
+            from torch.distributed.tensor import DTensor
 
-        from gerl.model.libraries import quiet_libraries
-        from gerl.model.loading import load_policy, lora_lines, replaced_scheduler
-        from gerl.workers.actor import Actor
-        from gerl.workers.optimizers import check_optimizer
+            from gerl.model.libraries import quiet_libraries
+            from gerl.model.loading import load_policy, lora_lines, replaced_scheduler
+            from gerl.workers.actor import Actor
+            from gerl.workers.optimizers import check_optimizer
 
         torch.set_num_threads(self.threads)
         quiet_libraries()
@@ -194,6 +198,29 @@ class HybridWorker:
         """Draw a micro-batch of another rank, whose images do not count; `kept`: the id of its trajectory here."""
         seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
         self.drawn[kept] = self.rollout.generate(task, self.algorithm, self.rank)[1]
+
+    def hand_over(self, task_id: int) -> Trajectory:
+        """The trajectory of a task that this worker drew, for `take` of one that trains on it."""
+        return self.drawn.pop(task_id)
+
+    def take(self, trajectory: Trajectory, kept: int) -> None:
+        """Keep a trajectory that another worker drew, under the id `kept`."""
+        self.drawn[kept] = trajectory
+
+    def weights(self, earlier: bool) -> Weights:
+        """The weights of this worker, which trains, for `follow` of those that only draw.
+
+        `earlier`: with those of earlier steps, which are needed after a run was resumed.
+        """
+        from gerl.workers.weights import weights_of  # in here, as in `setup`
+
+        return weights_of(self.policy, earlier)
+
+    def follow(self, weights: Weights) -> None:
+        """Draw with the `weights` of a worker that trains from here on."""
+        from gerl.workers.weights import take_weights  # in here, as in `setup`
+
+        take_weights(self.policy, weights)
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
         """Draw held-out prompts with the averaged LoRA."""
@@ -263,27 +290,7 @@ class HybridWorker:
 
     def probe(self, task: RolloutTask) -> SamplingProbe:
         """Measure what a policy gradient depends on: draws a micro-batch and replays half of it."""
-        algorithm = self.algorithm
-        trajectory = self.rollout.generate(task, algorithm)[1]
-        segment, tape = trajectory.task.segments[0], trajectory.tapes[0]
-        half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))
-        found: list[torch.Tensor] = []
-        with model_errors("update"):
-            replay(
-                self.policy.pipe,
-                tape,
-                lambda k, step: found.append(algorithm.log_ratio(step).abs().cpu()),
-                steps=segment.trained,
-                index=half,
-                grad=False,
-            )
-        rules = [(k, tape.steps[k].rule) for k in segment.window]
-        with_kappa = [(k, r) for k, r in rules if isinstance(r, FlowRule | EDMRule)]
-        turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in with_kappa if r.kappa < 0]
-        settings = algorithm.settings
-        weighting = settings.step_weighting if isinstance(settings, WeightedConfig) else None
-        steps, noise = algorithm.step_facts(tape, segment.trained), float(torch.cat(found).quantile(0.99))
-        return SamplingProbe(noise, turned, tape.steps[0].x[0].numel(), steps, weighting)
+        return probe(self.policy.pipe, self.rollout.generate(task, self.algorithm)[1], self.algorithm)
 
     def reduce_gradient(self) -> None:
         """Sum the gradients of all workers, a LoRA's by one flat all-reduce; a collective call.
@@ -315,6 +322,10 @@ class HybridWorker:
         """End of trainer step `step`: the old policies follow, trajectories go."""
         self.keep(step - 1)
         self.actor.finish_step(step)
+        return self.end_drawing(step)
+
+    def end_drawing(self, step: int) -> StepEnd:
+        """The end of trainer step `step` of a worker that only draws."""
         blank = self.blank[step]
         self.forget(step)
         notes = self.notes.copy()

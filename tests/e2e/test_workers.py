@@ -18,7 +18,10 @@ from gerl.cluster import Cluster, Pending
 from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
 from gerl.protocol import Images, Prompt, RolloutTask, Sample
 from gerl.rewards.manager import RewardManager
-from gerl.trainer.ray_diffusion_trainer import Drawn, RayDiffusionTrainer
+from gerl.trainer.drawing import Drawn
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.trainer.recovery import Roles
+from gerl.trainer.rollouts import Rollouts, meanwhile
 
 STEPS = 2
 # Brightness, with a log of when it was called and what it saw.
@@ -119,7 +122,9 @@ def test_all_workers_compute_distances_to_the_base_model_at_once(tmp_path: Path)
     """One after the other, each would wait in vain for its colleague."""
     with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
         trainer = RayDiffusionTrainer(Config(), tmp_path, machines, [], [], {})
-        trainer.workers = machines.workers("worker", meeting_class(), 2, lambda rank: (rank, tmp_path))
+        trainer.roles = Roles.of(
+            machines.workers("worker", meeting_class(), 2, lambda rank: (rank, tmp_path)), machines
+        )
         found = trainer.kl_to_base(Drawn([RolloutTask(i, [], ()) for i in range(4)], [1, 0, 1, 0]))
     assert found == [1.0, 10.0, 21.0, 30.0]
 
@@ -271,12 +276,11 @@ def test_scorers_go_on_while_something_else_is_waited_for(tmp_path: Path) -> Non
     batches = [[Sample(Prompt(i, f"p{i}", {"value": float(i)}), 0, 0, 1)] for i in range(4)]
     with Cluster(ClusterConfig(num_workers=1, device="cpu")) as cluster:
         manager = RewardManager(config, cluster)
-        found = manager.open(batches)
-        for i in range(len(batches)):
-            found.add(i, Pending("worker", value=Images(i, np.zeros((1, 4, 4, 3), np.uint8), 0.0)))
+        drawn = [Pending("worker", value=Images(i, np.zeros((1, 4, 4, 3), np.uint8), 0.0)) for i in range(4)]
+        rollouts = Rollouts(manager, batches, drawn.__getitem__, [0] * 4, ahead=1)
         deadline = time.monotonic() + 60
-        with manager.meanwhile():
+        with meanwhile(manager, [rollouts]):
             while manager.load["a"].calls < 3 and time.monotonic() < deadline:  # the last one may still be at work
                 time.sleep(0.05)
         assert manager.load["a"].calls >= 3
-        assert [scores.totals for scores in found.finish()] == [[float(i)] for i in range(4)]
+        assert [scores.totals for scores in rollouts.finish()] == [[float(i)] for i in range(4)]

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 MODULE = "gerl.workers.hybrid"
-METHODS = "setup generate validate accumulate reduce_gradient step finish_step finished".split()
+METHODS = "setup generate hand_over validate accumulate reduce_gradient step finish_step finished".split()
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -44,6 +44,8 @@ def wrap(cls: Any, method: str) -> None:
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if method == "generate":
             self.__dict__["at"] = args[0].samples[0].step
+        elif method == "accumulate" and self.drawn:  # a worker that only trains draws nothing
+            self.__dict__["at"] = min(drawn.task.samples[0].step for drawn in self.drawn.values())
         wish = Path(os.environ["GERL_KILLS"]) / f"{method}.{self.rank}.{self.__dict__.get('at', 0)}"
         if wish.exists():
             number = int(wish.read_text())

@@ -177,6 +177,18 @@ BAD = [
     ({"sampling": {"call": {"a": nested(5000)}}}, "sampling.call has more than 32", "use fewer"),
     ({"reward": {"scorers": {"ocr": {"kwargs": nested(40)}}}}, "reward.scorers.NAME.kwargs has", "use fewer"),
     ({"data": {"train": "a\0"}}, r"data.train='a\x00'", "control character"),
+    ({"cluster": {"actor_workers": 2}}, "cluster.actor_workers=2", "or cluster.layout=split"),
+    ({"cluster": {"layout": "split", "num_workers": 1}}, "cluster.num_workers=1", "use 2"),
+    (
+        {"cluster": {"layout": "split", "num_workers": 4, "rollout_workers": 4}},
+        "cluster.rollout_workers=4",
+        "of cluster.num_workers=4 none is left",
+    ),
+    (
+        {"cluster": {"layout": "split", "num_workers": 4, "rollout_workers": 2, "actor_workers": 1}},
+        "cluster.rollout_workers=2 and cluster.actor_workers=1",
+        "leave one of the three out",
+    ),
     ({"model": {"path": "\x1b[31mx"}}, r"model.path='\x1b[31mx'", "control character"),
 ]
 

@@ -11,7 +11,7 @@ from gerl.config import ClusterConfig, RewardConfig, ScorerConfig
 from gerl.errors import ModelError
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
-from gerl.trainer.rollouts import Rollouts
+from gerl.trainer.rollouts import Rollouts, advance
 
 BATCHES = [[Sample(Prompt(i, f"p{i}", {"value": float(i)}), 0, 0, 1)] for i in range(20)]
 
@@ -53,12 +53,12 @@ def test_drawing_pauses_while_scorers_lag_behind(manager: RewardManager, ahead: 
     """What is drawn and not scored stays bounded, later for steps ahead; here every call ends when it is submitted."""
     submitted: list[int] = []
     rollouts = Rollouts(manager, BATCHES, drawing(submitted), [0] * len(BATCHES), ahead=ahead)
-    rollouts.advance()
+    advance([rollouts])
     assert submitted == [0, 1]  # no more are on their way to a worker at once
     (process,) = manager.pools["a"].idle
     manager.pools["a"].idle.clear()  # as while the process is at work
     for _ in range(10):
-        rollouts.advance()
+        advance([rollouts])
     assert submitted == list(range(4 if ahead == 0 else 6))
     manager.pools["a"].idle.append(process)
     assert [s.totals for s in rollouts.finish()] == [[float(i)] for i in range(20)]
@@ -74,6 +74,6 @@ def test_no_worker_has_more_than_two_micro_batches_at_once(manager: RewardManage
         return [i for i in submitted if i % workers == worker and i not in rollouts.drawn]
 
     while len(rollouts.drawn) < len(BATCHES):
-        rollouts._submit()
+        rollouts.submit()
         assert max(len(on_their_way(worker)) for worker in range(workers)) <= 2
-        rollouts.advance()
+        advance([rollouts])

@@ -9,9 +9,9 @@ def test_rows_travel_as_one() -> None:
     """Also where they are parts of one tensor: pickle would take all of it along with each of them."""
     whole = torch.randn(1000, 8)
     rows = Rows(zip(range(5, 505), whole.split(2), strict=True))
-    packed = pickle.dumps(rows)
-    assert len(packed) < 1.2 * whole.nbytes
-    back = pickle.loads(packed)
+    pickled = pickle.dumps(rows)
+    assert len(pickled) < 1.2 * whole.nbytes
+    back = pickle.loads(pickled)
     assert list(back) == list(rows) and all(torch.equal(back[i], values) for i, values in rows.items())
     back[5].add_(1)  # they may be written
     assert pickle.loads(pickle.dumps(Rows())) == {}

@@ -1,0 +1,78 @@
+"""Workers that only draw and workers that only train (cluster.layout=split): the numbers of those that do both."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = "checkpoint.every=2 checkpoint.keep=9 actor.lr=0.01 rollout.micro_batch_size=2 validation.every=2".split()
+STEPS = 4
+Train = Callable[..., Any]
+
+
+def split(drawing: int, training: int) -> list[str]:
+    return ["cluster.layout=split", f"cluster.rollout_workers={drawing}", f"cluster.actor_workers={training}"]
+
+
+@pytest.fixture(scope="module")
+def run(train: Train, workplace: Path) -> Train:
+    def started(folder: Path, *overrides: str, **keys: Any) -> Any:
+        keys = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt"} | keys
+        return train(folder, *SETTINGS, *overrides, **keys)
+
+    return started
+
+
+def assert_same(run: Any, expected: Any) -> None:
+    state, other = run.state(STEPS), expected.state(STEPS)
+    assert sorted(state) == sorted(other) and all(torch.equal(state[name], other[name]) for name in state)
+    rows = [{key: value for key, value in row.items() if not key.startswith("cluster/")} for row in run.untimed()]
+    assert rows == expected.untimed()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["actor.updates_per_step=2"],
+        ["algorithm=diffusion_nft", "algorithm.rollout_decay=[0,0.3,0.1,0.9]"],  # a policy of its own draws
+        ["algorithm=tempflow_grpo", "rollout.n=2", "algorithm.branch_factor=2"],  # trees
+        ["algorithm=dgpo", "sampling.window_range=[0,4]"],  # sums over groups, of all workers that train
+        ["trainer.staleness=2", "algorithm=awm_fast"],
+    ],
+    ids=["flow_grpo", "diffusion_nft", "tempflow_grpo", "dgpo", "staleness"],
+)
+def test_the_numbers_are_those_of_workers_that_do_both(settings: list[str], run: Train, tmp_path: Path) -> None:
+    both = run(tmp_path / "both", *settings, "cluster.num_workers=2")
+    apart = run(tmp_path / "apart", *settings, *split(1, 2))
+    assert_same(apart, both)
+    assert both.column("val/reward/mean")[-1] != both.column("val/reward/mean")[0]
+
+
+def test_a_resumed_run_sends_the_weights_of_earlier_steps(run: Train, tmp_path: Path) -> None:
+    both = run(tmp_path / "both", "trainer.staleness=2")
+    folder = tmp_path / "apart"
+    run(folder, *split(1, 1), trainer__steps=2, trainer__staleness=2)
+    assert_same(run(folder, *split(1, 1), f"checkpoint.resume={folder}", trainer__staleness=2), both)
+
+
+def test_over_ray_workers_of_both_kinds_may_die(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Drawn by two, trained by one, which draws nothing; a step ahead, so that both are busy."""
+    settings = ["trainer.staleness=1", "cluster.max_restarts=20"]
+    both = run(tmp_path / "both", *settings)
+    (tmp_path / "kills").mkdir()
+    for call in ("accumulate.0.2", "generate.1.3", "hand_over.2.4"):
+        (tmp_path / "kills" / call).write_text(str(int(signal.SIGKILL)))
+    monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))  # the workers inherit both
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
+    apart = run(tmp_path / "apart", *settings, *split(2, 1), cluster__launcher="ray")
+    assert not list((tmp_path / "kills").iterdir())
+    assert_same(apart, both)
+    assert sum(apart.column("cluster/restarts")) >= 3
+    assert "3 worker(s) on cpu (2 to draw, 1 to train)" in caplog.text
