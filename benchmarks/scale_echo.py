@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gerl.protocol import Images, RolloutTask, StepResult, UpdateStats
+from gerl.protocol import Images, RolloutTask, StepEnd, StepResult, UpdateStats
 
 STATISTICS = ("log_ratio_abs", "log_ratio_std", "clip_fraction_low", "clip_fraction_high", "loss")
 
@@ -40,15 +40,12 @@ class Echo:
         squares = {k: (float(self.generator.random()), 1) for k in range(3)} if self.rank == 0 else {}
         return UpdateStats(self.images, sums, 0.0, squares)
 
-    def reduce_gradient(self) -> None:
-        """Nothing is there to be reduced."""
-
-    def step(self, finished: int) -> StepResult:
+    def step(self, finished: int, together: bool = False) -> StepResult:
         return StepResult(1.0, 1e-4, True, 0.1, 1e-3)
 
-    def finish_step(self, step: int) -> int:
+    def finish_step(self, step: int) -> StepEnd:
         self.images = 0
-        return 0
+        return StepEnd(0, [])
 
     def finished(self, step: int) -> tuple[dict[str, bytes], None]:
         return {"state.safetensors": b""}, None

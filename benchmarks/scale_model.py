@@ -119,7 +119,7 @@ class Work:
     scorers: int = 1
     score: float = 0.0  # seconds an image
     gradient: float = 0.0  # bytes
-    keep: float = 0.0  # seconds in which a worker keeps the state of the step before
+    keep: float = 0.0  # seconds in which a worker copies of its state what it cannot copy while it draws
     tape: float = 0.0  # bytes an image that go from a worker to an actor
     spread: float = 0.0  # standard deviation of the workers' speeds, relative
 
@@ -278,9 +278,8 @@ class Simulation:
                 images[i % count] += found.sizes[i]
             travel = work.tape / self.network.between * self.network.gpus
             self.barrier([n * (work.update + travel) for n in images], first)
-            if count > 1:
-                self.barrier([0.0] * count, first, self.network.all_reduce(count, work.gradient))
-            self.barrier([0.0 if number else work.keep] * count, first)
+            kept = [0.0 if number else work.keep] * count
+            self.barrier(kept, first, self.network.all_reduce(count, work.gradient) if count > 1 else 0.0)
         self.barrier([0.0] * count, first)
 
     # --- steps

@@ -123,10 +123,9 @@ def work_of(workers: int, mode: str, scorer: str, staleness: int, split: bool, k
     updates = config_of(RECIPE).actor.updates_per_step
     processes, score = SCORERS[scorer]
     actors = round(workers * update / (draw + update)) if split else 0
-    state = 4 * (3 + facts.averages) * facts.lora  # weight, two moments, averages
     return Work(
         workers - actors, own * workers, micro_batch(own, updates), draw, update, updates, actors, staleness,
-        scorers=max(1, processes * workers // 8), score=score, gradient=4.0 * facts.lora, keep=keep * state,
+        scorers=max(1, processes * workers // 8), score=score, gradient=4.0 * facts.lora, keep=keep * 4.0 * facts.lora,
         tape=facts.tape if split else 0.0, spread=spread,
     )  # fmt: skip
 

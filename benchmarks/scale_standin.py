@@ -26,9 +26,10 @@ from scale_echo import Echo, Pace
 from gerl.algorithms import build_algorithm
 from gerl.cluster import Cluster, Pending, WorkerGroup, calls
 from gerl.config import Config
+from gerl.protocol import ModelFacts
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
-from gerl.trainer.recovery import Recovery
-from gerl.workers.hybrid import HybridWorker, ModelFacts
+from gerl.trainer.recovery import Recovery, Roles
+from gerl.workers.hybrid import HybridWorker
 
 HERE = Path(__file__).parent
 TIMED = ("generate", "accumulate", "reduce_gradient", "step", "finish_step", "finished")
@@ -119,8 +120,11 @@ class StandIns(Cluster):
 class EchoTrainer(RayDiffusionTrainer):
     """The trainer, with workers that have no model."""
 
+    def check_model(self) -> None:
+        self.roles = Roles.of(self.workers, self.cluster)
+        self.recovery = Recovery(self.config, self.roles)
+
     def load_model(self) -> ModelFacts:
-        self.recovery = Recovery(self.config, self.workers)
         return ModelFacts("none", ["none"], 1, False, "none", [], None, [], [])
 
     def check_sampling(self) -> None:

@@ -88,6 +88,21 @@ class RolloutTask:
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """A loaded policy, in what the driver wants to know of it."""
+
+    pipeline: str  # class
+    denoisers: list[str]
+    trained_parameters: int
+    half_precision: bool  # of the base weights
+    weights: str  # fingerprint
+    notes: list[str]  # sentences about what was replaced, left out or kept elsewhere
+    scheduler: str | None  # the pipeline's own, if another one took its place
+    lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers; none where weights are trained
+    picture_arguments: list[str]  # arguments of the pipeline that are pictures
+
+
+@dataclass(frozen=True)
 class Images:
     """The answer of a worker to a task; the trajectories stay with the worker under `task_id`."""
 

@@ -190,7 +190,10 @@ class Cluster:
         if together > 1 or self.joined:  # in a Ray of its own there is room for one
             needs = {"CPU": "num_cpus", "GPU": "num_gpus"}
             bundle = {key: float(str(options[name])) for key, name in needs.items() if name in options}
-            places = [place_group(f"{name} {i}", together, bundle) for i in range(count // together)]
+            if together == 1 and "GPU" not in bundle:  # Ray would fill one node after the other
+                together, places = count, [place_group(name, count, bundle, ("SPREAD",))]
+            else:
+                places = [place_group(f"{name} {i}", together, bundle) for i in range(count // together)]
             for place in places:
                 self._ends.callback(remove_placement_group, place)
 

@@ -1,4 +1,6 @@
-"""Where the ranks of a worker run: together on a node if one has room for them, by a placement group of Ray each."""
+"""Where processes run: the ranks of a worker together on a node if one has room for them, by Ray's placement groups."""
+
+from collections.abc import Sequence
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -6,15 +8,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from gerl.errors import ClusterError
 
 PATIENCE = 5.0  # seconds in which Ray finds room that is there
+TOGETHER = ("STRICT_PACK", "PACK")  # on one node, or, where none has room for all of them, on as few as possible
 
 
-def place_group(name: str, ranks: int, share: dict[str, float]) -> PlacementGroup:
-    """Room for `ranks` processes that take `share` of Ray's resources each.
+def place_group(name: str, ranks: int, share: dict[str, float], strategies: Sequence[str] = TOGETHER) -> PlacementGroup:
+    """Room for `ranks` processes that take `share` of Ray's resources each, by the first strategy that finds it.
 
-    On one node, or, where none has room for all of them, on as few as possible. Raises `ClusterError` within seconds if
-    there is none.
+    Raises `ClusterError` within seconds if there is none.
     """
-    for strategy in ("STRICT_PACK", "PACK"):
+    for strategy in strategies:
         group = placement_group([share] * ranks, strategy=strategy)
         if group.wait(PATIENCE):
             return group

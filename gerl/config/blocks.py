@@ -296,8 +296,8 @@ class ClusterConfig(Block):
     )
     layout: Literal["hybrid", "split"] = key(
         "hybrid",
-        "every worker draws and trains, or some only draw and the others only train, which is worth it with "
-        "trainer.staleness; the same numbers",
+        "every worker draws and trains, or some only draw and the others only train, which is worth it where steps are "
+        "drawn ahead; the same numbers",
     )
     rollout_workers: int | None = key(
         None, "workers that draw, with cluster.layout=split; null: those that cluster.actor_workers leaves", low=1

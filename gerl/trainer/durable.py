@@ -16,6 +16,7 @@ from gerl.config import Config
 from gerl.config.changes import settings_of
 from gerl.errors import CheckpointError, ClusterError, ModelError
 from gerl.model.hub import Downloads
+from gerl.protocol import ModelFacts
 from gerl.run.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint, prune, save_checkpoint
 from gerl.run.health import Health
 from gerl.run.state import RunState
@@ -24,7 +25,7 @@ from gerl.trainer.folder import check_identity
 from gerl.trainer.recovery import Recovery, Roles, WentBack
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.saving import Saving, fill, hold, writers
-from gerl.workers.hybrid import HybridWorker, ModelFacts, State
+from gerl.workers.hybrid import HybridWorker, State
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")  # what a part of a step returns

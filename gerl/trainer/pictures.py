@@ -8,12 +8,11 @@ import numpy as np
 from gerl.algorithms.planning import VALIDATION_SEED, drawn_steps
 from gerl.cluster import Pending
 from gerl.pages.images import grid, still
-from gerl.protocol import Images, Sample, Scores
+from gerl.protocol import Images, ModelFacts, Sample, Scores
 from gerl.run.tracking import Tracker
 from gerl.run.validation import Drawing, save_validation
 from gerl.trainer.credit import Scored
 from gerl.utils.condition_images import COLUMNS
-from gerl.workers.hybrid import ModelFacts
 
 SHEET = 32  # pictures of the sheet in samples/
 QUOTED = re.compile(

@@ -94,8 +94,11 @@ class Update:
                 self.check_ratio(deviation)
             if lag or self.state.policy_version > started:
                 off_policy += new
-            self._reduce_gradients()
-            result = self.workers.run(HybridWorker.step, self.state.step)[0]
+            together = len(self.workers) > 1 and self.workers.remote
+            if len(self.workers) > 1 and not together:  # in this process there is no collective
+                total = torch.stack(self.workers.run(HybridWorker.flat_gradient)).sum(0)
+                self.workers.run(HybridWorker.set_flat_gradient, total)
+            result = self.workers.run(HybridWorker.step, self.state.step, together)[0]
             self.count(result)
             stats += new
         ends = self.workers.run(HybridWorker.finish_step, self.state.step + 1) + [call.result() for call in others]
@@ -155,16 +158,6 @@ class Update:
                 raise TrainingError(
                     f"{self.state.nonfinite} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
                 )
-
-    def _reduce_gradients(self) -> None:
-        """Sum the workers' gradients, so that all take the same step."""
-        if len(self.workers) == 1:
-            return
-        if self.workers.remote:
-            self.workers.run(HybridWorker.reduce_gradient)
-        else:
-            total = torch.stack(self.workers.run(HybridWorker.flat_gradient)).sum(0)
-            self.workers.run(HybridWorker.set_flat_gradient, total)
 
 
 def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: float | None) -> Metrics:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,16 +25,26 @@ from gerl.errors import ConfigError, ModelError
 from gerl.model.call import check_arguments
 from gerl.model.failures import model_errors
 from gerl.model.paths import WEIGHTS
-from gerl.protocol import Images, RolloutTask, Sample, SamplingProbe, StepEnd, StepFacts, StepResult, UpdateStats
+from gerl.protocol import (
+    Images,
+    ModelFacts,
+    RolloutTask,
+    Sample,
+    SamplingProbe,
+    StepEnd,
+    StepFacts,
+    StepResult,
+    UpdateStats,
+)
 from gerl.run.state import WorkerState
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.collective import Meeting, Ranks
+from gerl.workers.keeping import Keeping
 from gerl.workers.probing import probe
 from gerl.workers.rollout import Rollout, count_blank
-from gerl.workers.values import copied
 
 if TYPE_CHECKING:
     from gerl.model.policy import Policy
@@ -46,23 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Sets = Sequence[Sequence[int]] | None  # ids of the tasks that the ranks of a worker drew at the same time
 State = tuple[dict[str, bytes], WorkerState]  # files and numbers of a checkpoint
-Kept = tuple[dict[str, torch.Tensor], WorkerState]  # copies of them in main memory, not yet as files
 Parts = tuple[dict[str, "Part"], WorkerState]  # what this process has of one, where weights are trained
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """A loaded policy, in what the driver wants to know of it."""
-
-    pipeline: str  # class
-    denoisers: list[str]
-    trained_parameters: int
-    half_precision: bool  # of the base weights
-    weights: str  # fingerprint
-    notes: list[str]  # sentences about what was replaced, left out or kept elsewhere
-    scheduler: str | None  # the pipeline's own, if another one took its place
-    lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers; none where weights are trained
-    picture_arguments: list[str]  # arguments of the pipeline that are pictures
 
 
 def batches_of(trajectory: Trajectory, credit: torch.Tensor, pooled: Pooled | None = None) -> list[Batch]:
@@ -95,8 +89,8 @@ class HybridWorker:
         self.config, self.rank, self.device, self.threads = config, rank, device, threads
         self.total_updates = total_updates
         self.drawn: dict[int, Trajectory] = {}  # by task id
-        self.before: tuple[int, Kept] | None = None  # of the last update: the finished step and its state
-        self.kept: tuple[int, Parts] | None = None  # the same where weights are trained
+        self.kept: tuple[int, Parts] | None = None  # the last finished step and its state where weights are trained
+        self.ended: int | None = None  # the step that was finished last, if it was here
         self.blank: Counter[int] = Counter()  # by step: images that have a single colour
         self.notes: list[str] = []  # of this step, for the run's log
         self.meeting = Meeting()
@@ -105,6 +99,7 @@ class HybridWorker:
         self.policy: Policy
         self.rollout: Rollout
         self.actor: Actor
+        self.keeping: Keeping  # of that step's state otherwise
         self.algorithm: Algorithm
         self.writing: Writing
 
@@ -158,6 +153,7 @@ class HybridWorker:
         staleness = self.config.trainer.staleness
         self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
         self.actor.say = self.notes.append
+        self.keeping = Keeping(self.actor)
         return ModelFacts(
             type(self.policy.pipe).__name__,
             list(self.policy.denoisers),
@@ -189,6 +185,8 @@ class HybridWorker:
     def generate(self, task: RolloutTask) -> Images:
         """Draw a micro-batch and keep its trajectory."""
         start = time.perf_counter()
+        if self.ended is not None and not self.policy.whole:
+            self.keeping.begin(self.ended)  # all have finished that step, or nothing new was drawn
         seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
         pixels, self.drawn[task.id] = self.rollout.generate(task, self.algorithm, self.rank)
         self.blank[task.samples[0].step] += count_blank(pixels)
@@ -313,15 +311,21 @@ class HybridWorker:
         """Replace this worker's gradient."""
         self.actor.set_flat_gradient(flat)
 
-    def step(self, finished: int) -> StepResult:
-        """Take an optimizer step with the accumulated gradient; `finished`: the trainer step that was finished last."""
+    def step(self, finished: int, together: bool = False) -> StepResult:
+        """Take an optimizer step with the accumulated gradient; `finished`: the trainer step that was finished last.
+
+        `together`: with the sum of all workers' gradients, a collective call.
+        """
         self.keep(finished)
+        if together:
+            self.reduce_gradient()
         return self.actor.step()
 
     def finish_step(self, step: int) -> StepEnd:
         """End of trainer step `step`: the old policies follow, trajectories go."""
         self.keep(step - 1)
         self.actor.finish_step(step)
+        self.ended = step
         return self.end_drawing(step)
 
     def end_drawing(self, step: int) -> StepEnd:
@@ -348,18 +352,15 @@ class HybridWorker:
             if self.kept is None or self.kept[0] != finished:
                 parts, numbers = parts_of(self.actor)
                 self.kept = finished, ({name: part.copy() for name, part in parts.items()}, numbers)
-        elif self.before is None or self.before[0] != finished:
-            (tensors, numbers), into = self.actor.state(), {} if self.before is None else self.before[1][0]
-            self.before = finished, (copied(tensors, into), numbers)  # files are made of it when somebody asks
+        else:
+            self.keeping.kept(finished)  # files are made of it when somebody asks
 
     def finished(self, step: int) -> State:
         """The checkpoint of trainer step `step`, the last one that all workers finished; the same bytes on each.
 
         Files and numbers: the exact state, and the averaged LoRA for plain diffusers.
         """
-        self.keep(step)  # if it is not kept, nothing has changed since
-        assert self.before is not None
-        tensors, numbers = self.before[1]
+        tensors, numbers = self.keeping.kept(step)  # if it is not kept, nothing has changed since
         average = {name: tensors[f"ema/{name}"] for name in self.policy.trained}
         return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file(average)}, numbers
 
@@ -393,8 +394,10 @@ class HybridWorker:
         """Continue from a checkpoint of trained weights; raises `CheckpointError` if it does not fit."""
         from gerl.workers.whole import load_state  # in here, as in `setup`
 
+        self.ended = None
         load_state(self.actor, folder, numbers)
 
     def load_checkpoint(self, state: bytes, numbers: WorkerState) -> None:
         """Continue from a checkpoint; raises `CheckpointError` if it does not fit."""
+        self.ended, self.keeping = None, Keeping(self.actor)
         self.actor.load_state(unpack_tensors(state), numbers)

@@ -48,7 +48,7 @@ def test_the_driver_is_what_the_hand_finds() -> None:
     costs["update"]["calls"] = 0.1
     work = replace(WORK, workers=2, images=48, updates=1)
     # a phase submits in 2 * 0.05 s, and takes both answers after that: the second worker begins and ends last
-    phases = (0.05 + 12 + 0.05 + 0.1) + 3 * (0.05 * 2 + 0.05 * 2)
+    phases = (0.05 + 12 + 0.05 + 0.1) + 2 * (0.05 * 2 + 0.05 * 2)
     assert step_seconds(work, costs, INSTANT) == pytest.approx(6 + phases, abs=0.1)
 
 
