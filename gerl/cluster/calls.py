@@ -58,6 +58,7 @@ class Pending(Generic[R]):
             if self._error is not None:
                 raise self._error
             return cast(R, self._value)
+        health.check()
         try:
             return cast(R, ray.get(self.reference))
         except ray.exceptions.RayError as error:
@@ -198,6 +199,8 @@ class WorkerGroup(Generic[W]):
 
         What they all get is packed and sent once, from one machine to the other, and not once for each of them.
         """
+        if self.remote:
+            health.check(now=True)
         shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
         pending = [self.submit(i, method, *shared, **kwargs) for i in range(len(self))]  # type: ignore[arg-type]
         return wait_all(pending, self.hang_after)

@@ -9,28 +9,30 @@ import ray
 
 from gerl.errors import RayDied
 
-EVERY = 2.0  # seconds between two looks
+CONTROL = "Ray's control service (GCS)"
+EVERY = 2.0  # seconds between two looks at another machine
+OWN = 0.2  # and at this one
 PATIENCE = 30.0  # seconds for a joined cluster to restart its control service; its workers end after 60 without it
 
 
 class Health:
     """Looks whether the `services` answer, name -> (host, port), and gives those that do not some `patience`."""
 
-    def __init__(self, services: dict[str, tuple[str, int]], patience: float) -> None:
-        self.services, self.patience = services, patience
-        self._looked = time.monotonic()
+    def __init__(self, services: dict[str, tuple[str, int]], patience: float, every: float = OWN) -> None:
+        self.services, self.patience, self.every = services, patience, every
+        self._looked = -every
         self._refused: dict[str, float] = {}  # since when
 
-    def check(self) -> None:
-        """Raise `RayDied` if a service is gone; looks every few seconds, however often it is called."""
-        now = time.monotonic()
-        if now < self._looked + EVERY:
+    def check(self, now: bool = False) -> None:
+        """Raise `RayDied` if a service is gone; looks `every` few seconds, however often it is called, or `now`."""
+        time_now = time.monotonic()
+        if not now and time_now < self._looked + self.every:
             return
-        self._looked = now
+        self._looked = time_now
         for name, (host, port) in self.services.items():
             if not _refuses(host, port):
                 self._refused.pop(name, None)
-            elif now - self._refused.setdefault(name, now) >= self.patience:
+            elif time_now - self._refused.setdefault(name, time_now) >= self.patience:
                 raise RayDied(
                     f"{name} at {host}:{port} is gone, without which Ray ends: its session folder has the log"
                 )
@@ -39,18 +41,29 @@ class Health:
 _watched: Health | None = None  # a process has one session of Ray
 
 
-def check() -> None:
-    """Raise `RayDied`, once, if the session of Ray that this process has is about to end.
+def check(now: bool = False) -> None:
+    """Raise `RayDied` if the session of Ray that this process has is about to end; looks every few seconds, or `now`.
 
-    Workers may live on for a while, and be asked for what they have.
+    That is before the store is used: without it Ray ends this process without a word.
+    """
+    if _watched is not None:
+        _watched.check(now)
+
+
+@contextlib.contextmanager
+def last_questions() -> Iterator[None]:
+    """A block in which workers are asked for what they have, and `check` looks at the services that take them along.
+
+    Without the control service they live on for a while.
     """
     global _watched
+    kept = _watched
+    if kept is not None:
+        _watched = Health({name: place for name, place in kept.services.items() if name != CONTROL}, 0.0, kept.every)
     try:
-        if _watched is not None:
-            _watched.check()
-    except RayDied:
-        _watched = None
-        raise
+        yield
+    finally:
+        _watched = kept
 
 
 @contextlib.contextmanager
@@ -58,11 +71,11 @@ def watched(own: bool) -> Iterator[None]:
     """A block in which `check` looks at the Ray that this process started (`own`) or joined."""
     global _watched
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    services = {"Ray's control service (GCS)": (host.strip("[]"), int(port))}
+    services = {CONTROL: (host.strip("[]"), int(port))}
     if own:
         (node,) = ray.nodes()
         services["Ray's node service (raylet)"] = (node["NodeManagerAddress"], node["NodeManagerPort"])
-    _watched = Health(services, 0.0 if own else PATIENCE)
+    _watched = Health(services, 0.0) if own else Health(services, PATIENCE, EVERY)
     try:
         yield
     finally:

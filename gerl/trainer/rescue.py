@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gerl.cluster import WorkerGroup, wait_any
-from gerl.errors import CheckpointError, ClusterError, Interrupted
+from gerl.errors import CheckpointError, ClusterError, Interrupted, RayDied
 from gerl.run.checkpoint import checkpoint_paths, load_checkpoint
 from gerl.workers.hybrid import HybridWorker
 
@@ -23,7 +23,11 @@ def save_from_any(workers: WorkerGroup[HybridWorker], save: Callable[[int], None
     # what they forget makes room: an out-of-memory error may be why we are here
     asked = {workers.submit(worker, HybridWorker.forget): worker for worker in range(len(workers))}
     while asked:
-        for call in wait_any(list(asked)):
+        try:
+            answered = wait_any(list(asked))
+        except RayDied:  # with the workers
+            return "all workers are gone"
+        for call in answered:
             worker = asked.pop(call)
             try:
                 call.result()

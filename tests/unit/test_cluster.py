@@ -253,18 +253,21 @@ def test_the_variables_of_an_embedded_ray_do_not_replace_those_of_the_user(monke
 
 
 def test_a_service_that_is_gone_is_noticed_at_once_or_after_some_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "EVERY", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()
-        strict, patient = (health.Health({"the service": place}, patience) for patience in (0.0, 60.0))
+        strict, patient = (health.Health({"the service": place}, patience, 0.0) for patience in (0.0, 60.0))
         strict.check()
     with pytest.raises(ClusterError, match=rf"the service at 127\.0\.0\.1:{place[1]} is gone"):
         strict.check()
     patient.check()
-    monkeypatch.setattr(health, "_watched", strict)
-    with pytest.raises(ClusterError):
-        health.check()
-    health.check()  # it is known: workers that live on are asked for the last finished step
+    for name, takes_workers in (("the node service", True), (health.CONTROL, False)):
+        monkeypatch.setattr(health, "_watched", health.Health({name: place}, 0.0, 0.0))
+        with pytest.raises(ClusterError):
+            health.check()
+        with health.last_questions(), pytest.raises(ClusterError) if takes_workers else contextlib.nullcontext():
+            health.check()
+        with pytest.raises(ClusterError):
+            health.check()
 
 
 def test_the_processes_of_an_embedded_ray_end_with_the_command() -> None:
