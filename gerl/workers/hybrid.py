@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # of what the driver, which only names this class, does without
 
-import inspect
 import logging
 import time
 from collections import Counter
@@ -37,7 +36,6 @@ from gerl.protocol import (
     UpdateStats,
 )
 from gerl.run.state import WorkerState
-from gerl.utils.condition_images import COLUMNS
 from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
@@ -127,8 +125,9 @@ class HybridWorker:
             from torch.distributed.tensor import DTensor
 
             from gerl.model.libraries import quiet_libraries
-            from gerl.model.loading import load_policy, lora_lines, replaced_scheduler
+            from gerl.model.loading import load_policy
             from gerl.workers.actor import Actor
+            from gerl.workers.facts import facts_of
             from gerl.workers.optimizers import check_optimizer
 
         torch.set_num_threads(self.threads)
@@ -154,17 +153,7 @@ class HybridWorker:
         self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
         self.actor.say = self.notes.append
         self.keeping = Keeping(self.actor)
-        return ModelFacts(
-            type(self.policy.pipe).__name__,
-            list(self.policy.denoisers),
-            sum(p.numel() for p in self.policy.trained.values()),
-            any(d.dtype != torch.float32 for d in self.policy.denoisers.values()),
-            self.policy.fingerprint,
-            notes,
-            replaced_scheduler(self.policy.pipe, model.path),
-            [] if self.policy.whole else lora_lines(self.policy.pipe, self.policy.denoisers),
-            [name for name in COLUMNS if name in inspect.signature(type(self.policy.pipe).__call__).parameters],
-        )
+        return facts_of(self.policy, model.path, notes)
 
     def address(self) -> str:
         """An address at which the workers can meet for their all-reduce."""
