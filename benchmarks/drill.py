@@ -5,7 +5,7 @@
 
 The run is one of the signs pipeline with two workers, eight images a step and a scorer that reads no text, so that a
 step takes a second. A worker, both of them or the scorer gets SIGKILL, or a worker SIGSTOP, while it draws, accumulates
-gradients, reduces them and so on: as Ray has it in the title of its process. The next one is not sent before a step was
+gradients, takes a step and so on: as Ray has it in the title of its process. The next one is not sent before a step was
 finished. At the end the run is stopped, its weights are compared with those of a run that nothing disturbed, and
 processes and files that it left are counted. Results: benchmarks/results/drill.json.
 """
@@ -43,13 +43,12 @@ PHASES = {
     "generate": "drawing",
     "validate": "validating",
     "accumulate": "accumulating",
-    "reduce_gradient": "all-reduce",
-    "step": "optimizer step",
+    "step": "all-reduce, optimizer step",
     "finish_step": "end of a step",
     "finished": "saving",
     "restore": "taking over the state",
 }
-WANTED = ("generate", "accumulate", "reduce_gradient", "step", "finish_step", "finished", "validate", "setup")
+WANTED = ("generate", "accumulate", "step", "finish_step", "finished", "validate", "setup")
 VICTIMS = ("worker",) * 6 + ("both workers", "scorer", "hanging worker")
 PATIENCE = 10.0  # seconds that a phase is waited for
 SCORER = """

@@ -18,7 +18,7 @@ from gerl.algorithms.pooling import Pooled
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.algorithm_keys import AlgorithmConfig, NormalisedConfig
-from gerl.engine import ReplayedStep, Tape, replay
+from gerl.engine import ReplayedStep, Tape, Trajectory, replay
 from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats
 
 if TYPE_CHECKING:
@@ -207,6 +207,16 @@ class Algorithm:
 def row_credit(segment: Segment, credit: torch.Tensor) -> torch.Tensor:
     """The credit `[R, T]` of a segment's rows from that of the task's samples `[B, T]`."""
     return credit[list(segment.leaves)]
+
+
+def batches_of(trajectory: Trajectory, credit: torch.Tensor, pooled: Pooled | None = None) -> list[Batch]:
+    """The segments of a trajectory with something to train, for the credit `[B, T]` of its samples."""
+    samples, segments = trajectory.task.samples, trajectory.task.segments
+    return [
+        Batch(tape, [samples[leaf] for leaf in segment.leaves], segment.trained, row_credit(segment, credit), pooled)
+        for segment, tape in zip(segments, trajectory.tapes, strict=True)
+        if segment.trained
+    ]
 
 
 def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:

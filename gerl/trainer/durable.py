@@ -25,7 +25,8 @@ from gerl.trainer.folder import check_identity
 from gerl.trainer.recovery import Recovery, Roles, WentBack
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.saving import Saving, fill, hold, writers
-from gerl.workers.hybrid import HybridWorker, State
+from gerl.workers.hybrid import HybridWorker
+from gerl.workers.keeping import Snapshot
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")  # what a part of a step returns
@@ -134,7 +135,7 @@ class DurableRun:
         logger.warning("%s; going on from step %d with %d new process(es)", why, self.state.step, len(lost))
         return lost
 
-    def state_without(self, lost: Sequence[int]) -> State | None:
+    def state_without(self, lost: Sequence[int]) -> Snapshot | None:
         """The workers' state at the last finished step, from others than `lost`; None if there is a checkpoint of it.
 
         That of trained weights is saved for it.
@@ -149,12 +150,11 @@ class DurableRun:
                     break
         return None
 
-    def bring_together(self, new: Sequence[int], state: State | None) -> None:
+    def bring_together(self, new: Sequence[int], state: Snapshot | None) -> None:
         """Set the workers `new` up, and give all of them `state`, or that of the newest checkpoint there is."""
         self.recovery.set_up(new)
         if state is not None:
-            files, numbers = state
-            self.roles.training.run(HybridWorker.load_checkpoint, files["state.safetensors"], numbers)
+            self.roles.training.run(HybridWorker.restore, state)
             self.send_weights(earlier=True)
             self.algorithm.load_state(self.state.algorithm)
             return

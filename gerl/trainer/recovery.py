@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from gerl.cluster import LAST_WORDS, Cluster, Pending, WorkerGroup, wait_all, wait_any
 from gerl.config import Config
 from gerl.errors import ClusterError, RayDied
-from gerl.workers.hybrid import HybridWorker, State
+from gerl.workers.hybrid import HybridWorker
+from gerl.workers.keeping import Snapshot
 
 logger = logging.getLogger(__name__)
 HOUR = 3600.0
@@ -74,12 +75,12 @@ class Recovery:
         self.restarts, self.seconds = 0, 0.0  # since they were last asked for
         self._times: deque[float] = deque()  # of replacements within an hour
         self._late: list[tuple[int, HybridWorker, Pending[None]]] = []  # number, handle, first answer
-        self._snapshot: tuple[int, Pending[State]] | None = None
+        self._snapshot: tuple[int, Pending[Snapshot]] | None = None
 
     def remember(self, step: int, parameters: int) -> None:
         """Keep the state of `step`, the last finished one, in Ray's store, for when no worker that has it is left."""
         if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
-            self._snapshot = step, self.workers.submit(0, HybridWorker.finished, step)
+            self._snapshot = step, self.workers.submit(0, HybridWorker.snapshot, step)
 
     def lost(self, error: Exception | None = None) -> list[int]:
         """The workers that died or do not answer; all others leave what they were doing.
@@ -107,10 +108,10 @@ class Recovery:
                 left.remove(call)
         return False
 
-    def state(self, step: int, lost: Collection[int]) -> State | None:
-        """The checkpoint of `step`, the last finished one, from a worker that lives, or as remembered; else None."""
+    def state(self, step: int, lost: Collection[int]) -> Snapshot | None:
+        """The state after `step`, the last finished one, from a worker that lives, or as remembered; else None."""
         training = self.roles.training  # the first of all, and so numbered as these
-        calls = [training.submit(i, HybridWorker.finished, step) for i in range(len(training)) if i not in lost]
+        calls = [training.submit(i, HybridWorker.snapshot, step) for i in range(len(training)) if i not in lost]
         if self._snapshot is not None and self._snapshot[0] == step:
             calls.append(self._snapshot[1])
         for call in calls:

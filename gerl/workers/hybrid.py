@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from gerl.algorithms import Algorithm, Batch, build_algorithm, row_credit
+from gerl.algorithms import Algorithm, Batch, batches_of, build_algorithm
 from gerl.algorithms.pooling import Pooled
 from gerl.cluster import own_host
 from gerl.commandline.imports import importing
@@ -40,7 +40,7 @@ from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.collective import Meeting, Ranks
-from gerl.workers.keeping import Keeping
+from gerl.workers.keeping import Keeping, Snapshot, restored
 from gerl.workers.probing import probe
 from gerl.workers.rollout import Rollout, count_blank
 
@@ -51,20 +51,9 @@ if TYPE_CHECKING:
     from gerl.workers.weights import Weights
     from gerl.workers.whole import Writing
 
-logger = logging.getLogger(__name__)
 Sets = Sequence[Sequence[int]] | None  # ids of the tasks that the ranks of a worker drew at the same time
 State = tuple[dict[str, bytes], WorkerState]  # files and numbers of a checkpoint
 Parts = tuple[dict[str, "Part"], WorkerState]  # what this process has of one, where weights are trained
-
-
-def batches_of(trajectory: Trajectory, credit: torch.Tensor, pooled: Pooled | None = None) -> list[Batch]:
-    """The segments of a trajectory with something to train, for the credit `[B, T]` of its samples."""
-    samples, segments = trajectory.task.samples, trajectory.task.segments
-    return [
-        Batch(tape, [samples[leaf] for leaf in segment.leaves], segment.trained, row_credit(segment, credit), pooled)
-        for segment, tape in zip(segments, trajectory.tapes, strict=True)
-        if segment.trained
-    ]
 
 
 def repeated(task_id: int) -> int:
@@ -353,6 +342,14 @@ class HybridWorker:
         average = {name: tensors[f"ema/{name}"] for name in self.policy.trained}
         return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file(average)}, numbers
 
+    def snapshot(self, step: int) -> Snapshot:
+        """The exact state after trainer step `step`, the last one that all workers finished, for their `restore`."""
+        return self.keeping.snapshot(step)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue from the state of another worker of this run."""
+        self._load(*restored(snapshot))
+
     def hold(self, step: int) -> WorkerState:
         """Keep what is here of the checkpoint of trainer step `step`, to be written beside the training.
 
@@ -388,5 +385,8 @@ class HybridWorker:
 
     def load_checkpoint(self, state: bytes, numbers: WorkerState) -> None:
         """Continue from a checkpoint; raises `CheckpointError` if it does not fit."""
+        self._load(unpack_tensors(state), numbers)
+
+    def _load(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
         self.ended, self.keeping = None, Keeping(self.actor)
-        self.actor.load_state(unpack_tensors(state), numbers)
+        self.actor.load_state(tensors, numbers)

@@ -12,9 +12,9 @@ import torch
 from ranks import ROOT
 
 STEPS = 8
-SETTINGS = """
-checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.num_workers=2 cluster.patience=60
-""".split()
+SETTINGS = "checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.patience=60".split()
+# three workers on two nodes: two that train have to meet, and trajectories go from one node to the other
+SPLIT = "cluster.layout=split cluster.rollout_workers=1 cluster.actor_workers=2".split()
 # a head without CPUs, as KubeRay and SkyPilot have it, and two nodes; a line from stdin ends one of them, or starts one
 NODES = """
 import sys
@@ -72,10 +72,10 @@ def test_a_run_outlives_a_node(
     run_of: Any,
     tmp_path: Path,
 ) -> None:
-    whole = train(tmp_path / "whole", *SETTINGS, trainer__steps=STEPS)
+    whole = train(tmp_path / "whole", *SETTINGS, trainer__steps=STEPS, cluster__num_workers=2)
     address, tell = nodes
     run = run_of(tmp_path / "run")
-    command = arguments(run.folder, *SETTINGS, trainer__steps=STEPS, cluster__launcher="ray")
+    command = arguments(run.folder, *SETTINGS, *SPLIT, trainer__steps=STEPS, cluster__launcher="ray")
     process = start(command, RAY_ADDRESS=address)
     while not (run.folder / "metrics.jsonl").exists() or len(run.metrics) < 2:
         assert process.poll() is None, process.communicate()
@@ -84,6 +84,6 @@ def test_a_run_outlives_a_node(
     tell("add")
     _, log = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in log, log
-    assert "2 worker(s) on cpu" in log and sum(run.column("cluster/restarts")) >= 1, log
+    assert "3 worker(s) on cpu (1 to draw, 2 to train)" in log and sum(run.column("cluster/restarts")) >= 1, log
     state, expected = run.state(STEPS), whole.state(STEPS)
     assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)

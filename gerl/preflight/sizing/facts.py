@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from gerl.algorithms import build_algorithm, count_pairs
+from gerl.algorithms import batches_of, build_algorithm, count_pairs
 from gerl.config import Config
 from gerl.errors import GerlError, ModelError
 from gerl.model.lora import ADAPTER
@@ -24,7 +24,7 @@ from gerl.preflight.sizing.stage import Stage, Tally
 from gerl.protocol import Prompt, RolloutTask
 from gerl.utils.condition_images import COLUMNS
 from gerl.workers.actor import Actor
-from gerl.workers.hybrid import HybridWorker, batches_of
+from gerl.workers.hybrid import HybridWorker
 from gerl.workers.rollout import Rollout
 
 FP32 = 4  # bytes

@@ -35,6 +35,23 @@ def test_the_state_before_an_update_is_kept_in_place_and_packed_on_demand() -> N
     assert places == {name: worker.keeping.kept(2)[0][name].data_ptr() for name in places}
 
 
+def test_another_worker_continues_from_a_snapshot() -> None:
+    config = compose_run(["experiment=signs", "algorithm=diffusion_nft"]).config
+    one, other = (HybridWorker(config, rank, "cpu", 1, 10) for rank in (0, 1))
+    for worker in (one, other):
+        worker.setup()
+    one.set_flat_gradient(torch.ones(sum(p.numel() for p in one.policy.trained.values())))
+    one.step(0)
+    one.finish_step(1)
+    snapshot = one.snapshot(1)
+    for array in snapshot[0].values():
+        array.flags.writeable = False  # as out of Ray's store
+    other.restore(snapshot)
+    assert other.finished(1) == one.finished(1)
+    other.set_flat_gradient(torch.ones(sum(p.numel() for p in one.policy.trained.values())))
+    assert other.step(1).applied
+
+
 def test_the_state_is_copied_while_the_next_step_is_drawn() -> None:
     worker = HybridWorker(compose_run(["experiment=signs", "actor.ema_decay=0.5"]).config, 0, "cpu", 1, 10)
     worker.setup()
