@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from gerl.model.shards import Shards
+from gerl.run.state import STATE
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = "checkpoint.every=2 checkpoint.keep=9 actor.lr=0.01 rollout.micro_batch_size=2 validation.every=2".split()
 STEPS = 4
@@ -76,3 +79,16 @@ def test_over_ray_workers_of_both_kinds_may_die(
     assert_same(apart, both)
     assert sum(apart.column("cluster/restarts")) >= 3
     assert "3 worker(s) on cpu (2 to draw, 1 to train)" in caplog.text
+
+
+def test_ranks_with_a_part_of_trained_weights_send_it_to_the_same_ranks(run: Train, tmp_path: Path) -> None:
+    full = "model.train=full actor.full_lr=0.003 actor.eps=1e-4".split()
+    whole = run(tmp_path / "whole", *full, "cluster.num_workers=2")
+    ranks = {"cluster__launcher": "ray", "cluster__ranks_per_worker": 2}
+    parts = run(tmp_path / "parts", *full, *split(1, 1), "model.shard=denoiser", **ranks)
+    found, expected = (Shards(one.checkpoint(STEPS) / STATE) for one in (parts, whole))
+    assert found.shapes().keys() == expected.shapes().keys()
+    for name in found.shapes():
+        assert torch.allclose(found.whole(name), expected.whole(name), rtol=1e-3, atol=2e-5), name
+    held_out = [one.column("val/reward/mean") for one in (parts, whole)]
+    assert held_out[0] == pytest.approx(held_out[1], abs=1e-5) and held_out[0][-1] != held_out[0][0]
