@@ -78,7 +78,7 @@ def measure(trainer: RayDiffusionTrainer, number: int) -> Measured:
     config, workers = trainer.config, trainer.roles.training
     samples = plan_samples(config, plan_prompts(config, trainer.prompts, number), number, 0)
     drawn, tasks, watch = Drawn(), plan(trainer, samples), Stopwatch()
-    trainer.score(trainer.roll_out(tasks, watch), drawn, watch)
+    trainer.score(trainer.roll_out(tasks), drawn, watch)
     metrics, credit = trainer.credit(drawn, Stopwatch())
     logger.info("batch %d: %d images, mean reward %.3f", number, len(credit), metrics["reward/mean"])
     parts = credit.split([len(task.samples) for task in tasks])

@@ -183,7 +183,7 @@ class DurableRun:
         `earlier`: in any case, with the weights of earlier steps, for steps that were drawn ahead and are drawn anew.
         """
         training, drawing = self.roles.training, self.roles.drawing
-        if training is drawing or (self.sent == self.state.step and not earlier):
+        if self.config.cluster.layout == "hybrid" or (self.sent == self.state.step and not earlier):
             return
         # of divided weights each rank has a part, that of the same rank elsewhere
         ranks = self.config.cluster.ranks_per_worker if self.config.model.train != "lora" else 1

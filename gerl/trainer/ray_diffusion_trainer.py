@@ -208,8 +208,9 @@ class RayDiffusionTrainer(DurableRun):
             ahead = range(step, min(step + config.trainer.staleness, config.trainer.steps) + 1)
             for other in ahead if attempt == 0 else [step]:
                 if other not in self.ahead:
-                    waits = other == step or config.cluster.layout == "hybrid"
-                    self.ahead[other] = self.roll_out(self.plan(other, attempt, len(drawn.tasks)), watch, waits)
+                    self.ahead[other] = self.roll_out(self.plan(other, attempt, len(drawn.tasks)))
+                if other == step or config.cluster.layout == "hybrid":
+                    self.wait_until_drawn(self.ahead[other].rollouts, watch)
             rolled = self.ahead.pop(step)
             images, scores = self.score(rolled, drawn, watch)
             if attempt == 0 and (step == 1 or _due(step, config.validation.every, config.trainer.steps)):
@@ -244,21 +245,19 @@ class RayDiffusionTrainer(DurableRun):
 
     def refresh(self, watch: Stopwatch) -> None:
         """Let workers that only draw do so with the weights of the last finished step, after what they have begun."""
-        for rollouts in self.on_their_way:
-            self.wait_until_drawn(rollouts, watch)
-        self.send_weights()
+        if self.config.cluster.layout == "split":
+            for rollouts in self.on_their_way:
+                self.wait_until_drawn(rollouts, watch)
+            self.send_weights()
 
     def wait_until_drawn(self, rollouts: Rollouts, watch: Stopwatch) -> None:
-        """Wait for the images of a step."""
+        """Wait for the images of a step, which are scored meanwhile."""
         with watch("rollout"), waiting(f"drawing {rollouts.total} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
 
-    def roll_out(self, tasks: Sequence[RolloutTask], watch: Stopwatch, waits: bool = True) -> Rolled:
-        """Draw `tasks`, or only begin with them; their images are scored meanwhile, and after that."""
-        rolled = roll_out(self.config, self.rewards, self.roles.drawing, self.roles.training, tasks)
-        if waits:
-            self.wait_until_drawn(rolled.rollouts, watch)
-        return rolled
+    def roll_out(self, tasks: Sequence[RolloutTask]) -> Rolled:
+        """Begin to draw `tasks`."""
+        return roll_out(self.config, self.rewards, self.roles.drawing, self.roles.training, tasks)
 
     def score(self, rolled: Rolled, drawn: Drawn, watch: Stopwatch) -> tuple[Pending[Images], Scores]:
         """Wait for the scores of what was drawn, and add it to `drawn`; returns what came of the first micro-batch."""

@@ -109,10 +109,8 @@ def advance(rollouts: Sequence[Rollouts], most: float | None = None) -> None:
     manager.submit()
     drawing = [image for each in rollouts for image in each.drawing]
     awaited, seconds = manager.awaited()
-    hang_after = min(
-        (each.hang_after for each in rollouts if each.hang_after is not None and each.drawing), default=None
-    )
-    limits = [limit for limit in (seconds, hang_after, most) if limit is not None]
+    hang_after = [each.hang_after for each in rollouts if each.drawing]
+    limits = [limit for limit in (seconds, most, *hang_after) if limit is not None]
     started = time.monotonic()
     ended = set(wait_any([*drawing, *awaited], min(limits, default=None)))
     for each in rollouts:
