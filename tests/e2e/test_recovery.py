@@ -56,8 +56,9 @@ def assert_same(run: Any, expected: Any) -> None:
     assert rows == expected.untimed()
 
 
-# where a worker is killed, in the last step two at once, and where one stands still
-PHASES = "setup.1.0 accumulate.1.1 reduce_gradient.0.2 finished.0.4 step.0.5 finish_step.1.5 generate.0.6 generate.1.6"
+# where a worker is killed, in the last step two at once, and where one stands still; an optimizer step begins with
+# the all-reduce
+PHASES = "setup.1.0 accumulate.1.1 reduce_gradient.0.2 finished.0.4 finish_step.1.5 generate.0.6 generate.1.6"
 STANDS_STILL = "validate.0.3"
 
 
