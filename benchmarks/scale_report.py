@@ -88,7 +88,9 @@ def check(row: Record, hop: float, byte: float, costs: Fit) -> Record:
     if calls:
         draw = calls["generate"]["mean_s"] * calls["generate"]["calls"] / images
         update = calls["accumulate"]["mean_s"] * calls["accumulate"]["calls"] / images
-        keep = 2 * calls["step"]["mean_s"] + calls["finish_step"]["mean_s"]
+        inside = "reduce_gradient" in calls and "reduce_gradient" not in row["messages"]  # not a call of its own
+        step = calls["step"]["mean_s"] - (calls["reduce_gradient"]["mean_s"] if inside else 0.0)
+        keep = 2 * step + calls["finish_step"]["mean_s"]
     work = Work(
         row["workers"], images, images // row["micro_batches"], draw, update, keep=keep,
         scorers=1, score=row.get("score", 0.0), staleness=row.get("staleness", 0), gradient=4.0 * row.get("lora", 0),

@@ -7,7 +7,7 @@ from gerl.cluster.calls import WorkerGroup as WorkerGroup
 from gerl.cluster.calls import silence as silence
 from gerl.cluster.calls import wait_all as wait_all
 from gerl.cluster.calls import wait_any as wait_any
-from gerl.cluster.health import last_questions as last_questions
+from gerl.cluster.health import rescuing as rescuing
 from gerl.cluster.machines import Cluster as Cluster
 from gerl.cluster.machines import own_host as own_host
 from gerl.cluster.machines import worker_share as worker_share

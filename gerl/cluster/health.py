@@ -25,14 +25,14 @@ class Health:
 
     def check(self, now: bool = False) -> None:
         """Raise `RayDied` if a service is gone; looks `every` few seconds, however often it is called, or `now`."""
-        time_now = time.monotonic()
-        if not now and time_now < self._looked + self.every:
+        moment = time.monotonic()
+        if not now and moment < self._looked + self.every:
             return
-        self._looked = time_now
+        self._looked = moment
         for name, (host, port) in self.services.items():
             if not _refuses(host, port):
                 self._refused.pop(name, None)
-            elif time_now - self._refused.setdefault(name, time_now) >= self.patience:
+            elif moment - self._refused.setdefault(name, moment) >= self.patience:
                 raise RayDied(
                     f"{name} at {host}:{port} is gone, without which Ray ends: its session folder has the log"
                 )
@@ -51,7 +51,7 @@ def check(now: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def last_questions() -> Iterator[None]:
+def rescuing() -> Iterator[None]:
     """A block in which workers are asked for what they have, and `check` looks at the services that take them along.
 
     Without the control service they live on for a while.

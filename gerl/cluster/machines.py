@@ -72,11 +72,6 @@ class Cluster:
         return self.config.roles(self.num_workers)[0] * self.ranks
 
     @property
-    def drawing(self) -> int:
-        """The processes of workers that draw: the last of all."""
-        return self.config.roles(self.num_workers)[1] * self.ranks
-
-    @property
     def processes(self) -> int:
         """Processes of all workers: rank `r` of worker `w` is number `w * ranks + r`."""
         return self.num_workers * self.ranks

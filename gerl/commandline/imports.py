@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """A block with imports, in which no cyclic garbage is looked for.
+    """A block with imports, in which Python's cyclic garbage collector pauses.
 
-    Imports make hundreds of thousands of objects that stay: to look through all of them again and again takes a fifth
-    of the time. Later searches leave out those that are there in the end.
+    Imports make hundreds of thousands of objects that stay, and the collector would go through all of them again and
+    again. After the block it leaves them out (`gc.freeze`).
     """
     if not gc.isenabled():
         yield

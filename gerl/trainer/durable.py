@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gerl.algorithms import Algorithm, build_algorithm
-from gerl.cluster import AGAIN, Cluster, WorkerGroup, last_questions, wait_all
+from gerl.cluster import AGAIN, Cluster, WorkerGroup, rescuing, wait_all
 from gerl.commandline import signals
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
@@ -243,7 +243,7 @@ class DurableRun:
             self.save(worker)
             self.saving.finish()
 
-        with last_questions():
+        with rescuing():
             failure = "" if self.saved() else save_from_any(self.roles.training, save)
         say_how_to_go_on(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
 

@@ -62,6 +62,13 @@ class Run:
         tensors = self.state(step)
         return torch.cat([tensors[name].flatten() for name in sorted(tensors) if name.startswith("lora/")])
 
+    def assert_same(self, other: "Run", step: int) -> None:
+        """LoRA, averages, moments and metrics are bitwise equal, but for the record of workers that were replaced."""
+        state, expected = self.state(step), other.state(step)
+        assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+        rows = [{key: value for key, value in row.items() if not key.startswith("cluster/")} for row in self.untimed()]
+        assert rows == other.untimed()
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

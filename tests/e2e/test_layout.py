@@ -31,13 +31,6 @@ def run(train: Train, workplace: Path) -> Train:
     return started
 
 
-def assert_same(run: Any, expected: Any) -> None:
-    state, other = run.state(STEPS), expected.state(STEPS)
-    assert sorted(state) == sorted(other) and all(torch.equal(state[name], other[name]) for name in state)
-    rows = [{key: value for key, value in row.items() if not key.startswith("cluster/")} for row in run.untimed()]
-    assert rows == expected.untimed()
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -52,7 +45,7 @@ def assert_same(run: Any, expected: Any) -> None:
 def test_the_numbers_are_those_of_workers_that_do_both(settings: list[str], run: Train, tmp_path: Path) -> None:
     both = run(tmp_path / "both", *settings, "cluster.num_workers=2")
     apart = run(tmp_path / "apart", *settings, *split(1, 2))
-    assert_same(apart, both)
+    apart.assert_same(both, STEPS)
     assert both.column("val/reward/mean")[-1] != both.column("val/reward/mean")[0]
 
 
@@ -60,7 +53,8 @@ def test_a_resumed_run_sends_the_weights_of_earlier_steps(run: Train, tmp_path: 
     both = run(tmp_path / "both", "trainer.staleness=2")
     folder = tmp_path / "apart"
     run(folder, *split(1, 1), trainer__steps=2, trainer__staleness=2)
-    assert_same(run(folder, *split(1, 1), f"checkpoint.resume={folder}", trainer__staleness=2), both)
+    apart = run(folder, *split(1, 1), f"checkpoint.resume={folder}", trainer__staleness=2)
+    apart.assert_same(both, STEPS)
 
 
 def test_over_ray_workers_of_both_kinds_may_die(
@@ -76,7 +70,7 @@ def test_over_ray_workers_of_both_kinds_may_die(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
     apart = run(tmp_path / "apart", *settings, *split(2, 1), cluster__launcher="ray")
     assert not list((tmp_path / "kills").iterdir())
-    assert_same(apart, both)
+    apart.assert_same(both, STEPS)
     assert sum(apart.column("cluster/restarts")) >= 3
     assert "3 worker(s) on cpu (2 to draw, 1 to train)" in caplog.text
 

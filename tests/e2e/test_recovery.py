@@ -48,14 +48,6 @@ def disturbed(train: Callable[..., Any], workplace: Path, tmp_path: Path, monkey
     return run
 
 
-def assert_same(run: Any, expected: Any) -> None:
-    """LoRA, averages, moments and metrics are bitwise equal, but for the record of what was replaced."""
-    state, other = run.state(STEPS), expected.state(STEPS)
-    assert sorted(state) == sorted(other) and all(torch.equal(state[name], other[name]) for name in state)
-    rows = [{key: value for key, value in row.items() if not key.startswith("cluster/")} for row in run.untimed()]
-    assert rows == expected.untimed()
-
-
 # where a worker is killed, in the last step two at once, and where one stands still; an optimizer step begins with
 # the all-reduce. Two that die as soon as they draw may take the copy of the last step with them, before it is sent
 PHASES = "setup.1.0 generate.1.1 reduce_gradient.0.2 finished.0.4 finish_step.1.5 accumulate.0.6 accumulate.1.6"
@@ -69,7 +61,7 @@ def test_workers_may_die_or_hang_in_every_phase(
     run = disturbed(
         wished, "logger.report=true", "cluster.max_restarts=20", "cluster.hang_after=20", "cluster.patience=600"
     )
-    assert_same(run, undisturbed)
+    run.assert_same(undisturbed, STEPS)
     assert sum(run.column("cluster/restarts")) >= len(wished) - 1  # the others are of a start
     assert min(run.column("cluster/lost_s")) > 0
     assert re.search(r"\d+ workers that died, .* lost", (run.folder / "report.html").read_text())

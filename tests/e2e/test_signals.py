@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 STEPS = 24
 SIGNALS = int(os.environ.get("GERL_SIGNALS", "20"))
@@ -145,12 +144,6 @@ def drills(
     return build
 
 
-def assert_same(run: Any, whole: Any) -> None:
-    state, expected = run.state(STEPS), whole.state(STEPS)
-    assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
-    assert run.untimed() == whole.untimed()
-
-
 # over Ray a start with two workers costs half as much again as one with one
 @pytest.mark.parametrize(
     ("workers", "launchers"),
@@ -167,6 +160,6 @@ def test_signals_at_random_moments(
             pass
         if not finished:
             run_whole(one.run.folder, workers, "checkpoint.resume=auto")
-        assert_same(one.run, whole)
+        one.run.assert_same(whole, STEPS)
         if moments.sent >= len(launchers):
             break

@@ -22,13 +22,6 @@ def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train(tmp_path_factory.mktemp("whole") / "run", *SETTINGS, trainer__steps=STEPS, trainer__staleness=2)
 
 
-def assert_same(run: Any, expected: Any) -> None:
-    state, other = run.state(STEPS), expected.state(STEPS)
-    assert sorted(state) == sorted(other) and all(torch.equal(state[name], other[name]) for name in state)
-    rows = [{key: value for key, value in row.items() if not key.startswith("cluster/")} for row in run.untimed()]
-    assert rows == expected.untimed()
-
-
 def test_steps_are_drawn_with_the_weights_there_were_so_many_steps_ago(
     whole: Any, train: Train, tmp_path: Path
 ) -> None:
@@ -66,7 +59,7 @@ def test_a_resumed_run_draws_again_what_was_on_its_way(
     for steps in (1, 3, STEPS):
         more = [] if steps == 1 else [f"checkpoint.resume={folder}"]
         run = train(folder, *settings, *more, trainer__steps=steps, trainer__staleness=2)
-    assert_same(run, whole)
+    run.assert_same(whole, STEPS)
 
 
 def test_over_ray_a_worker_may_die_with_what_was_on_its_way(

@@ -144,7 +144,7 @@ def test_workers_are_divided_among_those_that_train_and_those_that_draw(
     given: dict[str, object], training: int, drawing: int
 ) -> None:
     cluster = Cluster(ClusterConfig(layout="split", device="cpu", **given))  # type: ignore[arg-type]
-    assert (cluster.training, cluster.drawing, cluster.num_workers) == (training, drawing, training + drawing)
+    assert (cluster.training, cluster.processes - cluster.training) == (training, drawing)
 
 
 def test_a_layout_for_which_there_are_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_a_service_that_is_gone_is_noticed_at_once_or_after_some_patience(monkey
         monkeypatch.setattr(health, "_watched", health.Health({name: place}, 0.0, 0.0))
         with pytest.raises(ClusterError):
             health.check()
-        with health.last_questions(), pytest.raises(ClusterError) if takes_workers else contextlib.nullcontext():
+        with health.rescuing(), pytest.raises(ClusterError) if takes_workers else contextlib.nullcontext():
             health.check()
         with pytest.raises(ClusterError):
             health.check()
