@@ -221,16 +221,21 @@ class _Part(WorkerGroup[W]):
         return [worker for number, worker in zip(whole.numbers, whole.workers, strict=True) if number in self._wanted]
 
 
-def wait_all(pending: Sequence[Pending[R]], hang_after: float | None = None) -> list[R]:
+def wait_all(
+    pending: Sequence[Pending[R]], hang_after: float | None = None, progress: Callable[[], object] | None = None
+) -> list[R]:
     """Wait for calls that workers make at once; returns what they returned, in order.
 
     Raises the first exception that comes; where a worker died, that it did, and not what others say who miss it. If
-    none of them answers for `hang_after` seconds, they count as dead.
+    none of them answers for `hang_after` seconds, and what `progress` returns is still the same, they count as dead.
     """
     left, error, found = list(pending), None, dict[Pending[R], R]()
+    before = progress() if progress is not None else None
     while left:
         ended = wait_any(left, hang_after if error is None else LAST_WORDS)
         if not ended and error is None and hang_after is not None:
+            if progress is not None and before != (before := progress()):
+                continue
             raise silence(left, hang_after)
         if not ended:
             break

@@ -327,8 +327,8 @@ class ClusterConfig(Block):
     )
     hang_after: float = key(
         14400.0,
-        "seconds without an answer of any worker after which they count as dead; more than an update takes, which is "
-        "one call",
+        "seconds without an answer of any worker, or progress of a download, after which they count as dead; more than "
+        "an update takes, which is one call; loading has 600 at least",
         low=1.0,
     )
 

@@ -29,6 +29,7 @@ from gerl.workers.hybrid import HybridWorker
 from gerl.workers.keeping import Snapshot
 
 logger = logging.getLogger(__name__)
+STARTING = 600.0  # seconds, at least, that a worker may take to start, or to load the model from a slow disk
 R = TypeVar("R")  # what a part of a step returns
 LOSSES = (ClusterError, ModelError, RuntimeError)  # what calls raise when a worker, or one that another misses, is gone
 
@@ -62,26 +63,32 @@ class DurableRun:
         self.recovery = Recovery(self.config, self.roles)
         if not self.workers.remote:
             return
+        hang_after = max(STARTING, self.config.cluster.hang_after)
         with waiting(f"checking {self.config.model.path}", self.downloads):
             calls = [self.workers.submit(i, HybridWorker.check, self.cluster.joined) for i in range(len(self.workers))]
             try:
-                wait_all(calls if self.cluster.joined else calls[:1])  # the others only import what loads it
+                # the others only import what loads it
+                wait_all(calls if self.cluster.joined else calls[:1], hang_after)
             except ClusterError as error:
                 self.recovery.restart(self.lost(error))  # what is wrong with the model shows when it is loaded
 
     def load_model(self) -> ModelFacts:
         """Let the workers meet and load the model; those that die meanwhile are replaced."""
         while True:
-            count = len(self.workers)
             try:
-                if count > 1 and self.workers.remote:
-                    with waiting(f"starting {count} processes, which have to meet"):
-                        self.roles.meet(self.config.lockstep)
-                with waiting(f"loading {self.config.model.path} on {count} process(es)", self.downloads):
-                    pending = [self.workers.submit(i, HybridWorker.setup) for i in range(count)]
-                    return wait_all(pending)[0]  # however long a download takes
+                return self.set_up(range(len(self.workers)))[0]
             except LOSSES as error:
                 self.recovery.restart(self.lost(error))
+
+    def set_up(self, new: Sequence[int]) -> list[ModelFacts]:
+        """All workers meet, and those that are `new` load the model, however long, as long as it downloads."""
+        count, hang_after = len(self.workers), max(STARTING, self.config.cluster.hang_after)
+        if count > 1 and self.workers.remote:
+            with waiting(f"starting {count} processes, which have to meet"):
+                self.roles.meet(self.config.lockstep, hang_after)
+        with waiting(f"loading {self.config.model.path} on {len(new)} process(es)", self.downloads):
+            calls = [self.workers.submit(i, HybridWorker.setup) for i in new]
+            return wait_all(calls, hang_after, self.downloads)
 
     def open_log(self) -> None:
         """Carry the run's record on from the step at which it is."""
@@ -152,7 +159,7 @@ class DurableRun:
 
     def bring_together(self, new: Sequence[int], state: Snapshot | None) -> None:
         """Set the workers `new` up, and give all of them `state`, or that of the newest checkpoint there is."""
-        self.recovery.set_up(new)
+        self.set_up(new)
         if state is not None:
             self.roles.training.run(HybridWorker.restore, state)
             self.send_weights(earlier=True)
@@ -172,7 +179,7 @@ class DurableRun:
     def begin(self) -> None:
         """Go back to the begin of the run."""
         if len(self.workers) > 1:
-            self.recovery.set_up(self.recovery.restart(range(len(self.workers))))
+            self.set_up(self.recovery.restart(range(len(self.workers))))
         self.sent = 0  # all begin with the same
         self.algorithm = build_algorithm(self.config)
         self.state = RunState(identity=self.state.identity, settings=self.state.settings)
@@ -188,7 +195,8 @@ class DurableRun:
         # of divided weights each rank has a part, that of the same rank elsewhere
         ranks = self.config.cluster.ranks_per_worker if self.config.model.train != "lora" else 1
         weights = [training.submit(rank, HybridWorker.weights, earlier).later() for rank in range(ranks)]
-        wait_all([drawing.submit(i, HybridWorker.follow, weights[i % ranks]) for i in range(len(drawing))])
+        calls = [drawing.submit(i, HybridWorker.follow, weights[i % ranks]) for i in range(len(drawing))]
+        wait_all(calls, drawing.hang_after)
         self.sent = self.state.step
 
     # --- checkpoints

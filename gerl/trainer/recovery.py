@@ -49,15 +49,16 @@ class Roles:
             return cls(workers, workers, workers)
         return cls(workers, workers.part(range(cluster.training)), workers.part(range(cluster.training, count)))
 
-    def meet(self, lockstep: bool) -> None:
+    def meet(self, lockstep: bool, hang_after: float) -> None:
         """Let processes meet for their collective calls; one alone has nobody to meet.
 
         Those that only draw make collective calls where they are in `lockstep`.
         """
         for group in [self.training, self.drawing] if lockstep and self.drawing is not self.all else [self.training]:
             if group.remote and (count := len(group)) > 1:
-                address = group.submit(0, HybridWorker.address).result()
-                wait_all([group.submit(i, HybridWorker.join, address, i, count) for i in range(count)])
+                (address,) = wait_all([group.submit(0, HybridWorker.address)], hang_after)
+                calls = [group.submit(i, HybridWorker.join, address, i, count) for i in range(count)]
+                wait_all(calls, hang_after)
 
 
 class Recovery:
@@ -68,7 +69,6 @@ class Recovery:
 
     def __init__(self, config: Config, roles: Roles) -> None:
         self.settings, self.roles, self.workers = config.cluster, roles, roles.all
-        self.lockstep = config.lockstep
         self.ranks = config.cluster.ranks_per_worker if config.lockstep else 1
         # groups of processes in which weights are divided end with one of them: all are started anew
         self.together = config.lockstep or config.model.train != "lora"
@@ -173,11 +173,6 @@ class Recovery:
             self.workers.take_in(number, worker)
         logger.info("there is room for %d more workers: the run goes on with %d", len(chosen), len(self.workers))
         return [self.workers.numbers.index(number) for number, *_ in chosen]
-
-    def set_up(self, new: Sequence[int]) -> None:
-        """All meet, and the workers `new` load the model."""
-        self.roles.meet(self.lockstep)
-        wait_all([self.workers.submit(i, HybridWorker.setup) for i in new])  # however long a download takes
 
     def metrics(self) -> dict[str, float]:
         """Workers replaced and seconds lost by it since the last time; nothing if there were none."""

@@ -14,8 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
-from gerl.cluster import Cluster, Pending
+from gerl.cluster import Cluster, Pending, wait_all
 from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
+from gerl.errors import WorkerDied
 from gerl.protocol import Images, Prompt, RolloutTask, Sample
 from gerl.rewards.manager import RewardManager
 from gerl.trainer.drawing import Drawn
@@ -251,8 +252,8 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
     assert not Path(session).exists()
 
 
-def test_what_all_workers_get_is_packed_once() -> None:
-    packed = []
+def test_what_all_workers_get_is_packed_once_and_silence_without_progress_is_death() -> None:
+    packed, downloaded = [], iter(["1 GB", "2 GB", "2 GB"])
 
     class Message:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -263,10 +264,16 @@ def test_what_all_workers_get_is_packed_once() -> None:
         def take(self, message: Any, number: int) -> tuple[Any, int]:
             return message, number
 
+        def load(self) -> None:
+            time.sleep(60)
+
     with Cluster(ClusterConfig(num_workers=3, device="cpu")) as cluster:
         group = cluster.workers("taker", Taker, 3, lambda rank: ())
         assert group.run(Taker.take, Message(), 7) == [({"is": "there"}, 7)] * 3
-    assert len(packed) == 1
+        assert len(packed) == 1
+        with pytest.raises(WorkerDied, match=r"no answer of taker 1 within cluster\.hang_after=0\.2 s"):
+            wait_all([group.submit(1, Taker.load)], 0.2, lambda: next(downloaded))
+    assert next(downloaded, None) is None
 
 
 def test_scorers_go_on_while_something_else_is_waited_for(tmp_path: Path) -> None:
