@@ -160,7 +160,7 @@ class Drill:
     def kill(self, usual: float) -> Kill:
         """Send one signal, or one to both workers, and wait for the next step."""
         victim, wanted = self.random.choice(VICTIMS), self.random.choice(WANTED)
-        if victim == "hanging worker":  # one that stands still while it loads may be downloading
+        if victim == "hanging worker":  # one that loads gets ten minutes
             wanted = self.random.choice([name for name in WANTED if name != "setup"])
         if wanted == "setup" and victim != "scorer":
             os.kill(self.random.choice(self.workers()), signal.SIGKILL)  # so that another one loads
