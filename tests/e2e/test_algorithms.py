@@ -28,22 +28,24 @@ FITTED = {
     "mix_grpo": "sampling.window_size=2 sampling.window_every=2 trainer.steps=4",
     "mix_grpo_flash": "sampling.window_size=2 sampling.window_every=2 trainer.steps=4",
     "tempflow_grpo": "rollout.n=2 algorithm.branch_factor=3 rollout.micro_batch_size=12 trainer.steps=4",
-    "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] rollout.prompts_per_step=6 trainer.steps=10",
+    "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] rollout.prompts_per_step=6 rollout.micro_batch_size=24 "
+    "trainer.steps=10",
     "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 trainer.steps=5",
     "dense_grpo": "trainer.steps=8",
     "fdfo": "sampling.noise_level=0.3 actor.lr=0.005",
     "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=48 trainer.steps=16 trainer.seed=2 "
     "actor.lr=0.01",
     "dance_grpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=32 trainer.steps=20",
-    "grpo_guard": "rollout.prompts_per_step=6 trainer.steps=12",
-    "dgpo": "sampling.window_range=[0,4] trainer.steps=9",
-    "awm": "sampling.window_range=[1,4] trainer.steps=8",
+    "grpo_guard": "rollout.prompts_per_step=6 rollout.micro_batch_size=36 trainer.steps=12",
+    "dgpo": "rollout.micro_batch_size=36 sampling.window_range=[0,4] trainer.steps=9",
+    "awm": "rollout.micro_batch_size=36 sampling.window_range=[1,4] trainer.steps=8",
     "awm_fast": "trainer.steps=4",
     "crd": "algorithm.kl_coef=0 trainer.steps=8",
-    "diffusion_nft": "trainer.steps=8",
-    "diffusion_dpo": "trainer.steps=8",
+    "diffusion_nft": "rollout.micro_batch_size=36 trainer.steps=8",
+    "diffusion_dpo": "rollout.micro_batch_size=36 trainer.steps=8",
+    "best_of_n": "rollout.micro_batch_size=36",
     # without bad examples a random model drifts towards whatever it draws, which the KL holds back
-    "rwr": "algorithm.beta=8 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=24 trainer.steps=7 "
+    "rwr": "algorithm.beta=8 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=7 "
     "rollout.prompts_per_step=6 trainer.seed=1",
 }
 # on random weights these drift with either sign, by what they draw or by the first steps of training: what the sign
