@@ -234,9 +234,11 @@ def wait_all(
     while left:
         ended = wait_any(left, hang_after if error is None else LAST_WORDS)
         if not ended and error is None and hang_after is not None:
-            if progress is not None and before != (before := progress()):
-                continue
-            raise silence(left, hang_after)
+            now = progress() if progress is not None else None
+            if now == before:
+                raise silence(left, hang_after)
+            before = now
+            continue
         if not ended:
             break
         for call in ended:

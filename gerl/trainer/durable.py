@@ -29,7 +29,7 @@ from gerl.workers.hybrid import HybridWorker
 from gerl.workers.keeping import Snapshot
 
 logger = logging.getLogger(__name__)
-STARTING = 600.0  # seconds, at least, that a worker may take to start, or to load the model from a slow disk
+STARTING = 600.0  # seconds, at least, for a worker to start, or to load the model from a slow disk
 R = TypeVar("R")  # what a part of a step returns
 LOSSES = (ClusterError, ModelError, RuntimeError)  # what calls raise when a worker, or one that another misses, is gone
 
@@ -49,6 +49,7 @@ class DurableRun:
         self.saved_step: int | None = None
         self.downloads = Downloads()  # of the scorers' models, too
         self.saving = Saving()
+        self.starting = max(STARTING, config.cluster.hang_after)  # seconds without a word of workers that start
         self.sent = 0  # the step of which the weights are that workers draw with that do nothing else
         self.workers: WorkerGroup[HybridWorker]
         self.roles: Roles
@@ -63,12 +64,11 @@ class DurableRun:
         self.recovery = Recovery(self.config, self.roles)
         if not self.workers.remote:
             return
-        hang_after = max(STARTING, self.config.cluster.hang_after)
         with waiting(f"checking {self.config.model.path}", self.downloads):
             calls = [self.workers.submit(i, HybridWorker.check, self.cluster.joined) for i in range(len(self.workers))]
             try:
                 # the others only import what loads it
-                wait_all(calls if self.cluster.joined else calls[:1], hang_after)
+                wait_all(calls if self.cluster.joined else calls[:1], self.starting, self.downloads)
             except ClusterError as error:
                 self.recovery.restart(self.lost(error))  # what is wrong with the model shows when it is loaded
 
@@ -81,14 +81,14 @@ class DurableRun:
                 self.recovery.restart(self.lost(error))
 
     def set_up(self, new: Sequence[int]) -> list[ModelFacts]:
-        """All workers meet, and those that are `new` load the model, however long, as long as it downloads."""
-        count, hang_after = len(self.workers), max(STARTING, self.config.cluster.hang_after)
+        """All workers meet, and those that are `new` load the model; a download may take however long it needs."""
+        count = len(self.workers)
         if count > 1 and self.workers.remote:
             with waiting(f"starting {count} processes, which have to meet"):
-                self.roles.meet(self.config.lockstep, hang_after)
+                self.roles.meet(self.config.lockstep, self.starting)
         with waiting(f"loading {self.config.model.path} on {len(new)} process(es)", self.downloads):
             calls = [self.workers.submit(i, HybridWorker.setup) for i in new]
-            return wait_all(calls, hang_after, self.downloads)
+            return wait_all(calls, self.starting, self.downloads)
 
     def open_log(self) -> None:
         """Carry the run's record on from the step at which it is."""
