@@ -259,7 +259,7 @@ def wait_all(
 def silence(pending: Sequence[Pending[Any]], hang_after: float) -> WorkerDied:
     """The error for workers that did not answer for `hang_after` seconds."""
     names = " and ".join(dict.fromkeys(call.worker for call in pending))
-    return WorkerDied(f"no answer of {names} within cluster.hang_after={hang_after:g} s; raise it if they need so long")
+    return WorkerDied(f"no answer of {names} for {hang_after:g} s; raise cluster.hang_after if they need longer")
 
 
 def _value(argument: object) -> object:
