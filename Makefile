@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+CACHING := env -u PYTHONDONTWRITEBYTECODE # keep bytecode: the tests start some 250 processes
 
 .PHONY: help demo test check clean
 .DEFAULT_GOAL := help
@@ -21,7 +22,7 @@ demo: $(STAMP)
 	$(BIN)/python -m gerl.trainer.main_flowgrpo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(CACHING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

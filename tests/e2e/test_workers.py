@@ -229,7 +229,7 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
     listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
     # as another user of this machine would, who knows everything but the token
-    knows = {"ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    knows = {"ADDRESS": address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_NUM_REDIS_GET_RETRIES": "3"}
     intruders = [
         subprocess.Popen(
             [sys.executable, "-c", INTRUDER], env=clean | knows | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -281,24 +281,27 @@ def test_a_tree_cannot_be_split() -> None:
     assert tree.nbytes == whole.nbytes  # what segments share is counted once
 
 
-def replay_elsewhere(name: str, file: Path) -> None:
-    """Run by another process: replays the trajectory in `file` and writes the results beside it."""
-    sent = pickle.loads(file.read_bytes())
-    train = partial(gradients, own(name), sent.tapes[0], steps=sent.task.segments[0].trained)
-    torch.save([train(), train(index=[2, 0])], file.with_suffix(".pt"))
+def replay_elsewhere(folder: Path) -> None:
+    """Run by another process: replays the trajectories in `folder` and writes the results beside them."""
+    for file in folder.glob("*.pkl"):
+        sent = pickle.loads(file.read_bytes())
+        train = partial(gradients, own(file.stem), sent.tapes[0], steps=sent.task.segments[0].trained)
+        torch.save([train(), train(index=[2, 0])], file.with_suffix(".pt"))
 
 
-@pytest.mark.parametrize("name", ["sd3", "z_image"])
-def test_a_trajectory_is_replayed_in_another_process(name: str, tmp_path: Path) -> None:
-    r, file = recorded(name, True), tmp_path / "trajectory.pkl"
-    sent = trajectory(r, (0, 2))
-    file.write_bytes(pickle.dumps(sent))
-    assert file.stat().st_size < 1.3 * sent.nbytes + 60_000  # shared latents are sent once
-    code = f"import test_trajectory, pathlib; test_trajectory.replay_elsewhere({name!r}, pathlib.Path({str(file)!r}))"
+def test_trajectories_are_replayed_in_another_process(tmp_path: Path) -> None:
+    sent = {name: trajectory(recorded(name, True), (0, 2)) for name in ("sd3", "z_image")}
+    for name, value in sent.items():
+        file = tmp_path / f"{name}.pkl"
+        file.write_bytes(pickle.dumps(value))
+        assert file.stat().st_size < 1.3 * value.nbytes + 60_000  # shared latents are sent once
+    code = f"import test_trajectory, pathlib; test_trajectory.replay_elsewhere(pathlib.Path({str(tmp_path)!r}))"
     here = Path(__file__).parent
     paths = [str(here), str(here.parents[1]), str(here.parents[2])]
     script = f"import sys; sys.path[:0] = {paths!r}; import torch; torch.set_num_threads({torch.get_num_threads()})\n"
     subprocess.run([sys.executable, "-c", script + code], check=True, timeout=300)
-    for options, (grads, *rest) in zip(({}, {"index": [2, 0]}), torch.load(file.with_suffix(".pt")), strict=True):
-        found = gradients(r, sent.tapes[0], steps=[0, 2], **options)
-        assert all_equal(found[0], grads) and list(found[1:]) == rest
+    for name, value in sent.items():
+        results = torch.load(tmp_path / f"{name}.pt")
+        for options, (grads, *rest) in zip(({}, {"index": [2, 0]}), results, strict=True):
+            found = gradients(recorded(name, True), value.tapes[0], steps=[0, 2], **options)
+            assert all_equal(found[0], grads) and list(found[1:]) == rest
