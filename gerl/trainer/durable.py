@@ -174,6 +174,8 @@ class DurableRun:
         if self.state.step < before:
             logger.warning("no worker is left that has step %d: going back to step %d", before, self.state.step)
             self.tracker.close()
+            rows = read_metrics(self.run_dir / "metrics.jsonl")
+            self.recovery.count_again(row for row in rows if row["step"] > self.state.step)
             self.open_log()
 
     def begin(self) -> None:

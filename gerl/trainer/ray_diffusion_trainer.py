@@ -141,7 +141,10 @@ class RayDiffusionTrainer(DurableRun):
     def start(self, resumed: bool = False) -> None:
         """Start the workers, check the model and try the scorers, and load the model, as a resumed run needs it."""
         config, cluster = self.config, self.cluster
-        loaded = replace(config, model=config.model.carried_on()) if resumed else config
+        whole = spared = replace(config, model=config.model.carried_on()) if resumed else config
+        if cluster.training < cluster.processes and config.model.offload == "none":
+            # those that only train call nothing but the denoiser: what else there is stays in main memory
+            spared = replace(whole, model=replace(whole.model, offload="encoders"))
         per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
         logger.info("reward: %s", described(config.reward.scorers))
@@ -150,7 +153,13 @@ class RayDiffusionTrainer(DurableRun):
             "worker",
             HybridWorker,
             cluster.processes,
-            lambda rank: (loaded, rank, cluster.worker_device(rank), cluster.threads, total_updates),
+            lambda rank: (
+                spared if rank < cluster.training else whole,
+                rank,
+                cluster.worker_device(rank),
+                cluster.threads,
+                total_updates,
+            ),
             gpus=cluster.gpus,
             threads=cluster.threads,
             together=cluster.ranks,

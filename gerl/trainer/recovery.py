@@ -6,7 +6,7 @@ Everything drawn derives from the seed, the step and the task, so that what is d
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gerl.cluster import LAST_WORDS, Cluster, Pending, WorkerGroup, wait_all, wait_any
@@ -173,6 +173,12 @@ class Recovery:
             self.workers.take_in(number, worker)
         logger.info("there is room for %d more workers: the run goes on with %d", len(chosen), len(self.workers))
         return [self.workers.numbers.index(number) for number, *_ in chosen]
+
+    def count_again(self, rows: Iterable[Mapping[str, float | None]]) -> None:
+        """Count what `rows` of the metrics, of steps that the run goes back, say of workers and seconds lost."""
+        for row in rows:
+            self.restarts += int(row.get("cluster/restarts") or 0)
+            self.seconds += row.get("cluster/lost_s") or 0.0
 
     def metrics(self) -> dict[str, float]:
         """Workers replaced and seconds lost by it since the last time; nothing if there were none."""

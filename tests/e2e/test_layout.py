@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from gerl.cluster import Cluster
+from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
 from gerl.run.state import STATE
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.utils.dataset import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = "checkpoint.every=2 checkpoint.keep=9 actor.lr=0.01 rollout.micro_batch_size=2 validation.every=2".split()
@@ -55,6 +59,19 @@ def test_a_resumed_run_sends_the_weights_of_earlier_steps(run: Train, tmp_path: 
     run(folder, *split(1, 1), trainer__steps=2, trainer__staleness=2)
     apart = run(folder, *split(1, 1), f"checkpoint.resume={folder}", trainer__staleness=2)
     apart.assert_same(both, STEPS)
+
+
+@pytest.mark.parametrize(("settings", "away"), [(split(1, 1), [True, False]), (["cluster.num_workers=2"], [False] * 2)])
+def test_workers_that_only_train_keep_all_but_the_denoiser_off_their_device(
+    settings: list[str], away: list[bool], arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    config = compose_run(arguments(tmp_path / "run", *settings)).config
+    with Cluster(config.cluster) as cluster:
+        trainer = RayDiffusionTrainer(config, tmp_path / "run", cluster, load_prompts(config.data.train), [], {})
+        trainer.start()
+        pipes = [worker.policy.pipe for worker in trainer.workers.workers]
+    for part in ("vae", "text_encoder"):
+        assert [bool(getattr(pipe, part)._forward_pre_hooks) for pipe in pipes] == away
 
 
 def test_over_ray_workers_of_both_kinds_may_die(

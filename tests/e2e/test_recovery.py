@@ -1,7 +1,9 @@
 """Workers may die or hang at any moment: others take their place, and the run ends as if nothing had been."""
 
+import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from gerl.cluster import Cluster
+from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
 from gerl.run.state import STATE
+from gerl.run.tracking import read_metrics
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.utils.dataset import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -82,3 +89,21 @@ def test_trained_weights_are_saved_by_a_worker_that_lives(
     assert found.shapes().keys() == expected.shapes().keys()
     for name in found.shapes():
         assert torch.allclose(found.whole(name), expected.whole(name), rtol=1e-3, atol=2e-5), name
+
+
+def test_workers_that_died_are_still_counted_where_the_run_goes_back(
+    arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    config = compose_run(arguments(folder, trainer__steps=3, checkpoint__every=2)).config
+    with Cluster(config.cluster) as cluster:
+        trainer = RayDiffusionTrainer(config, folder, cluster, load_prompts(config.data.train), [], {})
+        trainer.fit()
+        shutil.rmtree(folder / "checkpoints" / "step_3")
+        rows = read_metrics(folder / "metrics.jsonl")
+        rows[-1] |= {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        trainer.bring_together((), None)
+        assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-1] == trainer.state.step == 2
+        assert trainer.recovery.metrics() == {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
+        assert trainer.recovery.metrics() == {}
