@@ -216,6 +216,11 @@ class RewardManager:
             if job.round.wanted:
                 raise lost from None
             return
+        except Exception:  # what drawing the images raised: the process has nothing to do with it
+            call.pool.idle.append(call.process)
+            if job.round.wanted:
+                raise
+            return
         call.pool.idle.append(call.process)
         load.calls += 1
         load.images += len(job.places)
@@ -336,12 +341,12 @@ class ScoringRound:
         """The prompts of `job`, each once."""
         return list(dict.fromkeys(self.samples[i][row].prompt.text for i, row in job.places))
 
-    def lost(self, job: Job) -> WorkerDied | None:
+    def lost(self, job: Job) -> Exception | None:
         """Why the images of `job` are not there; None if they are."""
         for i in {i for i, _ in job.places}:
             try:
                 self.images[i].result()
-            except WorkerDied as error:
+            except Exception as error:  # noqa: BLE001 - raised by whoever asks
                 return error
         return None
 

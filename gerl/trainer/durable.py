@@ -118,12 +118,13 @@ class DurableRun:
 
     def recover(self, error: Exception) -> None:
         """Replace the workers that died; raises `error` if none did, or if there were too many."""
+        state: Snapshot | None = None  # once one has given it: those that live may be new themselves the next time
         while True:
             lost = self.lost(error)
             with waiting(f"replacing {len(lost)} process(es)"):
                 try:
                     self.abandon()
-                    state = self.state_without(lost)
+                    state = state or self.state_without(lost)
                     self.bring_together(self.recovery.restart(lost), state)
                     return
                 except LOSSES as another:  # of one more that died
@@ -161,7 +162,7 @@ class DurableRun:
         """Set the workers `new` up, and give all of them `state`, or that of the newest checkpoint there is."""
         self.set_up(new)
         if state is not None:
-            self.roles.training.run(HybridWorker.restore, state)
+            self.roles.training.run(HybridWorker.restore, state, self.state.step)
             self.send_weights(earlier=True)
             self.algorithm.load_state(self.state.algorithm)
             return
@@ -266,9 +267,9 @@ class DurableRun:
         try:
             self.algorithm.load_state(state.algorithm)
             if self.config.model.train != "lora":
-                self.roles.training.run(HybridWorker.load_state, checkpoint.path.resolve(), state.worker)
+                self.roles.training.run(HybridWorker.load_state, checkpoint.path.resolve(), state.worker, state.step)
             else:
-                given = checkpoint.read("state.safetensors"), state.worker
+                given = checkpoint.read("state.safetensors"), state.worker, state.step
                 self.roles.training.run(HybridWorker.load_checkpoint, *given)
             self.send_weights(earlier=True)
         except CheckpointError as error:

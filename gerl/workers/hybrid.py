@@ -20,7 +20,7 @@ from gerl.commandline.imports import importing
 from gerl.config import Config
 from gerl.config.noised_images import ForwardProcessConfig
 from gerl.engine import Trajectory
-from gerl.errors import ConfigError, ModelError
+from gerl.errors import ClusterError, ConfigError, ModelError
 from gerl.model.call import check_arguments
 from gerl.model.failures import model_errors
 from gerl.model.paths import WEIGHTS
@@ -64,12 +64,11 @@ def repeated(task_id: int) -> int:
 class HybridWorker:
     """A process of the workers that share the images of a step, and hold the same LoRA and optimizer.
 
-    With cluster.layout=split some of them are only asked to draw, and the others to train.
-
-    A worker may have several, its ranks, each with a part of the frozen weights (model.shard), and where weights are
-    trained themselves, of these, or of the tokens of a call (cluster.context). They gather these from each other while
-    they draw and train, so all of them have to call the model equally often. Ranks that share tokens draw and train the
-    same, of which only what the first says counts; of the gradient each has a part.
+    With cluster.layout=split some of them are only asked to draw, and the others to train. A worker may have several,
+    its ranks, each with a part of the frozen weights (model.shard), and where weights are trained themselves, of these,
+    or of the tokens of a call (cluster.context). They gather these from each other while they draw and train, so all of
+    them have to call the model equally often. Ranks that share tokens draw and train the same, of which only what the
+    first says counts; of the gradient each has a part.
     """
 
     def __init__(self, config: Config, rank: int, device: str, threads: int, total_updates: int) -> None:
@@ -77,7 +76,7 @@ class HybridWorker:
         self.total_updates = total_updates
         self.drawn: dict[int, Trajectory] = {}  # by task id
         self.kept: tuple[int, Parts] | None = None  # the last finished step and its state where weights are trained
-        self.ended: int | None = None  # the step that was finished last, if it was here
+        self.ended: int | None = None  # the trainer step that was finished last; None: nothing is loaded
         self.blank: Counter[int] = Counter()  # by step: images that have a single colour
         self.notes: list[str] = []  # of this step, for the run's log
         self.meeting = Meeting()
@@ -141,7 +140,7 @@ class HybridWorker:
         staleness = self.config.trainer.staleness
         self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
         self.actor.say = self.notes.append
-        self.keeping = Keeping(self.actor)
+        self.keeping, self.ended = Keeping(self.actor), 0
         return facts_of(self.policy, model.path, notes)
 
     def address(self) -> str:
@@ -163,7 +162,7 @@ class HybridWorker:
     def generate(self, task: RolloutTask) -> Images:
         """Draw a micro-batch and keep its trajectory."""
         start = time.perf_counter()
-        if self.ended is not None and not self.policy.whole:
+        if self.ended and not self.policy.whole:
             self.keeping.begin(self.ended)  # all have finished that step, or nothing new was drawn
         seed_everything("rollout", self.config.trainer.seed, task.samples[0].step, task.id)
         pixels, self.drawn[task.id] = self.rollout.generate(task, self.algorithm, self.rank)
@@ -318,8 +317,7 @@ class HybridWorker:
         """Drop the trajectories and gradients of a finished `step`, or of all that were begun."""
         for i in [i for i, drawn in self.drawn.items() if step is None or drawn.task.samples[0].step <= step]:
             del self.drawn[i]
-        for other in [other for other in self.blank if step is None or other <= step]:
-            del self.blank[other]
+        self.blank = Counter({k: count for k, count in self.blank.items() if step is not None and k > step})
         self.actor.optimizer.zero_grad(set_to_none=True)
 
     def keep(self, finished: int) -> None:
@@ -336,28 +334,36 @@ class HybridWorker:
     def finished(self, step: int) -> State:
         """The checkpoint of trainer step `step`, the last one that all workers finished; the same bytes on each.
 
-        Files and numbers: the exact state, and the averaged LoRA for plain diffusers.
+        Files and numbers: the exact state, and the averaged LoRA for plain diffusers. Raises as `check_has`.
         """
+        self.check_has(step)
         tensors, numbers = self.keeping.kept(step)  # if it is not kept, nothing has changed since
         average = {name: tensors[f"ema/{name}"] for name in self.policy.trained}
         return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file(average)}, numbers
 
     def snapshot(self, step: int) -> Snapshot:
-        """The exact state after trainer step `step`, the last one that all workers finished, for their `restore`."""
+        """The exact state after trainer step `step` for `restore` of other workers; raises as `check_has`."""
+        self.check_has(step)
         return self.keeping.snapshot(step)
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Continue from the state of another worker of this run."""
-        self._load(*restored(snapshot))
+    def check_has(self, step: int) -> None:
+        """Raise `ClusterError` unless the state after trainer step `step` is here."""
+        if self.ended is None or step not in (self.ended, self.keeping.step, None if not self.kept else self.kept[0]):
+            raise ClusterError(f"rank {self.rank} began anew and does not have the state of step {step}")
+
+    def restore(self, snapshot: Snapshot, step: int) -> None:
+        """Continue from the state of another worker of this run after trainer step `step`."""
+        self._load(*restored(snapshot), step)
 
     def hold(self, step: int) -> WorkerState:
         """Keep what is here of the checkpoint of trainer step `step`, to be written beside the training.
 
         Returns its numbers. The calls that follow are `start_state` of all that write, `start_denoisers` of the first
-        of them, and `written` until each has ended.
+        of them, and `written` until each has ended. Raises as `check_has`.
         """
         from gerl.workers.whole import Writing  # in here, as in `setup`
 
+        self.check_has(step)
         self.keep(step)
         assert self.kept is not None
         parts, numbers = self.kept[1]
@@ -376,17 +382,19 @@ class HybridWorker:
         """Whether what was begun is written; raises what it raised."""
         return self.writing.written()
 
-    def load_state(self, folder: Path, numbers: WorkerState) -> None:
+    def load_state(self, folder: Path, numbers: WorkerState, step: int) -> None:
         """Continue from a checkpoint of trained weights; raises `CheckpointError` if it does not fit."""
         from gerl.workers.whole import load_state  # in here, as in `setup`
 
-        self.ended = None
+        self.kept = self.ended = None
         load_state(self.actor, folder, numbers)
+        self.ended = step
 
-    def load_checkpoint(self, state: bytes, numbers: WorkerState) -> None:
-        """Continue from a checkpoint; raises `CheckpointError` if it does not fit."""
-        self._load(unpack_tensors(state), numbers)
+    def load_checkpoint(self, state: bytes, numbers: WorkerState, step: int) -> None:
+        """Continue from a checkpoint of trainer step `step`; raises `CheckpointError` if it does not fit."""
+        self._load(unpack_tensors(state), numbers, step)
 
-    def _load(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
+    def _load(self, tensors: dict[str, torch.Tensor], numbers: WorkerState, step: int) -> None:
         self.ended, self.keeping = None, Keeping(self.actor)
         self.actor.load_state(tensors, numbers)
+        self.ended = step

@@ -48,6 +48,22 @@ def test_what_drawing_raised_is_raised(manager: RewardManager) -> None:
         Rollouts(manager, BATCHES[:1], lambda _: Pending("worker", call=fail), [0]).finish()
 
 
+def test_scorers_go_on_after_drawing_failed(manager: RewardManager) -> None:
+    """As when another worker takes the place of one that died; what is still on its way of before ends for nothing."""
+
+    def fail() -> Images:
+        raise ModelError("lost its peer")
+
+    failing = Rollouts(manager, BATCHES[:3], lambda _: Pending("worker", call=fail), [0, 1, 2])
+    with pytest.raises(ModelError, match="lost its peer"):
+        failing.finish()
+    manager.give_up()
+    manager.submit()
+    assert len(manager.pools["a"].idle) + len(manager.running) == 1
+    rollouts = Rollouts(manager, BATCHES, drawing([]), [0] * len(BATCHES))
+    assert [s.totals for s in rollouts.finish()] == [[float(i)] for i in range(20)]
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_drawing_pauses_while_scorers_lag_behind(manager: RewardManager, ahead: int) -> None:
     """What is drawn and not scored stays bounded, later for steps ahead; here every call ends when it is submitted."""

@@ -1,9 +1,11 @@
 """A worker keeps the last finished step while the next one changes it."""
 
+import pytest
 import torch
 
 from gerl.algorithms.planning import plan_samples
 from gerl.commandline.composition import compose_run
+from gerl.errors import ClusterError
 from gerl.protocol import Prompt
 from gerl.utils.tensors import unpack_tensors
 from gerl.workers.hybrid import HybridWorker
@@ -38,6 +40,8 @@ def test_the_state_before_an_update_is_kept_in_place_and_packed_on_demand() -> N
 def test_another_worker_continues_from_a_snapshot() -> None:
     config = compose_run(["experiment=signs", "algorithm=diffusion_nft"]).config
     one, other = (HybridWorker(config, rank, "cpu", 1, 10) for rank in (0, 1))
+    with pytest.raises(ClusterError, match="rank 0 began anew"):
+        one.finished(0)
     for worker in (one, other):
         worker.setup()
     one.set_flat_gradient(torch.ones(sum(p.numel() for p in one.policy.trained.values())))
@@ -46,7 +50,9 @@ def test_another_worker_continues_from_a_snapshot() -> None:
     snapshot = one.snapshot(1)
     for array in snapshot[0].values():
         array.flags.writeable = False  # as out of Ray's store
-    other.restore(snapshot)
+    with pytest.raises(ClusterError, match="rank 1 began anew and does not have the state of step 1"):
+        other.snapshot(1)
+    other.restore(snapshot, 1)
     assert other.finished(1) == one.finished(1)
     other.set_flat_gradient(torch.ones(sum(p.numel() for p in one.policy.trained.values())))
     assert other.step(1).applied

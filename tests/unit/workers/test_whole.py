@@ -19,6 +19,7 @@ from gerl.model.whole import chosen, parameters_of
 from gerl.run.state import STATE
 from gerl.workers.actor import Actor
 from gerl.workers.hybrid import HybridWorker
+from gerl.workers.keeping import Keeping
 from gerl.workers.whole import Writing, load_state, parts_of
 
 
@@ -68,12 +69,13 @@ def test_another_actor_continues_bitwise(tmp_path: Path) -> None:
 def test_the_state_before_an_update_can_be_written_after_it(tmp_path: Path) -> None:
     worker = HybridWorker(config("flow_grpo"), 0, "cpu", 1, 10)
     worker.actor = whole_actor(lr=0.01)
-    worker.policy = worker.actor.policy
+    worker.policy, worker.keeping, worker.ended = worker.actor.policy, Keeping(worker.actor), 3
     update(worker.actor, 0)
     before, version = weights(worker.actor).clone(), worker.policy.version
     worker.actor.set_flat_gradient(torch.ones(before.shape))
     assert worker.step(finished=3).applied
     for step, expected in ((3, before), (4, weights(worker.actor).clone())):
+        worker.ended = step
         assert worker.hold(step).policy_version == version + step - 3
         if step == 4:  # what is held is written as it was, whatever comes
             update(worker.actor, 1)
