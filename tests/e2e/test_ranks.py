@@ -1,5 +1,7 @@
 """Workers of several ranks, each with a part of weights or tokens, over Ray: the runs are those of whole ones."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from ranks import ROOT
 
 # three of the six prompts always get the same reward, so that some ranks have nothing to train
 DULL = """
@@ -23,16 +26,20 @@ trainer.steps=3
 
 
 def test_ranks_with_a_part_of_the_weights_train_as_whole_workers(
-    train: Callable[..., Any], workplace: Path, tmp_path: Path
+    train: Callable[..., Any], workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where one of them dies while they draw together: both begin anew."""
     (workplace / "some_dull.py").write_text(DULL)
     keys = {"scorer": "some_dull.py", "validation__data": workplace / "val.txt"}
     whole = train(tmp_path / "whole", *UNEVEN, cluster__num_workers=2, **keys)
     ranks = {"cluster__launcher": "ray", "cluster__num_workers": 1, "cluster__ranks_per_worker": 2}
+    (tmp_path / "kills").mkdir()
+    (tmp_path / "kills" / "generate.1.1").write_text(str(int(signal.SIGKILL)))
+    monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
     parts = train(tmp_path / "parts", *UNEVEN, "model.shard=all", **ranks, **keys)
-    assert parts.untimed() == whole.untimed()
-    state, expected = parts.state(3), whole.state(3)
-    assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+    parts.assert_same(whole, 3)
+    assert not list((tmp_path / "kills").iterdir()) and sum(parts.column("cluster/restarts")) == 1
     assert max(whole.column("actor/grad_norm")) > 0
 
 
