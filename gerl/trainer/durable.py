@@ -22,7 +22,7 @@ from gerl.run.health import Health
 from gerl.run.state import RunState
 from gerl.run.tracking import Tracker, read_metrics
 from gerl.trainer.folder import check_identity
-from gerl.trainer.recovery import Recovery, Roles, WentBack
+from gerl.trainer.recovery import NoRoom, Recovery, Roles, WentBack
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.saving import Saving, fill, hold, writers
 from gerl.workers.hybrid import HybridWorker
@@ -127,6 +127,8 @@ class DurableRun:
                     state = state or self.state_without(lost)
                     self.bring_together(self.recovery.restart(lost), state)
                     return
+                except NoRoom:
+                    raise
                 except LOSSES as another:  # of one more that died
                     error = another
 

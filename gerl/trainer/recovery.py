@@ -17,6 +17,7 @@ from gerl.workers.keeping import Snapshot
 
 logger = logging.getLogger(__name__)
 HOUR = 3600.0
+PAUSE = 1.0  # seconds before a worker that died as it began is started once more
 LARGEST = 2**30  # bytes of a LoRA and its optimizer that are kept outside of the workers as well
 BYTES = 16  # of a trained parameter: its value, two moments and an average, in fp32
 
@@ -31,6 +32,10 @@ def _died(call: Pending[None]) -> bool:
 
 class WentBack(Exception):
     """The run goes on from an earlier step."""
+
+
+class NoRoom(ClusterError):
+    """No worker can take the place of those that died."""
 
 
 @dataclass(frozen=True)
@@ -136,19 +141,21 @@ class Recovery:
     def restart(self, lost: Sequence[int]) -> list[int]:
         """Start the workers `lost` anew, or all; returns those that have to be set up.
 
-        Those for which there is no room are left out. Raises `ClusterError` if that is all.
+        Those for which there is no room are left out. Raises `NoRoom` if that is all.
         """
         workers = self.workers
         chosen = list(range(len(workers))) if self.together else list(lost)
-        for i in chosen:
-            workers.restart(i)
-        asked = {i: workers.submit(i, HybridWorker.leave) for i in chosen}
+        asked = {i: self._anew(i) for i in chosen}
         until = time.monotonic() + self.settings.patience
-        late = {i // self.ranks for i, call in asked.items() if not call.wait(max(0.0, until - time.monotonic()))}
+        for i in chosen:
+            while (left := until - time.monotonic()) > 0 and asked[i].wait(left) and _died(asked[i]):
+                time.sleep(PAUSE)  # it was on a node that has died, too, of which Ray does not know yet
+                asked[i] = self._anew(i)
+        late = {i // self.ranks for i, call in asked.items() if not call.wait(0.0) or _died(call)}
         out = [i for i in chosen if i // self.ranks in late]  # a worker does nothing without one of its ranks
         gone = {workers.numbers[i] for i in out}
         if any(gone.issuperset(group.numbers) for group in (self.roles.training, self.roles.drawing)):
-            raise ClusterError(
+            raise NoRoom(
                 f"Ray has no room for {len(out)} workers in place of those that died, after cluster.patience="
                 f"{self.settings.patience:g} s: ray status shows why"
             )
@@ -158,6 +165,10 @@ class Recovery:
         if out:
             logger.warning("Ray has no room for %d of the workers: the run goes on with %d", len(out), len(workers))
         return [workers.numbers.index(number) for number in numbers]
+
+    def _anew(self, index: int) -> Pending[None]:
+        self.workers.restart(index)
+        return self.workers.submit(index, HybridWorker.leave)
 
     def take_in(self) -> list[int]:
         """Let workers that were left out join the others where there is room now; returns those to be set up."""
