@@ -3,6 +3,7 @@
 Everything drawn derives from the seed, the step and the task, so that what is done again is bitwise what it was.
 """
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -120,10 +121,9 @@ class Recovery:
         if self._snapshot is not None and self._snapshot[0] == step:
             calls.append(self._snapshot[1])
         for call in calls:
-            try:
-                return call.result()
-            except ClusterError:
-                continue
+            with contextlib.suppress(ClusterError):
+                if call.wait(self.settings.hang_after):
+                    return call.result()
         return None
 
     def allow(self, lost: Sequence[int], error: Exception) -> None:
