@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-CACHING := env -u PYTHONDONTWRITEBYTECODE # keep bytecode: the tests start some 250 processes
+CACHING := env -u PYTHONDONTWRITEBYTECODE # as on most machines: files that change must be read again, folders stay clean
 
 .PHONY: help demo test check clean
 .DEFAULT_GOAL := help

@@ -6,6 +6,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -78,6 +79,16 @@ def _function(key: str, path: str, function: str) -> Callable[..., object]:
     return found
 
 
+class _Uncached(SourceFileLoader):
+    """Compiles the file as it is now, and leaves no `__pycache__` beside it.
+
+    Python takes bytecode for that of a file that was changed within its second and has the same size.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def load_module(key: str, path: str) -> ModuleType:
     """Import the Python file `path`; two files never share a module, and an unchanged file is run once a process."""
     file = _absolute(path)
@@ -87,8 +98,8 @@ def load_module(key: str, path: str) -> ModuleType:
     name = f"gerl_custom_scorer_{digest[:16]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # there is always a loader for .py
+    spec = importlib.util.spec_from_file_location(name, file, loader=_Uncached(name, str(file)))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up here
     try:

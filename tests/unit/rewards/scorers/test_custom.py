@@ -1,4 +1,5 @@
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,12 @@ def test_two_files_of_the_same_name_do_not_collide(tmp_path: Path) -> None:
 
 def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # as it is wherever nothing says otherwise
     for value in (1.0, 2.0):
         scorer_file(tmp_path, "reward.py", value)
         scorer = build_scorer("ocr", ScorerConfig(path="reward.py"))  # path goes before a scorer of gerl's of that name
         assert scorer(IMAGES, ["a", "b"], [{}, {}]) == [value, value]
+    assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 
 
 @pytest.mark.parametrize(
