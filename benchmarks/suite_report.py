@@ -24,6 +24,7 @@ END = "<!-- time_to_reward: end -->"
 NOT_MEASURED = "not measured yet"
 GOAL = 0.9  # held-out reward of which the cost is given
 LEVEL = 0.05  # of the tests together
+SEEDS = 5  # of an algorithm, with fewer of which nothing is claimed
 MARKERS = "os^vDPX*<>"
 COLUMNS = (
     *("algorithm", "group", "settings", "seeds", "held-out reward", "exactly as asked"),
@@ -163,9 +164,9 @@ def letter(number: int) -> str:
 # --- the table
 
 
-def table(runs: Sequence[Run]) -> str:
-    """The section of docs/algorithms.md: table, ranking, conditions and picture."""
-    found = summaries(runs)
+def table(runs: Sequence[Run], seeds: int = SEEDS) -> str:
+    """The section of docs/algorithms.md: table, ranking, conditions and picture; of algorithms with so many `seeds`."""
+    found = [summary for summary in summaries(runs) if len(summary.runs) >= seeds]
     if not found:
         return NOT_MEASURED
     marks = letters(found)
@@ -256,9 +257,9 @@ def with_section(text: str, content: str) -> str:
 # --- the curves
 
 
-def plot(runs: Sequence[Run], path: Path = PICTURE) -> None:
-    """Draw held-out reward against denoiser evaluations, mean and 95 % interval, a line for each algorithm."""
-    found = summaries(runs)
+def plot(runs: Sequence[Run], path: Path = PICTURE, seeds: int = SEEDS) -> None:
+    """Draw held-out reward against denoiser evaluations, mean and 95 % interval, a line for each row of the table."""
+    found = [summary for summary in summaries(runs) if len(summary.runs) >= seeds]
     if not found:
         print(f"{NOT_MEASURED}: no picture")
         return

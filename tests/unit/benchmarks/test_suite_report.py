@@ -133,14 +133,15 @@ def test_letters() -> None:
 def test_the_table() -> None:
     runs = [*runs_of("awm", 0.90, 0.92), *runs_of("rwr", 0.70)]
     runs[1]["error"] = "the weights grew"
-    lines = report.table(runs).splitlines()
+    lines = report.table(runs, seeds=1).splitlines()
     half = 12.7062 * 0.01
     reward, exact = f"0.910 ± {half:.3f}", f"0.455 ± {half / 2:.3f}"
     assert lines[2] == f"| `awm` | a | `actor.lr=1e-3` | 2 (1 diverged) | {reward} | {exact} | 60 | 60 | 6 | 960 | 20 |"
     assert lines[3] == "| `rwr` | a | `actor.lr=1e-3` | 1 | 0.700 | 0.350 | 60 | - | 6 | 960 | 20 |"
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
     assert "* a: `awm`, `rwr`" in lines and any("0123456" in line and "a CPU with 2 cores" in line for line in lines)
-    assert report.table(runs[:1]) == report.table([]) == "not measured yet"
+    assert report.table(runs[:1], seeds=1) == report.table([]) == "not measured yet"
+    assert "rwr" not in report.table(runs, seeds=2) and report.table(runs) == "not measured yet"
 
 
 def test_the_section_is_replaced_and_nothing_else() -> None:
@@ -172,7 +173,7 @@ def test_a_curve_is_a_mean_over_the_seeds_at_each_validation() -> None:
 def test_the_picture_has_every_algorithm_and_is_the_same_again(tmp_path: Path) -> None:
     runs = [*runs_of("awm", 0.8, 0.9), *runs_of("flow_grpo", 0.7, 0.8), *runs_of("mix_grpo_flash", 0.6)]
     for name in ("one.svg", "two.svg"):
-        report.plot(runs, tmp_path / name)
+        report.plot(runs, tmp_path / name, seeds=1)
     drawn = (tmp_path / "one.svg").read_text()
     assert all(f">{name}</text>" in drawn for name in ("awm", "flow_grpo", "mix_grpo_flash"))
     assert drawn == (tmp_path / "two.svg").read_text()
