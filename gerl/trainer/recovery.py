@@ -186,7 +186,7 @@ class Recovery:
         return [self.workers.numbers.index(number) for number, *_ in chosen]
 
     def count_again(self, rows: Iterable[Mapping[str, float | None]]) -> None:
-        """Count what `rows` of the metrics, of steps that the run goes back, say of workers and seconds lost."""
+        """Count the workers and seconds that `rows` of the metrics, of steps to be done again, say were lost."""
         for row in rows:
             self.restarts += int(row.get("cluster/restarts") or 0)
             self.seconds += row.get("cluster/lost_s") or 0.0

@@ -80,9 +80,9 @@ def _function(key: str, path: str, function: str) -> Callable[..., object]:
 
 
 class _Uncached(SourceFileLoader):
-    """Compiles the file as it is now, and leaves no `__pycache__` beside it.
+    """Compiles the file from its text, and leaves no `__pycache__` beside it.
 
-    Python takes bytecode for that of a file that was changed within its second and has the same size.
+    Python goes by size and second: it would use the bytecode of a version of the same size from the same second.
     """
 
     def get_code(self, fullname: str) -> CodeType:

@@ -49,7 +49,7 @@ def test_what_drawing_raised_is_raised(manager: RewardManager) -> None:
 
 
 def test_scorers_go_on_after_drawing_failed(manager: RewardManager) -> None:
-    """As when another worker takes the place of one that died; what is still on its way of before ends for nothing."""
+    """As when another worker takes the place of one that died; calls that were under way before are dropped."""
 
     def fail() -> Images:
         raise ModelError("lost its peer")
