@@ -50,6 +50,9 @@ class Echo:
     def finished(self, step: int) -> tuple[dict[str, bytes], None]:
         return {"state.safetensors": b""}, None
 
+    def snapshot(self, step: int) -> dict[str, bytes]:
+        return {}
+
     def leave(self) -> None:
         """Nothing is begun."""
 

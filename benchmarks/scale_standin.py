@@ -186,9 +186,12 @@ class Ledger:
 
             return timed
 
-        parts = {"draw": (trainer, "roll_out"), "score": (trainer, "score"), "credit": (trainer, "credit")}
-        parts |= {"update": (trainer, "train"), "remember": (trainer.recovery, "remember")}
-        patches = [patch.object(at, name, phased(n, getattr(at, name))) for n, (at, name) in parts.items()]
+        parts = [
+            *(("draw", trainer, name) for name in ("roll_out", "wait_until_drawn")),
+            *(("score", trainer, "score"), ("credit", trainer, "credit"), ("update", trainer, "train")),
+            ("remember", trainer.recovery, "remember"),
+        ]
+        patches = [patch.object(at, name, phased(phase, getattr(at, name))) for phase, at, name in parts]
         patches += [patch.object(WorkerGroup, "submit", counted), patch.object(Pending, "ended", fetched)]
         patches += [patch.object(calls.ray, "wait", waited)]
         for one in patches:

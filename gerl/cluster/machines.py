@@ -199,8 +199,9 @@ class Cluster:
             return cast(W, actor)
 
         def end(actor: W) -> None:
-            self._actors.remove(actor)
-            ray.kill(actor)
+            if actor in self._actors:  # one that hangs is ended before it is replaced
+                self._actors.remove(actor)
+                ray.kill(actor)
 
         return WorkerGroup(name, count, start, end, self.config.hang_after)
 

@@ -24,7 +24,7 @@ from gerl.run.tracking import Tracker, read_metrics
 from gerl.trainer.folder import check_identity
 from gerl.trainer.recovery import NoRoom, Recovery, Roles, WentBack
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
-from gerl.trainer.saving import Saving, fill, hold, writers
+from gerl.trainer.saving import Saving, ask, fill, hold, writers
 from gerl.workers.hybrid import HybridWorker
 from gerl.workers.keeping import Snapshot
 
@@ -243,7 +243,8 @@ class DurableRun:
             if self.config.model.train == "lora":
                 write()
             else:
-                self.saving.start(partial(write, fill=partial(fill, self.workers, members)))
+                written = partial(write, fill=partial(fill, self.workers, members))
+                self.saving.start(written, partial(ask, self.workers, members), self.workers.hang_after)
             if step == total:
                 self.saving.finish()
             self.saved_step = step

@@ -101,7 +101,10 @@ class Recovery:
             return []
         until, found = time.monotonic() + self.settings.hang_after, list[int]()
         for call, i in asked.items():
-            if not call.wait(max(0.0, until - time.monotonic())) or _died(call):
+            if not call.wait(max(0.0, until - time.monotonic())):
+                self.workers.end(i)  # who else waits for it, for a checkpoint say, need wait no longer
+                found.append(i)
+            elif _died(call):
                 found.append(i)
         return found
 

@@ -6,7 +6,7 @@ It is complete or absent, as every checkpoint. A step pays for a copy of the sta
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from gerl.cluster import WorkerGroup
@@ -33,11 +33,16 @@ class Saving:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "saving")
         self._last: Future[None] | None = None
+        self._ask: Callable[[], object] = bool
+        self._every: float | None = None
 
-    def start(self, write: Callable[[], None]) -> None:
-        """Begin to write a checkpoint, after the one before it, which may raise here what `finish` raises."""
+    def start(self, write: Callable[[], None], ask: Callable[[], object], every: float | None) -> None:
+        """Begin to write a checkpoint, after the one before it, which may raise here what `finish` raises.
+
+        `ask` raises `ClusterError` if those who write it hang; who waits for them asks `every` so many seconds.
+        """
         self.finish()
-        self._last = self._executor.submit(write)
+        self._last, self._ask, self._every = self._executor.submit(write), ask, every
 
     def check(self) -> None:
         """Raise `CheckpointError` if a checkpoint could not be written, without waiting for one that is not ready."""
@@ -45,9 +50,11 @@ class Saving:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun; raises `CheckpointError` once if it could not be written."""
+        """Wait for what was begun; raises `CheckpointError` once if it could not be written, and what `ask` raises."""
         last, self._last = self._last, None
         if last is not None:
+            while not wait([last], self._every).done:
+                self._ask()
             last.result()
 
 
@@ -80,7 +87,17 @@ def fill(workers: WorkerGroup[HybridWorker], members: Sequence[int], folder: Pat
         shutil.rmtree(place / FROZEN, ignore_errors=True)
 
 
+def ask(workers: WorkerGroup[HybridWorker], members: Sequence[int]) -> None:
+    """Raise `ClusterError` if one of the processes `members` does not answer."""
+    for call in [workers.submit(process, HybridWorker.written) for process in members]:
+        call.result()
+
+
 def _wait(workers: WorkerGroup[HybridWorker], members: Sequence[int]) -> None:
     for process in members:
-        while not workers.submit(process, HybridWorker.written).result():
+        while True:
+            call = workers.submit(process, HybridWorker.written)
+            call.wait()  # for however long: the steps that it trains meanwhile come first
+            if call.ended():
+                break
             time.sleep(POLL)
