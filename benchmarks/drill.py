@@ -43,12 +43,11 @@ PHASES = {
     "generate": "drawing",
     "validate": "validating",
     "accumulate": "accumulating",
-    "step": "all-reduce, optimizer step",
-    "finish_step": "end of a step",
+    "step": "all-reduce, optimizer step, end of a step",
     "finished": "saving",
     "restore": "taking over the state",
 }
-WANTED = ("generate", "accumulate", "step", "finish_step", "finished", "validate", "setup")
+WANTED = ("generate", "accumulate", "step", "finished", "validate", "setup")
 VICTIMS = ("worker",) * 6 + ("both workers", "scorer", "hanging worker")
 PATIENCE = 10.0  # seconds that a phase is waited for
 SCORER = """
@@ -134,7 +133,7 @@ class Drill:
     def rows(self) -> list[dict[str, Any]]:
         """The metrics of the finished steps."""
         try:
-            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+            lines = (self.folder / "metrics.jsonl").read_text().split("\n")[:-1]  # the last may be half written
         except OSError:
             return []
         return [row for row in map(json.loads, lines) if "timing/step_s" in row]
@@ -155,6 +154,17 @@ class Drill:
             if self.driver.poll() is not None or time.monotonic() > deadline:
                 said = (self.folder.parent / "log.txt").read_text()[-3000:]
                 raise RuntimeError(f"the run did not come to step {step} (exit code {self.driver.poll()}):\n{said}")
+            time.sleep(0.05)
+
+    def wait_until_gone(self, killed: Sequence[int], seconds: float = 60.0) -> None:
+        """Wait until these processes are gone: Ray ends one that is stopped only after a while.
+
+        Raises `RuntimeError` where that takes longer than `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while left := [process for process in killed if process in processes()]:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{seconds:g} s after they were replaced there are still the processes {left}")
             time.sleep(0.05)
 
     def kill(self, usual: float) -> Kill:
@@ -179,6 +189,7 @@ class Drill:
                 os.kill(target, signal.SIGSTOP if victim == "hanging worker" else signal.SIGKILL)
         self.wait_for(step + 1, replaced)
         lost = time.monotonic() - start - usual * (self.finished() - step)
+        self.wait_until_gone(targets)
         found = Kill(victim, PHASES.get(running, running or "waiting"), step, lost)
         logger.info("%s", found)
         return found

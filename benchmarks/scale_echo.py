@@ -40,8 +40,8 @@ class Echo:
         squares = {k: (float(self.generator.random()), 1) for k in range(3)} if self.rank == 0 else {}
         return UpdateStats(self.images, sums, 0.0, squares)
 
-    def step(self, finished: int, together: bool = False) -> StepResult:
-        return StepResult(1.0, 1e-4, True, 0.1, 1e-3)
+    def step(self, finished: int, together: bool = False, last: bool = False) -> StepResult:
+        return StepResult(1.0, 1e-4, True, 0.1, 1e-3, self.finish_step(finished + 1) if last else None)
 
     def finish_step(self, step: int) -> StepEnd:
         self.images = 0

@@ -280,7 +280,6 @@ class Simulation:
             self.barrier([n * (work.update + travel) for n in images], first)
             kept = [0.0 if number else work.keep] * count
             self.barrier(kept, first, self.network.all_reduce(count, work.gradient) if count > 1 else 0.0)
-        self.barrier([0.0] * count, first)
 
     # --- steps
 

@@ -90,7 +90,7 @@ def check(row: Record, hop: float, byte: float, costs: Fit) -> Record:
         update = calls["accumulate"]["mean_s"] * calls["accumulate"]["calls"] / images
         inside = "reduce_gradient" in calls and "reduce_gradient" not in row["messages"]  # not a call of its own
         step = calls["step"]["mean_s"] - (calls["reduce_gradient"]["mean_s"] if inside else 0.0)
-        keep = 2 * step + calls["finish_step"]["mean_s"]
+        keep = 2 * step + (calls["finish_step"]["mean_s"] if "finish_step" in row["messages"] else 0.0)
     work = Work(
         row["workers"], images, images // row["micro_batches"], draw, update, keep=keep,
         scorers=1, score=row.get("score", 0.0), staleness=row.get("staleness", 0), gradient=4.0 * row.get("lora", 0),

@@ -75,13 +75,16 @@ class Update:
     ) -> Metrics:
         seed_everything("update", self.config.trainer.seed, self.state.step)
         by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
-        stats, off_policy, result = UpdateStats(), UpdateStats(), None
+        stats, off_policy = UpdateStats(), UpdateStats()
         deviation, started = None, self.state.policy_version
         whole_groups = self.config.algorithm.whole_groups
-        for number, part in enumerate(update_parts(tasks, self.config.actor.updates_per_step, whole_groups)):
-            given = Rows((task.id, by_task[task.id]) for task in part)
-            if not self.has_signal(torch.cat(list(given.values()))):
-                continue  # decided here for all workers, which must take the same steps
+        parts = list(update_parts(tasks, self.config.actor.updates_per_step, whole_groups))
+        given_to = [Rows((task.id, by_task[task.id]) for task in part) for part in parts]
+        # decided here for all workers, which must take the same steps
+        learned = [n for n, given in enumerate(given_to) if self.has_signal(torch.cat(list(given.values())))]
+        results: list[StepResult] = []  # of an optimizer step, by worker
+        for number in learned:
+            part, given = parts[number], given_to[number]
             pairs = count_pairs((task, given[task.id]) for task in part)
             at_once = (
                 None if sets is None else [list(members) for members in sets if not given.keys().isdisjoint(members)]
@@ -98,16 +101,19 @@ class Update:
             if len(self.workers) > 1 and not together:  # in this process there is no collective
                 total = torch.stack(self.workers.run(HybridWorker.flat_gradient)).sum(0)
                 self.workers.run(HybridWorker.set_flat_gradient, total)
-            result = self.workers.run(HybridWorker.step, self.state.step, together)[0]
-            self.count(result)
+            results = self.workers.run(HybridWorker.step, self.state.step, together, number == learned[-1])
+            self.count(results[0])
             stats += new
-        ends = self.workers.run(HybridWorker.finish_step, self.state.step + 1) + [call.result() for call in others]
+        ends = [result.end for result in results if result.end is not None]
+        if not results:
+            ends = self.workers.run(HybridWorker.finish_step, self.state.step + 1)
+        ends += [call.result() for call in others]
         for note in (note for end in ends for note in end.notes):
             if note not in self.noted:  # another worker may find out the same, at this step or later
                 logger.warning("%s", note)
                 self.noted.add(note)
         return (
-            actor_metrics(stats, result, deviation)
+            actor_metrics(stats, results[0] if results else None, deviation)
             | self.spread(off_policy)
             | {
                 "actor/nonfinite_updates": float(self.state.nonfinite),

@@ -48,7 +48,7 @@ def test_the_driver_is_what_the_hand_finds() -> None:
     costs["update"]["calls"] = 0.1
     work = replace(WORK, workers=2, images=48, updates=1)
     # a phase submits in 2 * 0.05 s, and takes both answers after that: the second worker begins and ends last
-    phases = (0.05 + 12 + 0.05 + 0.1) + 2 * (0.05 * 2 + 0.05 * 2)
+    phases = (0.05 + 12 + 0.05 + 0.1) + (0.05 * 2 + 0.05 * 2)
     assert step_seconds(work, costs, INSTANT) == pytest.approx(6 + phases, abs=0.1)
 
 
@@ -60,8 +60,8 @@ def test_split_roles_work_at_the_same_time() -> None:
 
 def row(workers: int, batches: int, images: int) -> dict[str, Any]:
     found: dict[str, Any] = {"workers": workers, "micro_batches": batches, "images": images}
-    found["messages"] = {"accumulate": 2 * workers, "step": 2 * workers, "finish_step": workers}
-    calls = 5 * workers
+    found["messages"] = {"accumulate": 2 * workers, "step": 2 * workers}
+    calls = 4 * workers
     draw = 3e-3 + 2e-3 * batches + 1e-4 * images
     update = 5e-3 + 3e-4 * calls + 1e-6 * calls * workers
     found["cpu"] = {"draw": draw, "score": 0.0, "credit": 2e-3 + 2e-5 * images, "update": update}
