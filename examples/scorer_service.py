@@ -13,6 +13,7 @@ from __future__ import annotations  # for Python 3.8
 
 import argparse
 import base64
+import contextlib
 import hmac
 import io
 import json
@@ -52,6 +53,14 @@ class Handler(BaseHTTPRequestHandler):
     places = threading.BoundedSemaphore(MAX_REQUESTS)
     timeout = 60  # seconds for a piece of a request to come
 
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the client is gone
+            super().handle()
+
+    def finish(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            super().finish()
+
     def do_GET(self) -> None:
         if self.path == "/v1/health":
             self.answer(200, {"status": "live", "scorers": [NAME]})
@@ -69,8 +78,6 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             self.answer(*self.scored(body))
-        except ConnectionError:  # the client is gone
-            self.close_connection = True
         finally:
             self.places.release()
 

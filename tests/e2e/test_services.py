@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -345,13 +346,17 @@ def test_the_example_of_a_service_has_limits(example_address: tuple[str, int]) -
     assert asked(prompts=[]) == asked(images=5) == asked(metadata=None) == 422
     deep = b"[" * 10**5
     assert status(example_address, token, f"Content-Length: {len(deep)}", body=deep) == 422
-    waiting = [socket.create_connection(example_address, timeout=20) for _ in range(4)]
-    for client in waiting:  # they hold all places
-        client.sendall(f"POST /v1/score HTTP/1.1\r\n{token}\r\nContent-Length: 10\r\n\r\n".encode())
+    waiting = []
     end = time.monotonic() + 20
-    while asked() != 429:
+    while asked() != 429:  # until they hold all places; one that came while another request was answered holds none
         assert time.monotonic() < end
-        time.sleep(0.05)
+        client = socket.create_connection(example_address, timeout=20)
+        client.sendall(f"POST /v1/score HTTP/1.1\r\n{token}\r\nContent-Length: 10\r\n\r\n".encode())
+        waiting.append(client)
+    for _ in range(50):  # clients that are gone before they are refused
+        with socket.create_connection(example_address, timeout=20) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(f"POST /v1/score HTTP/1.1\r\n{token}\r\nContent-Length: 10\r\n\r\n".encode())
     for client in waiting:
         client.close()
     while asked() != 200:
