@@ -169,14 +169,15 @@ class UpdateStats:
 @dataclass(frozen=True)
 class StepResult:
     """An optimizer step: gradient norm before clipping, learning rate, whether it was taken, the largest weight of
-    the LoRA after it (None where it was not taken), and the root mean square of the gradient's elements before
-    clipping."""
+    the LoRA after it (None where it was not taken), the root mean square of the gradient's elements before
+    clipping, and what the worker tells of the trainer step's end where it was the step's last."""
 
     grad_norm: float
     lr: float
     applied: bool
     lora_max: float | None = None
     grad_rms: float | None = None
+    end: StepEnd | None = None
 
 
 @dataclass(frozen=True)

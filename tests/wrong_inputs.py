@@ -53,6 +53,8 @@ KEYS = [
     row("stale without end", "train trainer.staleness=99", "trainer.staleness=99: ", "at most 16"),
     row("late twice", "train algorithm=dgpo algorithm.rollout_old_after=2 algorithm.rollout_decay=null trainer.staleness=1", "trainer.staleness=1: ",
         "leave one out"),
+    row("cache is a file", "small data.cache=/etc/hostname", "data.cache=/etc/hostname: ", "name a folder"),
+    row("cache in a file", "small data.cache=/etc/hostname/x", "data.cache=/etc/hostname/x: ", "name a folder"),
     row("fraction", "train trainer.steps=10.5", "trainer.steps=10.5: ", "whole number"),
     row("null", "train trainer.steps=null", "trainer.steps=null: ", "whole number"),
     row("empty value", "train trainer.steps=", "trainer.steps='': ", "whole number"),

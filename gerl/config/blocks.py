@@ -258,6 +258,10 @@ class DataConfig(Block):
     prompt_key: str = key(
         "prompt", "column of the prompt in .jsonl, .csv and .parquet rows; other columns are metadata"
     )
+    cache: str | None = key(
+        None, "folder for encoded prompts: a run that finds all of its prompts there never reads the text encoders"
+    )
+    cache_gb: float = key(2.0, "memory of a worker for encoded prompts, in GB", low=0)
 
 
 @dataclass(frozen=True)

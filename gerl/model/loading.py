@@ -21,6 +21,7 @@ from gerl.model.context import check_context, divide_context
 from gerl.model.ema import EMA
 from gerl.model.failures import check_backend, is_full
 from gerl.model.hub import fetch, refusal_of_code
+from gerl.model.late_encoders import late_encoders
 from gerl.model.libraries import quiet_messages
 from gerl.model.lora import add_lora
 from gerl.model.paths import resolve
@@ -46,11 +47,13 @@ def read_pipeline(
     config: ModelConfig | None = None,
     masters: bool = False,
     unread: Unread | None = None,
+    late: bool = False,
 ) -> DiffusionPipeline:
     """The pipeline of a hub id or folder, on the CPU, as diffusers loads it, quantised as `config` asks.
 
     `masters`: its denoisers in fp32, whatever `dtype` is for the rest. `unread` gets those weights of the components
-    that `config.shard` names that can stay in their files for now. Python code that a folder's model_index.json refers
+    that `config.shard` names that can stay in their files for now. `late`: so do its text
+    encoders, until they are called. Python code that a folder's model_index.json refers
     to is run. Raises `ModelError` if there is no such pipeline, if it cannot be quantised, or if a hub id would run
     code.
     """
@@ -69,16 +72,21 @@ def read_pipeline(
         if config is not None and unread is not None and quantised is None and not code:
             models, found = unread_models(Path(folder), _to_divide(config, folder), dtype)
             unread |= found
+        encoders = late_encoders(config, folder, dtype) if config is not None and late and not code else {}
         # only the class itself takes components that are optional for it, such as the two denoisers of Wan
-        kind = getattr(diffusers, index["_class_name"]) if models else DiffusionPipeline
+        kind = getattr(diffusers, index["_class_name"]) if models or encoders else DiffusionPipeline
         dtypes: torch.dtype | dict[str, torch.dtype] = dtype
         if masters:
             known = skeletons(folder)
             names = DENOISERS if known is None else denoisers_among(known)
             dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
-        return kind.from_pretrained(
-            folder, dtype=dtypes, trust_remote_code=bool(code), quantization_config=quantised, **models
+        left_out = {**models, **dict.fromkeys(encoders)}
+        pipe = kind.from_pretrained(
+            folder, dtype=dtypes, trust_remote_code=bool(code), quantization_config=quantised, **left_out
         )
+    for name, encoder in encoders.items():
+        setattr(pipe, name, encoder)
+    return pipe
 
 
 def _to_divide(config: ModelConfig, folder: str) -> list[str]:
@@ -155,19 +163,25 @@ def precision(config: ModelConfig, device: str) -> torch.dtype:
 
 
 def load_pipeline(
-    config: ModelConfig, device: str, to_shard: bool = False, masters: bool = False, unread: Unread | None = None
+    config: ModelConfig,
+    device: str,
+    to_shard: bool = False,
+    masters: bool = False,
+    unread: Unread | None = None,
+    late: bool = False,
 ) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
     Weights are in `config.dtype` or quantised, but for layers that a model's class keeps in fp32 (diffusers'
     `from_pretrained` does) and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. `to_shard`:
     the components that `config.shard` names stay on the CPU; `unread` gets those of their weights that are still in
-    their files. `masters`: the denoisers stay on the CPU, in fp32. Raises `ModelError` if `config.path` cannot be
-    loaded or has no denoiser, `ConfigError` for a package that is missing.
+    their files. `masters`: the denoisers stay on the CPU, in fp32. `late`: text encoders are read when they are
+    called. Raises `ModelError` if `config.path` cannot be loaded or has no denoiser, `ConfigError` for a package that
+    is missing.
     """
     dtype = precision(config, device)
     check_quantisation(config, device)
-    pipe = read_pipeline(config.path, dtype, config, masters, unread)
+    pipe = read_pipeline(config.path, dtype, config, masters, unread, late)
     if getattr(pipe, "scheduler", None) is None:
         raise ModelError(f"{type(pipe).__name__} has no component 'scheduler': there are no denoising steps to train")
     prepare(pipe, half=dtype != torch.float32)
@@ -250,17 +264,19 @@ def load_policy(
     seed: int,
     mesh: DeviceMesh | None = None,
     context: DeviceMesh | None = None,
+    late: bool = False,
 ) -> Policy:
     """Load the pipeline and what of it is trained: a LoRA, the same on every worker with the same `seed`, or weights.
 
     `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole. `context`: those
-    that share the tokens of a call, see `divide_context`; None: nobody does. With `config.lora`, not merged, the LoRA
-    begins as that one. Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do what is asked for.
+    that share the tokens of a call, see `divide_context`; None: nobody does. `late`: see `load_pipeline`. With
+    `config.lora`, not merged, the LoRA begins as that one. Raises `ModelError`, as `load_pipeline` does, and if a
+    denoiser cannot do what is asked for.
     """
     if config.train != "lora":
-        return _load_whole(config, ema_decay, device, mesh)
+        return _load_whole(config, ema_decay, device, mesh, late)
     unread: Unread = {}
-    pipe = load_pipeline(config, device, mesh is not None, unread=None if mesh is None else unread)
+    pipe = load_pipeline(config, device, mesh is not None, unread=None if mesh is None else unread, late=late)
     denoisers = find_denoisers(pipe)
     start = read_start(config, denoisers) if config.lora is not None and not config.merge_lora else {}
     lora: dict[str, torch.nn.Parameter] = {}
@@ -299,11 +315,11 @@ def load_policy(
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint)
 
 
-def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: DeviceMesh | None) -> Policy:
+def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: DeviceMesh | None, late: bool) -> Policy:
     """Load the pipeline, of which weights themselves are trained."""
     dtype = precision(config, device)
     divided = mesh is not None or dtype != torch.float32
-    pipe = load_pipeline(config, device, to_shard=mesh is not None, masters=divided)
+    pipe = load_pipeline(config, device, to_shard=mesh is not None, masters=divided, late=late)
     denoisers = find_denoisers(pipe)
     names = chosen(config.train, denoisers)
     for p in parameters_of(denoisers, names).values():

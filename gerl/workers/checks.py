@@ -1,8 +1,12 @@
 """The checks of a run's model and optimizer before weights are loaded."""
 
+from pathlib import Path
+
 from gerl.config import Config
+from gerl.errors import ConfigError
 from gerl.model.loading import check_model
 from gerl.model.quantisation import check_quantisation
+from gerl.utils.files import reason
 from gerl.workers.optimizers import check_optimizer
 
 
@@ -14,3 +18,9 @@ def check_start(config: Config, device: str) -> None:
     check_quantisation(config.model, device)
     check_model(config.model, config.sampling, config.cluster.context)
     check_optimizer(config.actor, device)
+    if config.data.cache is not None:
+        folder = Path(config.data.cache).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"data.cache={config.data.cache}: {reason(error)}; name a folder, or use null") from None

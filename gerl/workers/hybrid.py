@@ -113,20 +113,18 @@ class HybridWorker:
             from torch.distributed.tensor import DTensor
 
             from gerl.model.libraries import quiet_libraries
-            from gerl.model.loading import load_policy
             from gerl.workers.actor import Actor
             from gerl.workers.facts import facts_of
+            from gerl.workers.loading import loaded_policy
             from gerl.workers.optimizers import check_optimizer
 
         torch.set_num_threads(self.threads)
         quiet_libraries()
         check_optimizer(self.config.actor, self.device)
         seed_everything("worker", self.config.trainer.seed)
-        model, seed = self.config.model, self.config.trainer.seed
+        model = self.config.model
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
-            mesh = None if self.ranks is None or model.shard == "none" else self.ranks.mesh
-            context = None if self.ranks is None else self.ranks.context
-            self.policy = load_policy(model, self.config.actor.ema_decay, self.device, seed, mesh, context)
+            self.policy = loaded_policy(self.config, self.device, self.ranks)
         algorithm = self.config.algorithm
         guidance = algorithm.reference_guidance if isinstance(algorithm, ForwardProcessConfig) else None
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
@@ -288,15 +286,15 @@ class HybridWorker:
         """Replace this worker's gradient."""
         self.actor.set_flat_gradient(flat)
 
-    def step(self, finished: int, together: bool = False) -> StepResult:
+    def step(self, finished: int, together: bool = False, last: bool = False) -> StepResult:
         """Take an optimizer step with the accumulated gradient; `finished`: the trainer step that was finished last.
 
-        `together`: with the sum of all workers' gradients, a collective call.
+        `together`: with the sum of all workers' gradients, a collective call. `last`: and `finish_step`.
         """
         self.keep(finished)
         if together:
             self.reduce_gradient()
-        return self.actor.step()
+        return replace(self.actor.step(), end=self.finish_step(finished + 1) if last else None)
 
     def finish_step(self, step: int) -> StepEnd:
         """End of trainer step `step`: the old policies follow, trajectories go."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+from transformers import PreTrainedModel
 
 Train = Callable[..., Any]
 # An easy task for random weights: a large LoRA and a high learning rate, scored by the brightness.
@@ -171,3 +172,21 @@ def test_the_screen_says_where_everything_lies(
     assert f"pipe.load_lora_weights('{run.checkpoint(1) / 'lora'}')" in last
     assert "first held-out picture" in last
     assert (run.checkpoint(1) / "lora").is_dir()
+
+
+def test_a_run_that_finds_its_prompts_encoded_reads_no_text_encoder(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"data__cache": tmp_path / "cache", "validation__data": "signs_val", "validation__max_prompts": 3}
+    plain = train(tmp_path / "plain", **{**kept, "data__cache": "null"})
+    first = train(tmp_path / "first", **kept)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a text encoder is read")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+    second = train(tmp_path / "second", **kept)
+    for run in (first, second):
+        run.assert_same(plain, 2)
+    with pytest.raises(AssertionError, match="a text encoder is read"):
+        train(tmp_path / "other", **{**kept, "sampling__call": "{max_sequence_length: 4}"})

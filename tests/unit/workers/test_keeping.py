@@ -63,8 +63,8 @@ def test_the_state_is_copied_while_the_next_step_is_drawn() -> None:
     worker.setup()
     for finished in (0, 1):
         worker.set_flat_gradient(torch.ones(sum(p.numel() for p in worker.policy.trained.values())))
-        worker.step(finished)
-        worker.finish_step(finished + 1)
+        end = worker.step(finished, last=True).end
+        assert end is not None and worker.ended == finished + 1
     expected = {name: tensor.clone() for name, tensor in worker.actor.state()[0].items()}
     assert worker.keeping.step == 1  # step 2 may have to be done again, as long as not all workers have finished it
     prompts = [Prompt(0, 'a sign that reads "7"')]

@@ -1,0 +1,246 @@
+"""Prompts encoded once: what a pipeline's `encode_*` methods said of a prompt is kept in memory, and on disk if asked.
+
+Each prompt (with its negative prompt) is encoded alone, and the answers are put together as the pipeline does it for a
+batch. How that is done is found by comparing the two once, for each method and set of its other arguments; where no way
+gives the same, the method is called as ever. So a number never depends on what was kept before.
+"""
+
+import inspect
+import json
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gerl.config import ModelConfig
+from gerl.engine.batching import Tree, detached_copy, tensor_bytes
+from gerl.model.hub import fetch
+from gerl.model.paths import resolve
+from gerl.model.prompt_files import identity, read_answer, write_answer
+
+logger = logging.getLogger(__name__)
+ENCODES = re.compile(r"_?encode_(prompt|text)")
+GB = 10**9
+NEAR = 2e-2  # of its norm, how far an answer may be from that of a batch: half precision rounds by the batch's size
+# An answer with each tensor or list replaced by the dimension of its rows, or by one of these. A mask is None for a row
+# alone, and in a batch 1 as far as the row goes; its dtype follows.
+Layout = object
+SHARED, ITEMS, MASK = "shared", "items", "mask "
+
+Row = dict[str, object]  # the arguments of one prompt that are texts in a list
+
+
+class PromptCache:
+    """The answers of a pipeline's `encode_*` methods, one per prompt."""
+
+    def __init__(self, gb: float, folder: Path | None = None) -> None:
+        """`gb`: memory that they may take; `folder`: where they are kept as files as well."""
+        self.most, self.folder = int(gb * GB), folder
+        self.answers: OrderedDict[str, Tree] = OrderedDict()  # on the CPU, the one used last at the end
+        self.bytes = 0
+        self.layouts: dict[str, Layout | None] = {}  # None: answers cannot be put together
+
+    def attach(self, pipe: DiffusionPipeline) -> None:
+        """Let `pipe` ask here first."""
+        for name in dir(type(pipe)):
+            if ENCODES.match(name) and callable(method := getattr(pipe, name)):
+                pipe.__dict__[name] = update_wrapper(partial(self.answer, pipe, name, method), method)
+
+    def answer(
+        self, pipe: DiffusionPipeline, name: str, method: Callable[..., Tree], *args: object, **kwargs: object
+    ) -> Tree:
+        """The answer of `method`, which is called `name`."""
+        bound = inspect.signature(method).bind(*args, **kwargs).arguments
+        bound |= bound.pop("kwargs", {})
+        rows, rest = divided(bound)
+        if rows is None or (said := _spelled(rest)) is None:
+            return method(*args, **kwargs)
+        kind = f"{name} {said}"
+        device = torch.device(str(rest.get("device") or pipe._execution_device))
+        whole = partial(method, *args, **kwargs)
+
+        def single(text: str) -> Tree:
+            found = self.find(f"{kind} {text}")
+            if found is None:
+                said = method(**rest, **json.loads(text))  # a copy of the row: some methods write into their lists
+                found = tree_map(lambda v: v.detach().cpu() if torch.is_tensor(v) else v, said)
+                self.keep(f"{kind} {text}", found)
+            return tree_map(lambda v: v.to(device) if torch.is_tensor(v) else v, found)
+
+        texts = [json.dumps(row, sort_keys=True) for row in rows]
+        known = {text: single(text) for text in dict.fromkeys(texts)}
+        parts = [known[text] for text in texts]
+        if len(parts) == 1:
+            return detached_copy(parts[0])
+        layout = self.layout_of(f"{kind} padded={len({_sizes(part) for part in parts}) > 1}", parts, device, whole)
+        return whole() if layout is None else joined(layout, parts, device, _lengths(parts))
+
+    def layout_of(
+        self, kind: str, parts: Sequence[Tree], device: torch.device, whole: Callable[[], Tree]
+    ) -> Layout | None:
+        """How answers of this kind are put together; None if they are not."""
+        if kind not in self.layouts:
+            kept = None if self.folder is None else read_answer(self.folder, f"layout {kind}")
+            self.layouts[kind] = found_layout(whole(), parts, device) if kept is None else kept
+            if self.layouts[kind] is None:
+                logger.info("prompts are encoded anew in each call of %s", kind.split()[0])
+            elif self.folder is not None and kept is None:
+                write_answer(self.folder, f"layout {kind}", self.layouts[kind])
+        return self.layouts[kind]
+
+    def find(self, key: str) -> Tree | None:
+        """The answer kept under `key`."""
+        if key in self.answers:
+            self.answers.move_to_end(key)
+            return self.answers[key]
+        found = None if self.folder is None else read_answer(self.folder, key)
+        if found is not None:
+            self._remember(key, found)
+        return found
+
+    def keep(self, key: str, answer: Tree) -> None:
+        """Keep an answer on the CPU under `key`, and let those go that were not used for longest."""
+        self._remember(key, answer)
+        if self.folder is not None:
+            write_answer(self.folder, key, answer)
+
+    def _remember(self, key: str, answer: Tree) -> None:
+        self.answers[key] = answer
+        self.bytes += tensor_bytes([answer])
+        while self.bytes > self.most and self.answers:
+            self.bytes -= tensor_bytes([self.answers.popitem(last=False)[1]])
+
+
+def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
+    """The folder inside `cache` for what the text encoders of `model` say in `dtype`; of others it is another."""
+    given = resolve(model.path)
+    folder = Path(given if Path(given).is_dir() else fetch(given))
+    parts = [path.name for path in folder.iterdir() if path.name.startswith(("text_encoder", "tokenizer", "processor"))]
+    return cache.expanduser() / identity(folder, sorted(parts), dtype, model.quantize_encoders)
+
+
+def divided(bound: dict[str, object]) -> tuple[list[Row] | None, dict[str, object]]:
+    """The arguments that are one per prompt, by prompt, and the others; None where there are no prompts to go by."""
+    lists = {k: v for k, v in bound.items() if isinstance(v, list) and v and all(isinstance(e, str) for e in v)}
+    rest = {k: v for k, v in bound.items() if k not in lists}
+    counts = {len(v) for v in lists.values()}
+    if any("prompt" in name or "text" in name for name in lists) and len(counts) == 1:
+        return [{k: [v[i]] for k, v in lists.items()} for i in range(counts.pop())], rest
+    texts = {k: v for k, v in rest.items() if isinstance(v, str) and ("prompt" in k or "text" in k)}
+    if lists or not texts:
+        return None, rest
+    return [dict(texts)], {k: v for k, v in rest.items() if k not in texts}
+
+
+def _spelled(arguments: dict[str, object]) -> str | None:
+    """Arguments as a text, without the device; None if one of them is no text, number or nothing."""
+    plain = {k: str(v) if isinstance(v, torch.dtype) else v for k, v in arguments.items() if k != "device"}
+    simple = all(v is None or isinstance(v, str | int | float) for v in plain.values())
+    return json.dumps(plain, sort_keys=True) if simple else None
+
+
+# --- putting answers together
+
+
+def found_layout(whole: Tree, parts: Sequence[Tree], device: torch.device) -> Layout | None:
+    """How `whole`, the answer for a batch, is made of those of its rows; None if it is not."""
+    lengths = _lengths(parts)
+    try:
+        layout = _layout(whole, parts)
+        return layout if _alike(joined(layout, parts, device, lengths), whole) else None
+    except (ValueError, RuntimeError):
+        return None
+
+
+def _layout(whole: Tree, parts: Sequence[Tree]) -> Layout:
+    one, n = parts[0], len(parts)
+    if isinstance(whole, torch.Tensor) and isinstance(one, torch.Tensor):
+        if whole.ndim != one.ndim:
+            raise ValueError
+        largest = [max(sizes) for sizes in zip(*(p.shape for p in parts if torch.is_tensor(p)), strict=True)]
+        if list(whole.shape) == largest:
+            return SHARED
+        for d in range(whole.ndim):
+            if list(whole.shape) == [*largest[:d], n * one.shape[d], *largest[d + 1 :]]:
+                return d
+        return SHARED
+    if isinstance(whole, torch.Tensor) and one is None:
+        return MASK + str(whole.dtype).removeprefix("torch.")
+    if isinstance(whole, list) and isinstance(one, list) and len(whole) == n * len(one) and one:
+        return ITEMS
+    if isinstance(whole, list | tuple) and isinstance(one, list | tuple) and len(whole) == len(one):
+        return tuple(_layout(w, [_at(p, i) for p in parts]) for i, w in enumerate(whole))
+    if isinstance(whole, dict) and isinstance(one, dict) and whole.keys() == one.keys():
+        return {k: _layout(w, [_at(p, k) for p in parts]) for k, w in whole.items()}
+    return SHARED
+
+
+def _at(tree: Tree, place: object) -> Tree:
+    return tree[place]  # type: ignore[index]
+
+
+def joined(layout: Layout, parts: Sequence[Tree], device: torch.device, lengths: Sequence[int]) -> Tree:
+    """The answers `parts` put together on `device`; shorter ones are filled up with zeros, `lengths` are theirs."""
+    one = parts[0]
+    if isinstance(layout, int):
+        tensors = [p for p in parts if isinstance(p, torch.Tensor)]
+        largest = [max(sizes) for sizes in zip(*(p.shape for p in tensors), strict=True)]
+        largest[layout] = tensors[0].shape[layout]
+        rows = [_filled(tensor, largest).unsqueeze(layout + 1) for tensor in tensors]
+        return torch.cat(rows, layout + 1).flatten(layout, layout + 1)
+    if layout == SHARED:
+        return detached_copy(max(parts, key=lambda part: tensor_bytes([part])))
+    if layout == ITEMS:
+        each = range(len(one)) if isinstance(one, list) else ()
+        return [detached_copy(_at(part, i)) for i in each for part in parts]
+    if isinstance(layout, str):
+        places = torch.arange(max(lengths))
+        mask = torch.stack([places < length for length in lengths])
+        return mask.to(device, getattr(torch, layout.removeprefix(MASK)))
+    if isinstance(layout, dict):
+        found = {k: joined(inner, [_at(p, k) for p in parts], device, lengths) for k, inner in layout.items()}
+        return found if type(one) is dict else type(one)(**found)
+    assert isinstance(layout, tuple)
+    inside = [joined(inner, [_at(p, i) for p in parts], device, lengths) for i, inner in enumerate(layout)]
+    kind: Callable[..., Tree] = type(one)
+    return kind(*inside) if hasattr(one, "_fields") else kind(inside)
+
+
+def _filled(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    padding = [more for d in reversed(range(tensor.ndim)) for more in (0, sizes[d] - tensor.shape[d])]
+    return torch.nn.functional.pad(tensor, padding)
+
+
+def _alike(made: Tree, whole: Tree) -> bool:
+    """Whether an answer that was put together is the other, up to rounding."""
+    ours, theirs = tree_leaves(made), tree_leaves(whole)
+    return len(ours) == len(theirs) and all(_near(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _near(a: object, b: object) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return type(a) is type(b) and a == b
+    if a.shape != b.shape:
+        return False
+    if not b.is_floating_point():
+        return bool((a.to(b.dtype) == b).all())
+    return bool(torch.linalg.vector_norm((a - b).float()) <= NEAR * torch.linalg.vector_norm(b.float()))
+
+
+def _sizes(part: Tree) -> tuple[object, ...]:
+    return tuple(v.shape for v in tree_leaves(part) if torch.is_tensor(v))
+
+
+def _lengths(parts: Sequence[Tree]) -> list[int]:
+    """The sizes of the parts in the first dimension in which they differ; 0 where they do not."""
+    for sizes in zip(*(_sizes(part) for part in parts), strict=False):
+        for lengths in zip(*sizes, strict=False):
+            if len(set(lengths)) > 1:
+                return list(lengths)
+    return [0] * len(parts)

@@ -1,0 +1,26 @@
+"""The policy of a worker, with what it keeps of its prompts."""
+
+from pathlib import Path
+
+from gerl.config import Config
+from gerl.model.loading import load_policy, precision
+from gerl.model.policy import Policy
+from gerl.model.prompts import PromptCache, folder_of
+from gerl.workers.collective import Ranks
+
+
+def loaded_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
+    """The policy on `device`; `ranks`: those that this one is in lockstep with.
+
+    Where the ranks hold parts of the text encoders, they have to call them equally often, so nothing is kept.
+    """
+    model, data = config.model, config.data
+    mesh = None if ranks is None or model.shard == "none" else ranks.mesh
+    context = None if ranks is None else ranks.context
+    keeps = mesh is None or model.shard != "all"
+    late = keeps and data.cache is not None and model.offload == "none"
+    policy = load_policy(model, config.actor.ema_decay, device, config.trainer.seed, mesh, context, late)
+    if keeps:
+        folder = None if data.cache is None else folder_of(Path(data.cache), model, precision(model, device))
+        PromptCache(data.cache_gb, folder).attach(policy.pipe)
+    return policy
