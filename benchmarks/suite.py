@@ -28,6 +28,8 @@ from gerl.config import Config
 from gerl.config.changes import HARMLESS, settings_of
 from gerl.utils.files import finite, write_file
 
+# Keys of other blocks that decide no number either: fingerprints from before they were keys hold.
+EXACT = {"data": ("cache", "cache_gb")}
 HERE = Path(__file__).resolve().parent
 SUITE = HERE / "suite.yaml"
 RESULTS = HERE / "results" / "time_to_reward.json"
@@ -144,7 +146,8 @@ def candidate(algorithm: str, keys: Sequence[str], arguments: Sequence[str]) -> 
 def fingerprint(config: Config) -> str:
     """A hash of the settings that decide what a run computes, without its seed."""
     settings = {block: values for block, values in settings_of(config).items() if block not in HARMLESS}
-    settings["trainer"] = {key: value for key, value in settings["trainer"].items() if key != "seed"}
+    for block, keys in {**EXACT, "trainer": ("seed",)}.items():
+        settings[block] = {key: value for key, value in settings[block].items() if key not in keys}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
