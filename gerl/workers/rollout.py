@@ -3,7 +3,9 @@
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -13,12 +15,13 @@ from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import Reads, Tape, Trajectory, branch, lean, record
 from gerl.engine.transitions import Sampler, check_scheduler
-from gerl.errors import ModelError
+from gerl.errors import ModelError, ReplayError
 from gerl.model.call import pipeline_call, training_sigmas
 from gerl.model.failures import model_errors, pipeline_errors
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
+from gerl.workers.beginnings import beginnings
 from gerl.workers.ways import Way, Ways, divided, half
 
 if TYPE_CHECKING:
@@ -26,18 +29,27 @@ if TYPE_CHECKING:
 
     from gerl.model.policy import Policy
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Rollout:
-    """Draws samples with the current LoRA (training) or its average (validation)."""
+    """Draws samples with the current LoRA (training) or its average (validation).
 
-    def __init__(self, policy: Policy, sampling: SamplingConfig, validation: ValidationConfig) -> None:
+    `shares`: samples that begin alike are denoised once up to where they part. Not where ranks have to make the same
+    calls: which ones that takes depends on the samples.
+    """
+
+    def __init__(
+        self, policy: Policy, sampling: SamplingConfig, validation: ValidationConfig, shares: bool = True
+    ) -> None:
         self.policy, self.sampling, self.validation = policy, sampling, validation
         check_scheduler(policy.pipe.scheduler, Sampler(sampling.kernel, sampling.noise_level, sampling.solver))
         self._picture_each = False
         self.ways = Ways(policy.pipe)
-        self._probe: Tape | None = None  # the structure of a call is the same in every rollout: probed once
+        # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
+        self._probes: dict[bool, Tape] = {}
+        self.shares = shares and sampling.init_noise_spread == 0
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
         """Images `[B, H, W, 3]` uint8 of the samples of `task`, and their trajectory for training with `algorithm`.
@@ -92,30 +104,57 @@ class Rollout:
             return self.ways.attempt("rollout", most, drawn, smaller if divisible else None)
 
     def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape], way: Way) -> tuple[BaseOutput | None, Tape]:
-        sampling, pipe = self.sampling, self.policy.pipe
-        options: dict[str, Any] = {
-            "kernel": sampling.kernel,
-            "noise_level": sampling.noise_level,
+        if segment.parent is not None:
+            return self._branch(tapes[segment.parent], segment.start, segment.rows, segment)
+        samples = [task.samples[leaf] for leaf in segment.leaves]
+        first, rows = beginnings(samples)
+        if not (self.shares and segment.window and len(first) < len(samples)):
+            return self._record(samples, segment, way)
+        fork = min(segment.window)
+        common = replace(segment, seeds=tuple(segment.seeds[i] for i in first), window=(), stop=fork)
+        tape = self._record([samples[i] for i in first], common, way)[1]
+        try:
+            return self._branch(tape, fork, rows, segment)
+        except ReplayError as error:
+            self.shares = False
+            logger.info("images of a group do not share their first denoising steps: %s", error)
+            return self._record(samples, segment, way)
+
+    def _record(self, samples: Sequence[Sample], segment: Segment, way: Way) -> tuple[BaseOutput | None, Tape]:
+        """`segment`, whose rows are `samples`, from their prompts on."""
+        options = self._options(segment)
+        initial = [s.init_seed for s in samples if s.init_seed is not None]
+        options["init_generators"] = sample_generators(initial) if initial else None
+        options["init_spread"] = self.sampling.init_noise_spread if initial else 0.0
+        several = len(samples) > 1
+
+        def draw(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
+            return record(self.policy.pipe, call, probe=self._probes.get(several, True), **options)
+
+        output, tape = self.called(draw, samples, way, sigmas=training_sigmas(self.sampling))
+        if tape.probe is not None:
+            self._probes[several] = tape.probe
+        return output, tape
+
+    def _branch(self, tape: Tape, step: int, rows: Sequence[int], segment: Segment) -> tuple[BaseOutput | None, Tape]:
+        """`segment`, whose rows go on from step `step` of the samples `rows` of `tape`."""
+        found = branch(self.policy.pipe, tape, step, rows, **self._options(segment))
+        if tape.probe is not None:
+            self._probes[tape.batch_size > 1] = tape.probe
+        return found
+
+    def _options(self, segment: Segment) -> dict[str, Any]:
+        """The arguments that `record` and `branch` have in common."""
+        return {
+            "kernel": self.sampling.kernel,
+            "noise_level": self.sampling.noise_level,
             "window": segment.window,
             "generators": sample_generators(list(segment.seeds)),
-            "solver": sampling.solver,
-            "compression": sampling.compression,
+            "solver": self.sampling.solver,
+            "compression": self.sampling.compression,
             "stop": segment.stop,
             "noise_at": dict(segment.noise),
         }
-        if segment.parent is not None:
-            return branch(pipe, tapes[segment.parent], segment.start, segment.rows, **options)
-        samples = [task.samples[leaf] for leaf in segment.leaves]
-        initial = [s.init_seed for s in samples if s.init_seed is not None]
-        options["init_generators"] = sample_generators(initial) if initial else None
-        options["init_spread"] = sampling.init_noise_spread if initial else 0.0
-
-        def draw(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
-            return record(pipe, call, probe=self._probe or True, **options)
-
-        output, tape = self.called(draw, samples, way, sigmas=training_sigmas(sampling))
-        self._probe = tape.probe
-        return output, tape
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
         """Images `[B, H, W, 3]` uint8 of the plain pipeline (ODE sampling), with the averaged LoRA."""

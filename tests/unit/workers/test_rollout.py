@@ -52,6 +52,47 @@ def test_a_trajectory_is_smaller_than_the_recording_and_trains_the_same(preset: 
     assert 0 < kept.nbytes < KEPT[preset] * whole.nbytes
 
 
+# of 4 samples of a prompt, 2 in a micro-batch, 10 steps: as many evaluations of a micro-batch as its denoiser takes
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "evaluations"),
+    [
+        ("flow_grpo", [], 2 * (1 + 9 * 2)),
+        ("flow_grpo", ["sampling.window_range=[3,6]"], 2 * (4 + 6 * 2)),
+        (
+            "flow_grpo",
+            ["sampling.window_range=[3,6]", "sampling.guidance_scale=2", "sampling.solver=dpm2"],
+            4 * (4 + 6 * 2),
+        ),
+        ("flow_grpo", ["sampling.same_init_noise=false"], 2 * 20),
+        (
+            "mix_grpo_flash",
+            ["sampling.window_range=[2,4]", "sampling.window_size=2", "sampling.num_inference_steps=10"],
+            2 * (3 + 4 * 2),
+        ),
+    ],
+)
+def test_a_group_shares_its_beginning(algorithm: str, overrides: list[str], evaluations: int) -> None:
+    made = ["rollout.micro_batch_size=2", "rollout.n=4", "sampling.guidance_scale=1", *overrides]
+    config = compose_run([f"algorithm={algorithm}", *made]).config
+    policy = load_policy(config.model, 0.9, "cpu", seed=0)
+    randomise(policy.trained.values(), 0.05, seed=0)
+    tasks = build_algorithm(config).plan(plan_samples(config, [Prompt(0, 'a red sign that reads "482"')], 1, 0))
+    block, counted, found = policy.pipe.transformer.transformer_blocks[0], [], []
+    hook = block.register_forward_pre_hook(lambda m, a, k: counted.append(len(k["hidden_states"])), with_kwargs=True)
+    for shares in (True, False):
+        rollout = Rollout(policy, config.sampling, config.validation, shares)
+        rollout.draw(tasks[0])  # looks at the structure of a call as well
+        counted.clear()
+        found.append([rollout.draw(task) for task in tasks])
+        assert sum(counted) == evaluations or (not shares and sum(counted) >= evaluations), sum(counted)
+    hook.remove()
+    for (images, (tape,), task), (alone, (whole,), same) in zip(*found, strict=True):
+        assert task == same and int(np.abs(images.astype(int) - alone).max()) <= 1
+        for k, (step, other) in enumerate(zip(tape.steps, whole.steps, strict=True)):
+            assert torch.allclose(step.x_next, other.x_next, atol=1e-4), k
+            assert (step.log_prob is None) == (other.log_prob is None) and step.rule == other.rule
+
+
 def test_an_argument_that_is_null_is_not_given() -> None:
     drawn = []
     for call in ({}, {"negative_prompt": None, "sigmas": None}):
