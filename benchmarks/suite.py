@@ -28,8 +28,8 @@ from gerl.config import Config
 from gerl.config.changes import HARMLESS, settings_of
 from gerl.utils.files import finite, write_file
 
-# Keys of other blocks that decide no number either: fingerprints from before they were keys hold.
-EXACT = {"data": ("cache", "cache_gb")}
+# Keys of other blocks that decide no number, or its rounding only: fingerprints from before they were keys hold.
+EXACT = {"data": ("cache", "cache_gb"), "actor": ("step_batch",)}
 HERE = Path(__file__).resolve().parent
 SUITE = HERE / "suite.yaml"
 RESULTS = HERE / "results" / "time_to_reward.json"

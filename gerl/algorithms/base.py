@@ -196,6 +196,10 @@ class Algorithm:
         """
         raise NotImplementedError
 
+    def step_batch(self, meter: StepGradients[Any] | None) -> int:
+        """Trained steps in one pass of the denoiser: one where what each adds to the gradient is measured."""
+        return self.config.actor.step_batch if meter is None else 1
+
     def base_steps(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:
         """The same steps under the base model, which is switched to once for the whole micro-batch."""
         kept: dict[int, ReplayedStep] = {}

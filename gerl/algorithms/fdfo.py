@@ -74,6 +74,7 @@ class FDFO(Algorithm):
         settings, tape = self.settings, batch.tape
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
+        options["step_batch"] = self.step_batch(meter)
         base = self.base_steps(policy, tape, options) if self.needs_all_samples else {}
         towards = directions(tape.steps[-1].x_next, partners(batch.samples))[rows]
         credit = batch.credit[rows].to(towards.device)

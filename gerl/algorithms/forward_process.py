@@ -86,6 +86,7 @@ class Visit:
     on_level: Callable[[int, Noised, list[Sample]], torch.Tensor | None]
     grad: bool
     reference: bool  # whether it needs the outputs of the base model
+    step_batch: int  # levels in one pass of the denoiser
 
 
 def per_sample(values: torch.Tensor) -> torch.Tensor:
@@ -173,8 +174,11 @@ class ForwardProcess(Algorithm):
 
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
         found: list[Pooled] = []
-        visit = Visit(lambda k, s, of: found.append(pooled_rows(self.pooled(s), of, k)), False, self.uses_reference)
-        self._visit(policy, batch, rows, visit)
+
+        def on_level(k: int, s: Noised, of: list[Sample]) -> None:
+            found.append(pooled_rows(self.pooled(s), of, k))
+
+        self._visit(policy, batch, rows, Visit(on_level, False, self.uses_reference, self.step_batch(None)))
         return pooled_sum(found)
 
     def train(
@@ -204,7 +208,7 @@ class ForwardProcess(Algorithm):
             stats += UpdateStats(len(samples), sums)
             return total.sum() / num_pairs
 
-        self._visit(policy, batch, rows, Visit(on_level, True, self.compares_with_base))
+        self._visit(policy, batch, rows, Visit(on_level, True, self.compares_with_base, self.step_batch(meter)))
         return stats
 
     def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: Visit) -> None:
@@ -216,6 +220,7 @@ class ForwardProcess(Algorithm):
         latents = {k: tape.steps[k].rule.noised(x0, noise[k]) for k in batch.trained}
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "latents": latents}
+        options["step_batch"] = visit.step_batch
         old, reference = self._others(policy, batch, rows, options, visit.reference)
         groups = group_ids(samples).to(x0.device)
 

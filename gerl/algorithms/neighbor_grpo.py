@@ -74,6 +74,7 @@ class NeighborGRPO(Algorithm):
     ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
         options: dict[str, Any] = {"steps": batch.trained, "index": rows, "cfg": settings.cfg}
+        options["step_batch"] = self.step_batch(meter)
         base = self.base_steps(policy, tape, options) if settings.kl_coef > 0 else {}
         ids, guided = group_ids(batch.samples), settings.cfg != "off"
         groups = [(ids == ids[row]).nonzero().flatten().tolist() for row in rows]

@@ -93,6 +93,7 @@ class PolicyGradient(Algorithm):
         settings, tape = self.settings, batch.tape
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
+        options["step_batch"] = self.step_batch(meter)
         reference = self.base_steps(policy, tape, options) if self.needs_all_samples else {}
         proximal = self.proximal(policy, tape, options)
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))

@@ -162,6 +162,9 @@ class ActorConfig(Block):
     micro_batch_size: int | None = main_key(
         None, "images per forward and backward; null: as in the rollout. It changes memory, never the gradient", low=1
     )
+    step_batch: int = key(
+        1, "trained denoising steps in one forward and backward pass, whose memory grows with them", low=1
+    )
     ema_decay: float = main_key(
         0.9, "EMA of the LoRA used for validation and export, warmed up; 0: the raw weights", low=0, high=1
     )

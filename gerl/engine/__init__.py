@@ -1,8 +1,9 @@
 """The pipeline is the model: record and replay of any diffusers pipeline through its own `__call__`."""
 
 from gerl.engine.branch import branch
+from gerl.engine.player import ReplayedStep
 from gerl.engine.record import record, record_probe, record_structure
-from gerl.engine.replay import ReplayedStep, replay
+from gerl.engine.replay import replay
 from gerl.engine.tape import Reads, Tape
 from gerl.engine.trajectory import Trajectory, lean
 

@@ -98,21 +98,32 @@ def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int 
         picked = {name: take(value, named.get(name), index, n, probed) for name, value in full.items()}
         return picked if type(full) is dict else type(full)(**picked)
     like = probe_value if isinstance(probe_value, list | tuple) else None
-    multiple = int(isinstance(full, list) and len(full) == n) if like is None else len(like) / probed
-    if multiple and len(full) == multiple * n:
-        return type(full)(detached_copy(full[j * n + i]) for j in range(int(multiple)) for i in index)
+    if multiple := entries(full, like, n, probed):
+        return type(full)(detached_copy(full[j * n + i]) for j in range(multiple) for i in index)
     parts = like if like is not None and len(like) == len(full) else [None] * len(full)
     taken = [take(value, part, index, n, probed) for value, part in zip(full, parts, strict=True)]
     return type(full)(*taken) if hasattr(full, "_fields") else type(full)(taken)
 
 
+def entries(full: list[Any] | tuple[Any, ...], like: object, n: int, probed: int) -> int:
+    """How many entries of `full` each of `n` samples has, 0 where they are no samples'; `like`: see `take`."""
+    known = isinstance(like, list | tuple)
+    multiple = len(like) / probed if known else int(isinstance(full, list) and len(full) == n)  # type: ignore[arg-type]
+    return int(multiple) if multiple and len(full) == multiple * n else 0
+
+
+def batch_dim(full: torch.Tensor, like: object, n: int, probed: int) -> int | None:
+    """The first dimension of `full` that grows with the number of samples `n`; `like`: see `take`."""
+    multiples: list[float] = [int(size == n) for size in full.shape]
+    if isinstance(like, torch.Tensor) and like.ndim == full.ndim:
+        multiples = [size / probed for size in like.shape]
+    found = (dim for dim, multiple in enumerate(multiples) if multiple and full.shape[dim] == multiple * n)
+    return next(found, None)
+
+
 def _take_tensor(full: torch.Tensor, probe_value: object, index: Sequence[int], n: int, probed: int) -> torch.Tensor:
-    like: list[float] = [int(size == n) for size in full.shape]
-    if isinstance(probe_value, torch.Tensor) and probe_value.ndim == full.ndim:
-        like = [size / probed for size in probe_value.shape]
+    dim = batch_dim(full, probe_value, n, probed)
+    if dim is None:
+        return full.detach().clone()
     where = torch.as_tensor(list(index), device=full.device)
-    for dim, multiple in enumerate(like):
-        if multiple and full.shape[dim] == multiple * n:
-            grouped = full.detach().unflatten(dim, (int(multiple), n))
-            return grouped.index_select(dim + 1, where).flatten(dim, dim + 1)
-    return full.detach().clone()
+    return full.detach().unflatten(dim, (-1, n)).index_select(dim + 1, where).flatten(dim, dim + 1)

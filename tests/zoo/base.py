@@ -7,7 +7,7 @@ from typing import Any, Literal
 # what is checked of an entry, in this order; see `checks`
 CheckName = Literal[
     "guided", "stock", "replay", "gradient", "derivative", "window", "encoders", "sub_batch", "micro_batch", "modes",
-    "noised",
+    "stacked", "noised",
 ]  # fmt: skip
 
 

@@ -6,7 +6,8 @@ ratio of a full replay is 1, exactly. `gradient`: every LoRA gradient is finite 
 is the change of the log-probs per change of the weights. `window`: ratio and gradient for a replay of one step.
 `encoders`: the same without the text and image encoders. `sub_batch`: a replay of some samples of a lean tape has a
 ratio within 1e-5 of 1. `micro_batch`: the gradients of sub-batches add up to that of the batch. `modes`: replays that
-treat guidance otherwise (`algorithm.cfg`) have the same ratio or are refused. `noised`: replays at latents of the
+treat guidance otherwise (`algorithm.cfg`) have the same ratio or are refused. `stacked`: two steps in one pass have the
+same gradient or are refused. `noised`: replays at latents of the
 caller's, as forward-process algorithms make them, have the gradient of their loss.
 """
 
@@ -256,6 +257,17 @@ def check_modes(trial: Trial) -> None:
             trial.modes.append(mode)
 
 
+def check_stacked(trial: Trial) -> None:
+    try:
+        grads, deviation = trial.gradients(step_batch=2)
+    except ReplayError as error:
+        assert "use step_batch=1" in str(error)
+        return
+    off = distance(grads, trial.full)
+    assert deviation <= 1e-4, f"the ratio is off by {deviation} where two steps run in one pass"
+    assert off < 1e-3, f"the gradient of two steps in one pass differs by {off}"
+
+
 def check_noised(trial: Trial) -> None:
     """Latents of the caller's at two levels, on a lean tape and without its last sample."""
     _, tape = trial.record(0.0)
@@ -312,6 +324,7 @@ CHECKS: dict[CheckName, Callable[[Trial], None]] = {
     "sub_batch": check_sub_batch,
     "micro_batch": check_micro_batch,
     "modes": check_modes,
+    "stacked": check_stacked,
     "noised": check_noised,
 }
 assert tuple(CHECKS) == get_args(CheckName)
@@ -324,6 +337,7 @@ def check_mode(report: Report, pipe: Any, lora: dict[str, list[torch.nn.Paramete
     passed = report.passed[guided] = []
     absent = [] if guided else ["guided", "modes"]
     absent += ["modes"] if "sub_batch" in entry.fails else []  # the halves of guidance are sub-batches too
+    absent += ["stacked"] if "gradient" in entry.fails else []
     absent += ["sub_batch", "micro_batch"] if entry.batch == 1 else []
     absent += [] if encoders(pipe) else ["encoders"]
     for name, check in CHECKS.items():

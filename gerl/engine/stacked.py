@@ -1,0 +1,189 @@
+"""Several trained steps in one forward and backward pass of the denoiser.
+
+All latents are on the tape, so what the denoiser is called with at a trained step is known before it runs. A first pass
+of the pipeline gathers these arguments, with recorded outputs in place of the denoiser's (`Gatherer`). The calls of
+several steps, put together along their batch dimensions, are one call, whose output a second pass hands out step by
+step (`StackedPlayer`): the losses go back to it, and from there through the denoiser once.
+
+The arguments of the second pass are compared with the gathered ones, so a pipeline whose calls depend on what the
+denoiser said at other steps is refused. Components without trained weights (ControlNets) run step by step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from gerl.engine.batching import Arguments, batch_dim, detached_copy, entries
+from gerl.engine.player import Player
+from gerl.engine.tape import ComponentCall
+from gerl.errors import ReplayError
+
+Position = tuple[int, int]  # step, and which of its calls
+Call = tuple[str, Arguments]  # of a component
+
+
+class Gatherer(Player):
+    """A replay that notes the calls of the denoiser at its trained steps, and makes none."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gathered: dict[Position, Call] = {}
+
+    def _run(
+        self,
+        name: str,
+        forward: Callable[..., object],
+        recorded: ComponentCall,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        if not is_trained(self.components[name]):
+            return forward(*args, **kwargs)
+        self.gathered[self.position] = (name, detached_copy((args, kwargs)))
+        return self._recorded(recorded)
+
+    def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
+        del k, x, model_output, written
+
+
+class StackedPlayer(Player):
+    """A replay of calls that were gathered."""
+
+    def plan(self, calls: Mapping[Position, Call], size: int) -> None:
+        """Make the calls of `size` steps at a time one."""
+        steps = sorted({k for k, _ in calls})
+        self.gathered, self.stack = calls, {k: i // size for i, k in enumerate(steps)}
+        self.running = -1
+        self.outputs: dict[Position, object] = {}  # of the stack that runs
+
+    def _run(
+        self,
+        name: str,
+        forward: Callable[..., object],
+        recorded: ComponentCall,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        if not is_trained(self.components[name]):
+            return forward(*args, **kwargs)
+        if self.roles:
+            raise ReplayError(
+                f"step_batch needs a gradient through both halves of the guidance: cfg=joint, not cfg={self.cfg}"
+            )
+        if self.stack[self.step] != self.running:
+            self._backward_through_denoiser()
+            self.running = self.stack[self.step]
+        if self.position not in self.outputs:
+            self._run_stack(name, forward, recorded)
+        _, gathered = self.gathered[self.position]
+        if not _same((args, kwargs), gathered):
+            raise ReplayError(
+                f"what the pipeline calls {name} with at step {self.step} depends on what it said at a step before: "
+                "use step_batch=1"
+            )
+        return self._cut(self.outputs.pop(self.position))
+
+    def _run_stack(self, name: str, forward: Callable[..., object], recorded: ComponentCall) -> None:
+        """The outputs of this call and those like it at the other steps of the stack."""
+        nth, n = self.position[1], self.tape.batch_size
+        like = [c for c in self.probed if c.component == name] or self.probed[-1:]  # an expert for later steps
+        if self.tape.probe is None or self.tape.probe.batch_size == n or not like:
+            raise ReplayError(
+                "a replay of several steps at once needs a tape with a probe of another number of samples, which shows "
+                "the batch dimensions"
+            )
+        probe, probed = like[min(nth, len(like) - 1)], self.tape.probe.batch_size
+        places = [p for p, (c, _) in self.gathered.items() if (c, p[1], self.stack[p[0]]) == (name, nth, self.running)]
+        calls = [self.gathered[p][1] for p in places]
+        rows = _rows(calls[0], probe.inputs, n, probed)
+        args, kwargs = _joined(calls, probe.inputs, n, probed, rows)
+        output = self.differentiable.run(self.components[name], forward, *args, **kwargs)
+        for i, place in enumerate(places):
+            self.outputs[place] = _part(output, recorded.output, probe.output, n, probed, i)
+
+    def _backward_through_denoiser(self) -> None:
+        reached = [(value, leaf.grad) for _, cut in self.cuts for value, leaf in cut if leaf.grad is not None]
+        if reached:
+            torch.autograd.backward([v for v, _ in reached], [g for _, g in reached])
+        self.cuts = []
+
+
+def is_trained(component: torch.nn.Module) -> bool:
+    """Whether anything in `component` has a gradient."""
+    return any(p.requires_grad for p in component.parameters())
+
+
+def _same(given: object, gathered: object) -> bool:
+    ours, theirs = tree_leaves(given), tree_leaves(gathered)
+    return len(ours) == len(theirs) and all(
+        torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else torch.is_tensor(a) == torch.is_tensor(b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _rows(value: Any, like: Any, n: int, probed: int) -> int:
+    """Rows of the first value in `value` that has a batch dimension; 0 where none has."""
+    if isinstance(value, torch.Tensor):
+        dim = batch_dim(value, like, n, probed)
+        return 0 if dim is None else value.shape[dim]
+    if isinstance(value, list | tuple | dict):
+        if isinstance(value, list) and entries(value, like, n, probed):
+            return len(value)
+        found = (_rows(part, other, n, probed) for part, other in _pairs(value, like))
+        return next((rows for rows in found if rows), 0)
+    return 0
+
+
+def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) -> Any:
+    """What several calls of `rows` rows are given, as for one call."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        dim = batch_dim(first, like, n, probed)
+        if dim is not None:
+            return torch.cat(list(values), dim)
+        if all(torch.equal(first, value) for value in values[1:]):
+            return first
+        if first.numel() == 1:  # a timestep for the whole batch
+            return torch.cat([value.reshape(1).expand(rows) for value in values])
+    elif isinstance(first, list) and entries(first, like, n, probed):
+        return [entry for value in values for entry in value]
+    elif isinstance(first, list | tuple | dict):
+        others = [other for _, other in _pairs(first, like)]
+        columns = zip(*(v.values() if isinstance(v, dict) else v for v in values), strict=True)
+        parts = [_joined(column, other, n, probed, rows) for column, other in zip(columns, others, strict=True)]
+        return type(first)(zip(first, parts, strict=True)) if isinstance(first, dict) else type(first)(parts)
+    elif isinstance(first, float | int) and not isinstance(first, bool) and any(value != first for value in values):
+        return torch.cat([torch.full((rows,), value) for value in values])
+    else:
+        return first
+    raise ReplayError(
+        f"the denoiser is called with a tensor {list(first.shape)} that differs from step to step and has no batch "
+        "dimension: use step_batch=1"
+    )
+
+
+def _part(value: Any, recorded: Any, like: Any, n: int, probed: int, i: int) -> Any:
+    """Of the output of a stack that of its call `i`, which has the shapes of `recorded`."""
+    if isinstance(value, torch.Tensor):
+        dim = batch_dim(recorded, like, n, probed)
+        return value if dim is None else value.narrow(dim, i * recorded.shape[dim], recorded.shape[dim])
+    if isinstance(value, list) and entries(recorded, like, n, probed):
+        return value[i * len(recorded) : (i + 1) * len(recorded)]
+    if isinstance(value, dict):
+        pairs = _pairs(recorded, like)
+        parts = {name: _part(v, *pair, n, probed, i) for (name, v), pair in zip(value.items(), pairs, strict=True)}
+        return parts if type(value) is dict else type(value)(**parts)
+    if isinstance(value, list | tuple):
+        return type(value)(_part(v, *p, n, probed, i) for v, p in zip(value, _pairs(recorded, like), strict=True))
+    return value
+
+
+def _pairs(value: Any, like: Any) -> list[tuple[Any, Any]]:
+    """The parts of a list, tuple or dictionary with those of `like`, None where it has another structure."""
+    if isinstance(value, dict):
+        named = like if isinstance(like, dict) else {}
+        return [(part, named.get(name)) for name, part in value.items()]
+    alike = isinstance(like, list | tuple) and len(like) == len(value)
+    return list(zip(value, like if alike else [None] * len(value), strict=True))
