@@ -137,7 +137,7 @@ def _rows(value: Any, like: Any, n: int, probed: int) -> int:
 
 
 def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) -> Any:
-    """What several calls of `rows` rows are given, as for one call."""
+    """The argument of one call that stands for those of several, which have `rows` rows each."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         dim = batch_dim(first, like, n, probed)
