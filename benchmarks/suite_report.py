@@ -25,6 +25,7 @@ NOT_MEASURED = "not measured yet"
 GOAL = 0.9  # held-out reward of which the cost is given
 LEVEL = 0.05  # of the tests together
 SEEDS = 5  # of an algorithm, with fewer of which nothing is claimed
+LOWEST = 0.4  # reward at the lower edge of the picture
 MARKERS = "os^vDPX*<>"
 COLUMNS = (
     *("algorithm", "group", "settings", "seeds", "held-out reward", "exactly as asked"),
@@ -272,11 +273,12 @@ def plot(runs: Sequence[Run], path: Path = PICTURE, seeds: int = SEEDS) -> None:
             own = [s for s in found if BY_NAME[algorithm_of(s.algorithm)].scores_steps == is_gradient]
             for number, summary in enumerate(own):
                 draw(side, summary, number)
-            side.set(title=title, xlabel="evaluations of the denoiser", xlim=(0, None))
+            side.set(title=title, xlabel="evaluations of the denoiser")
             side.grid(alpha=0.3)
             if own:
                 side.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
-        axes[0].set(ylabel="held-out OCR reward")
+        # not before both are drawn: a limit that is given ends the scaling; what collapses leaves the picture
+        axes[0].set(ylabel="held-out OCR reward", xlim=(0, None), ylim=(LOWEST, None))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     print(path)
@@ -286,9 +288,11 @@ def draw(axes: Axes, summary: Summary, number: int) -> None:
     """The curve of an algorithm, the `number`-th of its panel."""
     points = curve(summary)
     cost, means = [x for x, _ in points], [y.mean for _, y in points]
+    again = number // len(MARKERS)  # colours and markers repeat, lines do not
     (line,) = axes.plot(
-        cost, means, color=f"C{number}", marker=MARKERS[number % len(MARKERS)], markersize=4, label=summary.algorithm
-    )
+        cost, means, color=f"C{number}", marker=MARKERS[number % len(MARKERS)], linestyle=("-", "--", ":")[again % 3],
+        markersize=4, label=summary.algorithm,
+    )  # fmt: skip
     halves = [y.half or 0.0 for _, y in points]
     low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
     axes.fill_between(cost, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
