@@ -28,8 +28,13 @@ from gerl.config import Config
 from gerl.config.changes import HARMLESS, settings_of
 from gerl.utils.files import finite, write_file
 
-# Keys of other blocks that decide no number, or its rounding only: fingerprints from before they were keys hold.
-EXACT = {"data": ("cache", "cache_gb"), "actor": ("step_batch",)}
+# Keys that fingerprints do not have where they are as before there were such keys.
+NEUTRAL = {
+    ("data", "cache"): None,
+    ("data", "cache_gb"): 2.0,
+    ("actor", "step_batch"): 1,
+    ("algorithm", "train_share"): 1.0,
+}
 HERE = Path(__file__).resolve().parent
 SUITE = HERE / "suite.yaml"
 RESULTS = HERE / "results" / "time_to_reward.json"
@@ -146,8 +151,9 @@ def candidate(algorithm: str, keys: Sequence[str], arguments: Sequence[str]) -> 
 def fingerprint(config: Config) -> str:
     """A hash of the settings that decide what a run computes, without its seed."""
     settings = {block: values for block, values in settings_of(config).items() if block not in HARMLESS}
-    for block, keys in {**EXACT, "trainer": ("seed",)}.items():
-        settings[block] = {key: value for key, value in settings[block].items() if key not in keys}
+    neutral = {**NEUTRAL, ("trainer", "seed"): config.trainer.seed}
+    for block, values in settings.items():
+        settings[block] = {k: v for k, v in values.items() if (block, k) not in neutral or neutral[block, k] != v}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -23,15 +23,16 @@ POWER = 0.25
 
 
 class AWM(ForwardProcess):
-    """Rows with advantage 0 are trained as well: their distances to the old policy and to the base model count."""
+    """Rows with advantage 0 are trained where their distances to the old policy or to the base model count."""
 
     settings: AWMConfig
     uses_old = True
     compared_with_old = ("clip_fraction_low", "clip_fraction_high", "log_ratio_mean")
-    needs_all_samples = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        settings = self.settings
+        self.needs_all_samples = settings.kl_coef > 0 or settings.old_kl_coef > 0 or settings.norm_coef > 0
         if not self.settings.off_policy:  # the old policy is kept, but run only where the distance to it counts
             self.needs_old = self.settings.old_kl_coef > 0
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 
-from gerl.algorithms.core_algos import batch_advantages, decoupled_advantages, group_advantages
+from gerl.algorithms.core_algos import batch_advantages, decoupled_advantages, group_advantages, largest_of_groups
 from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde_window
 from gerl.algorithms.pooling import Pooled
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
-from gerl.config.algorithm_keys import AlgorithmConfig, NormalisedConfig
+from gerl.config.algorithm_keys import AlgorithmConfig, DownSampledConfig, NormalisedConfig
 from gerl.engine import ReplayedStep, Tape, Trajectory, replay
 from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats
 
@@ -95,8 +95,10 @@ class Algorithm:
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
         """The clipped advantages of the samples at each step, `[B, T]`."""
-        clip = self.settings.advantage_clip
+        settings, clip = self.settings, self.settings.advantage_clip
         values = self.advantages(rewards).clamp(-clip, clip)
+        if isinstance(settings, DownSampledConfig) and settings.train_share < 1:
+            values = largest_of_groups(values, rewards.group_ids, settings.train_share)
         return values[:, None].expand(-1, self.config.sampling.num_inference_steps)
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:

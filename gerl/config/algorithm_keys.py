@@ -93,6 +93,15 @@ class NormalisedConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True)
+class DownSampledConfig(NormalisedConfig):
+    """An image is trained on by itself, so those that teach little may be left out."""
+
+    train_share: float = key(
+        1.0, "share of a group's images that are trained on, those with the largest |advantage| (PODS)", above=0, high=1
+    )
+
+
+@dataclass(frozen=True)
 class ClippedConfig(AlgorithmConfig):
     """The ratio to the policy that drew has bounds."""
 

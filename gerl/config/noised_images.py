@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gerl.config.algorithm_keys import AlgorithmConfig, ClippedConfig, NormalisedConfig, cfg_key, name_key
+from gerl.config.algorithm_keys import (
+    AlgorithmConfig,
+    ClippedConfig,
+    DownSampledConfig,
+    NormalisedConfig,
+    cfg_key,
+    name_key,
+)
 from gerl.config.choices import CfgMode, LevelDraw, LikelihoodWeighting
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
@@ -69,7 +76,7 @@ class DiffusionNFTConfig(ContrastConfig):
 
 
 @dataclass(frozen=True)
-class AWMConfig(ForwardProcessConfig, NormalisedConfig, ClippedConfig):
+class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
     name: Literal["awm"] = name_key("awm")
     weighting: LikelihoodWeighting = key("uniform", "likelihood weight of a noise level")
     off_policy: bool = key(

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gerl.config.algorithm_keys import AlgorithmConfig, ClippedConfig, NormalisedConfig, name_key
+from gerl.config.algorithm_keys import AlgorithmConfig, ClippedConfig, DownSampledConfig, NormalisedConfig, name_key
 from gerl.config.choices import KLKind, NodeStdKind, StepLikelihood, StepWeighting
 from gerl.config.sampling import SamplingConfig
 from gerl.config.schema import key, main_key
@@ -84,7 +84,7 @@ class WeightedConfig(PolicyGradientConfig):
 
 
 @dataclass(frozen=True)
-class ChainConfig(WeightedConfig, NormalisedConfig):
+class ChainConfig(WeightedConfig, DownSampledConfig):
     """Every image has a trajectory of its own."""
 
     kl_in_reward: bool = key(False, "subtract the KL from the reward rather than add it to the loss")

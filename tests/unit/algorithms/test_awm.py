@@ -6,6 +6,8 @@ from typing import get_args
 
 import pytest
 import torch
+import training
+from replaying import counted_rows
 from training import noised
 
 from gerl.algorithms.awm import AWM, log_likelihood
@@ -82,3 +84,18 @@ def test_the_settings_are_those_of_the_configuration() -> None:
         "clip_fraction_high": pytest.approx(2 / 6),
         "log_ratio_mean": pytest.approx(float((log_prob - old).mean()), rel=1e-5),
     }
+
+
+def test_rows_without_advantage_are_run_only_for_their_distances() -> None:
+    made = training.Training(training.config("awm"))
+    credit = training.chain_credit([1.0, 0.0, -1.0, 0.5, 0.0, 0.0, 0.0, 0.0])
+    with counted_rows(made.policy.pipe) as rows:
+        left_out, _ = made.gradient(credit)
+        few = rows.total()
+        rows.clear()
+        made.algorithm.needs_all_samples = True
+        everything, _ = made.gradient(credit)
+        assert few * 8 == rows.total() * 3
+    assert training.relative(left_out, everything) < 1e-5
+    for key in ("kl_coef", "old_kl_coef", "norm_coef"):
+        assert AWM(training.config("awm", **{key: 0.1})).needs_all_samples

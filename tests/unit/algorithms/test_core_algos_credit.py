@@ -10,7 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gerl.algorithms.core_algos import best_of_group, preference_pairs, regression_weights, tree_advantages
+from gerl.algorithms.core_algos import (
+    best_of_group,
+    largest_of_groups,
+    preference_pairs,
+    regression_weights,
+    tree_advantages,
+)
 
 LEAVES = torch.arange(16)
 BINARY = torch.stack([LEAVES // size for size in (16, 8, 4, 2, 1)], 1)  # node of each leaf, from the root down
@@ -160,3 +166,13 @@ def test_credit_of_groups(function: Callable[[torch.Tensor, torch.Tensor], torch
         function(torch.zeros(2), torch.zeros(1))
     with pytest.raises(ValueError, match="finite"):
         function(torch.tensor([0.0, math.inf]), torch.zeros(2))
+
+
+def test_the_largest_advantages_of_each_group_are_kept() -> None:
+    advantages = torch.tensor([0.5, -2.0, 1.0, 0.1, 3.0, -0.2, 0.3, 0.0, 0.0])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    kept = largest_of_groups(advantages, groups, 0.5)
+    nan = torch.nan
+    expected = torch.tensor([nan, -2.0, 1.0, nan, 3.0, nan, 0.3, 0.0, nan])
+    assert torch.equal(kept.nan_to_num(9.0), expected.nan_to_num(9.0))
+    assert torch.equal(largest_of_groups(advantages, groups, 1.0), advantages)

@@ -64,7 +64,7 @@ def test_the_losses_follow_their_rows(case: str) -> None:
 
 NEEDS = {  # old policy, base model, rows without advantage, one noise per group
     "diffusion_nft": (True, False, True, False),
-    "awm uniform": (True, False, True, False),
+    "awm uniform": (True, False, False, False),
     "dgpo": (True, True, False, True),
     "crd": (True, False, True, False),
     "diffusion_dpo": (True, False, False, True),

@@ -216,7 +216,7 @@ def test_the_fingerprint_is_that_of_what_is_computed() -> None:
         return suite.fingerprint(compose_run(["algorithm=rwr", *overrides]).config)
 
     assert of() == of("trainer.seed=3") == of("cluster.launcher=local", "logger.progress=false", "checkpoint.every=0")
-    assert of() == of("data.cache=prompts", "data.cache_gb=0")
+    assert of() == of("data.cache_gb=2") != of("data.cache_gb=0")
     assert len({of(), of("actor.lr=2e-3"), of("trainer.steps=3"), of("sampling.num_inference_steps=4")}) == 4
     assert of("actor.lr=2e-3") == of("actor.lr=0.002")
 
