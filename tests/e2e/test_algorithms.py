@@ -55,7 +55,6 @@ DRIFTING = ("ddpo", "rwr")
 # the metrics of an update beside the loss, the optimizer step and, where it has a weight, the KL to the base model
 RATIO = "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_ratio_mean"
 OFF_POLICY = "clip_fraction clip_range log_ratio_abs outside_fraction"  # of a step with several micro-batches
-OLD_RATIO = RATIO.removeprefix("ratio_deviation ")  # to the old policy: nothing is compared with the rollout
 POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
 dense_grpo tree_grpo
@@ -64,7 +63,7 @@ MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
     "fdfo": RATIO,
     "neighbor_grpo": RATIO,
     "awm": "",  # its ratio is that to the weights themselves
-    "awm_fast": OLD_RATIO,
+    "awm_fast": "",
     "best_of_n": "squared_error",
     "rwr": "squared_error",
     "crd": "implicit_reward",
