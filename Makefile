@@ -1,4 +1,4 @@
-# make demo    fine-tune the small Stable Diffusion 3 of gerl until it can write (about three minutes on two cores)
+# make demo    fine-tune the small Stable Diffusion 3 of gerl until it can write (some two minutes on two cores)
 # make test    the whole test suite
 # make check   lint, formatting, types
 # make clean   remove the environment and everything built; outputs/ stays
