@@ -1,6 +1,6 @@
 """The tables of docs/preflight.md from benchmarks/results/signal/*.json: `python benchmarks/signal_table.py`.
 
-Each file is the report of `python -m gerl.preflight experiment=signs rollout.prompts_per_step=8 KEYS signal=N out=FILE`.
+Each file is the report of `python -m gerl.preflight rollout.prompts_per_step=8 KEYS signal=N out=FILE`.
 """
 
 import json
