@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from gerl.config import Config
-from gerl.protocol import RolloutTask
+from gerl.protocol import RolloutTask, Segment
+from gerl.workers.beginnings import beginnings
 
 
 @dataclass(frozen=True)
@@ -50,5 +51,12 @@ def followers(owner: int, config: Config) -> range:
 
 
 def kind(task: RolloutTask) -> Hashable:
-    """Equal for tasks that need the same calls: their segments, and the rows and trained steps of each."""
-    return tuple((len(s.seeds), s.parent, s.start, s.stop, len(s.window), len(s.trained)) for s in task.segments)
+    """Equal for tasks that need the same calls: their segments, the rows and trained steps of each, and if some of the
+    rows begin alike, which a pipeline that cannot be branched tries once."""
+
+    def alike(s: Segment) -> bool:
+        return s.parent is None and len(beginnings([task.samples[leaf] for leaf in s.leaves])[0]) < len(s.leaves)
+
+    return tuple(
+        (len(s.seeds), s.parent, s.start, s.stop, len(s.window), len(s.trained), alike(s)) for s in task.segments
+    )

@@ -128,7 +128,7 @@ class HybridWorker:
         algorithm = self.config.algorithm
         guidance = algorithm.reference_guidance if isinstance(algorithm, ForwardProcessConfig) else None
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
-        self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation, not self.config.lockstep)
+        self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation, lockstep=self.config.lockstep)
         self.rollout.ways.divides = self.ranks is None  # ranks in lockstep make the same calls
         self.rollout.ways.say = self.notes.append
         self.algorithm = build_algorithm(self.config)

@@ -13,7 +13,7 @@ import torch
 
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
-from gerl.engine import Reads, Tape, Trajectory, branch, lean, record
+from gerl.engine import Reads, Tape, Trajectory, branch, lean, record, record_probe
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import pipeline_call, training_sigmas
@@ -36,12 +36,17 @@ T = TypeVar("T")
 class Rollout:
     """Draws samples with the current LoRA (training) or its average (validation).
 
-    `shares`: samples that begin alike are denoised once up to where they part. Not where ranks have to make the same
-    calls: which ones that takes depends on the samples.
+    `shares`: samples that begin alike are denoised once up to where they part. `lockstep`: other ranks have to make as
+    many calls of the model, whatever their samples share.
     """
 
     def __init__(
-        self, policy: Policy, sampling: SamplingConfig, validation: ValidationConfig, shares: bool = True
+        self,
+        policy: Policy,
+        sampling: SamplingConfig,
+        validation: ValidationConfig,
+        shares: bool = True,
+        lockstep: bool = False,
     ) -> None:
         self.policy, self.sampling, self.validation = policy, sampling, validation
         check_scheduler(policy.pipe.scheduler, Sampler(sampling.kernel, sampling.noise_level, sampling.solver))
@@ -49,7 +54,7 @@ class Rollout:
         self.ways = Ways(policy.pipe)
         # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
-        self.shares = shares and sampling.init_noise_spread == 0
+        self.shares, self.lockstep = shares and sampling.init_noise_spread == 0, lockstep
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
         """Images `[B, H, W, 3]` uint8 of the samples of `task`, and their trajectory for training with `algorithm`.
@@ -107,6 +112,8 @@ class Rollout:
         if segment.parent is not None:
             return self._branch(tapes[segment.parent], segment.start, segment.rows, segment)
         samples = [task.samples[leaf] for leaf in segment.leaves]
+        if self.lockstep and len(samples) > 1 and not self._probes:  # which of the two is needed depends on the samples
+            self._probes = self.called(self._both_probes, samples, way, sigmas=training_sigmas(self.sampling))
         first, rows = beginnings(samples)
         if not (self.shares and segment.window and len(first) < len(samples)):
             return self._record(samples, segment, way)
@@ -135,6 +142,10 @@ class Rollout:
         if tape.probe is not None:
             self._probes[several] = tape.probe
         return output, tape
+
+    def _both_probes(self, call: dict[str, object]) -> dict[bool, Tape]:
+        pipe = self.policy.pipe
+        return {True: record_probe(pipe, call, [0]), False: record_probe(pipe, call, [0, 0])}
 
     def _branch(self, tape: Tape, step: int, rows: Sequence[int], segment: Segment) -> tuple[BaseOutput | None, Tape]:
         """`segment`, whose rows go on from step `step` of the samples `rows` of `tape`."""
