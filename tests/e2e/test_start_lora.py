@@ -31,7 +31,7 @@ def test_a_run_goes_on_from_another_ones_lora(first: Any, train: Callable[..., A
     keys = {"validation__data": held_out(first), "model__lora": tmp_path / "start"}
     whole = train(tmp_path / "whole", *KEYS, **keys)
     assert whole.column("val/reward/mean")[0] == first.column("val/reward/mean")[-1]
-    assert max(whole.column("actor/ratio_deviation")) == 0.0
+    assert max(whole.column("actor/ratio_deviation")) < 1e-6
     begun = train(tmp_path / "begun", *KEYS, trainer__steps=1, **keys)
     shutil.rmtree(tmp_path / "start")
     assert main([f"checkpoint.resume={begun.folder}", "trainer.steps=2"]) == 0
