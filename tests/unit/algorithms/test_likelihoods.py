@@ -6,8 +6,7 @@ from training import Training, chain_credit, config, relative
 
 from gerl.algorithms import PolicyGradient, build_algorithm
 from gerl.config import from_mapping
-from gerl.engine import replay
-from gerl.engine.replay import ReplayedStep
+from gerl.engine import ReplayedStep, replay
 from gerl.errors import ConfigError
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]

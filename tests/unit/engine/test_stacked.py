@@ -8,8 +8,7 @@ import tiny
 import torch
 from replaying import EACH, GUIDED, distance, gradients, own, recorded, rolled_out, with_controlnet
 
-from gerl.engine import Reads, lean
-from gerl.engine.replay import replay
+from gerl.engine import Reads, lean, replay
 from gerl.errors import ReplayError
 
 
