@@ -182,7 +182,7 @@ def test_the_kl_may_be_paid_by_the_reward(train: Train, tmp_path: Path) -> None:
     keys = {"trainer__steps": 3, "actor__lr": 0.02, "algorithm__kl_coef": 1e-3, "algorithm__kl_in_reward": "true"}
     run = train(tmp_path / "run", **keys)
     kl = run.column("reward/kl")
-    # the LoRA starts at the base model; images that share a beginning are drawn in another batch than the KL is taken of
+    # the LoRA starts at the base model; rows that share a beginning are drawn in another batch than the KL is taken of
     assert kl[0] == pytest.approx(0, abs=1e-9) and kl[2] > 1e-6
     assert run.column("actor/kl") == []  # nothing of it is in the loss
 
