@@ -152,7 +152,7 @@ def qwen_image() -> Any:
 
 def z_image() -> Any:
     torch.manual_seed(0)
-    sizes = dict(in_channels=4, dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16)
+    sizes = dict(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16)
     transformer = diffusers.ZImageTransformer2DModel(**sizes, axes_dims=[4, 4, 8], axes_lens=[256, 32, 32])
     for parameter in (p for name, p in transformer.named_parameters() if "pad_token" in name):
         torch.nn.init.normal_(parameter)  # left uninitialised by diffusers

@@ -21,16 +21,17 @@ from gerl.config.blocks import (
     ClusterConfig,
     DataConfig,
     LoggerConfig,
-    ModelConfig,
     RewardConfig,
     RolloutConfig,
     ScorerConfig,
     TrainerConfig,
     ValidationConfig,
 )
+from gerl.config.model import ModelConfig
 from gerl.config.noised_images import AWMConfig
 from gerl.config.policy_gradients import FlowGRPOConfig
 from gerl.config.sampling import SamplingConfig
+from gerl.config.savings import check_savings
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
 
@@ -74,6 +75,7 @@ class Config:
         self._check_ranks()
         self._check_train()
         self._check_staleness()
+        check_savings(self)
 
     @property
     def lockstep(self) -> bool:
@@ -111,10 +113,11 @@ class Config:
     def _check_staleness(self) -> None:
         given = f"trainer.staleness={self.trainer.staleness}"
         if not self.trainer.staleness:
-            if getattr(self.algorithm, "decoupled", False):
+            if getattr(self.algorithm, "decoupled", False) and self.rollout.quantize == "none":
                 raise ConfigError(
                     "algorithm.decoupled=true: without trainer.staleness the weights that drew are those that a step "
-                    "begins with, so that it changes nothing; leave it out, or set trainer.staleness=1"
+                    "begins with, so that it changes nothing; leave it out, or set trainer.staleness=1 or "
+                    "rollout.quantize=int8"
                 )
             return
         if self.algorithm.dynamic_sampling:

@@ -141,8 +141,8 @@ class FlowGRPOConfig(ChainConfig, TrajectoryClipConfig):
     )
     decoupled: bool = key(
         False,
-        "with trainer.staleness: clip the ratio to the weights that the step begins with rather than to those that "
-        "drew, and weigh it by the ratio of these two (AReaL)",
+        "with trainer.staleness or rollout.quantize: clip the ratio to the weights that the step begins with rather "
+        "than to those that drew, and weigh it by the ratio of these two (AReaL)",
     )
 
     @property

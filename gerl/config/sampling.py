@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from gerl.config.choices import KernelName, SigmaSpacing, SolverName, WindowSchedule, WindowScope
+from gerl.config.choices import FeatureCacheName, KernelName, SigmaSpacing, SolverName, WindowSchedule, WindowScope
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
@@ -30,6 +30,15 @@ class SamplingConfig(Block):
     compression: float = key(
         1.0, "share of the steps after the window that are taken, each the longer (MixGRPO-Flash)", above=0, high=1
     )
+    cache: FeatureCacheName = key(
+        "none",
+        "feature cache of the denoiser at the steps that are not stochastic, which makes them cheaper and approximate: "
+        "blocks after the first left out, or attention extrapolated; stochastic steps stay exact",
+    )
+    cache_threshold: float = key(
+        0.05, "first_block: change of the first block's residual below which the others are left out", above=0
+    )
+    cache_interval: int = key(2, "taylorseer: attention is computed at every so many steps", low=2)
     same_init_noise: bool = key(False, "the images of a group start from the same noise (DanceGRPO)")
     init_noise_spread: float = key(
         0.0,

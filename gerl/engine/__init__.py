@@ -1,6 +1,7 @@
 """The pipeline is the model: record and replay of any diffusers pipeline through its own `__call__`."""
 
 from gerl.engine.branch import branch
+from gerl.engine.feature_cache import FeatureCache
 from gerl.engine.player import ReplayedStep
 from gerl.engine.record import record, record_probe, record_structure
 from gerl.engine.replay import replay
@@ -8,6 +9,6 @@ from gerl.engine.tape import Reads, Tape
 from gerl.engine.trajectory import Trajectory, lean
 
 __all__ = [
-    "Reads", "ReplayedStep", "Tape", "Trajectory", "branch", "lean", "record", "record_probe", "record_structure",
-    "replay",
+    "FeatureCache", "Reads", "ReplayedStep", "Tape", "Trajectory", "branch", "lean", "record", "record_probe",
+    "record_structure", "replay",
 ]  # fmt: skip

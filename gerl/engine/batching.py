@@ -4,7 +4,7 @@ The batch dimension of a value is found by comparing it with the same value of a
 cannot be read off one shape alone: `[8, 77, 32]` may be 8 prompts, 4 with their negatives, or 8 layers of one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -119,6 +119,54 @@ def batch_dim(full: torch.Tensor, like: object, n: int, probed: int) -> int | No
         multiples = [size / probed for size in like.shape]
     found = (dim for dim, multiple in enumerate(multiples) if multiple and full.shape[dim] == multiple * n)
     return next(found, None)
+
+
+def map_rows(
+    value: Any,
+    recorded: Any,
+    like: Any,
+    n: int,
+    probed: int,
+    tensor: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
+    listed: Callable[[list[Any], list[Any]], list[Any]],
+) -> Any:
+    """An output with other rows than the `recorded` one of `n` samples; gradients flow.
+
+    `tensor(value, dim, recorded)` makes it of a tensor whose rows lie in `dim`, `listed(value, recorded)` of a list
+    with entries per sample; `like` and `probed`: see `take`. What has no rows is left as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        dim = batch_dim(recorded, like, n, probed)
+        return value if dim is None else tensor(value, dim, recorded)
+    if isinstance(value, list) and entries(recorded, like, n, probed):
+        return listed(value, recorded)
+    if not isinstance(value, list | tuple | dict):
+        return value
+    values = value.values() if isinstance(value, dict) else value
+    matched = zip(values, pairs(recorded, like), strict=True)
+    parts = [map_rows(v, *pair, n, probed, tensor, listed) for v, pair in matched]
+    if isinstance(value, dict):
+        named = dict(zip(value, parts, strict=True))
+        return named if type(value) is dict else type(value)(**named)
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def pairs(value: Any, like: Any) -> list[tuple[Any, Any]]:
+    """The parts of a list, tuple or dictionary with those of `like`, None where it has another structure."""
+    if isinstance(value, dict):
+        named = like if isinstance(like, dict) else {}
+        return [(part, named.get(name)) for name, part in value.items()]
+    alike = isinstance(like, list | tuple) and len(like) == len(value)
+    return list(zip(value, like if alike else [None] * len(value), strict=True))
+
+
+def same(ours: Tree, theirs: Tree) -> bool:
+    """Whether two structures have equal tensors, and other values in the same places."""
+    a, b = tree_leaves(ours), tree_leaves(theirs)
+    return len(a) == len(b) and all(
+        torch.equal(x, y) if torch.is_tensor(x) and torch.is_tensor(y) else torch.is_tensor(x) == torch.is_tensor(y)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def _take_tensor(full: torch.Tensor, probe_value: object, index: Sequence[int], n: int, probed: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_any
 
 from gerl.engine.batching import detached_copy, materialised, select_call
+from gerl.engine.feature_cache import NO_CACHE, FeatureCache
 from gerl.engine.instrument import Timestep
 from gerl.engine.record import Recorder, check_generators, record_probe
 from gerl.engine.tape import Tape, TapeStep
@@ -41,6 +42,7 @@ def branch(
     compression: float = 1.0,
     stop: int | None = None,
     noise_at: Mapping[int, float] | None = None,
+    cache: FeatureCache = NO_CACHE,
 ) -> tuple[BaseOutput | None, Tape]:
     """Go on from step `step` of the samples `index` of `tape`; return the pipeline's output and the children's tape.
 
@@ -65,7 +67,7 @@ def branch(
     check_generators(generators, len(index))
     parents = tape.rows(index)
     child = Tape(select_call(tape.call, index), len(index), probe=parents.probe)
-    sampler = Sampler(kernel, noise_level, solver, compression)
+    sampler = Sampler(kernel, noise_level, solver, compression, cache)
     recorder = BranchRecorder(parents, step, child, sampler, window, generators, stop, noise_at)
     return recorder.run(pipe, select_call(tape.call, index), generators), child
 

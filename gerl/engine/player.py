@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._pytree import tree_map
 
+from gerl.engine.alike import first_of_kind, once_per_kind
 from gerl.engine.batching import Tree, detached_copy, materialised
 from gerl.engine.companions import CompanionsFromTape
 from gerl.engine.differentiable import Differentiable
@@ -77,6 +78,7 @@ class ReplayedStep:
 
 
 OnStep = Callable[[int, ReplayedStep], torch.Tensor | None]
+OfRows = Callable[[int], Callable[..., object]]  # rows of latents -> what is called for so many
 
 
 class Player(CompanionsFromTape):
@@ -121,6 +123,7 @@ class Player(CompanionsFromTape):
         self.position = (-1, 0)  # (scheduler step, component calls within it)
         probe = tape.probe.component_calls if tape.probe else []
         self.probed = [c for c in probe if c.component in self.looped]
+        self.parted = False  # whether a step was seen at which no two samples are at the same latents
         self.cuts: list[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = []
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -164,15 +167,31 @@ class Player(CompanionsFromTape):
         if role == "unconditional" and self.cfg == "off":
             check_stands_for(self.conditional, recorded.output, self.step)
             return self.conditional  # the same cut: the gradients of both meet in it
-        if role:
-            half = len(self.tape.steps[self.step].x)
-            nth = self.position[1]
-            alike = [c for c in (self.probed[nth : nth + 1] + [recorded]) if c.component == name]
-            forward = guided(forward, role, self.cfg, half, has_rows_in_list(recorded.output), alike)
-        output = self._cut(forward(*args, **kwargs))
+        output = self._cut(self._once_per_kind(self._guided(forward, role, recorded), recorded)(*args, **kwargs))
         if role == "conditional":
             self.conditional = output
         return output
+
+    def _guided(self, forward: Callable[..., object], role: Role | None, recorded: ComponentCall) -> OfRows:
+        """`forward` as a function of how many rows of latents it is called for."""
+        if role is None:
+            return lambda rows: forward
+        nth = self.position[1]
+        alike = [c for c in (self.probed[nth : nth + 1] + [recorded]) if c.component == recorded.component]
+        in_list = has_rows_in_list(recorded.output)
+        return lambda rows: guided(forward, role, self.cfg, rows, in_list, alike)
+
+    def _once_per_kind(self, of_rows: OfRows, recorded: ComponentCall) -> Callable[..., object]:
+        """The denoiser, run once for samples that are at the same latents."""
+        x, n, probe = self.tape.steps[self.step].x, self.tape.batch_size, self.tape.probe
+        like = [c for c in self.probed if c.component == recorded.component] or self.probed[-1:]
+        if self.parted or self.step in self.latents or probe is None or probe.batch_size == n or not like:
+            return of_rows(len(x))
+        kinds = first_of_kind(x)
+        self.parted = len(set(kinds)) == len(kinds)  # trajectories that have parted do not meet again
+        if self.parted or len(kinds) != n:
+            return of_rows(len(x))
+        return once_per_kind(of_rows, kinds, recorded, like[min(self.position[1], len(like) - 1)], probe.batch_size)
 
     def _cut(self, value: object) -> object:
         """`value`, an output of the denoiser at this step, in leaves that the losses go back to."""

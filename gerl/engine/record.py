@@ -13,6 +13,7 @@ import torch
 
 from gerl.engine.batching import batch_size, detached_copy, materialised, num_elements, select_call, shapes
 from gerl.engine.caches import Caches
+from gerl.engine.feature_cache import NO_CACHE, CachedDenoisers, FeatureCache
 from gerl.engine.instrument import StopPipeline, Timestep, routed
 from gerl.engine.kernels import gaussian_log_prob
 from gerl.engine.solver import ONE_STEP, OdeSolver, Span, compressed_spans
@@ -43,6 +44,7 @@ def record(
     compression: float = 1.0,
     stop: int | None = None,
     noise_at: Mapping[int, float] | None = None,
+    cache: FeatureCache = NO_CACHE,
 ) -> tuple[BaseOutput | None, Tape]:
     """Run `pipe(**call)` without gradient; return its output and the tape that `replay` needs.
 
@@ -63,15 +65,16 @@ def record(
     `stop`: leave the pipeline where it is about to take this step: the tape ends before it, but has what the denoiser
     said there, so that `branch` can go on from it; it keeps the denoiser's outputs however large (those of FLUX Kontext
     have the reference picture's tokens). The output is None. `noise_at`: noise levels of single stochastic steps, where
-    it is not `noise_level`.
+    it is not `noise_level`. `cache`: of the denoisers, at all steps but the stochastic ones and `stop`.
 
-    Raises `ModelError` where the scheduler has no transition kernel, the solver is not for it, or `window` or `stop`
-    name a step that cannot be, and with `init_spread` where the pipeline draws no noise that can be mixed.
+    Raises `ModelError` where the scheduler has no transition kernel, the solver or the cache is not for the pipeline,
+    or `window` or `stop` name a step that cannot be, and with `init_spread` where the pipeline draws no noise that can
+    be mixed.
     """
     n = batch_size(call)
     arguments = {name: value for name, value in call.items() if name != "generator"}
     tape = Tape(select_call(arguments, range(n)), n)
-    sampler = Sampler(kernel, noise_level, solver, compression)
+    sampler = Sampler(kernel, noise_level, solver, compression, cache)
     recorder = Recorder(tape, sampler, window, check_generators(generators, n), stop, noise_at)
     recorder.init_spread = init_spread
     # fresh lists both times: some pipelines write into theirs
@@ -138,6 +141,7 @@ class Recorder:
         levels = (noise_at or {}).items()
         self.transitions_at = {k: Transitions(replace(sampler, noise_level=level)) for k, level in levels}
         self.caches = Caches()
+        self.cached: CachedDenoisers
         self.depth = 0  # nesting of answered methods: only the outermost is answered in a replay
         self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
         self.spans: dict[int, Span] = {}  # of the steps that compression changes
@@ -154,7 +158,8 @@ class Recorder:
             one = isinstance(arguments.get("prompt"), str)  # what takes no list of prompts takes none of generators
             arguments = {**arguments, "generator": generators[0] if one else list(generators)}
         self.caches.belong_to(pipe)
-        with torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
+        self.cached = CachedDenoisers(pipe, self.sampler.cache)
+        with self.cached, torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
             output = pipe(**arguments)
             self._finish()
             return output
@@ -193,7 +198,8 @@ class Recorder:
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
         held = self.caches.check_arguments(k, name, (args, kwargs))
-        output = forward(*args, **kwargs)
+        exact = self.window is None or k in self.window or k == self.stop
+        output = self.cached.run(name, self._calls_before(k, name), exact, forward, *args, **kwargs)
         self.caches.note(k, (args, kwargs), held, output)
         self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output), shapes((args, kwargs))))
         return output
@@ -271,10 +277,14 @@ class Recorder:
 
     def _same_call_before(self, name: str) -> ComponentCall | None:
         """The call at the last step that corresponds to the one `name` is about to make."""
-        k, calls = len(self.tape.steps), self.tape.component_calls
-        nth = sum((c.step, c.component) == (k, name) for c in calls)
-        before = [c for c in calls if (c.step, c.component) == (k - 1, name)]
+        k = len(self.tape.steps)
+        nth = self._calls_before(k, name)
+        before = [c for c in self.tape.component_calls if (c.step, c.component) == (k - 1, name)]
         return before[nth] if nth < len(before) else None
+
+    def _calls_before(self, step: int, name: str) -> int:
+        """How often `step` has called the component `name` so far."""
+        return sum((c.step, c.component) == (step, name) for c in self.tape.component_calls)
 
     def _finish(self) -> None:
         """The pipeline came to its end."""

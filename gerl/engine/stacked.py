@@ -10,12 +10,12 @@ denoiser said at other steps is refused. Components without trained weights (Con
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from gerl.engine.batching import Arguments, batch_dim, detached_copy, entries
+from gerl.engine.batching import Arguments, batch_dim, detached_copy, entries, map_rows, pairs, same
 from gerl.engine.player import Player
 from gerl.engine.tape import ComponentCall
 from gerl.errors import ReplayError
@@ -78,7 +78,7 @@ class StackedPlayer(Player):
         if self.position not in self.outputs:
             self._run_stack(name, forward, recorded)
         _, gathered = self.gathered[self.position]
-        if not _same((args, kwargs), gathered):
+        if not same((args, kwargs), gathered):
             raise ReplayError(
                 f"what the pipeline calls {name} with at step {self.step} depends on what it said at a step before: "
                 "use step_batch=1"
@@ -100,8 +100,9 @@ class StackedPlayer(Player):
         rows = _rows(calls[0], probe.inputs, n, probed)
         args, kwargs = _joined(calls, probe.inputs, n, probed, rows)
         output = self.differentiable.run(self.components[name], forward, *args, **kwargs)
+        shapes = (recorded.output, probe.output, n, probed)
         for i, place in enumerate(places):
-            self.outputs[place] = _part(output, recorded.output, probe.output, n, probed, i)
+            self.outputs[place] = map_rows(output, *shapes, partial(_narrowed, i), partial(_sliced, i))
 
     def _backward_through_denoiser(self) -> None:
         reached = [(value, leaf.grad) for _, cut in self.cuts for value, leaf in cut if leaf.grad is not None]
@@ -115,14 +116,6 @@ def is_trained(component: torch.nn.Module) -> bool:
     return any(p.requires_grad for p in component.parameters())
 
 
-def _same(given: object, gathered: object) -> bool:
-    ours, theirs = tree_leaves(given), tree_leaves(gathered)
-    return len(ours) == len(theirs) and all(
-        torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else torch.is_tensor(a) == torch.is_tensor(b)
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
 def _rows(value: Any, like: Any, n: int, probed: int) -> int:
     """Rows of the first value in `value` that has a batch dimension; 0 where none has."""
     if isinstance(value, torch.Tensor):
@@ -131,7 +124,7 @@ def _rows(value: Any, like: Any, n: int, probed: int) -> int:
     if isinstance(value, list | tuple | dict):
         if isinstance(value, list) and entries(value, like, n, probed):
             return len(value)
-        found = (_rows(part, other, n, probed) for part, other in _pairs(value, like))
+        found = (_rows(part, other, n, probed) for part, other in pairs(value, like))
         return next((rows for rows in found if rows), 0)
     return 0
 
@@ -150,7 +143,7 @@ def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) ->
     elif isinstance(first, list) and entries(first, like, n, probed):
         return [entry for value in values for entry in value]
     elif isinstance(first, list | tuple | dict):
-        others = [other for _, other in _pairs(first, like)]
+        others = [other for _, other in pairs(first, like)]
         columns = zip(*(v.values() if isinstance(v, dict) else v for v in values), strict=True)
         parts = [_joined(column, other, n, probed, rows) for column, other in zip(columns, others, strict=True)]
         return type(first)(zip(first, parts, strict=True)) if isinstance(first, dict) else type(first)(parts)
@@ -164,26 +157,10 @@ def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) ->
     )
 
 
-def _part(value: Any, recorded: Any, like: Any, n: int, probed: int, i: int) -> Any:
-    """Of the output of a stack that of its call `i`, which has the shapes of `recorded`."""
-    if isinstance(value, torch.Tensor):
-        dim = batch_dim(recorded, like, n, probed)
-        return value if dim is None else value.narrow(dim, i * recorded.shape[dim], recorded.shape[dim])
-    if isinstance(value, list) and entries(recorded, like, n, probed):
-        return value[i * len(recorded) : (i + 1) * len(recorded)]
-    if isinstance(value, dict):
-        pairs = _pairs(recorded, like)
-        parts = {name: _part(v, *pair, n, probed, i) for (name, v), pair in zip(value.items(), pairs, strict=True)}
-        return parts if type(value) is dict else type(value)(**parts)
-    if isinstance(value, list | tuple):
-        return type(value)(_part(v, *p, n, probed, i) for v, p in zip(value, _pairs(recorded, like), strict=True))
-    return value
+def _narrowed(i: int, value: torch.Tensor, dim: int, of_one: torch.Tensor) -> torch.Tensor:
+    """Of the output of a stack that of its call `i`, which is like `of_one`."""
+    return value.narrow(dim, i * of_one.shape[dim], of_one.shape[dim])
 
 
-def _pairs(value: Any, like: Any) -> list[tuple[Any, Any]]:
-    """The parts of a list, tuple or dictionary with those of `like`, None where it has another structure."""
-    if isinstance(value, dict):
-        named = like if isinstance(like, dict) else {}
-        return [(part, named.get(name)) for name, part in value.items()]
-    alike = isinstance(like, list | tuple) and len(like) == len(value)
-    return list(zip(value, like if alike else [None] * len(value), strict=True))
+def _sliced(i: int, value: list[object], of_one: list[object]) -> list[object]:
+    return value[i * len(of_one) : (i + 1) * len(of_one)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gerl.engine.feature_cache import NO_CACHE, FeatureCache
 from gerl.engine.instrument import Timestep
 from gerl.engine.kernels import DDIMRule, EDMRule, FlowRule, Rule, coefficients
 from gerl.engine.solver import ONE_STEP, SOLVERS, Span
@@ -25,6 +26,7 @@ class Sampler:
     noise_level: float
     solver: str = "euler"
     compression: float = 1.0
+    cache: FeatureCache = NO_CACHE
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS:

@@ -21,6 +21,7 @@ from gerl.model.libraries import quiet_libraries
 from gerl.model.loading import find_denoisers, load_pipeline
 from gerl.model.lora_variants import attach, switch
 from gerl.model.policy import Policy
+from gerl.model.speed import compile_blocks
 from gerl.model.weight_variants import WeightVariants
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
@@ -52,8 +53,9 @@ class EvaluationWorker:
         denoisers = find_denoisers(pipe)
         self.weights = WeightVariants(pipe, {n: models_in(path) for n, path in self.loras.items() if path.is_dir()})
         attach(pipe, {name: path for name, path in self.loras.items() if not path.is_dir()})
-        for denoiser in denoisers.values() if model.compile else ():
-            denoiser.compile(backend=model.compile)
+        if model.compile is not None:
+            for denoiser in denoisers.values():
+                compile_blocks(denoiser, model.compile)
         # no step is stochastic here: whether the kernel of the configuration fits the scheduler does not matter
         sampling = replace(config.sampling, kernel="ode", solver="euler", compression=1.0)
         # the averaged weights of a run are those in its file: there is nothing to swap in

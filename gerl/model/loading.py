@@ -29,8 +29,9 @@ from gerl.model.placement import decode_in_fp32, place
 from gerl.model.policy import Policy
 from gerl.model.quantisation import check_quantisation, leading_values, quantisation_config, text_encoders
 from gerl.model.schedulers import trainable_scheduler
-from gerl.model.sharding import repeated_blocks, shard, sharded_components
+from gerl.model.sharding import shard, sharded_components
 from gerl.model.skeletons import skeletons
+from gerl.model.speed import channels_last, compile_blocks, set_attention
 from gerl.model.start_lora import begin_with, merge_start, read_start
 from gerl.model.stored import Unread, unread_models
 from gerl.model.whole import alone, chosen, divide, parameters_of
@@ -193,6 +194,10 @@ def load_pipeline(
         for denoiser in denoisers.values():
             denoiser.float()  # of a pipeline with code of its own, whose denoisers are not known before
         sharded = {**sharded, **denoisers}
+    if config.attention is not None:
+        set_attention(denoisers, config.attention)
+    if config.channels_last:
+        channels_last(pipe)
     place(pipe, denoisers, device, config.offload, sharded)
     return pipe
 
@@ -290,9 +295,7 @@ def load_policy(
         if config.gradient_checkpointing:
             _checkpoint_gradients(denoiser)
         if config.compile is not None:
-            # with the blocks' weights come hooks, which are no part of what is compiled
-            for part in [denoiser] if mesh is None else repeated_blocks(denoiser):
-                part.compile(backend=config.compile)
+            compile_blocks(denoiser, config.compile)
     begin_with(start, denoisers)
     if start:
         logger.info("the LoRA begins as %s", config.lora)
@@ -328,7 +331,7 @@ def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: Device
         if config.gradient_checkpointing:
             _checkpoint_gradients(denoiser)
         if config.compile is not None:
-            denoiser.compile(backend=config.compile)
+            compile_blocks(denoiser, config.compile)
     fingerprint = weights_fingerprint(denoisers)
     if mesh is not None:
         others = sharded_components(pipe, denoisers, config.shard)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 
+from gerl.model.drawing_weights import DrawingWeights
 from gerl.model.ema import EMA
 from gerl.model.lora import lora_disabled, lora_file
 
@@ -19,7 +20,8 @@ class Policy:
     divided among ranks, and so are then the averages. `ema` is what validation and export
     use; `old` an earlier policy that an algorithm compares with; `sampler` draws the rollouts, if it is not the trained
     weights that do. `earlier[i]`: the weights that drew after the last finished step but `i`, as many as
-    `trainer.staleness` asks for, and of each the `version` as its number of updates.
+    `trainer.staleness` asks for, and of each the `version` as its number of updates. `drawing`: 8-bit copies of frozen
+    weights that draw in their place.
     """
 
     pipe: DiffusionPipeline
@@ -34,6 +36,7 @@ class Policy:
     whole: bool = False  # `trained` are weights of the denoisers themselves, not of a LoRA
     reference: EMA | None = None  # then their first values, if an algorithm asks for `base`
     earlier: list[EMA] = field(default_factory=list)
+    drawing: DrawingWeights | None = None
 
     def averages(self) -> dict[str, EMA]:
         """All weights besides the trained ones, by name."""
@@ -57,8 +60,11 @@ class Policy:
 
         `old`: with those of the old policy.
         """
-        drawing = self.old if old else self.earlier[lag] if lag else self.sampler
-        with contextlib.nullcontext() if drawing is None else drawing.swapped_in():
+        average = self.old if old else self.earlier[lag] if lag else self.sampler
+        with contextlib.ExitStack() as stack:
+            for weights in (average, self.drawing):
+                if weights is not None:
+                    stack.enter_context(weights.swapped_in())
             yield
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
+from gerl.config.savings import saving_notes
 from gerl.protocol import Images, Prompt, RolloutTask, Scores, StepEnd
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.total import described
@@ -168,7 +169,7 @@ class RayDiffusionTrainer(DurableRun):
         with waiting("trying the scorers on grey images", self.downloads):
             try_scorers(self.rewards, config, self.prompts)
         self.model = model = self.load_model()
-        for sentence in model.notes:
+        for sentence in [*model.notes, *saving_notes(config)]:
             logger.info("%s", sentence)
         ranks = f" of {cluster.ranks} ranks" if cluster.ranks > 1 else ""
         what = "LoRA of %s parameters on" if config.model.train == "lora" else "%s weights trained of"

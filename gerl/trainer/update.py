@@ -77,6 +77,7 @@ class Update:
         by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
         stats, off_policy = UpdateStats(), UpdateStats()
         deviation, started = None, self.state.policy_version
+        late = lag > 0 or self.config.rollout.quantize != "none"  # other weights drew than those that are trained
         whole_groups = self.config.algorithm.whole_groups
         parts = list(update_parts(tasks, self.config.actor.updates_per_step, whole_groups))
         given_to = [Rows((task.id, by_task[task.id]) for task in part) for part in parts]
@@ -92,10 +93,10 @@ class Update:
             pools = self.algorithm.pools
             pooled = pooled_sum(self.workers.run(HybridWorker.pool, given, at_once)) if pools else None
             new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled, at_once), UpdateStats())
-            if number == lag == 0 and new.ratio_deviation is not None:
+            if number == 0 and not late and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)
-            if lag or self.state.policy_version > started:
+            if late or self.state.policy_version > started:
                 off_policy += new
             together = len(self.workers) > 1 and self.workers.remote
             if len(self.workers) > 1 and not together:  # in this process there is no collective

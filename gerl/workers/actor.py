@@ -72,7 +72,7 @@ class Actor:
             policy.old = EMA(policy.trained, partial(decay_at, algorithm.old_decay))
         if algorithm.rollout_decay is not None:
             policy.sampler = EMA(policy.trained, partial(decay_at, algorithm.rollout_decay))
-        if staleness:
+        if staleness or getattr(algorithm.settings, "decoupled", False):
             policy.earlier = [EMA(policy.trained, 0.0) for _ in range(staleness + 1)]
         if policy.whole and algorithm.compares_with_base:
             policy.reference = EMA(policy.trained, 1.0)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from gerl.config import Config
 from gerl.errors import ConfigError
-from gerl.model.loading import check_model
+from gerl.model.loading import check_model, precision
 from gerl.model.quantisation import check_quantisation
+from gerl.model.speed import check_attention
 from gerl.utils.files import reason
 from gerl.workers.optimizers import check_optimizer
 
@@ -16,6 +17,8 @@ def check_start(config: Config, device: str) -> None:
     A pipeline of the hub is fetched into its cache.
     """
     check_quantisation(config.model, device)
+    if config.model.attention is not None:
+        check_attention(config.model.attention, device, precision(config.model, device))
     check_model(config.model, config.sampling, config.cluster.context)
     check_optimizer(config.actor, device)
     if config.data.cache is not None:

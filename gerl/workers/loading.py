@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from gerl.config import Config
+from gerl.model.drawing_weights import DrawingWeights
 from gerl.model.loading import load_policy, precision
 from gerl.model.policy import Policy
 from gerl.model.prompts import PromptCache, folder_of
@@ -20,6 +21,8 @@ def loaded_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
     keeps = mesh is None or model.shard != "all"
     late = keeps and data.cache is not None and model.offload == "none"
     policy = load_policy(model, config.actor.ema_decay, device, config.trainer.seed, mesh, context, late)
+    if config.rollout.quantize != "none":
+        policy.drawing = DrawingWeights(policy.denoisers, config.rollout.quantize)
     if keeps:
         folder = None if data.cache is None else folder_of(Path(data.cache), model, precision(model, device))
         PromptCache(data.cache_gb, folder).attach(policy.pipe)

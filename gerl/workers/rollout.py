@@ -13,7 +13,7 @@ import torch
 
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
-from gerl.engine import Reads, Tape, Trajectory, branch, lean, record, record_probe
+from gerl.engine import FeatureCache, Reads, Tape, Trajectory, branch, lean, record, record_probe
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import pipeline_call, training_sigmas
@@ -54,6 +54,7 @@ class Rollout:
         self.ways = Ways(policy.pipe)
         # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
+        self.cache = FeatureCache(sampling.cache, sampling.cache_threshold, sampling.cache_interval)
         self.shares, self.lockstep = shares and sampling.init_noise_spread == 0, lockstep
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
@@ -165,6 +166,7 @@ class Rollout:
             "compression": self.sampling.compression,
             "stop": segment.stop,
             "noise_at": dict(segment.noise),
+            "cache": self.cache,
         }
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:

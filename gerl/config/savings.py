@@ -1,0 +1,137 @@
+"""What the keys that save time change, and where they cannot be used.
+
+exact: the same numbers, bit for bit. rounding: the same but for the order of sums. images: other images are drawn, by a
+cheaper approximation, and what is trained on is computed as without. policy: other weights draw than those that are
+trained, and the recorded log-probabilities, which are theirs, correct for it. gradient: another gradient, on purpose.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from gerl.config.algorithm_keys import AlgorithmConfig
+from gerl.config.blocks import ActorConfig, RolloutConfig
+from gerl.config.model import ModelConfig
+from gerl.config.sampling import SamplingConfig
+from gerl.config.schema import shown
+from gerl.errors import ConfigError
+
+Effect = Literal["exact", "rounding", "images", "policy", "gradient"]
+
+
+class Settings(Protocol):
+    """The parts of a `Config` that are looked at."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def sampling(self) -> SamplingConfig: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def actor(self) -> ActorConfig: ...
+    @property
+    def lockstep(self) -> bool: ...
+
+
+def _no_refusal(_: Settings) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A key that saves time: a value that does so, its effect, and why a configuration cannot have it, if so."""
+
+    key: str
+    example: str
+    effect: Effect
+    saves: str
+    refusal: Callable[[Settings], str | None] = _no_refusal
+
+    def value(self, config: Settings) -> object:
+        """The key's value in `config`; None where the algorithm has no such key."""
+        block, name = self.key.split(".")
+        return getattr(getattr(config, block), name, None)
+
+
+def _of_cache(config: Settings) -> str | None:
+    if config.sampling.cache == "none":
+        return None
+    if config.algorithm.replays_latents and config.sampling.kernel == "ode":
+        return f"{config.algorithm.name} trains at steps without noise, which have to be exact"
+    if config.model.compile is not None:
+        return f"it is switched on and off between steps, which model.compile={config.model.compile} would compile anew"
+    if config.lockstep:
+        return "ranks that work in lockstep have to run the same blocks"
+    return None
+
+
+def _of_step_batch(config: Settings) -> str | None:
+    if config.actor.step_batch > 1 and config.algorithm.cfg == "detach_uncond":
+        return "algorithm.cfg=detach_uncond runs the halves of each step apart; use cfg=joint"
+    return None
+
+
+def _of_drawing(config: Settings) -> str | None:
+    if config.rollout.quantize == "none":
+        return None
+    algorithm, model = config.algorithm, config.model
+    if algorithm.replays_latents and not (algorithm.scores_steps and algorithm.cfg != "off"):
+        why = "with algorithm.cfg=off it" if algorithm.scores_steps else algorithm.name
+        return f"{why} has no ratio to the policy that drew, which would correct for other weights"
+    if model.train != "lora":
+        return f"with model.train={model.train} the copies would have to follow the weights"
+    if model.quantize != "none" or model.offload == "blocks":
+        return "it makes copies of weights on the device; use model.quantize=none and model.offload=none or encoders"
+    if config.lockstep:
+        return "it does not go together with divided weights or tokens yet"
+    return None
+
+
+SAVINGS = (
+    Saving("data.cache_gb", "2", "exact", "text encoders: prompts are encoded once"),
+    Saving("data.cache", "FOLDER", "exact", "text encoders, also across runs"),
+    Saving("sampling.same_init_noise", "true", "rounding", "denoising steps that images of a group have in common"),
+    Saving("actor.step_batch", "3", "rounding", "calls of the denoiser in the update", _of_step_batch),
+    Saving("model.compile", "inductor", "rounding", "time of a call: compiled blocks"),
+    Saving("model.attention", "native", "rounding", "time of a call: another kernel"),
+    Saving("model.channels_last", "true", "rounding", "time of the VAE"),
+    Saving("sampling.solver", "dpm2", "images", "steps: better images at as many"),
+    Saving("sampling.compression", "0.5", "images", "steps after the noisy ones"),
+    Saving("sampling.cache", "first_block", "images", "blocks of the denoiser at steps without noise", _of_cache),
+    Saving("rollout.quantize", "int8", "policy", "time of a call in the rollout: 8-bit products", _of_drawing),
+    Saving("algorithm.cfg", "detach_uncond", "gradient", "backward pass of the unconditional half of guidance"),
+    Saving("algorithm.train_share", "0.5", "gradient", "the update of images with small advantages"),
+)
+
+
+def check_savings(config: Settings) -> None:
+    """Raise `ConfigError` where a key that saves time cannot be used with the rest."""
+    for saving in SAVINGS:
+        if reason := saving.refusal(config):
+            value = shown(saving.value(config)).strip("'")
+            raise ConfigError(f"{saving.key}={value}: {reason}; leave it out")
+
+
+def saving_notes(config: Settings) -> list[str]:
+    """Sentences for the log of a run whose images or policy are not those it would have without."""
+    sampling, found = config.sampling, []
+    if sampling.cache != "none":
+        exact = "noisy steps are computed in full" if sampling.kernel != "ode" else "training computes in full"
+        found.append(
+            f"sampling.cache={sampling.cache}: images are drawn with approximate denoising steps, {exact}; which "
+            "images are drawn together decides what is left out"
+            if sampling.cache == "first_block"
+            else f"sampling.cache={sampling.cache}: images are drawn with approximate denoising steps, {exact}"
+        )
+        if config.algorithm.replays_latents and sampling.window_size is None and not config.algorithm.branches:
+            found.append(
+                f"sampling.cache={sampling.cache} has little to save: all denoising steps but the last are noisy; give "
+                "a sampling.window_size"
+            )
+    if config.rollout.quantize != "none":
+        corrected = "their ratio corrects for it" if config.algorithm.scores_steps else "training learns from images"
+        found.append(f"rollout.quantize={config.rollout.quantize}: weights in 8 bits draw, {corrected}")
+    return found

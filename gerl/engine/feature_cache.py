@@ -1,0 +1,263 @@
+"""Feature caches in the denoisers of a rollout, at steps of which nothing but the latents is used.
+
+With a cache the blocks of a denoiser repeat what they did at a step before, or extrapolate it, rather than compute. At
+the steps that are trained, or branched from, it is off: what is recorded there is what the denoiser computes, and so is
+what a replay computes again. What was kept before such a step is forgotten.
+"""
+
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, get_args
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gerl.config.choices import FeatureCacheName
+from gerl.engine.batching import Tree, shapes
+from gerl.errors import ModelError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+NAMES: tuple[str, ...] = get_args(FeatureCacheName)
+Forward = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class FeatureCache:
+    """Which cache, and how much it leaves out.
+
+    `first_block`: all blocks but the first are left out where what the first one says is within `threshold` (relative)
+    of what it said when they were last computed, and what they added then is added again (after ParaAttention's First
+    Block Cache, which looks at the first block's residual). All rows of a call are judged together. `taylorseer`:
+    attention is computed at every `interval`-th step after the first two, and extrapolated between (TaylorSeer, arXiv
+    2503.06923).
+    """
+
+    name: str = "none"
+    threshold: float = 0.05
+    interval: int = 2
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise ValueError(f"unknown cache {self.name!r}: choose one of {', '.join(NAMES)}")
+
+
+NO_CACHE = FeatureCache()
+
+
+class CachedDenoisers:
+    """The denoisers of a pipeline with their caches, in one rollout; a context that leaves them as they were."""
+
+    def __init__(self, pipe: DiffusionPipeline, cache: FeatureCache) -> None:
+        self.cache, self.components = cache, pipe.components
+        self.active: dict[str, _Cache] = {}
+
+    def __enter__(self) -> CachedDenoisers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.active):
+            self.active.pop(name).remove()
+
+    def run(self, name: str, nth: int, exact: bool, forward: Forward, *args: object, **kwargs: object) -> object:
+        """The output of component `name`, called for the `nth` time at a step; `exact`: without its cache.
+
+        Raises `ModelError` for a component whose blocks cannot be cached.
+        """
+        if self.cache.name == "none" or not _is_denoiser(self.components[name]):
+            return forward(*args, **kwargs)
+        if exact:
+            if name in self.active:
+                self.active.pop(name).remove()
+            return forward(*args, **kwargs)
+        if name not in self.active:
+            made = _FirstBlock if self.cache.name == "first_block" else _TaylorSeer
+            self.active[name] = made(self.components[name], self.cache)
+        # calls of one kind follow each other: the halves of guidance may be calls of their own, and come and go
+        sizes = [tuple(v.shape) for v in tree_leaves((args, kwargs)) if torch.is_tensor(v)]
+        return self.active[name].call(f"{nth} {sizes}", functools.partial(forward, *args, **kwargs))
+
+
+class _Cache(Protocol):
+    """A cache that is switched on in a model; one of its constructor, `ModelError` where the model cannot have it."""
+
+    def call(self, kind: str, forward: Callable[[], object]) -> object: ...
+
+    def remove(self) -> None: ...
+
+
+@dataclass
+class _Kept:
+    """What the blocks said at the step at which they were last computed, by kind of call."""
+
+    first: Tree = None  # the first block's output
+    added: list[torch.Tensor | None] = field(default_factory=list)  # by the others, to each tensor of it
+    outputs: list[Tree] = field(default_factory=list)  # of the others: shapes
+
+
+class _FirstBlock:
+    """Replaces `forward` of the blocks of a model: of all its lists, or if their outputs do not add up, of one."""
+
+    def __init__(self, model: torch.nn.Module, cache: FeatureCache) -> None:
+        self.model, self.cache = model, cache
+        lists = [list(part) for part in model.children() if isinstance(part, torch.nn.ModuleList) and len(part)]
+        self.choices = [[block for part in lists for block in part], max(reversed(lists), key=len, default=[])]
+        self.patched: list[tuple[torch.nn.Module, object]] = []
+        self._take_next()
+
+    def _take_next(self) -> None:
+        self.remove()
+        blocks = self.choices.pop(0) if self.choices else []
+        if len(blocks) < 2:
+            raise _refused(self.cache, self.model, "what its last block says is not what the first one says and more")
+        self.kept: dict[str, _Kept] = {}
+        self.now = _Kept()  # of the call that runs
+        self.first: Tree = None  # the first block's output in it, where the others are left out
+        self.position, self.skips = 0, False
+        for block in blocks:
+            self.patched.append((block, block.__dict__.get("forward")))
+            block.__dict__["forward"] = functools.partial(self._forward, block.forward)
+
+    def remove(self) -> None:
+        for block, own in self.patched:
+            if own is None:
+                del block.__dict__["forward"]
+            else:
+                block.__dict__["forward"] = own
+        self.patched = []
+
+    def call(self, kind: str, forward: Callable[[], object]) -> object:
+        self.now, self.position, self.skips = self.kept.setdefault(kind, _Kept()), 0, False
+        output = forward()
+        now = self.now
+        if not self.skips:
+            last = now.outputs.pop() if now.outputs else None
+            now.added = _difference(last, now.first)
+            now.outputs.append(shapes(last))
+            if not now.added:
+                self._take_next()
+        return output
+
+    def _forward(self, forward: Forward, *args: object, **kwargs: object) -> object:
+        position, now = self.position, self.now
+        self.position += 1
+        if self.skips and 0 < position <= len(now.outputs):
+            like = now.outputs[position - 1]
+            # of those between nobody reads it but the next block, which does not run either
+            return _sum(like, self.first, now.added) if position == len(now.outputs) else _zeros(like, self.first)
+        output = forward(*args, **kwargs)
+        if position > 0:
+            now.outputs[-1:] = [shapes(v) for v in now.outputs[-1:]]  # only the last one is needed as it is
+            now.outputs.append(output)
+            return output
+        self.skips = bool(now.added) and _change(output, now.first) < self.cache.threshold
+        if self.skips:
+            self.first = output
+        else:
+            now.first, now.added, now.outputs = output, [], []
+        return output
+
+
+class _TaylorSeer:
+    """Diffusers' hooks on the attention of a model's blocks."""
+
+    def __init__(self, model: torch.nn.Module, cache: FeatureCache) -> None:
+        from diffusers import TaylorSeerCacheConfig  # in here: the driver of a run does without diffusers
+        from diffusers.hooks import HookRegistry, apply_taylorseer_cache
+
+        names = _attention(model)
+        if not names:
+            raise _refused(cache, model, "no attention is found in its blocks")
+        before = _hooks(model)
+        dtype = next(model.parameters()).dtype
+        apply_taylorseer_cache(
+            model,
+            TaylorSeerCacheConfig(
+                cache_interval=cache.interval,
+                disable_cache_before_step=2,
+                taylor_factors_dtype=dtype,
+                cache_identifiers=[re.escape(name) for name in names],
+            ),
+        )
+        self.model, self.added = model, _hooks(model) - before
+        self.registry = HookRegistry.check_if_exists_or_initialize(model)
+        self.registry.invalidate_child_registries_cache()
+
+    def remove(self) -> None:
+        for name in self.added:
+            self.registry.remove_hook(name, recurse=True)
+        self.registry.invalidate_child_registries_cache()
+
+    def call(self, kind: str, forward: Callable[[], object]) -> object:
+        from diffusers.models.cache_utils import CacheMixin  # in here, as above
+
+        with CacheMixin.cache_context(self.model, kind):  # which any model with hooks can be
+            return forward()
+
+
+def _refused(cache: FeatureCache, model: torch.nn.Module, why: str) -> ModelError:
+    return ModelError(f"sampling.cache={cache.name} cannot be had with {type(model).__name__}: {why}; use none")
+
+
+def _is_denoiser(component: object) -> bool:
+    """Whether something in `component` is trained: only what draws is cheaper to approximate."""
+    return isinstance(component, torch.nn.Module) and any(p.requires_grad for p in component.parameters())
+
+
+def _attention(model: torch.nn.Module) -> list[str]:
+    """The names of the attention modules of `model`, those in others left out."""
+    from diffusers.models.attention import AttentionModuleMixin  # in here, as above
+    from diffusers.models.attention_processor import Attention
+
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Attention | AttentionModuleMixin) and not any(name.startswith(f"{n}.") for n in names):
+            names.append(name)
+    return names
+
+
+def _hooks(model: torch.nn.Module) -> set[str]:
+    """The names of diffusers' hooks in `model`."""
+    registries = [getattr(module, "_diffusers_hook", None) for module in model.modules()]
+    return {name for registry in registries if registry is not None for name in registry.hooks}
+
+
+def _tensors(output: Tree) -> list[torch.Tensor | None]:
+    """The tensors of a block's output in their places, None for other values."""
+    values: Sequence[object] = output if isinstance(output, list | tuple) else [output]
+    return [value if torch.is_tensor(value) else None for value in values]
+
+
+def _change(output: Tree, before: Tree) -> float:
+    """Mean |output - before| over mean |before|."""
+    pairs = [(a, b) for a, b in zip(_tensors(output), _tensors(before), strict=True) if a is not None and b is not None]
+    difference = sum((a - b).abs().mean() for a, b in pairs)
+    return float(difference / sum(b.abs().mean() for _, b in pairs))
+
+
+def _difference(last: Tree, first: Tree) -> list[torch.Tensor | None]:
+    """`last - first` of each tensor of `last` that stands in the same place of `first` with the same shape."""
+    one, other = _tensors(last), _tensors(first)
+    if len(one) != len(other):
+        return []
+    pairs = zip(one, other, strict=True)
+    found = [None if a is None or b is None or a.shape != b.shape else a - b for a, b in pairs]
+    complete = all(a is None or d is not None for a, d in zip(one, found, strict=True))
+    return found if complete and any(d is not None for d in found) else []
+
+
+def _sum(like: Tree, first: Tree, added: Sequence[torch.Tensor | None]) -> Tree:
+    """What the last block says, in the form of `like`: what the first one says and what the others added to it."""
+    parts = [None if d is None or a is None else a + d for a, d in zip(_tensors(first), added, strict=True)]
+    return type(like)(parts) if isinstance(like, list | tuple) else parts[0]
+
+
+def _zeros(like: Tree, given: Tree) -> Tree:
+    """`like` with tensors of zeros, where those of `given` are."""
+    device = next(v.device for v in tree_leaves(given) if torch.is_tensor(v))
+    return tree_map(lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) else v, like)
