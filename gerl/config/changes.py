@@ -15,8 +15,8 @@ Settings = dict[str, Any]  # block -> key -> value
 # The keys that a run and the checkpoint it carries on from must have in common, and why. All others may change: they
 # take effect from the next step on, because the program reads them from the configuration, never from the saved state.
 # Key by key, those for which that is not obvious:
-#   model.shard, model.offload, model.gradient_checkpointing, model.compile: memory and time, which is what one changes
-#     after running out of memory.
+#   model.shard, model.offload, model.gradient_checkpointing, model.compile, model.attention, model.channels_last:
+#     memory and time, which is what one changes after running out of memory.
 #   actor.lr, actor.full_lr, actor.lr_schedule, actor.warmup_steps, trainer.steps: the learning rate is computed anew
 #     from them and the number of optimizer steps taken; a run that is prolonged has the schedule of the longer run from
 #     there on.
@@ -42,6 +42,7 @@ FIXED = {
     "actor.optimizer": "the saved moments are those of this optimizer",
     "algorithm.name": "the saved averages and rewards are those of this algorithm",
     "algorithm.rollout_decay": "it decides whether there is a saved average that draws the rollouts",
+    "algorithm.decoupled": "it decides whether the weights that a step began with are saved",
     "actor.updates_per_step": "the learning-rate schedule and the averages count optimizer steps",
     "data.prompt_key": "the order of the prompts and what is kept of them go by the prompts",
     "trainer.staleness": "the saved policies of earlier steps are as many, and drew what was on its way",

@@ -1,4 +1,4 @@
-"""What the keys that save time change, and where they cannot be used.
+"""The keys that save time: their effect on results, and where they cannot be used.
 
 exact: the same numbers, bit for bit. rounding: the same but for the order of sums. images: other images are drawn, by a
 cheaper approximation, and what is trained on is computed as without. policy: other weights draw than those that are
@@ -91,8 +91,8 @@ def _of_drawing(config: Settings) -> str | None:
 
 
 SAVINGS = (
-    Saving("data.cache_gb", "2", "exact", "text encoders: prompts are encoded once"),
-    Saving("data.cache", "FOLDER", "exact", "text encoders, also across runs"),
+    Saving("data.cache_gb", "2", "rounding", "text encoders: each prompt is encoded once, by itself"),
+    Saving("data.cache", "FOLDER", "exact", "text encoders, also of other runs and their loading"),
     Saving("sampling.same_init_noise", "true", "rounding", "denoising steps that images of a group have in common"),
     Saving("actor.step_batch", "3", "rounding", "calls of the denoiser in the update", _of_step_batch),
     Saving("model.compile", "inductor", "rounding", "time of a call: compiled blocks"),

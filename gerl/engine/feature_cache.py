@@ -35,12 +35,13 @@ class FeatureCache:
     of what it said when they were last computed, and what they added then is added again (after ParaAttention's First
     Block Cache, which looks at the first block's residual). All rows of a call are judged together. `taylorseer`:
     attention is computed at every `interval`-th step after the first two, and extrapolated between (TaylorSeer, arXiv
-    2503.06923).
+    2503.06923). `exact`: steps at which it is off besides the stochastic ones, because branches go on from them.
     """
 
     name: str = "none"
     threshold: float = 0.05
     interval: int = 2
+    exact: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -93,7 +94,7 @@ class _Cache(Protocol):
 
 @dataclass
 class _Kept:
-    """What the blocks said at the step at which they were last computed, by kind of call."""
+    """The outputs of the blocks at the step at which they were last computed, for a kind of call."""
 
     first: Tree = None  # the first block's output
     added: list[torch.Tensor | None] = field(default_factory=list)  # by the others, to each tensor of it
@@ -252,7 +253,7 @@ def _difference(last: Tree, first: Tree) -> list[torch.Tensor | None]:
 
 
 def _sum(like: Tree, first: Tree, added: Sequence[torch.Tensor | None]) -> Tree:
-    """What the last block says, in the form of `like`: what the first one says and what the others added to it."""
+    """The last block's output, in the form of `like`: what the first one says and what the others added to it."""
     parts = [None if d is None or a is None else a + d for a, d in zip(_tensors(first), added, strict=True)]
     return type(like)(parts) if isinstance(like, list | tuple) else parts[0]
 

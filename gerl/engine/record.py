@@ -65,7 +65,8 @@ def record(
     `stop`: leave the pipeline where it is about to take this step: the tape ends before it, but has what the denoiser
     said there, so that `branch` can go on from it; it keeps the denoiser's outputs however large (those of FLUX Kontext
     have the reference picture's tokens). The output is None. `noise_at`: noise levels of single stochastic steps, where
-    it is not `noise_level`. `cache`: of the denoisers, at all steps but the stochastic ones and `stop`.
+    it is not `noise_level`. `cache`: of the denoisers, at all steps but the stochastic ones, `stop` and
+    those that it leaves out.
 
     Raises `ModelError` where the scheduler has no transition kernel, the solver or the cache is not for the pipeline,
     or `window` or `stop` name a step that cannot be, and with `init_spread` where the pipeline draws no noise that can
@@ -198,7 +199,7 @@ class Recorder:
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
         held = self.caches.check_arguments(k, name, (args, kwargs))
-        exact = self.window is None or k in self.window or k == self.stop
+        exact = self.window is None or k in self.window or k == self.stop or k in self.sampler.cache.exact
         output = self.cached.run(name, self._calls_before(k, name), exact, forward, *args, **kwargs)
         self.caches.note(k, (args, kwargs), held, output)
         self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output), shapes((args, kwargs))))

@@ -21,7 +21,7 @@ MULTIPLE = 16  # of which the widths of a layer have to be for 8-bit kernels
 class DrawingWeights:
     """8-bit copies of the frozen linear weights in the repeated blocks of denoisers.
 
-    Raises `ConfigError` where the package or the device cannot do it, `ModelError` for denoisers without such layers.
+    Raises `ModelError` for denoisers without such layers, and `ConfigError` as `check_drawing`.
     """
 
     def __init__(self, denoisers: Mapping[str, ModelMixin], kind: DrawingPrecision) -> None:
@@ -38,12 +38,6 @@ class DrawingWeights:
                 f"{MULTIPLE}; use none"
             )
         self.copies = [(layer, quantised(layer.weight, kind)) for layer in layers.values()]
-        layer, copy = self.copies[0]
-        with torch.no_grad():
-            try:
-                torch.nn.functional.linear(layer.weight.new_zeros(MULTIPLE, layer.in_features), copy)
-            except (RuntimeError, AssertionError, NotImplementedError) as error:
-                raise _unable(kind, layer.weight.device, error) from error
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -56,6 +50,18 @@ class DrawingWeights:
         finally:
             for (layer, _), weight in zip(self.copies, own, strict=True):
                 layer.weight = weight
+
+
+def check_drawing(kind: DrawingPrecision, device: str, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` where the package for `kind` is missing, or layers cannot compute so on `device`."""
+    weight = torch.eye(2 * MULTIPLE, dtype=dtype, device=device)
+    try:
+        with torch.no_grad():
+            torch.nn.functional.linear(weight, quantised(weight, kind))
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.quantize={kind}: layers cannot compute so on {device} ({reason(error)}); use int8, or none"
+        ) from error
 
 
 def quantised(weight: torch.Tensor, kind: DrawingPrecision) -> torch.nn.Parameter:
@@ -79,19 +85,9 @@ def quantised(weight: torch.Tensor, kind: DrawingPrecision) -> torch.nn.Paramete
         if kind == "int8"
         else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
     )
-    try:
-        quantize_(layer, config)
-    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
-        raise _unable(kind, weight.device, error) from error
+    quantize_(layer, config)
     layer.weight.requires_grad_(False)
     return layer.weight
-
-
-def _unable(kind: DrawingPrecision, device: torch.device, error: BaseException) -> ConfigError:
-    return ConfigError(
-        f"rollout.quantize={kind}: layers cannot compute so on {device.type} "
-        f"({reason(error) if isinstance(error, Exception) else error}); use int8, or none"
-    )
 
 
 def _fits(layer: torch.nn.Linear) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gerl.config import Config
 from gerl.errors import ConfigError
+from gerl.model.drawing_weights import check_drawing
 from gerl.model.loading import check_model, precision
 from gerl.model.quantisation import check_quantisation
 from gerl.model.speed import check_attention
@@ -19,6 +20,8 @@ def check_start(config: Config, device: str) -> None:
     check_quantisation(config.model, device)
     if config.model.attention is not None:
         check_attention(config.model.attention, device, precision(config.model, device))
+    if config.rollout.quantize != "none":
+        check_drawing(config.rollout.quantize, device, precision(config.model, device))
     check_model(config.model, config.sampling, config.cluster.context)
     check_optimizer(config.actor, device)
     if config.data.cache is not None:

@@ -55,6 +55,7 @@ class Rollout:
         # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
         self.cache = FeatureCache(sampling.cache, sampling.cache_threshold, sampling.cache_interval)
+        self.branched_at: frozenset[int] = frozenset()  # of the segment that is drawn: steps from which others go on
         self.shares, self.lockstep = shares and sampling.init_noise_spread == 0, lockstep
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
@@ -97,7 +98,8 @@ class Rollout:
             tapes: list[Tape] = []
             images: list[np.ndarray] = []
             parts = divided(task, way.most)
-            for segment in parts.segments:
+            for number, segment in enumerate(parts.segments):
+                self.branched_at = frozenset(s.start for s in parts.segments if s.parent == number)
                 output, tape = self._draw(task, segment, tapes, way)
                 tapes.append(tape)
                 if segment.stop is None:
@@ -166,7 +168,7 @@ class Rollout:
             "compression": self.sampling.compression,
             "stop": segment.stop,
             "noise_at": dict(segment.noise),
-            "cache": self.cache,
+            "cache": replace(self.cache, exact=self.branched_at),
         }
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:

@@ -15,6 +15,7 @@ from safetensors.torch import load
 from zoo import text_to_image_3
 
 from gerl.config import ModelConfig, SamplingConfig
+from gerl.engine.differentiable import is_compiled
 from gerl.errors import ConfigError, ModelError
 from gerl.model import loading
 from gerl.model.call import pipeline_call
@@ -174,9 +175,9 @@ def test_targets_by_regular_expression(folders: Folders) -> None:
 
 def test_checkpointing_and_compilation_are_switched_on(folders: Folders) -> None:
     plain = policy(folders, "sd15")
-    assert not plain.pipe.unet.is_gradient_checkpointing and plain.pipe.unet._compiled_call_impl is None
+    assert not plain.pipe.unet.is_gradient_checkpointing and not is_compiled(plain.pipe.unet)
     p = policy(folders, "sd15", gradient_checkpointing=True, compile="eager")
-    assert p.pipe.unet.is_gradient_checkpointing and p.pipe.unet._compiled_call_impl is not None
+    assert p.pipe.unet.is_gradient_checkpointing and is_compiled(p.pipe.unet)
 
 
 def test_the_exported_lora_is_the_average(folders: Folders) -> None:
