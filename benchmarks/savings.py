@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from gerl.algorithms import build_algorithm, count_pairs
-from gerl.algorithms.base import batches_of
+from gerl.algorithms.base import Rewards, batches_of
 from gerl.algorithms.planning import plan_samples
 from gerl.commandline.composition import compose_run
-from gerl.engine import Trajectory
+from gerl.engine import Trajectory, player
+from gerl.model.libraries import quiet_libraries
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
 from gerl.workers.loading import loaded_policy
@@ -30,6 +31,9 @@ FAST = ["algorithm=flow_grpo_fast", "sampling.same_init_noise=true"]
 POLICY = ["algorithm=flow_grpo", "rollout.n=12", "rollout.micro_batch_size=12"]
 GUIDED = [*POLICY, "sampling.guidance_scale=4.5"]
 PROMPTS = ["algorithm=flow_grpo", "rollout.prompts_per_step=8", "rollout.n=3"]
+EARLY = [*POLICY, "sampling.window_range=[0,2]"]  # its images start from one noise
+BRANCHES = ["algorithm=tempflow_grpo", "rollout.n=2", "algorithm.branch_factor=6", "sampling.window_range=[0,2]"]
+LATE = ["algorithm=flow_grpo_fast", "sampling.window_range=[2,5]"]
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Side:
     """One of the two sides of a comparison: settings, and what they cost."""
 
     overrides: list[str]
-    shares: bool = True  # the beginnings
+    shares: bool = True  # the beginnings in the rollout, and samples at the same latents in the update
     calls: int = 0
     rows: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -50,9 +54,10 @@ class Saving:
 
     name: str
     part: str  # rollout or update
-    counted: str  # denoiser or text encoders
+    counted: str  # denoiser, blocks, attention or text encoders
     without: Side
     with_it: Side
+    images: bool = False  # are compared, rather than latents or gradients: what differs comes after these
 
 
 def savings() -> list[Saving]:
@@ -68,6 +73,8 @@ def savings() -> list[Saving]:
             "prompts encoded once, two steps with the same 8 prompts", "rollout", "text encoders",
             Side([*PROMPTS, "data.cache_gb=0"]), Side(PROMPTS),
         ),
+        Saving("two trained steps, the first from one noise", "update", "denoiser", Side(EARLY, False), Side(EARLY)),
+        Saving("branches trained where they part", "update", "denoiser", Side(BRANCHES, False), Side(BRANCHES)),
         Saving(
             "nine trained steps, three in a pass", "update", "denoiser",
             Side(POLICY), Side([*POLICY, "actor.step_batch=3"]),
@@ -80,6 +87,25 @@ def savings() -> list[Saving]:
             "guidance, `algorithm.cfg=detach_uncond`", "update", "denoiser",
             Side(GUIDED), Side([*GUIDED, "algorithm.cfg=detach_uncond"]),
         ),
+        Saving(
+            "half of the images, `algorithm.train_share=0.5`", "update", "denoiser",
+            Side(POLICY), Side([*POLICY, "algorithm.train_share=0.5"]),
+        ),
+        *(
+            Saving(
+                f"`sampling.cache=first_block`, threshold {threshold}", "rollout", "blocks",
+                Side(LATE), Side([*LATE, "sampling.cache=first_block", f"sampling.cache_threshold={threshold}"]), True,
+            )
+            for threshold in (0.1, 0.2)
+        ),
+        Saving(
+            "`sampling.cache=taylorseer`", "rollout", "attention",
+            Side(LATE), Side([*LATE, "sampling.cache=taylorseer"]), True,
+        ),
+        Saving("`model.compile=inductor`", "rollout", "", Side(POLICY), Side([*POLICY, "model.compile=inductor"])),
+        Saving("`model.compile=inductor`", "update", "", Side(POLICY), Side([*POLICY, "model.compile=inductor"])),
+        Saving("`model.channels_last=true`", "rollout", "", Side(POLICY), Side([*POLICY, "model.channels_last=true"])),
+        Saving("`rollout.quantize=int8`", "rollout", "", Side(POLICY), Side([*POLICY, "rollout.quantize=int8"])),
     ]  # fmt: skip
 
 
@@ -98,10 +124,13 @@ class Worker:
         prompts = [Prompt(i, f'a red sign that reads "{100 + i}"') for i in range(config.rollout.prompts_per_step)]
         self.tasks = self.algorithm.plan(plan_samples(config, prompts, 1, 0))
         self.drawn: list[Trajectory] = []
+        self.pixels = torch.zeros(0)
 
     def draw(self) -> torch.Tensor:
         """The final latents of all samples."""
-        self.drawn = [self.rollout.generate(task, self.algorithm)[1] for task in self.tasks]
+        found = [self.rollout.generate(task, self.algorithm) for task in self.tasks]
+        self.drawn = [trajectory for _, trajectory in found]
+        self.pixels = torch.cat([torch.from_numpy(pixels) for pixels, _ in found]).float()
         return torch.cat([trajectory.tapes[-1].steps[max(self.kept(trajectory))].x_next for trajectory in self.drawn])
 
     @staticmethod
@@ -113,9 +142,16 @@ class Worker:
         """The gradient of a step."""
         self.actor.optimizer.zero_grad(set_to_none=True)
         steps = self.config.sampling.num_inference_steps
+        common = player.first_of_kind
+        if not self.rollout.shares:
+            player.first_of_kind = lambda x: list(range(len(x)))
         for trajectory in self.drawn:
-            credit = torch.linspace(-1, 1, len(trajectory.task.samples))[:, None].expand(-1, steps)
+            samples = trajectory.task.samples
+            rewards = torch.linspace(-1, 1, len(samples))
+            credit = self.algorithm.credit(Rewards(samples, rewards, rewards[:, None], torch.ones(1)))
+            assert credit.shape[1] == steps
             self.actor.accumulate(batches_of(trajectory, credit), count_pairs([(trajectory.task, credit)]))
+        player.first_of_kind = common
         return self.actor.flat_gradient()
 
     @contextmanager
@@ -127,9 +163,18 @@ class Worker:
             side.calls, side.rows = side.calls + 1, side.rows + len(tensors[0])
 
         (denoiser,) = self.policy.denoisers.values()
-        encoders = [m for name, m in self.policy.pipe.components.items() if name.startswith("text_encoder") and m]
-        watched = [denoiser.transformer_blocks[0]] if what == "denoiser" else encoders
-        hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in watched]
+        blocks = denoiser.transformer_blocks
+        watched = {
+            "denoiser": [blocks[0]],
+            "blocks": [block.ff for block in blocks],
+            "attention": [block.attn.to_out[0] for block in blocks],
+            "text encoders": [m for name, m in self.policy.pipe.components.items() if name.startswith("text_encoder")],
+        }
+        hooks = [
+            module.register_forward_pre_hook(note, with_kwargs=True)
+            for module in watched.get(what, [])
+            if module is not None
+        ]
         try:
             yield
         finally:
@@ -141,12 +186,14 @@ def measure(saving: Saving, repetitions: int) -> None:
     """Fill in both sides; they take turns, and the first turn, which is not timed, counts."""
     sides = [(side, Worker(side)) for side in (saving.without, saving.with_it)]
     for side, worker in sides:
-        if saving.counted == "denoiser":
+        if saving.counted != "text encoders":
             worker.draw()  # looks at the structure of a call, too
         work = works(worker, saving.part)
         with worker.counted(side, saving.counted):
             for _ in range(2 if saving.counted == "text encoders" else 1):
                 side.result = work()
+            if saving.images:
+                side.result = worker.pixels
     for _ in range(repetitions):
         for side, worker in sides:
             start = time.process_time()
@@ -164,7 +211,7 @@ def row(saving: Saving) -> str:
     ratio = statistics.median(y / x for x, y in zip(a.seconds, b.seconds, strict=True))
     apart = float((a.result - b.result).norm() / a.result.norm())
     medians = " | ".join(f"{statistics.median(side.seconds):.2f}" for side in (a, b))
-    counts = f"{a.calls} ({a.rows}) | {b.calls} ({b.rows})"
+    counts = f"{a.calls} ({a.rows}) | {b.calls} ({b.rows})" if saving.counted else " | "
     return f"| {saving.name} | {saving.part} | {saving.counted} | {counts} | {medians} | {ratio:.2f} | {apart:.0e} |"
 
 
@@ -173,6 +220,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    quiet_libraries()
     torch.set_num_threads(1)
     print("| saving | part | counted | calls (rows) without | with | CPU s without | with | ratio | apart |")
     print("|---|---|---|---|---|---|---|---|---|")

@@ -11,6 +11,8 @@ from gerl.model.sharding import repeated_blocks
 
 # relative error of half-precision attention; a kernel with 8-bit products is off by more
 CLOSE = 2e-2
+# of one function: all blocks have the same code, with and without gradient, for one row and for several
+RECOMPILATIONS = 64
 
 
 def compile_blocks(denoiser: ModelMixin, backend: str) -> None:
@@ -18,6 +20,7 @@ def compile_blocks(denoiser: ModelMixin, backend: str) -> None:
 
     What lies around the blocks is small. The hooks of divided weights (`model.shard`) stay outside.
     """
+    torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, torch._dynamo.config.recompile_limit)
     for block in repeated_blocks(denoiser):
         block.compile(backend=backend)
 

@@ -24,6 +24,7 @@ from gerl.model.prompts import PromptCache
 from gerl.model.speed import channels_last, compile_blocks, set_attention
 from gerl.workers.rollout import Rollout
 
+ROOT = Path(__file__).resolve().parents[3]
 NEEDS: dict[str, dict[str, Any]] = {
     "branch_grpo": {"n": 1, "split_steps": [0, 1]},
     "tempflow_grpo": {"n": 1, "branch_factor": 2},
@@ -93,6 +94,8 @@ def test_the_table_names_keys_that_there_are() -> None:
     known = dict(keys())
     assert {saving.key for saving in SAVINGS} <= known.keys()
     assert len({saving.key for saving in SAVINGS}) == len(SAVINGS)
+    rows = [f"| `{saving.key}={saving.example}` | {saving.effect} | {saving.saves} |" for saving in SAVINGS]
+    assert "\n".join(rows) in (ROOT / "docs" / "speed.md").read_text()
 
 
 @EACH
