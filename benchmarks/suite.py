@@ -33,6 +33,12 @@ NEUTRAL = {
     ("data", "cache"): None,
     ("data", "cache_gb"): 2.0,
     ("actor", "step_batch"): 1,
+    ("sampling", "cache"): "none",
+    ("sampling", "cache_threshold"): 0.05,
+    ("sampling", "cache_interval"): 2,
+    ("rollout", "quantize"): "none",
+    ("model", "attention"): None,
+    ("model", "channels_last"): False,
     ("algorithm", "train_share"): 1.0,
 }
 HERE = Path(__file__).resolve().parent
