@@ -8,18 +8,19 @@ scores: whoever draws adds the images of a micro-batch as they come (`gerl.train
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, wait_any
-from gerl.config import RewardConfig
+from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
 from gerl.rewards.scorers import build_scorer
 from gerl.rewards.total import applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
+from gerl.utils.objects import PREFIX, Function, function
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning
@@ -109,6 +110,12 @@ class Load:
     warnings: int = 0
 
 
+def given(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
+    """The functions of this program that are scorers, by name."""
+    paths = [scorer.path for scorer in scorers.values() if scorer.path is not None and scorer.path.startswith(PREFIX)]
+    return {path.removeprefix(PREFIX): found for path in paths if (found := function(path)) is not None}
+
+
 class RewardManager:
     """The processes of all scorers; `open` begins the scoring of a step's micro-batches, or of a validation's.
 
@@ -134,7 +141,7 @@ class RewardManager:
                 f"scorer {' and '.join(names)}, process",
                 RewardWorker,
                 count,
-                _always(({n: config.scorers[n] for n in names}, config.retries, str(Path.cwd()))),
+                _always((own := {n: config.scorers[n] for n in names}, config.retries, str(Path.cwd()), given(own))),
                 gpus=first.gpus,
             )
             pool = Pool(workers, first.timeout)

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +20,7 @@ from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
 from gerl.rewards.scorers.base import Metadata, ReturnError
 from gerl.rewards.total import LARGEST
 from gerl.utils.logs import capture_logs
+from gerl.utils.objects import Function, offer
 
 log = logging.getLogger(__name__)
 Row = dict[str, float | ScorerFailure]  # the columns of an image
@@ -39,17 +40,26 @@ class Answer:
 class RewardWorker:
     """Calls scorers; one that fails is retried, then its failure is reported: never a score of 0 in its place.
 
-    `folder`: the driver's current directory; relative paths are resolved against it if it exists here.
+    `folder`: the driver's current directory; relative paths are resolved against it if it exists here. `functions`:
+    those of the driver's program that are scorers here, by name.
     """
 
-    def __init__(self, scorers: dict[str, ScorerConfig], retries: int, folder: str) -> None:
+    def __init__(
+        self,
+        scorers: dict[str, ScorerConfig],
+        retries: int,
+        folder: str,
+        functions: Mapping[str, Function] | None = None,
+    ) -> None:
         self.configs, self.retries, self.folder = scorers, retries, folder
+        self.functions = functions or {}
         self.scorers: dict[str, Scorer] = {}
 
     def ready(self) -> None:
         """Build the scorers, without their models; raises `RewardError` if that is not possible on this machine."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
+        offer(self.functions)
         self.scorers = {name: build_scorer(name, config) for name, config in self.configs.items()}
 
     def score(

@@ -25,6 +25,7 @@ LAYERS = (
     ("workers",),
     ("trainer",),
     ("export", "preflight", "evaluate", "score"),
+    ("api",),
     ("__init__",),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}

@@ -9,6 +9,8 @@ from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Scorer, columns_of, number_of, require
 from gerl.rewards.scorers.custom import CustomScorer
+from gerl.rewards.scorers.function import FunctionScorer
+from gerl.utils.objects import PREFIX
 
 __all__ = ["SCORERS", "Scorer", "build_scorer", "columns_of", "number_of", "require", "scorer_class"]
 
@@ -50,6 +52,8 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
         RewardError: no such scorer, its package is not installed, wrong kwargs, or a file or function is missing.
     """
     key = f"reward.scorers.{name}"
+    if config.path is not None and config.path.startswith(PREFIX):
+        return FunctionScorer(key, config.path, config.kwargs)
     if config.path is not None:
         return CustomScorer(key, config.path, config.function, config.kwargs)
     if name not in SCORERS:
