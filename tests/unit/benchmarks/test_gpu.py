@@ -1,6 +1,7 @@
-"""benchmarks/gpu.py: its dry run and its table."""
+"""benchmarks/gpu.py: its dry run, its table, and which recipes docs/models.md says were run on a GPU."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import gpu_cases
 import pytest
 import torch
 
+from gerl.commandline.composition import experiments
 from gerl.preflight.sizing.hardware import GPUS
 
 ABOUT = {"device": "a CPU", "dry_run": True, "command": "", "software": {"packages": {"torch": "0"}}}
 ON_CPU = gpu.Setting("cpu", True, 1, 0, None, None, ABOUT)
 SD3, FLUX = gpu_cases.TINY_CASES.values()
+MODELS = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+LEVELS = ("never run", "random weights on a GPU", "published weights")
 
 
 def measured(case: gpu_cases.Case, *names: str, setting: gpu.Setting = ON_CPU) -> list[gpu.Row]:
@@ -116,6 +120,19 @@ def test_the_page_has_the_table_of_the_results() -> None:
     rows = gpu.read_rows(gpu.RESULTS)
     assert not any(row["dry_run"] for row in rows)
     assert f"{gpu.BEGIN}\n\n{gpu.table(rows)}\n\n{gpu.END}" in gpu.README.read_text(encoding="utf-8")
+
+
+def test_every_recipe_says_how_far_it_is_verified() -> None:
+    """And none says more than the results on record do."""
+    section = (
+        MODELS.read_text(encoding="utf-8").partition("## How far the recipes are verified")[2].partition("\n## ")[0]
+    )
+    stated = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", section, re.MULTILINE))
+    assert list(stated) == sorted(name for name in experiments() if name not in ("plain", "signs"))
+    assert set(stated.values()) <= set(LEVELS)
+    ran = {row["recipe"] for row in gpu.read_rows(gpu.RESULTS) if "rollout" in (row["figures"] or {})}
+    assert {recipe for recipe, level in stated.items() if level == LEVELS[1]} <= ran
+    assert not {recipe for recipe, level in stated.items() if level == LEVELS[0]} & ran
 
 
 @pytest.mark.gpu
