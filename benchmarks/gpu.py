@@ -366,15 +366,15 @@ def main(arguments: Sequence[str]) -> int:
             write_table(args.out or RESULTS, README)
             return 0
         setting = setting_of(args, arguments)
+        if setting.dry:
+            torch.set_num_threads(1)  # the tensors are tiny
+            why = "Dry run" if args.dry_run else "There is no CUDA device, so this is a dry run"
+            print(f"{why}: tiny models on the CPU. The numbers below are no measurements.")
         cases = named(args.cases, TINY_CASES if setting.dry else CASES, "case")
         wanted = named(args.variants, variants(setting.dry), "variant")
     except GerlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if setting.dry:
-        torch.set_num_threads(1)  # the tensors are tiny
-        why = "Dry run" if args.dry_run else "There is no CUDA device, so this is a dry run"
-        print(f"{why}: tiny models on the CPU. The numbers below are no measurements.")
     out = args.out or (None if setting.dry else RESULTS)
     rows = run(cases, wanted, setting, lambda row: None if out is None else keep_row(out, row))
     print(f"\n{table(rows)}")
