@@ -28,7 +28,7 @@ def in_notebook() -> bool:
 
 
 class Board:
-    """What a notebook shows while a run goes on."""
+    """The output of a notebook while a run goes on."""
 
     def __init__(self, total: int, folder: Path) -> None:
         self.total, self.folder = total, folder

@@ -11,8 +11,8 @@ import yaml
 
 from gerl.config import did_you_mean, keys
 from gerl.errors import ConfigError, DataError
+from gerl.objects import PREFIX
 from gerl.utils.files import write_file
-from gerl.utils.objects import PREFIX
 
 Reward = str | Callable[..., object] | Mapping[str, Any]
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]

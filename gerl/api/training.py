@@ -16,10 +16,10 @@ from gerl.api.notebook import Board, in_notebook
 from gerl.api.runs import Run
 from gerl.api.settings import Prompts, Reward, Scorers, nested, scorers_of, write_experiment, write_prompts
 from gerl.errors import ConfigError, GerlError
+from gerl.objects import offered
 from gerl.trainer.resuming import open_run
 from gerl.trainer.run import each_step
 from gerl.utils.files import writing
-from gerl.utils.objects import offered
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -106,7 +106,7 @@ class Trainer:
 
     @property
     def run(self) -> Run:
-        """What there is of the run so far; raises `GerlError` before its first step."""
+        """The run as far as it is; raises `GerlError` before its first step."""
         return Run(self.folder)
 
     def __iter__(self) -> Generator[Step]:
@@ -121,7 +121,7 @@ class Trainer:
         logger.setLevel(logging.INFO)
         made = not self.folder.exists()
         try:
-            arguments, path = self._arguments()
+            arguments, path = self.arguments()
             with offered(self.scorers.functions, {} if self.pipe is None else {path: self.pipe}), self._in_place():
                 folder = open_run(arguments)
                 if folder is None:  # it is finished
@@ -139,7 +139,7 @@ class Trainer:
             if made and self.folder.exists() and not (self.folder / "metrics.jsonl").exists():
                 shutil.rmtree(self.folder, ignore_errors=True)  # a start that failed leaves nothing
 
-    def _arguments(self) -> tuple[list[str], str]:
+    def arguments(self) -> tuple[list[str], str]:
         """The command line of the run, whose files are written, and the value of model.path."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -167,6 +167,9 @@ class Trainer:
 
     def _path(self) -> str:
         """Where the pipeline in memory lies as files; it is saved over Ray, and if it was not read from a folder."""
+        from gerl.model.denoisers import check_offered  # in here: with a path nothing of diffusers is needed
+
+        check_offered(self.pipe)
         assert self.pipe is not None
         known = getattr(self.pipe, "name_or_path", None) or ""
         if self.keys["cluster"].get("launcher") == "local" and Path(known).is_dir() and known:

@@ -48,10 +48,11 @@ def _is_denoiser(model: torch.nn.Module) -> bool:
     return timed and any(isinstance(layer, torch.nn.Linear) for block in blocks for layer in block.modules())
 
 
-def check_offered(pipe: object, config: ModelConfig) -> None:
+def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
     """Raise `ModelError` if a pipeline in memory is none, or cannot be trained as `config` says."""
     if not isinstance(pipe, DiffusionPipeline):
         raise ModelError(f"{type(pipe).__name__} is no pipeline of diffusers: give one, a hub id or a folder")
+    config = config or ModelConfig()
     if config.quantize != "none" or config.quantize_encoders != "none" or config.merge_lora:
         raise ModelError("model.quantize and model.merge_lora change weights as they are read: give the path instead")
     for name, denoiser in find_denoisers(pipe).items():

@@ -35,7 +35,7 @@ from gerl.model.speed import channels_last, compile_blocks, set_attention
 from gerl.model.start_lora import begin_with, merge_start, read_start
 from gerl.model.stored import Unread, unread_models
 from gerl.model.whole import alone, chosen, divide, parameters_of
-from gerl.utils.objects import pipeline
+from gerl.objects import pipeline
 from gerl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, wait_any
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
+from gerl.objects import PREFIX, Function, function
 from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
 from gerl.rewards.scorers import build_scorer
 from gerl.rewards.total import applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
-from gerl.utils.objects import PREFIX, Function, function
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning
@@ -125,6 +125,7 @@ class RewardManager:
     def __init__(self, config: RewardConfig, cluster: Cluster) -> None:
         self.config = config
         scorers = {name: build_scorer(name, scorer) for name, scorer in config.scorers.items()}
+        cluster.send_by_value(given(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.load = {name: Load() for name in scorers}
         self.running: dict[Pending[Answer], Call] = {}

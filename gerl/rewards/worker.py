@@ -15,12 +15,12 @@ import numpy as np
 from PIL import Image
 
 from gerl.config import ScorerConfig
+from gerl.objects import Function, offer
 from gerl.protocol import Images, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
 from gerl.rewards.scorers.base import Metadata, ReturnError
 from gerl.rewards.total import LARGEST
 from gerl.utils.logs import capture_logs
-from gerl.utils.objects import Function, offer
 
 log = logging.getLogger(__name__)
 Row = dict[str, float | ScorerFailure]  # the columns of an image

@@ -17,7 +17,7 @@ LAYERS = (
     ("errors",),
     ("protocol",),
     ("config",),
-    ("utils",),
+    ("objects", "utils"),
     ("commandline", "engine", "pages"),
     ("cluster",),
     ("model", "rewards", "run"),

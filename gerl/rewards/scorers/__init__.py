@@ -7,10 +7,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
+from gerl.objects import PREFIX
 from gerl.rewards.scorers.base import Scorer, columns_of, number_of, require
 from gerl.rewards.scorers.custom import CustomScorer
 from gerl.rewards.scorers.function import FunctionScorer
-from gerl.utils.objects import PREFIX
 
 __all__ = ["SCORERS", "Scorer", "build_scorer", "columns_of", "number_of", "require", "scorer_class"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from PIL import Image
 
 from gerl.errors import RewardError
+from gerl.objects import PREFIX, Function, function
 from gerl.rewards.scorers.base import Metadata, Scorer
-from gerl.utils.objects import PREFIX, Function, function
 
 GIVEN = 3  # images, prompts, metadata
 
