@@ -40,6 +40,7 @@ NEUTRAL = {
     ("model", "attention"): None,
     ("model", "channels_last"): False,
     ("algorithm", "train_share"): 1.0,
+    ("algorithm", "shared_noise"): False,
 }
 HERE = Path(__file__).resolve().parent
 SUITE = HERE / "suite.yaml"
