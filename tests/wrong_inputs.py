@@ -342,6 +342,15 @@ EVALUATING = [
         works=True, loads=True),
     row("evaluate the same twice", "evaluate lora=RUN,RUN out=o prompts=good.txt", "lora: RUN is given twice", "lora.NAME=PATH.*keep one"),
     row("evaluate, two experiments", "evaluate experiment=signs experiment=plain out=o", "experiment=signs and ", "keep one"),
+    row("evaluate an unknown suite", "evaluate suite=genevl out=o", "suite=genevl: ", "did you mean 'geneval'"),
+    row("evaluate a suite that gerl cannot score", "evaluate suite=dpg out=o", "suite=dpg cannot be run", "mPLUG.*prompts=FILE"),
+    row("evaluate a suite without its prompts", "evaluate suite=geneval out=o", "suite=geneval: ", "suite_prompts=FILE.*licence: MIT", 1),
+    row("evaluate a suite, missing file", "evaluate suite=ocr suite_prompts=zzz.txt out=o", "suite_prompts=zzz.txt: ", "get dataset/ocr/test.txt", 1),
+    row("evaluate a suite, another file", "evaluate suite=ocr suite_prompts=good.txt out=o", "suite_prompts=good.txt: ",
+        "expected the SHA-256 4dd8caf3.*get that file", 1),
+    row("evaluate a suite with other prompts", "evaluate suite=ocr prompts=good.txt out=o", "prompts=good.txt: ", "suite_prompts=FILE"),
+    row("evaluate a suite, unknown protocol", "evaluate suite=ocr suite_protocol=zzz out=o", "suite_protocol=zzz: ", "only sd35_medium"),
+    row("evaluate, file of no suite", "evaluate suite_prompts=good.txt out=o", "suite_prompts=good.txt: ", "give suite=NAME"),
     row("evaluate, key of training", "evaluate trainer.steps=3 out=o", "trainer.steps: ", "it has model, lora"),
 ]  # fmt: skip
 
