@@ -19,7 +19,7 @@ LAYERS = (
     ("config",),
     ("utils",),
     ("commandline", "engine", "pages"),
-    ("cluster",),
+    ("data", "cluster"),
     ("model", "rewards", "run"),
     ("algorithms",),
     ("workers",),
