@@ -361,6 +361,11 @@ EVALUATING = [
 
 OTHERS = [
     row("export nothing", "export", "run is missing: ", "run=a run folder"),
+    row("export to nowhere", "export run=RUN", "out is missing: ", "push=owner/name"),
+    row("push to a name without an owner", "export run=RUN push=mine", "push=mine: ", "give owner/name"),
+    row("push another format", "export run=RUN push=a/b format=kohya", "format=kohya: ", "leave one of them out"),
+    row("push offline", "export run=RUN push=a/b", "push=a/b: ", "(hf auth login|HF_HUB_OFFLINE).*out=FOLDER"),
+    row("private without push", "export run=RUN out=o private=true", "private=true: ", "push=owner/name"),
     row("export a missing run", "export run=nope out=o", "run=nope does not exist: ", "give a run folder"),
     row("export a format", "export run=RUN out=o format=comfyui", "format=comfyui: ", "diffusers or peft or kohya"),
     row("export a missing step", "export run=RUN out=o step=99", "step=99: ", "of 2", 1),
