@@ -9,17 +9,16 @@ from typing import Any
 import jinja2
 from huggingface_hub import ModelCardData
 
-import gerl
 from gerl.config import sources
 from gerl.errors import ConfigError, GerlError
 from gerl.export.base_model import BaseModel, public
 from gerl.export.pictures import prompt_grid, reward_curve, shown_prompts
 from gerl.model.paths import SHIPPED, WEIGHTS
 from gerl.run.before_after import BeforeAfter
-from gerl.run.card import CARD, read_sessions
+from gerl.run.card import CARD, installed_version, read_sessions
 from gerl.run.settings import changes, get
 from gerl.run.tracking import read_metrics
-from gerl.run.usage import program
+from gerl.run.usage import ASSETS, program
 from gerl.run.validation import Drawing, Validation, load_validation, load_validations, mean, standard_error
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
@@ -58,7 +57,7 @@ class Shown:
 
 
 def read_run(run_dir: Path, step: int, config: dict[str, Any]) -> RunFacts:
-    """What the folder of a run has of the time up to `step`."""
+    """Read what the folder of a run has of the time up to `step`."""
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
     validations = [v for v in load_validations(run_dir) if v.step <= step]
     first = validations[0] if validations else None
@@ -159,7 +158,7 @@ def model_card(
     values: dict[str, Any] = {
         "title": name,
         "base": base,
-        "version": gerl.__version__,
+        "version": installed_version("gerl") or "",
         "algorithm": get(run.config, "algorithm", "name") or "an algorithm that is not known",
         "steps": run.step,
         "images": _images(run.config),
@@ -208,7 +207,7 @@ def _program(run: RunFacts, repository: str) -> str:
     if (path := get(config, "model", "path")) in SHIPPED:  # its folder lies in the package
         text = program(config, Path(repository), validation, replace(drawing, lora_lines=lines))
         folder = f'str(Path(gerl.__file__).parent / "assets/{path}")'
-        text = text.replace(repr(str(Path(gerl.__file__).parent / "assets" / str(path))), folder)
+        text = text.replace(repr(str(ASSETS / str(path))), folder)
         return "from pathlib import Path\n\nimport gerl\n" + public(text)
     return public(program(config, Path(repository), validation, replace(drawing, lora_lines=lines)))
 
