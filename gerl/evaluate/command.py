@@ -11,6 +11,7 @@ from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
 from gerl.commandline.imports import importing
 from gerl.config import Config
+from gerl.data.sources import named
 from gerl.errors import ConfigError
 from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
 from gerl.evaluate.suites import Pinned, deviations, listing, names, pin
@@ -38,7 +39,8 @@ class Options:
         [],
     )
     prompts: str | None = key(
-        ".txt, .jsonl, .csv or .parquet file, or the name of a list of gerl's; default: validation.data"
+        ".txt, .jsonl, .csv or .parquet file, the name of a list of gerl's, or hf:owner/name[split]; default: "
+        "validation.data"
     )
     out: Path | None = key("folder for scores.csv, summary.json and gallery.html", required=True)
     images: int | None = key(
@@ -59,7 +61,7 @@ PARSER = Parser(
     "python -m gerl.evaluate [model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
     "Draw prompts from the same noise with the base model and with LoRAs, score and compare the images.",
     Options,
-    passed=("experiment", "data.prompt_key", "logger.progress"),
+    passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
     blocks=("sampling", "validation", "reward", "model", "cluster"),
     notes="Without experiment=NAME|FILE.yaml the configuration is the config.yaml of the run that a LoRA lies in; else "
     "that of the signs demo for its model, and the defaults for another.",
@@ -160,7 +162,13 @@ def run(request: Request) -> Evaluation:
     total = len(prompts) * request.images * (1 + len(request.loras))
     logger.info(
         "%s; configuration: %s; %d prompts of %s; scorers: %s",
-        *(config.model.path, request.source, len(prompts), config.validation.data, ", ".join(config.reward.scorers)),
+        *(
+            config.model.path,
+            request.source,
+            len(prompts),
+            named(config.validation.data),
+            ", ".join(config.reward.scorers),
+        ),
     )
     for name, file in request.loras.items():
         logger.info("%s: %s", name, file)
