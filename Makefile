@@ -10,6 +10,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+# packages of the trackers and those of what they need that the environment has not, as tests/apart.py says
+TRACKERS := wandb xxhash trackio brotli gradio-client httpcore httpx orjson python-multipart mlflow-skinny alembic \
+	cachetools databricks-sdk mako sqlalchemy sqlparse swanlab prettytable pwinput pydantic-settings pyecharts \
+	pyroaring simplejson watchdog wcwidth
 CACHING := env -u PYTHONDONTWRITEBYTECODE # as on most machines: files that change must be read again, folders stay clean
 
 .PHONY: help demo test check clean
@@ -42,6 +46,8 @@ $(STAMP): pyproject.toml constraints.txt
 		-c constraints.txt open-clip-torch timm torchvision ftfy wcwidth
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/scipy \
 		-c constraints.txt scipy  # apart as well: tests/apart.py says why
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/trackers \
+		-c constraints.txt $(TRACKERS)
 	@touch $@
 
 clean:

@@ -1,7 +1,8 @@
-"""scipy for the tests that need it; `make` puts it apart, in a folder that is on nobody's path but theirs.
+"""Packages for the tests that need them; `make` puts them apart, in folders that are on nobody's path but theirs.
 
 Wherever scipy can be found, diffusers and transformers import it, which would cost each of the many processes of the
-tests a tenth of its start.
+tests a tenth of its start. The trackers' packages ask for older versions of Pillow and protobuf than the others have
+(and work with the newer ones), and transformers and accelerate look for them.
 """
 
 import importlib
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from transformers.utils import is_scipy_available
 
-FOLDER = Path(sys.prefix) / "scipy"
+FOLDER, TRACKERS = (Path(sys.prefix) / name for name in ("scipy", "trackers"))
+PACKAGES = ("wandb", "trackio", "mlflow", "swanlab", "sqlalchemy")
 
 
 def import_scipy() -> None:
@@ -23,3 +25,11 @@ def import_scipy() -> None:
         sys.path.append(str(FOLDER))
         is_scipy_available.cache_clear()
     importlib.import_module("scipy")
+
+
+def find_trackers(patch: pytest.MonkeyPatch) -> None:
+    """Until `patch` is undone, the trackers' packages are found, in processes that start too; skips without them."""
+    if not all(importlib.util.find_spec(name) for name in PACKAGES):
+        if not TRACKERS.is_dir():
+            pytest.skip("the trackers' packages are not installed; make does it, and so does pip install 'gerl[wandb]'")
+        patch.syspath_prepend(str(TRACKERS))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from gerl.commandline.composition import compose_run, experiments, shipped
 from gerl.config import keys
@@ -39,10 +39,19 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
     for name, f, default, readers in rows:
         lines += [""] if name.split(".")[0] != previous else []
         previous = name.split(".")[0]
-        shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
-        choices = f" ({'|'.join(get_args(f.type))})" if "Literal" in str(f.type) and name != "algorithm.name" else ""
-        lines.append(f"  {name}={shown}{choices}\n      {f.metadata['help']}{readers}")
+        text = str(default).replace("'", "") if isinstance(default, list) else str(default)
+        shown = {"None": "null", "True": "true", "False": "false"}.get(text, text)
+        lines.append(
+            f"  {name}={shown}{'' if name == 'algorithm.name' else _choices(f.type)}\n"
+            f"      {f.metadata['help']}{readers}"
+        )
     return "\n".join(lines) + "\n"
+
+
+def _choices(kind: Any) -> str:
+    """The values of a `Literal`, or of the entries of a list of it, in brackets; empty for other types."""
+    entry = get_args(kind)[0] if get_origin(kind) is list else kind
+    return f" ({'|'.join(get_args(entry))})" if get_origin(entry) is Literal else ""
 
 
 def _most_used(preset: str) -> Iterator[tuple[str, Field, object, str]]:

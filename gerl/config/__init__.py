@@ -253,6 +253,8 @@ def expected(error: ErrorDetails, name: str) -> str:
         return f"it is a block of keys, set one of them, such as {name}.{leaf.removeprefix(f'{name}.')}=VALUE"
     if name == "reward.scorers":
         return "it must be a dictionary, such as {ocr: {weight: 1}}"
+    if name == "logger.trackers":
+        return "it must be a list, such as [tensorboard,wandb], or [] for none"
     return f"it must be {EXPECTED.get(error['type']) or error['msg'].removeprefix('Input should be ')}"
 
 

@@ -1,9 +1,10 @@
 """The other blocks: rollout, actor, reward, validation, checkpoint, cluster, logger, trainer."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gerl.config.choices import DrawingPrecision, LrSchedule, Optimizer, RewardNormalisation
+from gerl.config.choices import DrawingPrecision, LrSchedule, Optimizer, RewardNormalisation, TrackerName
 from gerl.config.data import Given, sources
 from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
@@ -252,9 +253,31 @@ class ClusterConfig(Block):
 
 @dataclass(frozen=True)
 class LoggerConfig(Block):
-    tensorboard: bool = key(True, "write TensorBoard event files to the run folder")
+    trackers: list[TrackerName] = key(
+        ["tensorboard"],
+        "where metrics, pictures and settings go besides the run folder; [] for nowhere",
+    )
+    tensorboard: bool = key(True, "false leaves tensorboard out of logger.trackers")
+    project: str | None = key(
+        None, "the project, or experiment, of the trackers; default: the one that their own settings name, else gerl"
+    )
+    tags: list[str] = key([], "words that mark the run in the trackers, besides the algorithm's name")
     progress: bool = key(True, "show a progress bar")
     report: bool = key(True, "write report.html at the end; `python -m gerl.run.report run=FOLDER` does it at any time")
+
+    def check(self) -> None:
+        if self.project is not None and not re.fullmatch(r"[0-9A-Za-z_.+-]{1,100}", self.project):
+            raise ConfigError(
+                f"logger.project={self.project!r}: use at most 100 letters of ASCII, digits and _ - + ., which all "
+                "trackers take"
+            )
+        if wrong := [tag for tag in self.tags if not 1 <= len(tag) <= 64]:
+            raise ConfigError(f"logger.tags: {wrong[0]!r:.80} has {len(wrong[0])} characters; use 1 to 64 a tag")
+
+    @property
+    def used_trackers(self) -> list[TrackerName]:
+        """Those of `trackers`, each once, without TensorBoard where that is switched off."""
+        return [name for name in dict.fromkeys(self.trackers) if name != "tensorboard" or self.tensorboard]
 
 
 @dataclass(frozen=True)

@@ -1,72 +1,26 @@
-"""Metrics and pictures of a run while it trains: `metrics.jsonl`, sample grids, TensorBoard, the progress bar."""
+"""Metrics and pictures of a run while it trains: `metrics.jsonl`, sample grids, trackers, the progress bar."""
 
 import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
+import yaml
 from PIL import Image
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gerl.config import LoggerConfig
-from gerl.errors import ConfigError, GerlError
+from gerl.errors import GerlError
+from gerl.run.redaction import redact, redacted
+from gerl.run.trackers import TrackedRun, open_sinks
 from gerl.utils.files import reason, write_file, writing
 
-
-class Sink(Protocol):
-    """A tracker besides `metrics.jsonl`, opened by `open_sinks`; an `OSError` of it ends the run with a sentence."""
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Take the metrics of a step; all are finite."""
-
-    def image(self, step: int, name: str, picture: Image.Image) -> None:
-        """Take a picture, such as `samples/train`."""
-
-    def text(self, step: int, name: str, content: str) -> None:
-        """Take a text, such as the configuration."""
-
-    def close(self) -> None:
-        """Write out what is buffered; may be called twice."""
-
-
-class TensorBoard:
-    """Event files in `folder`; those of the steps after `start_step`, which a resumed run repeats, are hidden."""
-
-    def __init__(self, folder: Path, start_step: int) -> None:
-        try:
-            # Here and not above: the import takes a second, and only this process needs it.
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "logger.tensorboard=true: tensorboard is not installed; pip install tensorboard, or set the key to "
-                "false"
-            ) from None
-        with writing(folder):
-            self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None, flush_secs=10)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def image(self, step: int, name: str, picture: Image.Image) -> None:
-        self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
-
-    def text(self, step: int, name: str, content: str) -> None:
-        self._writer.add_text(name, "".join(f"    {line}\n" for line in content.splitlines()), step)  # Markdown of code
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def open_sinks(run_dir: Path, config: LoggerConfig, start_step: int) -> list[Sink]:
-    """The trackers that the configuration asks for: a new one is a class like `TensorBoard` and an entry here."""
-    return [TensorBoard(run_dir / "tensorboard", start_step)] if config.tensorboard else []
+LORA = "lora/"  # how the names of a checkpoint's files begin that are its LoRA
 
 
 class Tracker:
@@ -86,11 +40,8 @@ class Tracker:
                 self._cut(start_step)
             self._file = self._path.open("a", encoding="utf-8")
             settings = run_dir / "config.yaml"
-            text = settings.read_text(encoding="utf-8", errors="replace") if settings.exists() else None
-        self._sinks = open_sinks(run_dir, config, start_step)
-        if text is not None:
-            for sink in self._sinks:
-                sink.text(max(start_step, 0), "config.yaml", text)
+            text = settings.read_text(encoding="utf-8", errors="replace") if settings.exists() else ""
+        self._sinks = open_sinks(tracked_run(run_dir, config, text, start_step), config)
 
     def _cut(self, start_step: int) -> None:
         kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
@@ -127,19 +78,54 @@ class Tracker:
             path.parent.mkdir(exist_ok=True)
             grid.save(path)
             for sink in self._sinks:
-                sink.image(step, f"samples/{name}", grid)
+                sink.image(step, f"samples/{name}", path)
         return path
+
+    def checkpoint(self, step: int, files: Mapping[str, bytes]) -> None:
+        """Give the LoRA among the files of a checkpoint to every sink."""
+        lora = {Path(name).name: content for name, content in files.items() if name.startswith(LORA)}
+        with writing(self._path):
+            for sink in self._sinks if lora else ():
+                sink.lora(step, lora)
+
+    def alert(self, step: int, sentence: str) -> None:
+        """Give a warning about the run to every sink."""
+        with writing(self._path):
+            for sink in self._sinks:
+                sink.alert(step, sentence)
 
     def close(self) -> None:
         """Write out what is buffered; may be called twice. While another error ends the run, none is raised here."""
         ending = sys.exception()
         try:
             with writing(self._path), contextlib.ExitStack() as stack:
-                for close in (self._file.close, *(sink.close for sink in self._sinks)):
-                    stack.callback(close)
+                for sink in reversed(self._sinks):  # the first one is closed first
+                    stack.callback(sink.close, failed=ending is not None)
+                stack.callback(self._file.close)
         except GerlError:
             if ending is None:
                 raise
+
+
+def tracked_run(run_dir: Path, config: LoggerConfig, text: str, start_step: int) -> TrackedRun:
+    """The run as trackers know it: named like the last two folders of its path, with its configuration `text`."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        values = None
+    settings = redacted(values) if isinstance(values, dict) else {}
+    algorithm = settings.get("algorithm")
+    tags = [str(algorithm["name"])] if isinstance(algorithm, dict) and "name" in algorithm else []
+    name = "-".join(part for part in run_dir.parts[-2:] if part != run_dir.anchor)
+    return TrackedRun(
+        folder=run_dir,
+        name=name or run_dir.resolve().name,
+        project=config.project,
+        tags=list(dict.fromkeys([*tags, *config.tags])),
+        config=settings,
+        text=redact(text),
+        start_step=start_step,
+    )
 
 
 class Progress:

@@ -242,6 +242,7 @@ class DurableRun:
 
             if self.config.model.train == "lora":
                 write()
+                self.tracker.checkpoint(step, files)
             else:
                 written = partial(write, fill=partial(fill, self.workers, members))
                 self.saving.start(written, partial(ask, self.workers, members), self.workers.hang_after)

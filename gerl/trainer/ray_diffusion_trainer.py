@@ -123,6 +123,7 @@ class RayDiffusionTrainer(DurableRun):
         self.saving.check()
         for sentence in self.health.observe({"step": state.step, **row}):
             logger.warning("%s", sentence)
+            self.tracker.alert(state.step, sentence)
         if _due(state.step, self.config.checkpoint.every, total):
             self.undisturbed(self.save)
 

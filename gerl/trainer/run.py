@@ -17,6 +17,7 @@ from gerl.rewards.checks import read_prompts
 from gerl.run.log import RunLog
 from gerl.run.report import write_report
 from gerl.run.session import has_results, session
+from gerl.run.trackers import check_trackers
 from gerl.trainer.closing import closing_screen
 from gerl.trainer.folder import RunFolder, identity
 
@@ -41,6 +42,7 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
     """As `run`, but yields the trainer after each step; it ends, and saves, where nobody asks for the next one."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with RunLog() as log:
+        check_trackers(config.logger)
         resolve(config.model.path)
         model = config.model if folder.checkpoint is None else config.model.carried_on()
         if model.lora is not None:

@@ -50,6 +50,15 @@ def test_where_the_noise_fades_the_default_window_ends_a_step_earlier(kernel: st
     assert ("hardly any noise" in str(error.value)) == fades
 
 
+def test_tensorboard_can_be_left_out_by_its_own_key_as_before() -> None:
+    both = {"trackers": ["wandb", "tensorboard", "wandb"]}
+    assert from_mapping({}).logger.used_trackers == ["tensorboard"]
+    assert from_mapping({"logger": {"tensorboard": False}}).logger.used_trackers == []
+    assert from_mapping({"logger": both}).logger.used_trackers == ["wandb", "tensorboard"]
+    assert from_mapping({"logger": {**both, "tensorboard": False}}).logger.used_trackers == ["wandb"]
+    assert from_mapping({"logger": {"trackers": [], "tensorboard": True}}).logger.used_trackers == []
+
+
 def test_the_configuration_is_frozen() -> None:
     config = Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -80,6 +89,9 @@ BAD = [
     ({"algorithm": {"advantage_std": "global"}}, "algorithm.advantage_std='global'", "'group', 'batch' or 'none'"),
     ({"sampling": {"window_range": ["a", 3]}}, "sampling.window_range.0='a'", "whole number"),
     ({"trainer": 5}, "trainer=5", "trainer.steps=VALUE"),
+    ({"logger": {"trackers": "wandb"}}, "logger.trackers='wandb'", "a list, such as [tensorboard,wandb]"),
+    ({"logger": {"trackers": None}}, "logger.trackers=null", "[] for none"),
+    ({"logger": {"trackers": ["comet"]}}, "logger.trackers.0='comet'", "'wandb', 'trackio', 'mlflow' or 'swanlab'"),
     # unknown key
     ({"sampling": {"noise_levl": 0.7}}, "sampling.noise_levl", "did you mean 'sampling.noise_level'"),
     ({"reward": {"scorers": {"ocr": {"wieght": 1}}}}, "reward.scorers.ocr.wieght", "did you mean"),
@@ -96,6 +108,9 @@ BAD = [
     ({"algorithm": {"kl_coef": float("nan")}}, "algorithm.kl_coef=nan", "finite number"),
     ({"trainer": {"seed": -1}}, "trainer.seed=-1", "at least 0"),
     ({"model": {"lora_rank": 0}}, "model.lora_rank=0", "at least 1"),
+    ({"logger": {"project": "a b/c"}}, "logger.project='a b/c'", "letters of ASCII, digits"),
+    ({"logger": {"project": ""}}, "logger.project=''", "letters of ASCII, digits"),
+    ({"logger": {"tags": ["a" * 65]}}, "logger.tags: 'aaaa", "1 to 64"),
     # keys that contradict each other
     ({"rollout": {"n": 1}}, "rollout.n=1", "at least 2"),
     ({"sampling": {"noise_level": 0}}, "sampling.noise_level=0", "use kernel=flow_sde"),

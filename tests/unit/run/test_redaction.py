@@ -1,6 +1,6 @@
 import pytest
 
-from gerl.run.redaction import redact
+from gerl.run.redaction import redact, redacted
 
 SECRET = "s3cret-Value.9"
 
@@ -39,3 +39,16 @@ def test_tokens_are_known_by_their_looks() -> None:
 )
 def test_the_rest_stays(text: str) -> None:
     assert redact(text) == text
+
+
+def test_settings_lose_their_secrets_and_nothing_else() -> None:
+    settings = {
+        "reward": {"scorers": {"vlm": {"kwargs": {"api_key": "abc", "url": "https://me:word@host/v1", "tokens": 512}}}},
+        "model": {"path": "a/b", "lora": None, "token": ""},
+        "rows": [1, (2.5, "hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123")],
+    }
+    assert redacted(settings) == {
+        "reward": {"scorers": {"vlm": {"kwargs": {"api_key": "***", "url": "https://***@host/v1", "tokens": 512}}}},
+        "model": {"path": "a/b", "lora": None, "token": ""},
+        "rows": [1, [2.5, "***"]],
+    }

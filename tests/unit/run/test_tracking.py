@@ -1,3 +1,4 @@
+import io
 import json
 import logging
 import math
@@ -93,7 +94,15 @@ def test_closing_after_an_error_does_not_hide_it(tmp_path: Path, monkeypatch: py
             tracker.close()
     with pytest.raises(GerlError, match="No space left"):
         tracker.close()
-    assert sinks[0].close.call_count == 2
+    assert sinks[0].close.mock_calls == [call(failed=True), call(failed=False)]
+
+
+@pytest.mark.parametrize("config", [PLAIN, LoggerConfig(trackers=[])], ids=["tensorboard=false", "trackers=[]"])
+def test_without_trackers_nothing_but_the_metrics_is_written(config: LoggerConfig, tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, config)
+    tracker.log(1, {"x": 1})
+    tracker.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_images_and_tensorboard(tmp_path: Path) -> None:
@@ -104,6 +113,8 @@ def test_images_and_tensorboard(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, LoggerConfig())
     tracker.log(3, {"reward/mean": 0.25, "actor/kl": math.nan})
     assert tracker.images(3, "train", picture) == tmp_path / "samples" / "train_000003.png"
+    tracker.alert(3, "nothing to learn from")
+    tracker.checkpoint(3, {"lora/weights.safetensors": b"1"})
     tracker.close()
     assert Image.open(tmp_path / "samples" / "train_000003.png").size == (8, 4)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -111,6 +122,10 @@ def test_images_and_tensorboard(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(3, 0.25)]
     assert events.Tags()["scalars"] == ["reward/mean"]
     assert events.Tags()["images"] == ["samples/train"]
+    (shown,) = events.Images("samples/train")
+    assert Image.open(io.BytesIO(shown.encoded_image_string)).convert("RGB").getcolors() == [(32, (255, 0, 0))]
+    (alert,) = events.Tensors("alerts/text_summary")
+    assert alert.step == 3 and alert.tensor_proto.string_val == [b"    nothing to learn from\n"]
     (text,) = events.Tensors("config.yaml/text_summary")
     assert text.tensor_proto.string_val == [b"    trainer:\n      steps: 3\n"]
 
@@ -120,13 +135,18 @@ def test_every_sink_gets_what_is_finite_and_is_closed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(tracking, "open_sinks", lambda *_: sinks)
     tracker = Tracker(tmp_path, PLAIN)
     tracker.log(2, {"reward/mean": 0.25, "actor/kl": math.nan})
-    tracker.images(2, "train", picture)
+    path = tracker.images(2, "train", picture)
+    tracker.checkpoint(2, {"lora/weights.safetensors": b"1", "state.safetensors": b"2"})
+    tracker.checkpoint(2, {"state.safetensors": b"2"})  # no LoRA, nothing to take
+    tracker.alert(2, "a warning")
     tracker.close()
     for sink in sinks:
         assert sink.mock_calls == [
             call.log(2, {"reward/mean": 0.25}),
-            call.image(2, "samples/train", picture),
-            call.close(),
+            call.image(2, "samples/train", path),
+            call.lora(2, {"weights.safetensors": b"1"}),
+            call.alert(2, "a warning"),
+            call.close(failed=False),
         ]
 
 
