@@ -23,6 +23,7 @@ SCORERS = {
     "hpsv2": "hpsv2:HpsV2",
     "geneval": "geneval:GenEvalScorer",
     "image_similarity": "image_similarity:ImageSimilarity",
+    "dino_similarity": "dino_similarity:DinoSimilarity",
     "diversity": "diversity:Diversity",
     "vlm_judge": "vlm_judge:VlmJudge",
     "unified_reward": "unified_reward:UnifiedRewardScorer",
