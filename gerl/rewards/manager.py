@@ -17,7 +17,7 @@ from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, wait_any
 from gerl.config import RewardConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
-from gerl.rewards.scorers import build_scorer
+from gerl.rewards.scorers import known_scorer
 from gerl.rewards.total import applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
 
@@ -117,7 +117,7 @@ class RewardManager:
 
     def __init__(self, config: RewardConfig, cluster: Cluster) -> None:
         self.config = config
-        scorers = {name: build_scorer(name, scorer) for name, scorer in config.scorers.items()}
+        scorers = {name: known_scorer(name, scorer) for name, scorer in config.scorers.items()}
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.load = {name: Load() for name in scorers}
         self.running: dict[Pending[Answer], Call] = {}
@@ -125,8 +125,8 @@ class RewardManager:
         self.failure: Exception | None = None  # of what was done while the run waited for something else
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
-            shared = scorers[name].shares or name
-            together.setdefault((shared, scorer.replicas, scorer.gpus, scorer.timeout), []).append(name)
+            kind = (scorers[name].shares or name, scorer.replicas, scorer.gpus, scorer.timeout, repr(scorer.env))
+            together.setdefault(kind, []).append(name)
         for names in together.values():
             first = config.scorers[names[0]]
             count = first.replicas if cluster.remote else 1
@@ -134,8 +134,11 @@ class RewardManager:
                 f"scorer {' and '.join(names)}, process",
                 RewardWorker,
                 count,
-                _always(({n: config.scorers[n] for n in names}, config.retries, str(Path.cwd()))),
+                _always(
+                    ({n: config.scorers[n] for n in names}, config.retries, str(Path.cwd()), frozenset(self.groupwise))
+                ),
                 gpus=first.gpus,
+                environment=first.env,
             )
             pool = Pool(workers, first.timeout)
             for process in range(count):

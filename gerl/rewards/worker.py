@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from gerl.config import ScorerConfig
+from gerl.errors import RewardError
 from gerl.protocol import Images, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
 from gerl.rewards.scorers.base import Metadata, ReturnError
@@ -39,11 +40,14 @@ class Answer:
 class RewardWorker:
     """Calls scorers; one that fails is retried, then its failure is reported: never a score of 0 in its place.
 
-    `folder`: the driver's current directory; relative paths are resolved against it if it exists here.
+    `folder`: the driver's current directory; relative paths are resolved against it if it exists here. `groupwise`: the
+    scorers to which the driver gives groups; None: all that want them.
     """
 
-    def __init__(self, scorers: dict[str, ScorerConfig], retries: int, folder: str) -> None:
-        self.configs, self.retries, self.folder = scorers, retries, folder
+    def __init__(
+        self, scorers: dict[str, ScorerConfig], retries: int, folder: str, groupwise: Collection[str] | None = None
+    ) -> None:
+        self.configs, self.retries, self.folder, self.groupwise = scorers, retries, folder, groupwise
         self.scorers: dict[str, Scorer] = {}
 
     def ready(self) -> None:
@@ -51,6 +55,12 @@ class RewardWorker:
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         self.scorers = {name: build_scorer(name, config) for name, config in self.configs.items()}
+        for name, scorer in self.scorers.items():
+            if scorer.groupwise and self.groupwise is not None and name not in self.groupwise:
+                raise RewardError(
+                    f"reward.scorers.{name} is groupwise, which is known only where its file can be imported: import "
+                    f"what reward.scorers.{name}.env installs inside the function, not at the top of the file"
+                )
 
     def score(
         self,

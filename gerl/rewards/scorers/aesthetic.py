@@ -1,8 +1,8 @@
 """Aesthetic score: how much people like the look of an image, whatever its prompt.
 
-Source: LAION's improved aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor, commit 6934dd8,
-simple_inference.py, lines 41 to 115), a linear head on the CLIP ViT-L/14 feature, trained on ratings from 1 to 10. The
-published head loads here; with the published CLIP weights it has not been run.
+Source: LAION's improved aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor, commit
+6934dd8, simple_inference.py, lines 40 to 117), a linear head on the CLIP ViT-L/14 feature, trained on ratings from 1 to
+10. The published head loads here; with the published CLIP weights it has not been run.
 """
 
 import hashlib

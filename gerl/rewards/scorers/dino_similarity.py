@@ -1,8 +1,8 @@
 """Likeness of the drawn image to a reference or source picture, in the features of DINO, DINOv2 or DINOv3.
 
 Source: the DINO metric of "DreamBooth" (arXiv 2208.12242), section 4.2, the cosine of the CLS features of a ViT that
-learnt without labels: unlike CLIP it tells apart subjects of one kind. Models: arXiv 2104.14294, 2304.07193, 2508.10104.
-The published weights have not been run by this project.
+learnt without labels: unlike CLIP it tells apart subjects of one kind. Models: arXiv 2104.14294, 2304.07193 and
+2508.10104. The published weights have not been run by this project.
 """
 
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def _processor(source: str, kind: str) -> Any:
     import transformers
 
     # torchvision resizes to slightly other pixels than PIL: where it happens to be installed must not matter. The
-    # class that DINOv3 names has no form without it; resizing and normalising alone, as it does, the one of ViT does too.
+    # class that DINOv3 names has no form without it; that of ViT resizes and normalises alike.
     automatic = transformers.AutoImageProcessor
     kept = transformers.ViTImageProcessorPil if kind.startswith("dinov3") else automatic
     return kept.from_pretrained(source, **({"backend": "pil"} if kept is automatic else {}))

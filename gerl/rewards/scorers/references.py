@@ -1,8 +1,8 @@
-"""Pictures that a prompt's row names and a scorer looks at beside the drawn image: a reference, the source of an edit."""
+"""Pictures that a prompt's row names and a scorer looks at: a reference, the source of an edit."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from PIL import Image
@@ -31,7 +31,7 @@ def reference_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> R
 def references_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> list[Reference]:
     """The pictures in the row's `column`, which has one or a list of them; raises `DataError` if there is none."""
     given = metadata.get(column)
-    parts = list(given) if isinstance(given, list | tuple) else [given]
+    parts: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not parts or not all(isinstance(part, Image.Image | Path) or (isinstance(part, str) and part) for part in parts):
         raise DataError(
             f"{prompt!r} has no reference for the {scorer} scorer, which should be the path of an image in the row's "
@@ -54,9 +54,7 @@ def read(reference: Reference) -> Image.Image:
     return reference if isinstance(reference, Image.Image) else read_picture(reference)
 
 
-def features_of(
-    references: Sequence[Reference], features: Callable[[list[Image.Image]], torch.Tensor]
-) -> torch.Tensor:
+def features_of(references: Sequence[Reference], features: Callable[[list[Image.Image]], torch.Tensor]) -> torch.Tensor:
     """`features` [B, dim] of references [B]; each is read and encoded once, as the images of a group share theirs."""
     keys = [str(reference) if isinstance(reference, Path) else id(reference) for reference in references]
     unique = dict(zip(keys, references, strict=True))

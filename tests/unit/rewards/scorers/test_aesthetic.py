@@ -77,7 +77,9 @@ def test_a_head_of_another_kind_or_width_is_refused(clip: str, tmp_path: Path) -
 
 
 def test_a_path_that_names_no_file_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(RewardError, match=r"head=/nowhere/head\.pth names no file .* or sac\+logos\+ava1-l14-linearMSE"):
+    with pytest.raises(
+        RewardError, match=r"head=/nowhere/head\.pth names no file .* or sac\+logos\+ava1-l14-linearMSE"
+    ):
         AestheticScore(head="/nowhere/head.pth")
 
 

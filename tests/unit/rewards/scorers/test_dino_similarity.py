@@ -56,7 +56,9 @@ def test_a_slight_change_of_the_source_scores_below_1_and_above_another_picture(
     source, other = pictures(2)
     changed = Image.blend(source, other.resize(source.size), 0.1)
     rows = [{"source": source}] * 3
-    scores = DinoSimilarity(model=folder, metadata_key="source", device="cpu")([source, changed, other], ["a"] * 3, rows)
+    scores = DinoSimilarity(model=folder, metadata_key="source", device="cpu")(
+        [source, changed, other], ["a"] * 3, rows
+    )
     assert scores[0] == pytest.approx(1, abs=1e-6)
     assert scores[0] > scores[1] > scores[2]
 
