@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from PIL import Image
 
 from gerl.errors import DataError
 from gerl.rewards.scorers.base import Metadata
 from gerl.utils.condition_images import read_picture
+
+if TYPE_CHECKING:
+    import torch
 
 Reference: TypeAlias = Path | Image.Image
 
@@ -22,8 +24,8 @@ def reference_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> R
     found = references_of(scorer, prompt, metadata, column)
     if len(found) > 1:
         raise DataError(
-            f"{prompt!r} has {len(found)} pictures in {column!r}, but {scorer} compares with one: name a column that "
-            "has one with metadata_key"
+            f"{prompt!r} has {len(found)} pictures in {column!r}, but {scorer} compares with one: name the scorer a "
+            "column that has one"
         )
     return found[0]
 
@@ -35,7 +37,7 @@ def references_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> 
     if not parts or not all(isinstance(part, Image.Image | Path) or (isinstance(part, str) and part) for part in parts):
         raise DataError(
             f"{prompt!r} has no reference for the {scorer} scorer, which should be the path of an image in the row's "
-            f"{column!r}, got {given!r:.200}: add it, or name the column with metadata_key"
+            f"{column!r}, got {given!r:.200}: add it, or name the scorer another column"
         )
     return [part if isinstance(part, Image.Image) else _file(prompt, part) for part in parts]
 
@@ -54,7 +56,9 @@ def read(reference: Reference) -> Image.Image:
     return reference if isinstance(reference, Image.Image) else read_picture(reference)
 
 
-def features_of(references: Sequence[Reference], features: Callable[[list[Image.Image]], torch.Tensor]) -> torch.Tensor:
+def features_of(
+    references: Sequence[Reference], features: Callable[[list[Image.Image]], "torch.Tensor"]
+) -> "torch.Tensor":
     """`features` [B, dim] of references [B]; each is read and encoded once, as the images of a group share theirs."""
     keys = [str(reference) if isinstance(reference, Path) else id(reference) for reference in references]
     unique = dict(zip(keys, references, strict=True))

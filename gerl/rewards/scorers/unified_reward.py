@@ -11,8 +11,8 @@ from PIL import Image
 from pydantic import Field
 
 from gerl.rewards.scorers.base import Metadata
+from gerl.rewards.scorers.chat import WHOLE_NUMBER, ChatScorer, Choice, fill, number_in
 from gerl.rewards.scorers.http import Client, png_base64
-from gerl.rewards.scorers.vlm_judge import WHOLE_NUMBER, ChatScorer, Choice, fill, number_in
 
 FINAL_SCORE = rf"Final Score:\s*({WHOLE_NUMBER})"
 BEST = 5.0
@@ -50,7 +50,7 @@ class UnifiedRewardScorer(ChatScorer):
     def _grade(self, client: Client, image: Image.Image, prompt: str, metadata: Metadata) -> float:
         square = image.convert("RGB").resize((self.image_size, self.image_size), Image.Resampling.BICUBIC)
         text = fill(self.template, prompt, metadata)
-        return self.ask(client, prompt, text, png_base64(square), _read, max_tokens=self.max_tokens)
+        return self.ask(client, prompt, text, [png_base64(square)], _read, max_tokens=self.max_tokens)
 
 
 def _read(choice: Choice) -> float:
