@@ -31,6 +31,7 @@ SCORERS = {
     "aesthetic": "aesthetic:AestheticScore",
     "imagereward": "imagereward:ImageReward",
     "hpsv2": "hpsv2:HpsV2",
+    "hpsv3": "hpsv3:HpsV3",
     "geneval": "geneval:GenEvalScorer",
     "image_similarity": "image_similarity:ImageSimilarity",
     "dino_similarity": "dino_similarity:DinoSimilarity",
