@@ -1,4 +1,4 @@
-"""What scorers on a chat model have in common: the request, and how its answer is read.
+"""The base of scorers that ask a chat model: the request, and how its answer is read.
 
 The model is a vision language model behind an OpenAI-compatible endpoint: vLLM, SGLang, llama.cpp, a paid API.
 """

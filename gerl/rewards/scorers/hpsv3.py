@@ -1,8 +1,8 @@
 """HPSv3: how much people prefer an image for its prompt, and how sure of it the model is.
 
-Source: "HPSv3: Towards Wide-Spectrum Human Preference Score" (arXiv 2508.03789) and its code (github.com/MizzenAI/HPSv3,
-as in the package hpsv3 1.0.0: inference.py, lines 97 to 147, model/qwen2vl_trainer.py, lines 59 to 247 and 706 to 722):
-a Qwen2-VL-7B whose head gives the mean and the logarithm of the deviation of a score. The published weights have not been
+Source: "HPSv3: Towards Wide-Spectrum Human Preference Score" (arXiv 2508.03789) and its code (package hpsv3 1.0.0 of
+github.com/MizzenAI/HPSv3: inference.py, lines 97 to 147, model/qwen2vl_trainer.py, lines 59 to 247 and 706 to 722): a
+Qwen2-VL-7B whose head gives the mean and the logarithm of the deviation of a score. The published weights have not been
 run by this project.
 """
 
@@ -14,10 +14,10 @@ from PIL import Image
 from pydantic import Field
 
 from gerl.config.choices import Dtype
-from gerl.errors import DataError, RewardError
+from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Columns, Metadata, Scorer
 from gerl.rewards.scorers.clip_tower import Device, resolve_device, resolve_dtype
-from gerl.rewards.scorers.vlm_head import MARKS, PIXELS, RewardModel, reward_model
+from gerl.rewards.scorers.vlm_head import PIXELS, RewardModel, check_marks, reward_model
 from gerl.rewards.scorers.wording import code_folder, constants
 
 TOKEN = "<|Reward|>"
@@ -59,8 +59,8 @@ class HpsV3(Scorer):
         return reward_model(self.model, self.checkpoint, self.base, TOKEN, self.pixels, device, dtype)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
-        for prompt, row in zip(prompts, metadata, strict=True):
-            self.check_prompt(prompt, row)
+        for prompt in prompts:
+            check_marks(prompt)
         texts = [self._instruction.replace(PLACE, prompt) for prompt in prompts]
         outputs = self.network.outputs([[image] for image in images], texts, "rm_head", self.batch_size)
         if outputs.shape[1:] != (2,):
@@ -68,8 +68,7 @@ class HpsV3(Scorer):
         return {"mu": outputs[:, 0].tolist(), "sigma": outputs[:, 1].exp().tolist()}
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
-        if found := MARKS.search(prompt):
-            raise DataError(f"{prompt!r} contains {found[0]!r}, a mark of the model that grades it: take it out")
+        check_marks(prompt)
 
     @cached_property
     def _instruction(self) -> str:

@@ -1,9 +1,9 @@
 """A vision language model of the Qwen2-VL family that ends in a small network instead of words.
 
 Source: the reward models that go back to VideoAlign (github.com/KwaiVGI/VideoAlign, commit 219ab9d, trainer.py, lines
-59 to 173), HPSv3 among them: the hidden state of a token that was added for it goes through a head in fp32. Two things of
-theirs count and are kept: the model is called on embeddings without ids, so that tokens of an image have the positions of
-a text, one after the other; and an image is resized to a fixed number of pixels.
+59 to 173), HPSv3 and EditReward among them: the hidden state of a token that was added goes through a head in fp32.
+Two things of theirs count and are kept: the model is called on embeddings without ids, so that tokens of an image have
+the positions of a text, one after the other; and an image is resized to a fixed number of pixels.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 
-from gerl.errors import RewardError
+from gerl.errors import DataError, RewardError
 from gerl.rewards.scorers.aesthetic import read_tensors
 from gerl.rewards.scorers.clip_tower import expanded, loading
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 PIXELS = 256 * 28 * 28  # of an image
-# What a prompt must not contain: the model would take it for a token of the conversation.
 MARKS = re.compile(r"<\|[A-Za-z_]+\|>")
 # Names of tensors in files of transformers before and after 4.52, and here.
 NAMES = (
@@ -32,6 +31,12 @@ NAMES = (
     (re.compile(r"^model\.(language_model\.)?"), "language_model."),
 )
 LINEAR = (0, 3, 5)  # of a head: 1 and 4 are ReLU, 2 is dropout
+
+
+def check_marks(prompt: str) -> None:
+    """Raise `DataError` for a prompt with something in it that the model takes for a token of the conversation."""
+    if found := MARKS.search(prompt):
+        raise DataError(f"{prompt!r} contains {found[0]!r}, a mark of the model that grades it: take it out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +53,7 @@ class RewardModel:
     def outputs(
         self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str], head: str, batch_size: int
     ) -> torch.Tensor:
-        """What `head` gives [B, N], fp32 on the CPU, for texts [B] that each have one reward token, behind pictures [B]."""
+        """The numbers [B, N] of `head`, fp32 on the CPU; texts [B] have one reward token and follow their pictures."""
         found = []
         for start in range(0, len(texts), batch_size):
             rows = slice(start, start + batch_size)

@@ -13,7 +13,7 @@ from gerl.errors import RewardError
 
 
 def code_folder(code: str | None, package: str, remedy: str) -> Path:
-    """The folder `code`, or that of the installed `package`; raises `RewardError`, with the `remedy`, if there is none."""
+    """The folder `code`, or that of the installed `package`; without one raises `RewardError`, with the `remedy`."""
     if code is not None:
         folder = Path(code).expanduser()
         if not folder.is_dir():

@@ -95,7 +95,7 @@ def test_weights_that_do_not_fit_are_refused(
 
 
 def test_a_base_of_another_kind_is_refused(made: Any, clip: str) -> None:
-    with pytest.raises(RewardError, match="base=.* is a clip model: give an instructed Qwen2-VL"):
+    with pytest.raises(RewardError, match=r"base=.* is a clip model: give an instructed Qwen2-VL"):
         HpsV3(**made[0] | {"base": clip})(pictures(1), ["a"], [{}])
 
 
