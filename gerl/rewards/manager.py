@@ -130,6 +130,8 @@ class RewardManager:
         for names in together.values():
             first = config.scorers[names[0]]
             count = first.replicas if cluster.remote else 1
+            if packages := first.env.get("uv", first.env.get("pip")):
+                logger.info("Ray makes an environment with %s for %s ...", ", ".join(packages), " and ".join(names))
             workers = cluster.workers(
                 f"scorer {' and '.join(names)}, process",
                 RewardWorker,

@@ -54,13 +54,21 @@ class RewardWorker:
         """Build the scorers, without their models; raises `RewardError` if that is not possible on this machine."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
-        self.scorers = {name: build_scorer(name, config) for name, config in self.configs.items()}
+        self.scorers = {name: self._built(name, config) for name, config in self.configs.items()}
         for name, scorer in self.scorers.items():
             if scorer.groupwise and self.groupwise is not None and name not in self.groupwise:
                 raise RewardError(
                     f"reward.scorers.{name} is groupwise, which is known only where its file can be imported: import "
                     f"what reward.scorers.{name}.env installs inside the function, not at the top of the file"
                 )
+
+    def _built(self, name: str, config: ScorerConfig) -> Scorer:
+        try:
+            return build_scorer(name, config)
+        except RewardError as error:
+            if not config.env or not isinstance(error.__cause__, ImportError):
+                raise
+            raise RewardError(f"{error}; this is its own environment: add it to reward.scorers.{name}.env") from error
 
     def score(
         self,

@@ -113,3 +113,13 @@ def test_a_groupwise_function_that_only_its_process_can_import_is_refused_there(
     with pytest.raises(RewardError, match=r"reward\.scorers\.mine is groupwise.*inside the function"):
         RewardWorker(config, 0, str(tmp_path), groupwise=()).ready()
     RewardWorker(config, 0, str(tmp_path), groupwise=("mine",)).ready()
+
+
+def test_a_package_that_its_own_environment_lacks_is_looked_for_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # as the worker does
+    (tmp_path / "mine.py").write_text("import nosuchpackage\n")
+    config = {"mine": ScorerConfig(path="mine.py", env={"pip": ["other"]})}
+    with pytest.raises(RewardError, match=r"nosuchpackage.*add it to reward\.scorers\.mine\.env"):
+        RewardWorker(config, 0, str(tmp_path)).ready()
