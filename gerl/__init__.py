@@ -5,9 +5,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gerl.api.runs import Run
+    from gerl.api.training import Step, Trainer, train
     from gerl.engine import record, replay
 
-__all__ = ["__version__", "record", "replay"]
+__all__ = ["Run", "Step", "Trainer", "__version__", "record", "replay", "train"]
 __version__ = "0.1.0"
 
 # torchao, where it is installed, is imported by diffusers and says then that it was built for another torch or GPU
@@ -15,10 +17,17 @@ for _library in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao
     logging.getLogger(_library).setLevel(logging.ERROR)
 
 
+_PLACES = {
+    "record": "gerl.engine", "replay": "gerl.engine", "Run": "gerl.api.runs", "Step": "gerl.api.training",
+    "Trainer": "gerl.api.training", "train": "gerl.api.training",
+}  # fmt: skip
+_CALLABLE = ("evaluate", "export", "preflight", "score")  # packages that are called
+
+
 def __getattr__(name: str) -> object:
-    """`gerl.record`, `gerl.replay` and `gerl.evaluate`, loaded when they are first used: `import gerl` is quick."""
-    if name in ("record", "replay"):
-        return getattr(import_module("gerl.engine"), name)
-    if name == "evaluate":
-        return import_module("gerl.evaluate")
+    """The names of the package, loaded when they are first used: `import gerl` is quick."""
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
+    if name in _CALLABLE:
+        return import_module(f"gerl.{name}")
     raise AttributeError(f"module 'gerl' has no attribute {name!r}")

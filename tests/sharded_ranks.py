@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from gerl.config import ModelConfig
 from gerl.engine import ReplayedStep, replay
-from gerl.model.loading import find_denoisers, load_policy
+from gerl.model.denoisers import find_denoisers
+from gerl.model.loading import load_policy
 from gerl.model.sharding import shard, sharded_components
 
 Row = dict[str, Any]

@@ -4,7 +4,9 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -151,6 +153,15 @@ class Cluster:
     def threads(self) -> int:
         """CPU threads of one process of a rollout and actor worker."""
         return self.config.threads_per_worker or max(1, int(self._resources["CPU"]) // self.processes)
+
+    def send_by_value(self, functions: Iterable[Callable[..., object]]) -> None:
+        """Let `functions` go to workers as they are, unless an installed package has them: those import by its name."""
+        for function in functions if self.remote else ():
+            module = sys.modules.get(getattr(function, "__module__", None) or "__main__", None)
+            file = getattr(module, "__file__", None)
+            installed = file is None or {"site-packages", "dist-packages"} & set(Path(file).parts)
+            if module is not None and not installed and module.__name__ != "__main__":  # whose functions go so anyhow
+                ray.cloudpickle.register_pickle_by_value(module)
 
     def workers(
         self,

@@ -14,11 +14,12 @@ from gerl.commandline.waiting import waiting
 from gerl.config import Config
 from gerl.evaluate.comparison import Drawn, Task, drawn, plan
 from gerl.evaluate.names import BASE
+from gerl.model.denoisers import find_denoisers
 from gerl.model.ema import EMA
 from gerl.model.failures import check_backend, model_errors
 from gerl.model.hub import Downloads
 from gerl.model.libraries import quiet_libraries
-from gerl.model.loading import find_denoisers, load_pipeline
+from gerl.model.loading import load_pipeline
 from gerl.model.lora_variants import attach, switch
 from gerl.model.policy import Policy
 from gerl.model.speed import compile_blocks

@@ -13,7 +13,7 @@ from gerl.config import ModelConfig
 from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.model import skeletons
-from gerl.model.loading import find_denoisers
+from gerl.model.denoisers import find_denoisers
 from gerl.model.lora_layouts import diffusers_file, kohya_file, merge, peft_files
 from gerl.model.lora_weights import Lora, check_fit
 from gerl.model.paths import WEIGHTS, resolve

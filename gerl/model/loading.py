@@ -4,8 +4,7 @@ import contextlib
 import hashlib
 import inspect
 import logging
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import diffusers
@@ -18,6 +17,7 @@ from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
 from gerl.model.call import check_arguments
 from gerl.model.context import check_context, divide_context
+from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers
 from gerl.model.ema import EMA
 from gerl.model.failures import check_backend, is_full
 from gerl.model.hub import fetch, refusal_of_code
@@ -35,11 +35,10 @@ from gerl.model.speed import channels_last, compile_blocks, set_attention
 from gerl.model.start_lora import begin_with, merge_start, read_start
 from gerl.model.stored import Unread, unread_models
 from gerl.model.whole import alone, chosen, divide, parameters_of
+from gerl.objects import pipeline
 from gerl.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
-DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for those that do not show what they are
-TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # an argument of a denoiser
 
 
 def read_pipeline(
@@ -58,6 +57,8 @@ def read_pipeline(
     to is run. Raises `ModelError` if there is no such pipeline, if it cannot be quantised, or if a hub id would run
     code.
     """
+    if isinstance(offered := pipeline(path), DiffusionPipeline):
+        return offered
     given = resolve(path)
     own = Path(given).is_dir()
     with _loading(path):
@@ -118,6 +119,10 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
     """
     check_backend(config.compile)
     quiet_messages()
+    if (offered := pipeline(config.path)) is not None:
+        check_offered(offered, config)
+        check_arguments(type(offered), sampling)
+        return
     given = resolve(config.path)
     with _loading(config.path):
         folder = given if Path(given).is_dir() else fetch(given)
@@ -226,40 +231,6 @@ def leave_out_safety_checker(pipe: DiffusionPipeline) -> None:
         logger.info("left out the safety checker: it would hand black images to the scorers")
     else:
         logger.info("kept the safety checker, which %s does not draw without", type(pipe).__name__)
-
-
-def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
-    """The components that get a LoRA, by name: diffusers models with repeated blocks that are called with a timestep.
-
-    The blocks have linear layers (a vocoder's have none). Autoencoders and ControlNets are none. A pipeline may have
-    several: Wan 2.2 has one for high and one for low noise levels, Ideogram 4 one for the conditional and one for the
-    unconditional prediction. Raises `ModelError` if there is none.
-    """
-    found = denoisers_among(pipe.components)
-    if not found:
-        raise ModelError(
-            f"{type(pipe).__name__} has no denoiser: none of its components {', '.join(pipe.components)} is a model "
-            "of diffusers with repeated blocks that is called with a timestep"
-        )
-    return found
-
-
-def denoisers_among(components: Mapping[str, object]) -> dict[str, ModelMixin]:
-    """Those of a pipeline's components that get a LoRA, see `find_denoisers`; skeletons will do."""
-    models = {
-        name: component
-        for name, component in components.items()
-        if isinstance(component, ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
-    }
-    found = {name: model for name, model in models.items() if _is_denoiser(model)}
-    return found or {name: models[name] for name in DENOISERS if name in models}
-
-
-def _is_denoiser(model: torch.nn.Module) -> bool:
-    timed = any(TIMESTEP.search(name) for name in inspect.signature(model.forward).parameters)
-    blocks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    # a vocoder is told how to handle time, and has repeated blocks of convolutions: there is nothing for a LoRA
-    return timed and any(isinstance(layer, torch.nn.Linear) for block in blocks for layer in block.modules())
 
 
 def load_policy(

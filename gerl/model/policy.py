@@ -45,6 +45,12 @@ class Policy:
         return {name: average for name, average in named.items() if average is not None}
 
     @torch.no_grad()
+    def keep_average(self) -> None:
+        """Give the trained parameters the averaged values, for whoever uses the pipeline after the run."""
+        for name, p in self.trained.items():
+            p.copy_(self.ema.average[name])
+
+    @torch.no_grad()
     def remember(self) -> None:
         """Take the weights that draw among the `earlier` ones, at the end of a step, and let the oldest go."""
         if not self.earlier:

@@ -36,6 +36,12 @@ SHARED, ITEMS, MASK = "shared", "items", "mask "
 Row = dict[str, object]  # the arguments of one prompt that are texts in a list
 
 
+def detach(pipe: DiffusionPipeline) -> None:
+    """Let `pipe` encode by itself again."""
+    for name in [name for name in pipe.__dict__ if ENCODES.match(name)]:
+        del pipe.__dict__[name]
+
+
 class PromptCache:
     """The answers of a pipeline's `encode_*` methods, one per prompt."""
 

@@ -8,14 +8,15 @@ scores: whoever draws adds the images of a micro-batch as they come (`gerl.train
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, wait_any
-from gerl.config import RewardConfig
+from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
+from gerl.objects import PREFIX, Function, function
 from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.total import applies, total
@@ -109,6 +110,12 @@ class Load:
     warnings: int = 0
 
 
+def given(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
+    """The functions of this program that are scorers, by name."""
+    paths = [scorer.path for scorer in scorers.values() if scorer.path is not None and scorer.path.startswith(PREFIX)]
+    return {path.removeprefix(PREFIX): found for path in paths if (found := function(path)) is not None}
+
+
 class RewardManager:
     """The processes of all scorers; `open` begins the scoring of a step's micro-batches, or of a validation's.
 
@@ -118,6 +125,7 @@ class RewardManager:
     def __init__(self, config: RewardConfig, cluster: Cluster) -> None:
         self.config = config
         scorers = {name: known_scorer(name, scorer) for name, scorer in config.scorers.items()}
+        cluster.send_by_value(given(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.load = {name: Load() for name in scorers}
         self.running: dict[Pending[Answer], Call] = {}
@@ -132,13 +140,12 @@ class RewardManager:
             count = first.replicas if cluster.remote else 1
             if packages := first.env.get("uv", first.env.get("pip")):
                 logger.info("Ray makes an environment with %s for %s ...", ", ".join(packages), " and ".join(names))
+            own = {name: config.scorers[name] for name in names}
             workers = cluster.workers(
                 f"scorer {' and '.join(names)}, process",
                 RewardWorker,
                 count,
-                _always(
-                    ({n: config.scorers[n] for n in names}, config.retries, str(Path.cwd()), frozenset(self.groupwise))
-                ),
+                _always((own, config.retries, str(Path.cwd()), given(own), frozenset(self.groupwise))),
                 gpus=first.gpus,
                 environment=first.env,
             )

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +16,7 @@ from PIL import Image
 
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
+from gerl.objects import Function, offer
 from gerl.protocol import Images, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
 from gerl.rewards.scorers.base import Metadata, ReturnError
@@ -40,20 +41,28 @@ class Answer:
 class RewardWorker:
     """Calls scorers; one that fails is retried, then its failure is reported: never a score of 0 in its place.
 
-    `folder`: the driver's current directory; relative paths are resolved against it if it exists here. `groupwise`: the
-    scorers to which the driver gives groups; None: all that want them.
+    `folder`: the driver's current directory; relative paths are resolved against it if it exists here. `functions`:
+    those of the driver's program that are scorers here, by name. `groupwise`: the scorers to which the driver gives
+    groups; None: all that want them.
     """
 
     def __init__(
-        self, scorers: dict[str, ScorerConfig], retries: int, folder: str, groupwise: Collection[str] | None = None
+        self,
+        scorers: dict[str, ScorerConfig],
+        retries: int,
+        folder: str,
+        functions: Mapping[str, Function] | None = None,
+        groupwise: Collection[str] | None = None,
     ) -> None:
         self.configs, self.retries, self.folder, self.groupwise = scorers, retries, folder, groupwise
+        self.functions = functions or {}
         self.scorers: dict[str, Scorer] = {}
 
     def ready(self) -> None:
         """Build the scorers, without their models; raises `RewardError` if that is not possible on this machine."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
+        offer(self.functions)
         self.scorers = {name: self._built(name, config) for name, config in self.configs.items()}
         for name, scorer in self.scorers.items():
             if scorer.groupwise and self.groupwise is not None and name not in self.groupwise:

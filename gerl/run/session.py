@@ -14,6 +14,7 @@ from gerl.utils.files import reason
 
 logger = logging.getLogger("gerl")
 METRICS = "metrics.jsonl"
+STOPS = Interrupted | KeyboardInterrupt | GeneratorExit  # a program that asks for no further step
 
 
 @contextlib.contextmanager
@@ -41,7 +42,7 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
         yield begin
         how = "finished"
     except BaseException as error:
-        how, why = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "error", error
+        how, why = "interrupted" if isinstance(error, STOPS) else "error", error
         log.failure(error)
         raise
     finally:

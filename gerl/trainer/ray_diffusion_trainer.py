@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ class RayDiffusionTrainer(DurableRun):
     ) -> None:
         super().__init__(config, run_dir, cluster, identity)
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
+        self.latest: Metrics = {}  # the last line of the metrics
         self.announced = False  # where the run folder is
         self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
         self.ahead: dict[int, Rolled] = {}  # by step: drawn, or on its way, but not yet trained on
@@ -65,11 +66,17 @@ class RayDiffusionTrainer(DurableRun):
 
         However it ends, the last finished step is saved.
         """
+        for _ in self.each_step(resume):
+            pass
+
+    def each_step(self, resume: RunFolder | None = None) -> Generator[int]:
+        """As `fit`, but yields the number of each step that is finished, and 0 after a validation before the first."""
         self.setup(resume)
         config, total = self.config, self.config.trainer.steps
         try:
             if self.state.step == 0 and self.held_out:
                 self.log(0, self.undisturbed(partial(self.validate, 0)))
+                yield 0
             done = self.state.step - bool(self.state.unlogged)  # else the last step was stopped before its end
             with Progress(total, done, disable=not config.logger.progress) as progress:
                 while self.state.step < total or self.state.unlogged:
@@ -78,6 +85,7 @@ class RayDiffusionTrainer(DurableRun):
                         reward = self.state.unlogged["reward/mean"]
                         self.conclude(watch)
                         progress.update(reward, **self.postfix())
+                        yield self.state.step
         except BaseException as error:
             self.rescue(error)
             raise
@@ -124,6 +132,7 @@ class RayDiffusionTrainer(DurableRun):
         Not sooner: a new run that fails before it, in the first call of the pipeline, say, leaves no folder.
         """
         self.tracker.log(step, row)
+        self.latest = row
         if not self.announced:
             logger.info("run folder: %s", self.run_dir)
             self.announced = True
@@ -146,7 +155,7 @@ class RayDiffusionTrainer(DurableRun):
         if cluster.training < cluster.processes and config.model.offload == "none":
             # those that only train call nothing but the denoiser: what else there is stays in main memory
             spared = replace(whole, model=replace(whole.model, offload="encoders"))
-        per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
+        per_epoch = prompt_schedule(config, self.prompts).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
         logger.info("reward: %s", described(config.reward.scorers))
         self.rewards = RewardManager(config.reward, cluster)

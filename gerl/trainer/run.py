@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from gerl.trainer.folder import RunFolder, identity
 
 if TYPE_CHECKING:
     from gerl.cluster import Cluster
+    from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 
 logger = logging.getLogger("gerl")
 
@@ -31,6 +32,13 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
 
     `arguments`: those of the command line, for the run card.
     """
+    for _ in each_step(folder, arguments):
+        pass
+    return folder.path
+
+
+def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["RayDiffusionTrainer"]:
+    """As `run`, but yields the trainer after each step; it ends, and saves, where nobody asks for the next one."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with RunLog() as log:
         resolve(config.model.path)
@@ -55,9 +63,10 @@ def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
             with interruption_said(run_dir, config.trainer.steps):
                 with entered(machines) as cluster, _reported(folder):
                     trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))
-                    trainer.fit(folder)
+                    with contextlib.closing(trainer.each_step(folder)) as steps:
+                        for _ in steps:
+                            yield trainer
                 logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
-    return run_dir
 
 
 @contextlib.contextmanager

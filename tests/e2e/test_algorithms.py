@@ -34,7 +34,7 @@ FITTED = {
     "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 trainer.steps=5",
     "dense_grpo": "trainer.steps=7",
     "fdfo": "sampling.noise_level=0.3 actor.lr=0.005 trainer.steps=4",
-    # few visits of a prompt, whose past rewards say little, and a random UNet, which drifts with the noise of late steps
+    # a prompt's past rewards say little after few visits, and a random UNet drifts with the noise of late steps
     "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=48 trainer.steps=10 actor.lr=0.01 "
     "sampling.same_init_noise=true algorithm.history=0 algorithm.timestep_weights=std2_over_jacobian",
     "dance_grpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=32 trainer.steps=17",

@@ -17,14 +17,15 @@ LAYERS = (
     ("errors",),
     ("protocol",),
     ("config",),
-    ("utils",),
+    ("objects", "utils"),
     ("commandline", "engine", "pages"),
-    ("cluster",),
+    ("data", "cluster"),
     ("model", "rewards", "run"),
     ("algorithms",),
     ("workers",),
     ("trainer",),
     ("export", "preflight", "evaluate", "score"),
+    ("api",),
     ("__init__",),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}

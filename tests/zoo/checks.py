@@ -28,7 +28,7 @@ from zoo.base import CheckName, Entry
 from gerl.engine import Reads, ReplayedStep, Tape, lean, record, replay
 from gerl.engine.batching import select_call
 from gerl.errors import GerlError, ReplayError
-from gerl.model.loading import find_denoisers
+from gerl.model.denoisers import find_denoisers
 from gerl.model.lora import add_lora
 
 NUM_STEPS, NOISE = 3, 0.7  # the last step is deterministic: steps 0 and 1 are trained

@@ -17,8 +17,9 @@ from huggingface_hub import try_to_load_from_cache
 
 from gerl.config import Config
 from gerl.errors import ModelError
+from gerl.model.denoisers import find_denoisers
 from gerl.model.ema import EMA
-from gerl.model.loading import find_denoisers, prepare
+from gerl.model.loading import prepare
 from gerl.model.lora import add_lora
 from gerl.model.paths import INDEX, resolve
 from gerl.model.policy import Policy

@@ -7,8 +7,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
+from gerl.objects import PREFIX
 from gerl.rewards.scorers.base import Elsewhere, Scorer, columns_of, number_of, require
 from gerl.rewards.scorers.custom import CustomScorer
+from gerl.rewards.scorers.function import FunctionScorer
 
 __all__ = [
     "SCORERS",
@@ -65,6 +67,8 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
         RewardError: no such scorer, its package is not installed, wrong kwargs, or a file or function is missing.
     """
     key = f"reward.scorers.{name}"
+    if config.path is not None and config.path.startswith(PREFIX):
+        return FunctionScorer(key, config.path, config.kwargs)
     if config.path is not None:
         return CustomScorer(key, config.path, config.function, config.kwargs)
     if name not in SCORERS:

@@ -19,7 +19,8 @@ from gerl.engine.differentiable import is_compiled
 from gerl.errors import ConfigError, ModelError
 from gerl.model import loading
 from gerl.model.call import pipeline_call
-from gerl.model.loading import find_denoisers, leave_out_safety_checker, load_pipeline, load_policy, weights_fingerprint
+from gerl.model.denoisers import find_denoisers
+from gerl.model.loading import leave_out_safety_checker, load_pipeline, load_policy, weights_fingerprint
 
 Folders = dict[str, Path]
 

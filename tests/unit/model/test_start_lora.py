@@ -17,7 +17,8 @@ from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ConfigError, ModelError
 from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files
-from gerl.model.loading import check_model, find_denoisers, load_policy, weights_fingerprint
+from gerl.model.denoisers import find_denoisers
+from gerl.model.loading import check_model, load_policy, weights_fingerprint
 from gerl.model.lora import find_targets, lora_disabled
 from gerl.model.lora_files import read_layers
 from gerl.model.lora_weights import Lora

@@ -12,7 +12,8 @@ from ranks import MEASURED, run_ranks, worst
 from safetensors.torch import load_file, save_file
 
 from gerl.config import ModelConfig
-from gerl.model.loading import find_denoisers, load_pipeline, weights_fingerprint
+from gerl.model.denoisers import find_denoisers
+from gerl.model.loading import load_pipeline, weights_fingerprint
 from gerl.model.sharding import sharded_components
 from gerl.model.stored import Unread, fill
 

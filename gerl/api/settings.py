@@ -1,0 +1,147 @@
+"""From Python arguments to what a command line would say: keys, prompts and rewards, written down in the run folder."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gerl.config import did_you_mean, keys
+from gerl.errors import ConfigError, DataError
+from gerl.objects import PREFIX
+from gerl.utils.files import write_file
+
+Reward = str | Callable[..., object] | Mapping[str, Any]
+Prompts = str | Path | Sequence[str | Mapping[str, Any]]
+NAME = re.compile(r"\W+")
+ROWS = {"train": "prompts.jsonl", "held_out": "held_out.jsonl"}  # in the run folder
+
+
+@dataclass
+class Scorers:
+    """The rewards of a run: as keys of the configuration, and the functions that some of them are."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    functions: dict[str, Callable[..., object]] = field(default_factory=dict)
+
+    def add(self, name: str, given: object) -> None:
+        """A scorer called `name`: a function, the name or file of one, a mapping of its keys, or a weight.
+
+        In a mapping `function` may be a function itself. Raises `ConfigError` for anything else.
+        """
+        own: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+        if isinstance(given, bool) or not (isinstance(given, str | Path | int | float | Mapping) or callable(given)):
+            raise ConfigError(f"reward: {name} is {type(given).__name__}: give a function, a name, a file or its keys")
+        if callable(given):
+            own = {"function": given}
+        elif isinstance(given, int | float):
+            own = {"weight": float(given)}
+        elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".py")):
+            own = {"path": str(given)}
+        elif isinstance(given, str) and given != name:
+            raise ConfigError(f"reward: {name}={given!r}: give a Python file, or the scorer's own name as the name")
+        if callable(function := own.get("function")):
+            del own["function"]
+            own["path"] = f"{PREFIX}{name}"
+            self.functions[name] = function
+        self.keys[name] = own
+
+
+def scorers_of(reward: Reward) -> Scorers:
+    """The scorers that `reward` names: one function or name, or several by name."""
+    found = Scorers()
+    if isinstance(reward, Mapping):
+        for name, given in reward.items():
+            found.add(_checked(str(name)), given)
+        return found
+    if callable(reward):
+        found.add(_named(reward), reward)
+    elif isinstance(reward, str | Path) and str(reward).endswith(".py"):
+        found.add(_checked(NAME.sub("_", Path(reward).stem)), str(reward))
+    elif isinstance(reward, str):
+        found.add(reward, reward)
+    else:
+        raise ConfigError(f"reward: {type(reward).__name__} is none: give a function, a name, or several by name")
+    return found
+
+
+def _named(function: Callable[..., object]) -> str:
+    name = NAME.sub("_", getattr(function, "__name__", type(function).__name__)).strip("_")
+    return "my_reward" if name in ("", "lambda", "reward") else name
+
+
+def _checked(name: str) -> str:
+    if not name.isidentifier():
+        raise ConfigError(f"reward: {name!r} names a scorer, for which letters, digits and underscores will do")
+    return name
+
+
+def nested(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys with dots, and blocks of keys, as blocks; raises `ConfigError` for a key that there is not."""
+    known = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        block, *inner = key.split(".")
+        if block not in known:
+            raise ConfigError(f"{key}: there is no such key{did_you_mean(key)}; write it as {{'sampling.height': 64}}")
+        if not inner and not isinstance(value, Mapping):
+            raise ConfigError(f"{key}={value!r}: it is a block of keys: give a dictionary of them, or '{key}.KEY'")
+        place = found.setdefault(block, {})
+        for name in inner[:-1]:
+            place = place.setdefault(name, {})
+        new = nested_values(value) if not inner else {inner[-1]: plain(value)}
+        for name, part in new.items():
+            place[name] = {**place[name], **part} if isinstance(part, dict) and name in place else part
+    return found
+
+
+def nested_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A block given as a dictionary."""
+    return {str(name): plain(value) for name, value in given.items()}
+
+
+def plain(value: object) -> Any:
+    """`value` as YAML has it; raises `ConfigError` for an object that it has not."""
+    if isinstance(value, Mapping):
+        return nested_values(value)
+    if isinstance(value, list | tuple | range):
+        return [plain(part) for part in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(f"{value!r:.80} is {type(value).__name__}: keys are numbers, texts, lists and dictionaries")
+
+
+def write_prompts(prompts: Prompts, file: Path) -> str:
+    """The prompt file of `prompts`: they are its name, or are written to `file`; raises `DataError` for no prompts."""
+    if isinstance(prompts, str | Path):
+        return str(prompts)
+    rows: list[dict[str, Any]] = []
+    for i, prompt in enumerate(prompts):
+        row = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt) if isinstance(prompt, Mapping) else None
+        if row is None:
+            raise DataError(f"prompt {i} is {type(prompt).__name__}: give a text, or a dictionary with the key prompt")
+        rows.append(row)
+    if not rows:
+        raise DataError("there is no prompt: give at least one, or the name of a file")
+    try:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"columns of a prompt are texts and numbers ({error}): give pictures by their file") from None
+    write_file(file, text)
+    return str(file)
+
+
+def write_experiment(folder: Path, name: str, base: str | None, algorithm: str | None, values: dict[str, Any]) -> Path:
+    """An experiment file in `folder` that composes what is asked for, and can be used again on a command line."""
+    defaults: list[object] = [] if base is None else [base]
+    if algorithm is not None:
+        defaults.append({"override /algorithm": algorithm})
+    file = folder / f"{name}.yaml"
+    content = {**({"defaults": [*defaults, "_self_"]} if defaults else {}), **values}
+    write_file(file, "# @package _global_\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    return file

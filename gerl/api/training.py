@@ -1,0 +1,234 @@
+"""Training from Python: `gerl.train(pipe, reward=function, prompts=[...])`, or step by step with `gerl.Trainer`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gerl.api.notebook import Board, in_notebook
+from gerl.api.runs import Run
+from gerl.api.settings import Prompts, Reward, Scorers, nested, scorers_of, write_experiment, write_prompts
+from gerl.errors import ConfigError, GerlError
+from gerl.objects import offered
+from gerl.trainer.resuming import open_run
+from gerl.trainer.run import each_step
+from gerl.utils.files import writing
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+    from gerl.model.policy import Policy
+
+logger = logging.getLogger("gerl")
+DEFAULT = "awm_fast"  # algorithm
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished trainer step, or the validation before the first one (0): its number and the row of its metrics."""
+
+    number: int
+    metrics: Mapping[str, float]
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the images that were trained on; None at step 0."""
+        return self.metrics.get("reward/mean")
+
+    @property
+    def held_out(self) -> float | None:
+        """Mean reward of the held-out prompts; None where they were not drawn after this step."""
+        return self.metrics.get("val/reward/mean")
+
+
+class Trainer:
+    """A run that is about to start, an iterator over its steps: `for step in gerl.Trainer(...): ...`.
+
+    `pipe`: a pipeline of diffusers in memory, trained in place if the run is in this process, or a hub id or folder.
+    `reward`: a function `(images, prompts, metadata) -> list of float` (or of images alone), the name of one of gerl's
+    scorers, a Python file, or several by name, each of these or a dictionary of a scorer's keys (`weight`,
+    `function`, ...). `prompts` and `held_out`: texts, dictionaries with the key `prompt` and further columns, or a
+    file. `experiment`: a recipe or yaml file that the other arguments change. `algorithm`: a preset, by default that of
+    the experiment, or `awm_fast` without one.
+    `workers`: None trains in this process; a number of workers over Ray. `name` and `out`: of the run folder, by
+    default `outputs/NAME/TIME`. `resume`: the folder of a run to carry on, with its own prompts; `keys` change it.
+    Further `keys` are those of the command line: `**{"sampling.height": 512}` or `sampling={"height": 512}`.
+
+    A loop that is left early ends the run with a checkpoint of its last step. Raises `GerlError`, as the command does.
+    """
+
+    def __init__(
+        self,
+        pipe: str | Path | DiffusionPipeline | None = None,
+        reward: Reward | None = None,
+        prompts: Prompts | None = None,
+        *,
+        held_out: Prompts | None = None,
+        algorithm: str | None = None,
+        steps: int | None = None,
+        experiment: str | None = None,
+        workers: int | None = None,
+        seed: int | None = None,
+        name: str = "python",
+        out: str | Path | None = None,
+        resume: str | Path | None = None,
+        **keys: Any,
+    ) -> None:
+        time = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+        self.folder = Path(resume or out or Path("outputs") / name / time).expanduser().absolute()
+        self.resumes, self.name, self.base = resume is not None, name, experiment
+        self.pipe = None if isinstance(pipe, str | Path) else pipe
+        self.scorers = Scorers() if reward is None else scorers_of(reward)
+        self.algorithm = algorithm or (DEFAULT if experiment is None else None)
+        self.prompts, self.held_out = prompts, held_out
+        own: dict[str, Any] = {"logger.progress": not in_notebook()}
+        if isinstance(pipe, str | Path):
+            own["model.path"] = str(pipe)
+        if workers is None:
+            own["cluster.launcher"] = "local"
+        else:
+            own["cluster.num_workers"] = workers
+        own |= {"trainer.steps": steps} if steps is not None else {}
+        own |= {"trainer.seed": seed} if seed is not None else {}
+        self.keys = nested({**own, **keys})
+        self.begun = False
+        self.policy: Policy | None = None  # of the pipeline in memory, once it is trained
+        if not self.resumes and (reward is None or prompts is None or pipe is None) and experiment is None:
+            missing = [n for n, v in (("pipe", pipe), ("reward", reward), ("prompts", prompts)) if v is None]
+            raise ConfigError(
+                f"{' and '.join(missing)} missing: give them, or an experiment that names them, or resume"
+            )
+
+    @property
+    def run(self) -> Run:
+        """The run as far as it is; raises `GerlError` before its first step."""
+        return Run(self.folder)
+
+    def __iter__(self) -> Generator[Step]:
+        """The run, as a generator of its steps, which is all that holds it: where it is dropped the run ends."""
+        if self.begun:
+            raise GerlError("a trainer is one run, which has begun: make another")
+        self.begun = True
+        return self._steps()
+
+    def _steps(self) -> Generator[Step]:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        logger.setLevel(logging.INFO)
+        made = not self.folder.exists()
+        try:
+            arguments, path = self.arguments()
+            with offered(self.scorers.functions, {} if self.pipe is None else {path: self.pipe}), self._in_place():
+                folder = open_run(arguments)
+                if folder is None:  # it is finished
+                    return
+                board = Board(folder.composed.config.trainer.steps, self.folder) if in_notebook() else None
+                with folder, contextlib.closing(each_step(folder, arguments)) as trainers:
+                    for trainer in trainers:
+                        step = Step(trainer.state.step, dict(trainer.latest))
+                        if board is not None:
+                            board.update(step.number, step.metrics)
+                        if self.pipe is not None and not trainer.workers.remote:
+                            self.policy = trainer.workers.workers[0].policy
+                        yield step
+        finally:
+            if made and self.folder.exists() and not (self.folder / "metrics.jsonl").exists():
+                shutil.rmtree(self.folder, ignore_errors=True)  # a start that failed leaves nothing
+
+    def arguments(self) -> tuple[list[str], str]:
+        """The command line of the run, whose files are written, and the value of model.path."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        path = "" if self.pipe is None else self._path()
+        values = dict(self.keys)
+        if path:
+            dtype = str(self.pipe.dtype).removeprefix("torch.")  # type: ignore[union-attr]
+            values["model"] = {"path": path, "dtype": dtype, **values.get("model", {})}
+        if self.scorers.keys:
+            values["reward"] = {**values.get("reward", {}), "scorers": self.scorers.keys}
+        if self.resumes:
+            given = [(f"{block}.{key}", value) for block, part in self.keys.items() for key, value in part.items()]
+            changes = [f"{key}={_spelled(value)}" for key, value in given]
+            return [f"checkpoint.resume={self.folder}", f"hydra.run.dir={self.folder}", *changes], path
+        data: dict[str, Any] = dict(values.get("data", {}))
+        if self.prompts is not None:
+            data["train"] = write_prompts(self.prompts, self.folder / "prompts.jsonl")
+        validation: dict[str, Any] = dict(values.get("validation", {}))
+        if self.held_out is not None or self.base is None:
+            held_out = None if self.held_out is None else write_prompts(self.held_out, self.folder / "held_out.jsonl")
+            validation.setdefault("data", held_out)
+        values |= {"data": data, "validation": validation}
+        file = write_experiment(self.folder, self.name, self.base, self.algorithm, values)
+        return [f"experiment={file}", f"hydra.run.dir={self.folder}"], path
+
+    def _path(self) -> str:
+        """Where the pipeline in memory lies as files; it is saved over Ray, and if it was not read from a folder."""
+        from gerl.model.denoisers import check_offered  # in here: with a path nothing of diffusers is needed
+
+        check_offered(self.pipe)
+        assert self.pipe is not None
+        known = getattr(self.pipe, "name_or_path", None) or ""
+        if self.keys["cluster"].get("launcher") == "local" and Path(known).is_dir() and known:
+            return str(known)
+        saved = self.folder / "base"
+        if not saved.exists():
+            self.pipe.save_pretrained(str(saved))
+        return str(saved)
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """The pipeline in memory gets back what training sets aside, and keeps the LoRA, its average."""
+        if self.pipe is None:
+            yield
+            return
+        from gerl.model.prompts import detach
+
+        components = dict(self.pipe.components)
+        try:
+            yield
+        finally:
+            detach(self.pipe)
+            for name in ("scheduler", "safety_checker"):
+                if name in components and getattr(self.pipe, name, None) is not components[name]:
+                    setattr(self.pipe, name, components[name])
+            if self.policy is not None:
+                self.policy.keep_average()
+
+
+def _spelled(value: object) -> str:
+    """A value as Hydra's command line has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_spelled(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_spelled, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def train(
+    pipe: str | Path | DiffusionPipeline | None = None,
+    reward: Reward | None = None,
+    prompts: Prompts | None = None,
+    *,
+    on_step: Callable[[Step], object] | None = None,
+    on_validation: Callable[[Step], object] | None = None,
+    **arguments: Any,
+) -> Run:
+    """Train, and return the run: `run.lora`, `run.metrics`, `run.images()`, `run.show()`.
+
+    `on_step` is called with each finished step, `on_validation` with those after which held-out prompts were drawn. The
+    other arguments are those of `Trainer`. Raises `GerlError`, as the command does, with what was finished saved.
+    """
+    trainer = Trainer(pipe, reward, prompts, **arguments)
+    with contextlib.closing(iter(trainer)) as steps:
+        for step in steps:
+            if on_step is not None and step.number:
+                on_step(step)
+            if on_validation is not None and step.held_out is not None:
+                on_validation(step)
+    return trainer.run
