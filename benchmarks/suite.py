@@ -44,6 +44,7 @@ NEUTRAL = {
     ("algorithm", "train_share"): 1.0,
     ("algorithm", "shared_noise"): False,
 }
+NEUTRAL_OF_SCORER = {"env": {}}  # the same for keys of reward.scorers.NAME
 HERE = Path(__file__).resolve().parent
 SUITE = HERE / "suite.yaml"
 RESULTS = HERE / "results" / "time_to_reward.json"
@@ -161,6 +162,10 @@ def fingerprint(config: Config) -> str:
     """A hash of the settings that decide what a run computes, without its seed."""
     settings = {block: values for block, values in settings_of(config).items() if block not in HARMLESS}
     neutral = {**NEUTRAL, ("trainer", "seed"): config.trainer.seed}
+    for scorer in settings["reward"]["scorers"].values():
+        for name, value in NEUTRAL_OF_SCORER.items():
+            if scorer.get(name) == value:
+                del scorer[name]
     for block, values in settings.items():
         settings[block] = {k: v for k, v in values.items() if (block, k) not in neutral or neutral[block, k] != v}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -163,6 +163,12 @@ def judge_says(*texts: Any, finish: str = "stop", logprobs: Any = None) -> list[
 
 def judge_was_asked(asked: Asked) -> tuple[Image.Image, str]:
     """The image and the text of a request to the chat completions API."""
-    image, text = asked.json["messages"][0]["content"]
-    assert (image["type"], text["type"]) == ("image_url", "text")
-    return picture(image["image_url"]["url"]), text["text"]
+    (image,), text = judge_was_shown(asked)
+    return image, text
+
+
+def judge_was_shown(asked: Asked) -> tuple[list[Image.Image], str]:
+    """The images and the text behind them of a request to the chat completions API."""
+    *images, text = asked.json["messages"][0]["content"]
+    assert {image["type"] for image in images} == {"image_url"} and text["type"] == "text"
+    return [picture(image["image_url"]["url"]) for image in images], text["text"]

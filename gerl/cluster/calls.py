@@ -8,7 +8,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import ray
 
-from gerl.cluster import health
+from gerl.cluster import environments, health
 from gerl.errors import ClusterError, GerlError, WorkerDied
 
 W = TypeVar("W")  # the class of a worker
@@ -99,6 +99,8 @@ def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
             )
         case ray.exceptions.OutOfDiskError():
             return ClusterError(f"the disk with Ray's session folder is full ({said}): free space, then {again}")
+        case ray.exceptions.RuntimeEnvSetupError():
+            return ClusterError(environments.failure(worker, str(error)))
         case ray.exceptions.RayActorError():  # also where the call only depends on one of a dead worker
             killed = "; the system ends processes without a word where memory is full" if "OOM" in str(error) else ""
             return WorkerDied(f"{worker} died ({said}{killed}): its log is in Ray's session folder; {again}")

@@ -136,6 +136,8 @@ def _variables(mark: str) -> dict[str, str]:
     values = {MARK: mark, "SPT_NOENV": "1", "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
     # Ray starts a process for each core ahead, and none would do for a worker here, which has an environment of its own
     values["RAY_prestart_worker_first_driver"] = "0"
+    # Ray would make an environment that cannot be made three times, which takes minutes each
+    values["RUNTIME_ENV_RETRY_TIMES"] = "1"
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         values["RAY_AUTH_TOKEN"] = _token()
     return values

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar, cast
@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gerl.cluster import embedded, health
+from gerl.cluster import embedded, environments, health
 from gerl.cluster.calls import WorkerGroup
 from gerl.cluster.places import place_group
 from gerl.commandline import signals
@@ -173,24 +173,27 @@ class Cluster:
         gpus: float = 0.0,
         threads: int = 1,
         together: int = 1,
+        environment: Mapping[str, object] | None = None,
     ) -> WorkerGroup[W]:
         """Start `count` workers `cls(*arguments(rank))`, each with `threads` CPU threads and a share of a GPU.
 
         `gpus` is the share where there are GPUs; without one a worker sees none. `together`: so many that follow each
-        other are placed as one, see `place_group`. Constructors must be light: Ray reports what they raise as a dead
-        worker, without the exception. Raises `ClusterError` if there is no room for a worker.
+        other are placed as one, see `place_group`. `environment`: of Python, see `environments.runtime_env`.
+        Constructors must be light: Ray reports what they raise as a dead worker, without the exception. Raises
+        `ClusterError` if there is no room for a worker, or its environment cannot be made.
         """
         if not self.remote:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
         # shares that always fit: the CPU is shared by design, Ray's accounting must not leave a worker unplaced
         total = ray.cluster_resources().get("CPU", 1.0)
         share = int(1000 * total / (self.processes + len(self.scorers) + 1)) / 1000
-        environment = {"OMP_NUM_THREADS": str(threads)}
-        options: dict[str, object] = {"num_cpus": min(share, 1.0), "runtime_env": {"env_vars": environment}}
+        variables = {"OMP_NUM_THREADS": str(threads)}
+        python = environments.runtime_env(environment or {}, self.config.hang_after, self.joined)
+        options: dict[str, object] = {"num_cpus": min(share, 1.0), "runtime_env": {"env_vars": variables, **python}}
         if gpus and self.device == "cuda":
             options["num_gpus"] = gpus
         else:
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
+            variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
         actor_class = ray.remote(**options)(embedded.unshielded(cls))
         places: list[PlacementGroup] = []
         if together > 1 or self.joined:  # in a Ray of its own there is room for one

@@ -77,6 +77,7 @@ class Config:
         self._check_ranks()
         self._check_train()
         self._check_staleness()
+        self._check_environments()
         check_savings(self)
 
     @property
@@ -88,6 +89,14 @@ class Config:
     def lockstep_ranks(self) -> int:
         """How many ranks do so together: those of a worker, or only those that share the tokens of a call."""
         return self.cluster.context if self.model.shard == "none" else self.cluster.ranks_per_worker
+
+    def _check_environments(self) -> None:
+        named = [name for name, scorer in self.reward.scorers.items() if scorer.env]
+        if named and self.cluster.launcher == "local":
+            raise ConfigError(
+                f"reward.scorers.{named[0]}.env: a process of its own has an environment of its own, and "
+                "cluster.launcher=local has one for all; use cluster.launcher=ray, or leave env out"
+            )
 
     def _check_ranks(self) -> None:
         cluster, shard = self.cluster, self.model.shard

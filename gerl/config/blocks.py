@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from gerl.config.choices import DrawingPrecision, LrSchedule, Optimizer, RewardNormalisation, TrackerName
 from gerl.config.data import Given, sources
-from gerl.config.schema import Block, key, main_key
+from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
 FULL = 10  # a LoRA's learning rate is so many times that of the weights themselves
@@ -90,12 +90,32 @@ class ScorerConfig(Block):
     replicas: int = key(1, "processes of this scorer; CLIP scorers with the same weights share theirs", low=1)
     gpus: float = main_key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)
     timeout: float = key(600.0, "seconds after which a call counts as hung and its process is restarted", above=0)
+    env: dict[str, Any] = key(
+        {},
+        "environment of its processes, made by Ray when they start: {uv: [PACKAGE, ...]} or {pip: [PACKAGE, ...]} on "
+        "top of this one, or {python: PATH} of one that is there; {}: this one",
+    )
 
     def check(self) -> None:
         if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] < self.clip[1]):
             raise ConfigError(f"reward.scorers.NAME.clip={list(self.clip)}: give two numbers, the lower one first")
         if self.data_sources is not None and not self.data_sources:
             raise ConfigError("reward.scorers.NAME.data_sources=[]: name at least one, or use null for all prompts")
+        if self.env and not is_environment(self.env):
+            raise ConfigError(
+                f"reward.scorers.NAME.env={shown(self.env)}: give one of {{uv: [PACKAGE, ...]}}, "
+                "{pip: [PACKAGE, ...]} and {python: PATH}"
+            )
+
+
+def is_environment(env: dict[str, Any]) -> bool:
+    """Whether `env` names packages for uv or for pip, or the path of an interpreter."""
+    match env:
+        case {"uv": [*packages], **rest} | {"pip": [*packages], **rest} if not rest and packages:
+            return all(isinstance(package, str) and package.strip() for package in packages)
+        case {"python": str(path), **rest} if not rest:
+            return bool(path.strip())
+    return False
 
 
 @dataclass(frozen=True)

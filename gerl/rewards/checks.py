@@ -6,7 +6,7 @@ from gerl.config import Config, RewardConfig
 from gerl.data.sources import check_mixture, load, named
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
-from gerl.rewards.scorers import build_scorer
+from gerl.rewards.scorers import known_scorer
 from gerl.rewards.total import applies, check_routes
 
 
@@ -19,7 +19,7 @@ def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
     """
     check_routes(config.scorers, prompts)
     for name, scorer in config.scorers.items():
-        build_scorer(name, scorer).check_prompts([prompt for prompt in prompts if applies(scorer, prompt)])
+        known_scorer(name, scorer).check_prompts([prompt for prompt in prompts if applies(scorer, prompt)])
 
 
 def read_prompts(config: Config, key: str, given: object, most: int | None = None) -> list[Prompt]:

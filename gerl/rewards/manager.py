@@ -18,7 +18,7 @@ from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
 from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
-from gerl.rewards.scorers import build_scorer
+from gerl.rewards.scorers import known_scorer
 from gerl.rewards.total import applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
 
@@ -124,7 +124,7 @@ class RewardManager:
 
     def __init__(self, config: RewardConfig, cluster: Cluster) -> None:
         self.config = config
-        scorers = {name: build_scorer(name, scorer) for name, scorer in config.scorers.items()}
+        scorers = {name: known_scorer(name, scorer) for name, scorer in config.scorers.items()}
         cluster.send_by_value(given(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.load = {name: Load() for name in scorers}
@@ -133,17 +133,21 @@ class RewardManager:
         self.failure: Exception | None = None  # of what was done while the run waited for something else
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
-            shared = scorers[name].shares or name
-            together.setdefault((shared, scorer.replicas, scorer.gpus, scorer.timeout), []).append(name)
+            kind = (scorers[name].shares or name, scorer.replicas, scorer.gpus, scorer.timeout, repr(scorer.env))
+            together.setdefault(kind, []).append(name)
         for names in together.values():
             first = config.scorers[names[0]]
             count = first.replicas if cluster.remote else 1
+            if packages := first.env.get("uv", first.env.get("pip")):
+                logger.info("Ray makes an environment with %s for %s ...", ", ".join(packages), " and ".join(names))
+            own = {name: config.scorers[name] for name in names}
             workers = cluster.workers(
                 f"scorer {' and '.join(names)}, process",
                 RewardWorker,
                 count,
-                _always((own := {n: config.scorers[n] for n in names}, config.retries, str(Path.cwd()), given(own))),
+                _always((own, config.retries, str(Path.cwd()), given(own), frozenset(self.groupwise))),
                 gpus=first.gpus,
+                environment=first.env,
             )
             pool = Pool(workers, first.timeout)
             for process in range(count):

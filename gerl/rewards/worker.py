@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from gerl.config import ScorerConfig
+from gerl.errors import RewardError
 from gerl.objects import Function, offer
 from gerl.protocol import Images, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
@@ -41,7 +42,8 @@ class RewardWorker:
     """Calls scorers; one that fails is retried, then its failure is reported: never a score of 0 in its place.
 
     `folder`: the driver's current directory; relative paths are resolved against it if it exists here. `functions`:
-    those of the driver's program that are scorers here, by name.
+    those of the driver's program that are scorers here, by name. `groupwise`: the scorers to which the driver gives
+    groups; None: all that want them.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class RewardWorker:
         retries: int,
         folder: str,
         functions: Mapping[str, Function] | None = None,
+        groupwise: Collection[str] | None = None,
     ) -> None:
-        self.configs, self.retries, self.folder = scorers, retries, folder
+        self.configs, self.retries, self.folder, self.groupwise = scorers, retries, folder, groupwise
         self.functions = functions or {}
         self.scorers: dict[str, Scorer] = {}
 
@@ -60,7 +63,21 @@ class RewardWorker:
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         offer(self.functions)
-        self.scorers = {name: build_scorer(name, config) for name, config in self.configs.items()}
+        self.scorers = {name: self._built(name, config) for name, config in self.configs.items()}
+        for name, scorer in self.scorers.items():
+            if scorer.groupwise and self.groupwise is not None and name not in self.groupwise:
+                raise RewardError(
+                    f"reward.scorers.{name} is groupwise, which is known only where its file can be imported: import "
+                    f"what reward.scorers.{name}.env installs inside the function, not at the top of the file"
+                )
+
+    def _built(self, name: str, config: ScorerConfig) -> Scorer:
+        try:
+            return build_scorer(name, config)
+        except RewardError as error:
+            if not config.env or not isinstance(error.__cause__, ImportError):
+                raise
+            raise RewardError(f"{error}; this is its own environment: add it to reward.scorers.{name}.env") from error
 
     def score(
         self,

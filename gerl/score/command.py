@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -128,7 +129,9 @@ def score(
     from gerl.cluster import Cluster, Pending
     from gerl.rewards.manager import RewardManager
 
-    with Cluster(ClusterConfig(launcher="local")) as here:
+    # An environment of its own takes a process of its own.
+    launcher: Literal["ray", "local"] = "ray" if any(scorer.env for scorer in reward.scorers.values()) else "local"
+    with Cluster(ClusterConfig(launcher=launcher, num_workers=1)) as here:
         manager = RewardManager(reward, here)
         groups: dict[str, list[int]] = {}
         for i, item in enumerate(items):

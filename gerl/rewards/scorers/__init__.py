@@ -8,11 +8,21 @@ from pydantic import TypeAdapter, ValidationError
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.objects import PREFIX
-from gerl.rewards.scorers.base import Scorer, columns_of, number_of, require
+from gerl.rewards.scorers.base import Elsewhere, Scorer, columns_of, number_of, require
 from gerl.rewards.scorers.custom import CustomScorer
 from gerl.rewards.scorers.function import FunctionScorer
 
-__all__ = ["SCORERS", "Scorer", "build_scorer", "columns_of", "number_of", "require", "scorer_class"]
+__all__ = [
+    "SCORERS",
+    "Elsewhere",
+    "Scorer",
+    "build_scorer",
+    "columns_of",
+    "known_scorer",
+    "number_of",
+    "require",
+    "scorer_class",
+]
 
 # The module and class of each; a class is a dataclass whose fields are the scorer's kwargs. Names and not the classes:
 # some need torch, and only those that take part are imported.
@@ -23,11 +33,16 @@ SCORERS = {
     "aesthetic": "aesthetic:AestheticScore",
     "imagereward": "imagereward:ImageReward",
     "hpsv2": "hpsv2:HpsV2",
+    "hpsv3": "hpsv3:HpsV3",
     "geneval": "geneval:GenEvalScorer",
+    "geneval2": "geneval2:GenEval2",
     "image_similarity": "image_similarity:ImageSimilarity",
+    "dino_similarity": "dino_similarity:DinoSimilarity",
     "diversity": "diversity:Diversity",
+    "editreward": "editreward:EditReward",
     "vlm_judge": "vlm_judge:VlmJudge",
     "unified_reward": "unified_reward:UnifiedRewardScorer",
+    "unified_reward2": "unified_reward:UnifiedReward2",
     "deqa": "deqa:DeqaScorer",
     "remote": "remote:RemoteScorer",
     "sharpness": "sharpness:Sharpness",
@@ -71,3 +86,16 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
             f"{key}.kwargs: {kwarg}={first['input']!r} is wrong ({first['msg']}); "
             f"{name} takes {', '.join(signature(scorer_class(name)).parameters) or 'none'}"
         ) from None
+
+
+def known_scorer(name: str, config: ScorerConfig) -> Scorer:
+    """As `build_scorer`, in a process that only asks about the scorer, which may lack what `config.env` brings.
+
+    Where a package is missing here and the scorer has an environment, it is an `Elsewhere`.
+    """
+    try:
+        return build_scorer(name, config)
+    except RewardError as error:
+        if not config.env or not isinstance(error.__cause__, ImportError):
+            raise
+    return Elsewhere() if config.path is not None else Elsewhere(scorer_class(name))

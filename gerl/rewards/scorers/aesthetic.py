@@ -1,10 +1,11 @@
 """Aesthetic score: how much people like the look of an image, whatever its prompt.
 
-Source: LAION's improved aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor), a linear head
-on the CLIP ViT-L/14 feature, trained on ratings from 1 to 10. The published head loads here; with the published CLIP
-weights it has not been run.
+Source: LAION's improved aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor, commit
+6934dd8, simple_inference.py, lines 40 to 117), a linear head on the CLIP ViT-L/14 feature, trained on ratings from 1 to
+10. The published head loads here; with the published CLIP weights it has not been run.
 """
 
+import hashlib
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,23 +17,29 @@ from PIL import Image
 
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata
-from gerl.rewards.scorers.clip_tower import ClipScorer, loading
+from gerl.rewards.scorers.clip_tower import ClipScorer, expanded, loading
 
-HEAD = "sac+logos+ava1-l14-linearMSE.pth"
+# The heads that have a name, and the SHA-256 of their files, taken from those in the authors' repository.
+HEADS = {"sac+logos+ava1-l14-linearMSE": "21dd590f3ccdc646f0d53120778b296013b096a035a2718c9cb0d511bff0f1e0"}
 LAYERS = (0, 2, 4, 6, 7)  # the linear ones of the original module: 1, 3 and 5 are dropout
 
 
 @dataclass(frozen=True, kw_only=True)
 class AestheticScore(ClipScorer):
-    """The head's rating of the normalised image feature, about 1 to 10; `head` is its file, .pth or .safetensors."""
+    """The head's rating of the normalised image feature, about 1 to 10.
 
-    head: str | None = None
+    `head` is the name of a published one (3.7 MB), or the path of a file, .pth or .safetensors. A named one is
+    downloaded once from `repository`, a Hub id or a local folder, and refused unless it is the authors' file.
+    """
+
+    head: str = "sac+logos+ava1-l14-linearMSE"
+    repository: str = "camenduru/improved-aesthetic-predictor"  # the authors have it on GitHub only
 
     def __post_init__(self) -> None:
-        if self.head is None or not Path(self.head).expanduser().is_file():
+        if self.head not in HEADS and not Path(self.head).expanduser().is_file():
             raise RewardError(
-                f"the aesthetic scorer's kwarg head={self.head} names no file: download {HEAD} (3.7 MB) from "
-                "github.com/christophschuhmann/improved-aesthetic-predictor and give its path"
+                f"the aesthetic scorer's kwarg head={self.head} names no file and no published head: give the path of "
+                f"one, or {' or '.join(HEADS)}"
             )
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
@@ -42,8 +49,29 @@ class AestheticScore(ClipScorer):
 
     @cached_property
     def _head(self) -> torch.nn.Sequential:
-        assert self.head is not None  # see __post_init__
-        return linear_head(read_tensors("head", self.head), self.tower.dim, f"head={self.head}")
+        file = self.head if self.head not in HEADS else published(self.head, self.repository)
+        return linear_head(read_tensors("head", file), self.tower.dim, f"head={self.head}")
+
+
+def published(head: str, repository: str) -> str:
+    """The file of a head of `HEADS`, from the Hub or its cache, or from the folder `repository`.
+
+    Raises:
+        RewardError: it cannot be had from there, or is another file than the authors'.
+    """
+    from transformers.utils import cached_file
+
+    name = f"{head}.pth"
+    with loading("repository", repository, f"a repository with {name}"):
+        file = cached_file(expanded(repository), name)
+    with Path(file).open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != HEADS[head]:
+        raise RewardError(
+            f"repository={repository}: its {name} has the SHA-256 {found}, not {HEADS[head]} as the authors' file: "
+            "take another repository, or give the path of the file as head if it is meant"
+        )
+    return str(file)
 
 
 def linear_head(tensors: dict[str, torch.Tensor], width: int, source: str) -> torch.nn.Sequential:

@@ -62,6 +62,20 @@ class Scorer(ABC):
         """Raise `DataError` if images of this row could not be scored; does nothing unless a scorer overrides it."""
 
 
+class Elsewhere(Scorer):
+    """A scorer that can be built only in the environment of its processes; of `kind`, if it is one of gerl.
+
+    Its prompts are looked at when they are scored. A function of the user's is taken to be neither groupwise nor to
+    take frames, which its process checks.
+    """
+
+    def __init__(self, kind: type[Scorer] = Scorer) -> None:
+        self.groupwise, self.takes_frames = kind.groupwise, kind.takes_frames
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
+        raise NotImplementedError("this scorer runs in its own environment only")
+
+
 class ReturnError(TypeError):
     """A scorer returned something that is no list of numbers, nor a dict of such lists."""
 

@@ -1,211 +1,67 @@
 """Rewards from a vision language model behind an OpenAI-compatible endpoint: vLLM, SGLang, llama.cpp, a paid API.
 
 Sources: numbers in a judge's text, "Judging LLM-as-a-Judge" (arXiv 2306.05685); the probability of "yes", VQAScore
-(arXiv 2404.01291).
+(arXiv 2404.01291); a judge who sees the source of an edit, VIEScore (arXiv 2312.14867).
 """
 
-import json
-import logging
-import math
 import re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from PIL import Image
 from pydantic import Field
 
-from gerl.errors import DataError, RewardError
-from gerl.rewards.scorers.base import JSON, Columns, Metadata, number_of
-from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
+from gerl.errors import RewardError
+from gerl.rewards.scorers.base import Columns, Metadata
+from gerl.rewards.scorers.chat import (
+    WHOLE_NUMBER,
+    Answer,
+    ChatScorer,
+    Choice,
+    Unreadable,
+    bare,
+    cut_off,
+    ending,
+    fill,
+    last_object,
+    number_in,
+    probability_of_yes,
+    text_of,
+    within,
+)
+from gerl.rewards.scorers.http import Client, at_most, png_base64
+from gerl.rewards.scorers.references import Reference, read, references_of
 
-log = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
-Choice = dict[str, JSON]  # of a chat completion
-
+DRAWN = 'The image was drawn for the description "{prompt}". '
+EDITED = 'The last image was made from what is shown before it, by the instruction "{prompt}". '
 RATE = (
-    'The image was drawn for the description "{prompt}". Rate from {low} (not at all) to {high} (perfectly) how well '
-    'it shows everything that is described. Answer with one line, "Score: " and the number.'
+    "Rate from {low} (not at all) to {high} (perfectly) how well it shows everything that is described. Answer with "
+    'one line, "Score: " and the number.'
+)
+RATE_EDIT = (
+    "Rate from {low} (not at all) to {high} (perfectly) how well the instruction is carried out and everything else "
+    'left as it was. Answer with one line, "Score: " and the number.'
 )
 YES_NO = 'Does the image show "{prompt}"? Answer with one word, Yes or No.'
+YES_NO_EDIT = "Is the instruction carried out, and everything else left as it was? Answer with one word, Yes or No."
 RUBRIC = (
-    'The image was drawn for the description "{prompt}". Rate each aspect of it from {low} (worst) to {high} (best):\n'
-    "{aspects}\nAnswer with one JSON object that has the keys {keys} and numbers as values, and nothing else."
+    "Rate each aspect of it from {low} (worst) to {high} (best):\n{aspects}\nAnswer with one JSON object that has the "
+    "keys {keys} and numbers as values, and nothing else."
 )
 ASPECT = (
-    'The image was drawn for the description "{prompt}". {question} Rate this aspect only, from {low} (worst) to '
-    '{high} (best). Answer with one line, "Score: " and the number.'
+    '{question} Rate this aspect only, from {low} (worst) to {high} (best). Answer with one line, "Score: " and the '
+    "number."
 )
+# by mode, and "aspect" where a rubric asks for one at a time: of a drawn image, of an edited one
+TEMPLATES = {
+    "regex": (DRAWN + RATE, EDITED + RATE_EDIT),
+    "yes_no": (YES_NO, EDITED + YES_NO_EDIT),
+    "rubric": (DRAWN + RUBRIC, EDITED + RUBRIC),
+    "aspect": (DRAWN + ASPECT, EDITED + ASPECT),
+}
 NAME = re.compile(r"[A-Za-z0-9_-]+")
-PLACE = re.compile(r"\{(\w+)\}")
-# To its end: the beginning of 1e999, 7,5 or 1,000 is another number.
-WHOLE_NUMBER = r"(?>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![.,]?\d)"
-READ = 10**5  # characters at the end of an answer that are searched for a JSON object
-
-
-class Unreadable(RewardError):
-    """A judge answered, but not with what was asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatScorer(HttpScorer):
-    """Asks `model` at the chat completions of `base_url` (such as http://127.0.0.1:8000/v1), at temperature 0.
-
-    `extra_body` are further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}; they
-    replace gerl's own, and null removes one. An answer that cannot be read is asked for `answer_retries` times again.
-    """
-
-    base_url: str
-    model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    extra_body: dict[str, object] = field(default_factory=dict)
-    answer_retries: Annotated[int, Field(ge=0)] = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_url("base_url", self.base_url)
-
-    def ask(
-        self, client: Client, prompt: str, text: str, image: str, read: Callable[[Choice], Answer], **body: object
-    ) -> Answer:
-        """The value that `read` finds in the model's answer to `text` about `image` (PNG in base64).
-
-        `prompt` is what the image was drawn for, for messages; `body` are further fields of the request.
-
-        Raises:
-            RewardError: the request failed, or no answer could be read.
-        """
-        content = [
-            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
-            {"type": "text", "text": text},
-        ]
-        messages = [{"role": "user", "content": content}]
-        fields = {"model": self.model, "messages": messages, "temperature": 0, **body, **self.extra_body}
-        payload = {name: value for name, value in fields.items() if value is not None}
-        for attempt in range(self.answer_retries + 1):
-            choice = first_choice(client, client.post("/chat/completions", payload))
-            try:
-                return read(choice)
-            except Unreadable as error:
-                message = client.redacted(f"{self.model} at {client.url}, about {prompt!r}: {error}")
-                log.warning("%s (attempt %d of %d)", message, attempt + 1, self.answer_retries + 1)
-        raise RewardError(f"{message} ({self.answer_retries + 1} attempts)")
-
-
-def first_choice(client: Client, completion: JSON) -> Choice:
-    """The first choice of a chat completion; raises `RewardError` if it is not one."""
-    match completion:
-        case {"choices": [dict() as choice, *_]} if isinstance(choice.get("message"), dict):
-            return choice
-    raise RewardError(
-        f"{client.url} answered with something other than a chat completion, {client.quoted(completion)}: "
-        "give the address of an OpenAI-compatible endpoint, which mostly ends in /v1"
-    )
-
-
-def number_in(choice: Choice, pattern: str, limits: tuple[float, float]) -> float:
-    """The number in the first group of the last match of `pattern` in the answer's text.
-
-    The last, because a judge that reasons names numbers on its way. Raises `Unreadable` if there is no match, or the
-    number is outside `limits`.
-    """
-    text = text_of(choice)
-    found = [match.group(1) for match in re.finditer(pattern, text)]
-    if not found:
-        raise Unreadable(f"the answer {_end(text)} has no match of {pattern!r}{_cut_off(choice)}: change the template")
-    return within(found[-1], limits, text)
-
-
-def within(value: JSON, limits: tuple[float, float], text: str) -> float:
-    """`value` as a number; raises `Unreadable`, quoting `text`, if it is none or outside `limits`."""
-    try:
-        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
-        number = math.nan
-    if not limits[0] <= number <= limits[1]:
-        raise Unreadable(
-            f"the answer {_end(text)} gives {value!r:.80}, expected a number from {limits[0]:g} to {limits[1]:g}: "
-            "change the template or limits"
-        )
-    return number
-
-
-def text_of(choice: Choice) -> str:
-    """The text of an answer, empty if it has none."""
-    match choice:
-        case {"message": {"content": str() as text}}:
-            return text
-    return ""
-
-
-def probability_of_yes(choice: Choice, yes: list[str], no: list[str], min_mass: float) -> float:
-    """p(yes) / (p(yes) + p(no)) of the first token, from its `top_logprobs`, in [0, 1].
-
-    All spellings that differ only in case, spaces or punctuation count together. Raises `Unreadable` if there are no
-    log-probabilities, or p(yes) + p(no) is below `min_mass`: then the model was about to say something else.
-    """
-    match choice.get("logprobs"):
-        case {"content": [{"top_logprobs": [*entries]}, *_]} if entries:
-            top = [_entry(entry) for entry in entries]
-        case _:
-            raise Unreadable("the answer has no top_logprobs: use a server that gives them, or mode=regex")
-    agree, deny = (
-        math.fsum(math.exp(logprob) for token, logprob in top if _bare(token) in set(map(_bare, words)))
-        for words in (yes, no)
-    )
-    if not agree + deny >= min_mass:
-        raise Unreadable(
-            f"yes and no have a probability of {agree + deny:.3g}, less than min_mass={min_mass:g}, and the likeliest "
-            f"first tokens are {', '.join(repr(token) for token, _ in top[:5])}: change the template"
-        )
-    return agree / (agree + deny)
-
-
-def _entry(entry: JSON) -> tuple[str, float]:
-    match entry:
-        # Rounding may leave it a little above 0; NaN is not below anything.
-        case {"token": str() as token, "logprob": float() | int() as given}:
-            logprob = number_of(given)
-            if logprob is not None and logprob < 0.01:
-                return token, logprob
-    raise Unreadable(f"the answer has {entry!r:.200} among its top_logprobs: expected a token and a log-probability")
-
-
-def last_object(text: str, keys: list[str]) -> dict[str, JSON] | None:
-    """The last JSON object in `text` that has all `keys`; whatever stands around it does not matter."""
-    found = None
-    text = text[-READ:]
-    decoder = json.JSONDecoder()
-    for match in re.finditer(r"\{", text):
-        try:
-            value, _ = decoder.raw_decode(text, match.start())
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and all(key in value for key in keys):
-            found = value
-    return found
-
-
-def fill(template: str, prompt: str, metadata: Metadata, **fields: str) -> str:
-    """`template` with {prompt}, `fields` and the columns of `metadata` in their places; other braces stay as they are.
-
-    Raises `DataError` for a place that has no value.
-    """
-    values = {**metadata, **fields, "prompt": prompt}
-
-    def value(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if values.get(name) is None:
-            raise DataError(
-                f"{prompt!r} has no {name!r}, which the template of the judge asks for: add the column, or take "
-                f"{{{name}}} out of the template"
-            )
-        return str(values[name])
-
-    return PLACE.sub(value, template)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,12 +74,16 @@ class VlmJudge(ChatScorer):
     false, one by one. A number outside `limits` counts as no answer. Images are reduced to at most `image_size` pixels
     a side. `max_tokens` is by default 1 for yes_no, else 512.
 
+    `sources` are columns of the row with pictures that are shown before the image, such as the one that was edited:
+    a path (absolute, or from the current directory), a PIL image, or a list of them.
+
     `template` may use {prompt}, the row's other columns, {low} and {high} (the limits), and in a rubric {aspects} and
     {keys}, or {question} where aspects are asked for one by one.
     """
 
     mode: Literal["regex", "yes_no", "rubric"] = "regex"
     template: str | None = None
+    sources: list[str] = field(default_factory=list)
     image_size: Annotated[int, Field(ge=1)] | None = 1024
     pattern: str = rf"[Ss]core:[\s*_]*(-?{WHOLE_NUMBER})"
     scale: Annotated[float, Field(gt=0)] = 10.0
@@ -246,8 +106,8 @@ class VlmJudge(ChatScorer):
         for name in self.aspects:
             if NAME.fullmatch(name) is None or name == "mean":
                 raise RewardError(f"aspects.{name}: name it with letters, digits, _ and -, and not mean")
-        both = {_bare(word) for word in self.yes} & {_bare(word) for word in self.no}
-        if both or not all(map(_bare, [*self.yes, *self.no])) or not (self.yes and self.no):
+        both = {bare(word) for word in self.yes} & {bare(word) for word in self.no}
+        if both or not all(map(bare, [*self.yes, *self.no])) or not (self.yes and self.no):
             raise RewardError(f"yes={self.yes} and no={self.no}: give words of letters for each, and none for both")
         place = None if self.mode != "rubric" else "{aspects}" if self.one_request else "{question}"
         if place is not None and place not in self._template:
@@ -256,13 +116,17 @@ class VlmJudge(ChatScorer):
     def __call__(
         self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]
     ) -> list[float] | Columns:
+        sources = [self._sources(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
+        # The images of a group have the same sources: each is read once.
+        shown = {key: self._picture(read(found)) for key, found in {_key(s): s for row in sources for s in row}.items()}
         with self.client(self.base_url) as client:
 
-            def judge(item: tuple[Image.Image, str, Metadata]) -> dict[str, float]:
-                image, prompt, row = item
-                return self._judge(client, png_base64(at_most(image, self.image_size)), prompt, row)
+            def judge(item: tuple[Image.Image, list[Reference], str, Metadata]) -> dict[str, float]:
+                image, before, prompt, row = item
+                pictures = [*(shown[_key(source)] for source in before), self._picture(image)]
+                return self._judge(client, pictures, prompt, row)
 
-            rows = client.map(judge, zip(images, prompts, metadata, strict=True))
+            rows = client.map(judge, zip(images, sources, prompts, metadata, strict=True))
         if self.mode != "rubric":
             return [row["score"] for row in rows]
         return {"mean": [fmean(row.values()) for row in rows]} | {
@@ -271,11 +135,18 @@ class VlmJudge(ChatScorer):
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
         self._text(prompt, metadata, "")
+        self._sources(prompt, metadata)
+
+    def _sources(self, prompt: str, metadata: Metadata) -> list[Reference]:
+        return [found for name in self.sources for found in references_of("vlm_judge", prompt, metadata, name)]
+
+    def _picture(self, image: Image.Image) -> str:
+        return png_base64(at_most(image, self.image_size))
 
     @property
     def _template(self) -> str:
-        templates = {"regex": RATE, "yes_no": YES_NO, "rubric": RUBRIC if self.one_request else ASPECT}
-        return templates[self.mode] if self.template is None else self.template
+        kind = "aspect" if self.mode == "rubric" and not self.one_request else self.mode
+        return TEMPLATES[kind][bool(self.sources)] if self.template is None else self.template
 
     def _text(self, prompt: str, metadata: Metadata, question: str) -> str:
         fields = {"low": f"{self.limits[0]:g}", "high": f"{self.limits[1]:g}"}
@@ -285,12 +156,12 @@ class VlmJudge(ChatScorer):
             fields["keys"] = ", ".join(f'"{name}"' for name in self.aspects)
         return fill(self._template, prompt, metadata, **fields)
 
-    def _judge(self, client: Client, image: str, prompt: str, metadata: Metadata) -> dict[str, float]:
+    def _judge(self, client: Client, images: list[str], prompt: str, metadata: Metadata) -> dict[str, float]:
         """The score of an image, or that of each aspect."""
 
-        def ask(read: Callable[[Choice], Answer], question: str = "", tokens: int = 512, **body: object) -> Answer:
+        def ask(reader: Callable[[Choice], Answer], question: str = "", tokens: int = 512, **body: object) -> Answer:
             text = self._text(prompt, metadata, question)
-            return self.ask(client, prompt, text, image, read, max_tokens=self.max_tokens or tokens, **body)
+            return self.ask(client, prompt, text, images, reader, max_tokens=self.max_tokens or tokens, **body)
 
         match self.mode:
             case "regex":
@@ -313,8 +184,8 @@ class VlmJudge(ChatScorer):
         found = last_object(text, list(self.aspects))
         if found is None:
             raise Unreadable(
-                f"the answer {_end(text)} has no JSON object with the keys {', '.join(self.aspects)}"
-                f"{_cut_off(choice)}: change the template"
+                f"the answer {ending(text)} has no JSON object with the keys {', '.join(self.aspects)}"
+                f"{cut_off(choice)}: change the template"
             )
         return {name: within(found[name], self.limits, text) / self.scale for name in self.aspects}
 
@@ -329,14 +200,5 @@ def check_pattern(pattern: str) -> None:
         raise RewardError(f"pattern={pattern!r} has no group: put parentheses around the number")
 
 
-def _bare(token: str) -> str:
-    """A token without case, spaces and punctuation; ▁ and Ġ are how tokenizers write a space."""
-    return token.strip(string.whitespace + string.punctuation + "▁Ġ").casefold()
-
-
-def _end(text: str) -> str:
-    return repr("..." + text[-200:] if len(text) > 200 else text)
-
-
-def _cut_off(choice: Choice) -> str:
-    return " and was cut off, raise max_tokens" if choice.get("finish_reason") == "length" else ""
+def _key(source: Reference) -> str | int:
+    return id(source) if isinstance(source, Image.Image) else str(source)

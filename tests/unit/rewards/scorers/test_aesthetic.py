@@ -1,3 +1,4 @@
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 
 from gerl.errors import RewardError
 from gerl.protocol import Prompt
+from gerl.rewards.scorers import aesthetic
 from gerl.rewards.scorers.aesthetic import AestheticScore, linear_head, read_tensors
 
 WIDTH = 16  # of a feature of the tiny tower
@@ -74,11 +76,32 @@ def test_a_head_of_another_kind_or_width_is_refused(clip: str, tmp_path: Path) -
         linear_head(two, WIDTH, "head=x")
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"head": "/nowhere/head.pth"}])
-def test_without_the_file_of_the_head_it_says_where_to_get_it(kwargs: dict[str, str]) -> None:
-    message = "head=/nowhere/head.pth" if kwargs else "head=None"
-    with pytest.raises(RewardError, match=message + r" .*download sac\+logos\+ava1-l14-linearMSE\.pth"):
-        AestheticScore(**kwargs)
+def test_a_path_that_names_no_file_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(
+        RewardError, match=r"head=/nowhere/head\.pth names no file .* or sac\+logos\+ava1-l14-linearMSE"
+    ):
+        AestheticScore(head="/nowhere/head.pth")
+
+
+def test_the_published_head_is_found_by_name_and_only_the_authors_file_is_taken(
+    clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = saved(tmp_path / "sac+logos+ava1-l14-linearMSE.pth", Original())
+    scorer = AestheticScore(model=clip, repository=str(tmp_path), device="cpu")
+    with pytest.raises(RewardError, match=r"repository=.* has the SHA-256 [0-9a-f]{64}, not 21dd590f3ccd.*path of the"):
+        scorer(pictures(1), ["a"], [{}])
+    # where the tiny file is the authors', it is taken
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    monkeypatch.setattr(aesthetic, "HEADS", {"sac+logos+ava1-l14-linearMSE": digest})
+    by_path = AestheticScore(model=clip, head=file, device="cpu")
+    assert scorer(pictures(2), ["a"] * 2, [{}] * 2) == by_path(pictures(2), ["a"] * 2, [{}] * 2)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_head_that_cannot_be_downloaded_is_named(clip: str) -> None:
+    message = r"^repository=camenduru/improved-aesthetic-predictor cannot be loaded .*linearMSE\.pth"
+    with pytest.raises(RewardError, match=message):
+        AestheticScore(model=clip, device="cpu")(pictures(1), ["a"], [{}])
 
 
 def test_a_file_that_is_not_named_tensors_is_refused(tmp_path: Path) -> None:

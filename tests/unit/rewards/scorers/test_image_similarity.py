@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from tiny_clip import pictures, whole_model
 
 from gerl.errors import DataError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers import image_similarity
+from gerl.rewards.scorers import references
 from gerl.rewards.scorers.image_similarity import ImageSimilarity
 
 
@@ -38,8 +38,8 @@ def test_a_relative_path_is_from_the_current_directory_and_read_once_a_group(
     for i, image in enumerate(pictures(2)):
         image.save(f"{i}.png")
     reads: list[Any] = []
-    original = image_similarity._read
-    monkeypatch.setattr(image_similarity, "_read", lambda r: reads.append(str(r)) or original(r))
+    original = references.read
+    monkeypatch.setattr(references, "read", lambda r: reads.append(str(r)) or original(r))
     rows = [{"source": name} for name in ("1.png", "0.png", "1.png", "0.png")]
     scorer = ImageSimilarity(model=clip, metadata_key="source", device="cpu")
     one, two = pictures(2)
@@ -72,5 +72,5 @@ def test_a_row_without_a_reference_is_found_before_any_work(clip: str, tmp_path:
     with pytest.raises(DataError, match="'c' has no reference"):
         scorer([image], ["c"], [{}])
     (tmp_path / "text.png").write_text("no image")
-    with pytest.raises(UnidentifiedImageError):
+    with pytest.raises(DataError, match=r"text\.png cannot be read as an image"):
         scorer([image], ["c"], [{"image": str(tmp_path / "text.png")}])

@@ -32,6 +32,10 @@ def build(name: str, **kwargs: Any) -> Any:
         ("remote", {**SERVICE, "scorer": "red", "batch_size": 4}),
         ("deqa", SERVICE),
         ("geneval", {"threshold": 0.5}),
+        ("unified_reward2", {"base_url": CHAT["base_url"]}),
+        ("geneval2", {**CHAT, "mean": "arithmetic"}),
+        ("vlm_judge", {**CHAT, "sources": ["image"]}),
+        ("dino_similarity", {"model": "facebook/dinov2-large", "metadata_key": "source"}),
     ],
 )
 def test_kwargs_as_a_configuration_gives_them_are_taken(name: str, kwargs: dict[str, Any]) -> None:
@@ -85,6 +89,16 @@ def test_kwargs_as_a_configuration_gives_them_are_taken(name: str, kwargs: dict[
         ("vlm_judge", {**CHAT, "mode": "vote"}, "mode='vote' is wrong"),
         ("vlm_judge", {**CHAT, "scale": 0}, "scale=0 is wrong"),
         ("vlm_judge", {**CHAT, "base_url": "localhost:8000"}, "base_url='localhost:8000' is not an address"),
+        ("vlm_judge", {**CHAT, "sources": "image"}, "sources='image' is wrong"),
+        ("unified_reward2", {}, "base_url"),
+        ("unified_reward2", {**CHAT, "image_size": 0}, "image_size=0 is wrong"),
+        ("geneval2", {**CHAT, "mean": "median"}, "mean='median' is wrong"),
+        ("geneval2", {**CHAT, "min_mass": 0}, "min_mass=0 is wrong"),
+        ("dino_similarity", {"batch_size": 0}, "batch_size=0 is wrong"),
+        ("dino_similarity", {"processor": "x"}, "processor='x' is wrong.*takes model, metadata_key"),
+        ("aesthetic", {"head": None}, "head=None is wrong"),
+        ("hpsv3", {"pixels": 1}, "pixels=1 is wrong"),
+        ("editreward", {"reward_dim": "overall"}, "reward_dim='overall' is wrong.*takes model, checkpoint, base, code"),
         ("orc", {}, r"only ocr, pickscore, .*reward\.scorers\.orc\.path"),
     ],
 )
@@ -120,15 +134,18 @@ def test_scorers_of_the_look_alone_take_any_prompt(name: str) -> None:
         ("clipscore", "openai/clip-vit-large-patch14", "a transformers CLIP model"),
         ("imagereward", "THUDM/ImageReward", "a repository with ImageReward.pt"),
         ("hpsv2", "xswu/HPSv2", "a repository with HPS_v2.1_compressed.pt"),
+        ("dino_similarity", "facebook/dinov2-base", "a DINO model of transformers"),
+        ("aesthetic", "openai/clip-vit-large-patch14", "a transformers CLIP model"),
     ],
 )
 @pytest.mark.usefixtures("hub")
 def test_without_kwargs_the_published_weights_are_looked_for(name: str, model: str, what: str) -> None:
     with importable_open_clip() if name == "hpsv2" else nullcontext():
         scorer = build(name)
-        scorer.check_prompts([Prompt(0, "anything")])
+        row = [{"image": pictures(1)[0]}]
+        scorer.check_prompts([Prompt(0, "anything", row[0])])
         with pytest.raises(RewardError, match=f"^model={model} cannot be loaded .* {what}"):
-            scorer(pictures(1), ["anything"], [{}])
+            scorer(pictures(1), ["anything"], row)
 
 
 @pytest.mark.parametrize("name", SCORERS)

@@ -6,7 +6,7 @@ from PIL import Image
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers.unified_reward import UnifiedRewardScorer
+from gerl.rewards.scorers.unified_reward import UnifiedReward2, UnifiedRewardScorer
 
 
 def scorer(url: str, **kwargs: Any) -> UnifiedRewardScorer:
@@ -67,3 +67,41 @@ def test_the_words_of_a_checkpoint_may_be_given_and_are_checked() -> None:
         with pytest.raises(DataError, match="prompt 3: 'a cat' has no 'style'"):
             own.check_prompts([Prompt(3, "a cat")])
         scorer(service.url).check_prompts([Prompt(3, "a cat")])
+
+
+THREE = "Alignment Score (1-5): 2.5\nCoherence Score (1-5): 4\n**Style Score (1-5):** 3.25"
+
+
+def second(url: str, **kwargs: Any) -> UnifiedReward2:
+    return UnifiedReward2(base_url=f"{url}/v1", **{"timeout": 5.0, "backoff": 0.01, "answer_retries": 0, **kwargs})
+
+
+def test_version_2_gives_three_grades_and_their_mean() -> None:
+    with serving(*judge_says(THREE)) as service:
+        scores = second(service.url)([Image.new("RGB", (2048, 8))] * 2, ["a cat", "a dog"], [{}] * 2)
+    assert list(scores) == ["mean", "alignment", "coherence", "style"]  # the first is the score
+    assert scores == {
+        "mean": pytest.approx([0.65] * 2),
+        "alignment": [0.5] * 2,
+        "coherence": [0.8] * 2,
+        "style": [0.65] * 2,
+    }
+    asked = {judge_was_asked(asked)[1].splitlines()[-1]: judge_was_asked(asked)[0].size for asked in service.asked}
+    assert asked == {"Text Caption: [a cat]": (1024, 4), "Text Caption: [a dog]": (1024, 4)}
+    assert service.asked[0].json["model"] == "CodeGoat24/UnifiedReward-2.0-qwen3vl-8b"
+
+
+@pytest.mark.parametrize(
+    "text", [THREE.replace("Style", "Beauty"), THREE.replace("2.5", "0"), THREE.replace("2.5", "25")]
+)
+def test_version_2_without_three_grades_of_1_to_5_is_an_error(text: str) -> None:
+    with serving(*judge_says(text)) as service, pytest.raises(RewardError, match=r"Alignment|Style"):
+        second(service.url)([Image.new("RGB", (9, 9))], ["a cat"], [{}])
+
+
+def test_version_2_takes_the_words_of_a_checkpoint() -> None:
+    with serving(*judge_says(THREE)) as service:
+        second(service.url, template="grade {prompt}")([Image.new("RGB", (9, 9))], ["a cat"], [{}])
+    assert judge_was_asked(service.asked[0])[1] == "grade a cat"
+    with pytest.raises(DataError, match="has no 'style'"):
+        second("http://127.0.0.1:1", template="{style}").check_prompts([Prompt(3, "a cat")])

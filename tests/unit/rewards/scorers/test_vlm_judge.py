@@ -1,14 +1,16 @@
 import math
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
-from http_service import Answer, Asked, judge_says, judge_was_asked, serving
+from http_service import Answer, Asked, judge_says, judge_was_asked, judge_was_shown, serving
 from PIL import Image
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers.vlm_judge import VlmJudge, fill, last_object
+from gerl.rewards.scorers.chat import fill, last_object
+from gerl.rewards.scorers.vlm_judge import VlmJudge
 
 CAT = ([Image.new("RGB", (8, 4), "red")], ["a cat"], [{}])
 
@@ -247,3 +249,46 @@ def test_large_images_are_reduced_in_proportion() -> None:
         judge(service.url, image_size=6)([Image.new("RGB", (12, 8))], ["a"], [{}])
         judge(service.url, image_size=None)([Image.new("RGB", (2000, 2))], ["a"], [{}])
     assert [judge_was_asked(asked)[0].size for asked in service.asked] == [(6, 4), (2000, 2)]
+
+
+def test_the_judge_of_an_edit_sees_the_source_and_then_the_result(tmp_path: Path) -> None:
+    # It gives the most points for what has the source's red, and green of its own: kept, and edited as told.
+    def answer(asked: Asked) -> Answer:
+        (source, result), text = judge_was_shown(asked)
+        assert '"more green"' in text and "everything else left as it was" in text
+        before, after = source.getpixel((0, 0)), result.getpixel((0, 0))
+        assert isinstance(before, tuple) and isinstance(after, tuple)
+        return judge_says(f"Score: {5 * (before[0] == after[0]) + 5 * (after[1] > before[1])}")[0]
+
+    Image.new("RGB", (4000, 4), (200, 0, 0)).save(tmp_path / "source.png")
+    rows = [{"image": str(tmp_path / "source.png")}, {"image": [tmp_path / "source.png"]}] * 2
+    images = [Image.new("RGB", (4, 4), colour) for colour in ((200, 90, 0), (200, 0, 0), (10, 90, 0), (10, 0, 0))]
+    with serving(answer) as service:
+        assert judge(service.url, sources=["image"])(images, ["more green"] * 4, rows) == [1.0, 0.5, 0.5, 0.0]
+    (source, _), _ = judge_was_shown(service.asked[0])
+    assert source.size == (1024, 1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"mode": "yes_no"}, "Yes"),
+        ({"mode": "rubric", "aspects": ASPECTS}, '{"shape": 9, "colour": 4}'),
+        ({"mode": "rubric", "aspects": ASPECTS, "one_request": False}, "Score: 9"),
+    ],
+)
+def test_every_mode_tells_the_judge_of_an_edit_what_the_pictures_are(kwargs: dict[str, Any], says: str) -> None:
+    row = {"image": Image.new("RGB", (3, 3)), "control_image": Image.new("RGB", (5, 5))}
+    with serving(*judge_says(says, logprobs=first_token(Yes=1.0))) as service:
+        judge(service.url, sources=["control_image", "image"], **kwargs)(CAT[0], ["add a cat"], [row])
+    images, text = judge_was_shown(service.asked[0])
+    assert [image.size for image in images] == [(5, 5), (3, 3), (8, 4)]
+    assert text.startswith('The last image was made from what is shown before it, by the instruction "add a cat". ')
+
+
+def test_a_row_without_the_source_is_named_before_any_request(tmp_path: Path) -> None:
+    scorer = judge("http://127.0.0.1:1", sources=["image"])
+    with pytest.raises(DataError, match=r"prompt 3: 'a' has no reference for the vlm_judge scorer.*'image', got None"):
+        scorer.check_prompts([Prompt(3, "a")])
+    with pytest.raises(DataError, match=r"no file .*gone\.png"):
+        scorer(CAT[0], ["a"], [{"image": str(tmp_path / "gone.png")}])

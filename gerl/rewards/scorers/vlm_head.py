@@ -1,0 +1,178 @@
+"""A vision language model of the Qwen2-VL family that ends in a small network instead of words.
+
+Source: the reward models that go back to VideoAlign (github.com/KwaiVGI/VideoAlign, commit 219ab9d, trainer.py, lines
+59 to 173), HPSv3 and EditReward among them: the hidden state of a token that was added goes through a head in fp32.
+Two things of theirs count and are kept: the model is called on embeddings without ids, so that tokens of an image have
+the positions of a text, one after the other; and an image is resized to a fixed number of pixels.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+
+from gerl.errors import DataError, RewardError
+from gerl.rewards.scorers.aesthetic import read_tensors
+from gerl.rewards.scorers.clip_tower import expanded, loading
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+PIXELS = 256 * 28 * 28  # of an image
+MARKS = re.compile(r"<\|[A-Za-z_]+\|>")
+# Names of tensors in files of transformers before and after 4.52, and here.
+NAMES = (
+    (re.compile(r"^(model\.)?visual\."), "visual."),
+    (re.compile(r"^model\.(language_model\.)?"), "language_model."),
+)
+LINEAR = (0, 3, 5)  # of a head: 1 and 4 are ReLU, 2 is dropout
+
+
+def check_marks(prompt: str) -> None:
+    """Raise `DataError` for a prompt with something in it that the model takes for a token of the conversation."""
+    if found := MARKS.search(prompt):
+        raise DataError(f"{prompt!r} contains {found[0]!r}, a mark of the model that grades it: take it out")
+
+
+@dataclass(frozen=True, eq=False)
+class RewardModel:
+    """The model without its head for words, the heads by name, and what turns messages into tokens."""
+
+    backbone: "PreTrainedModel"
+    heads: Mapping[str, torch.nn.Sequential]
+    tokenizer: "PreTrainedTokenizerBase"
+    processor: "BaseImageProcessor"
+    token: str  # of the reward; its hidden state is what a head gets
+    pixels: int
+
+    def outputs(
+        self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str], head: str, batch_size: int
+    ) -> torch.Tensor:
+        """The numbers [B, N] of `head`, fp32 on the CPU; texts [B] have one reward token and follow their pictures."""
+        found = []
+        for start in range(0, len(texts), batch_size):
+            rows = slice(start, start + batch_size)
+            inputs = self._inputs(pictures[rows], texts[rows])
+            ids = inputs["input_ids"]
+            positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
+            with torch.inference_mode():
+                hidden = self.backbone(**inputs, position_ids=positions).last_hidden_state
+                at = ids == self.tokenizer.convert_tokens_to_ids(self.token)
+                found.append(self.heads[head](hidden[at].float()).cpu())
+        return torch.cat(found)
+
+    def _inputs(self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Tokens, padded on the right, and pixels: in place of each image's mark stand as many as it has patches."""
+        size = {"shortest_edge": self.pixels, "longest_edge": self.pixels}
+        flat = [picture.convert("RGB") for row in pictures for picture in row]
+        seen = self.processor(images=flat, size=size, return_tensors="pt")
+        mark = str(self.tokenizer.convert_ids_to_tokens(self.backbone.config.image_token_id))
+        patches = iter((seen["image_grid_thw"].prod(-1) // self.processor.merge_size**2).tolist())
+        written = []
+        for row, text in zip(pictures, texts, strict=True):
+            content: list[dict[str, str]] = [{"type": "image"} for _ in row]
+            message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+            chat = str(self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+            written.append(re.sub(re.escape(mark), lambda _: mark * next(patches), chat))
+        tokens = self.tokenizer(written, padding=True, padding_side="right", return_tensors="pt")
+        device, dtype = self.backbone.device, self.backbone.dtype
+        return {
+            "input_ids": tokens["input_ids"].to(device),
+            "attention_mask": tokens["attention_mask"].to(device),
+            "pixel_values": seen["pixel_values"].to(device, dtype),
+            "image_grid_thw": seen["image_grid_thw"].to(device),
+        }
+
+
+@cache
+def reward_model(
+    model: str, file: str, base: str, token: str, pixels: int, device: torch.device, dtype: torch.dtype
+) -> RewardModel:
+    """The model with the weights in the `file` of `model`, a Hub id or a folder; `base` names its sizes and tokens.
+
+    Of `base`, the Qwen2-VL or Qwen2.5-VL that was trained further, the weights are not needed. Loaded once a process.
+
+    Raises:
+        RewardError: something cannot be loaded, or the weights do not fit.
+    """
+    import transformers
+    from transformers.utils import cached_file
+
+    with loading("base", base, "a Qwen2-VL or Qwen2.5-VL model of transformers"):
+        source = expanded(base)
+        config = transformers.AutoConfig.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
+    if config.model_type not in ("qwen2_vl", "qwen2_5_vl") or tokenizer.chat_template is None:
+        raise RewardError(f"base={base} is a {config.model_type} model: give an instructed Qwen2-VL or Qwen2.5-VL one")
+    tokenizer.add_special_tokens({"additional_special_tokens": [token]})
+    with loading("model", model, f"a repository with {file}"):
+        tensors = read_tensors("model", str(cached_file(expanded(model), file)))
+    backbone = _backbone(model, config, tensors)
+    heads = _heads(model, tensors, config.get_text_config().hidden_size)
+    for head in heads.values():
+        head.to(device)
+    return RewardModel(backbone.to(device, dtype).eval(), heads, tokenizer, processor, token, pixels)
+
+
+def _backbone(model: str, config: Any, tensors: Mapping[str, torch.Tensor]) -> "PreTrainedModel":
+    """The backbone with the weights among `tensors`, under the names of any version of transformers."""
+    import accelerate
+    import transformers
+
+    own: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        if not name.startswith(("rm_head", "lm_head.")):
+            new = next((pattern.sub(with_, name) for pattern, with_ in NAMES if pattern.match(name)), name)
+            own[new] = value
+    words = own.get("language_model.embed_tokens.weight")
+    if words is not None:  # a token was added, and the rows that no token uses were cut off
+        config.get_text_config().vocab_size = len(words)
+    with accelerate.init_empty_weights(include_buffers=False):
+        backbone = transformers.AutoModel.from_config(config)
+    wanted = backbone.state_dict()
+    if differ := sorted(own.keys() ^ wanted.keys()):
+        raise RewardError(
+            f"model={model} does not fit the model of base: {differ[0]} and {len(differ) - 1} more tensors are only in "
+            "one of them; give the base that was trained further"
+        )
+    if other := [name for name in own if own[name].shape != wanted[name].shape]:
+        raise RewardError(
+            f"model={model} does not fit the model of base: {other[0]} has the shape {list(own[other[0]].shape)}, "
+            f"expected {list(wanted[other[0]].shape)}; give the base that was trained further"
+        )
+    backbone.load_state_dict(own, assign=True)
+    return backbone
+
+
+def _heads(model: str, tensors: Mapping[str, torch.Tensor], width: int) -> dict[str, torch.nn.Sequential]:
+    """The heads [B, width] -> [B, N] in fp32 among `tensors`, each by its name (`rm_head`, `rm_heads.head_0`)."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("rm_head"):
+            head, number, kind = name.rsplit(".", 2)
+            found.setdefault(head, {})[f"{number}.{kind}"] = value.float()
+    heads = {}
+    for head, parts in found.items():
+        if set(parts) != {f"{i}.{kind}" for i in LINEAR for kind in ("weight", "bias")}:
+            raise RewardError(
+                f"model={model}: {head} has {', '.join(sorted(parts))}, expected weight and bias of layers "
+                f"{', '.join(map(str, LINEAR))}; give the published file"
+            )
+        sizes = [parts["0.weight"].shape[1], *(len(parts[f"{i}.bias"]) for i in LINEAR)]
+        if sizes[0] != width:
+            raise RewardError(f"model={model}: {head} takes {sizes[0]} numbers and the model of base gives {width}")
+        layers: list[torch.nn.Module] = []
+        for i, (into, out) in zip(LINEAR, itertools.pairwise(sizes), strict=True):
+            layer = torch.nn.Linear(into, out)
+            layer.load_state_dict({kind: parts[f"{i}.{kind}"] for kind in ("weight", "bias")})
+            layers += [layer, torch.nn.ReLU()]
+        heads[head] = torch.nn.Sequential(*layers[:-1]).eval()
+    if not heads:
+        raise RewardError(f"model={model} has no rm_head, which is what grades: give a reward model")
+    return heads
