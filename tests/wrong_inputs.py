@@ -133,6 +133,7 @@ KEYS = [
     row("one key for two", "train algorithm.clip_range=1e-5", "algorithm.clip_range: ", r"'algorithm\.clip_low' and 'algorithm\.clip_high'"),
     row("one option for two", "train --resolution 512", "--resolution 512: ", "write sampling.height=512 sampling.width=512"),
     row("key of another program in a block", "train trainer.total_epochs=15", "trainer.total_epochs: ", r"'trainer\.steps'"),
+    row("estimator that needs a value network", "train algorithm.adv_estimator=gae", "algorithm.adv_estimator='gae': ", "'grpo'.*'rloo'"),
     row("value network", "train critic.optim.lr=1e-5", "critic.optim.lr: ", "no value network"),
     row("option that there is none of", "train --lora_dropout 0.1", "--lora_dropout: ", "dropout.*log-probabilities"),
     row("key of another program for preflight", "preflight learning_rate=1e-4", "learning_rate: ", r"'actor\.lr'"),

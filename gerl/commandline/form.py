@@ -65,7 +65,8 @@ def _is_assignment(argument: str) -> bool:
 
 def _without_dashes(arguments: Sequence[str], nearest: Callable[[str], str | None]) -> str:
     """The sentence for arguments of which the first has dashes: what is to be written for all that have."""
-    given, written = [], []
+    given: list[str] = []
+    written: list[str] = []
     for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
         if not argument.startswith("-"):
             continue

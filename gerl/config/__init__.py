@@ -278,10 +278,11 @@ def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> st
         if meant and (not near or name.lower() in MEANING or meant.startswith(f"{block}.")):
             return meant
         return f"{block}.{near[0]}".replace("NAME", scorer) if near else None
-    if inside := [known for known in names if not block and known.rpartition(".")[2] == leaf]:
-        return inside[0]
-    if meant:
+    inside = [known for known in names if not block and known.rpartition(".")[2] == leaf]
+    if meant and (not inside or name.lower() in MEANING):
         return meant
+    if inside:
+        return inside[0]
     candidates = {known: known for known in names}
     if not block:  # a block, or the last part of a key
         candidates = {known.rpartition(".")[2]: known for known in reversed(names)}

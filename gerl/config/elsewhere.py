@@ -69,7 +69,7 @@ NAMES = {
         ppo_clip_range""",
     "algorithm.clip_low": "clip_ratio_low clip_range_lt ratio_clip_min epsilon_low",
     "algorithm.clip_high": "clip_ratio_high clip_range_gt ratio_clip_max epsilon_high",
-    "algorithm.kl_coef": """train.beta kl_loss_coef kl_beta kl_penalty kl_coeff kl_weight use_kl_loss ref_kl_coef
+    "algorithm.kl_coef": """beta train.beta kl_loss_coef kl_beta kl_penalty kl_coeff kl_weight use_kl_loss ref_kl_coef
         reference_policy_kl_penalty""",
     "algorithm.kl_type": "train.kl_type kl_loss_type reference_policy_kl_type",
     "algorithm.kl_in_reward": "use_kl_in_reward",

@@ -36,6 +36,7 @@ GIVEN = {
     "learning_rate": "actor.lr",
     "per_device_train_batch_size": "rollout.micro_batch_size",
     "num_generations": "rollout.n",
+    "beta": "algorithm.kl_coef",
     "lora_r": "model.lora_rank",
     "model.lora_r": "model.lora_rank",
     # NeMo RL
