@@ -30,6 +30,8 @@ from gerl.utils.files import finite, write_file
 
 # Keys that fingerprints do not have where they are as before there were such keys.
 NEUTRAL = {
+    ("data", "columns"): {},
+    ("data", "stream"): None,
     ("data", "cache"): None,
     ("data", "cache_gb"): 2.0,
     ("actor", "step_batch"): 1,
@@ -40,6 +42,7 @@ NEUTRAL = {
     ("model", "attention"): None,
     ("model", "channels_last"): False,
     ("algorithm", "train_share"): 1.0,
+    ("algorithm", "shared_noise"): False,
 }
 HERE = Path(__file__).resolve().parent
 SUITE = HERE / "suite.yaml"

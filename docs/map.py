@@ -21,7 +21,7 @@ import test_structure as structure  # noqa: E402
 PICTURE = ROOT / "docs" / "pictures" / "packages.svg"
 # The way of one prompt through a trainer step: what happens, and the function that does it.
 WAY = (
-    ("load", "gerl.utils.dataset:load_prompts"),
+    ("load", "gerl.data.sources:load"),
     ("plan", "gerl.algorithms.planning:plan_samples"),
     ("draw", "gerl.workers.rollout:Rollout.generate"),
     ("record", "gerl.engine.record:record"),

@@ -12,11 +12,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of a prompt file: `id` is its index there, so that equal texts stay different prompts."""
+    """A row of a prompt file or a data set: `id` is its index among all prompts, so that equal texts stay different
+    prompts, and `source` the number of the one it is from."""
 
     id: int
     text: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    source: int = 0
 
 
 class Group(NamedTuple):

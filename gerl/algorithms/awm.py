@@ -32,6 +32,7 @@ class AWM(ForwardProcess):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         settings = self.settings
+        self.shared_noise = settings.shared_noise
         self.needs_all_samples = settings.kl_coef > 0 or settings.old_kl_coef > 0 or settings.norm_coef > 0
         if not self.settings.off_policy:  # the old policy is kept, but run only where the distance to it counts
             self.needs_old = self.settings.old_kl_coef > 0

@@ -112,7 +112,7 @@ class ForwardProcess(Algorithm):
     uses_old: ClassVar[bool] = False
     uses_reference: bool = False
     guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
-    shared_noise: ClassVar[bool] = False  # the samples of a group get the same noise at each level
+    shared_noise: bool = False  # the samples of a group get the same noise at each level
     compared_with_old: tuple[str, ...] = ()  # what `loss` reports that is 0 if the old policy is the trained
 
     def __init__(self, config: Config) -> None:

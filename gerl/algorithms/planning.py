@@ -8,7 +8,9 @@ from itertools import groupby, pairwise
 import numpy as np
 import torch
 
+from gerl.algorithms.mixture import MixtureSchedule
 from gerl.config import Config, SamplingConfig
+from gerl.data.sources import weights
 from gerl.protocol import Group, Prompt, RolloutTask, Sample
 from gerl.utils.condition_images import pictures_of
 from gerl.utils.seeding import derive_seed
@@ -129,12 +131,16 @@ def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: 
 
     `attempt` > 0: further prompts for dynamic sampling, of which none repeats another of the step while there are any.
     """
-    chosen = prompt_schedule(config, len(prompts)).batch(step - 1)
+    schedule = prompt_schedule(config, prompts)
+    chosen = schedule.batch(step - 1)
     if attempt == 0:
         return [prompts[i] for i in chosen]
     generator = torch.Generator().manual_seed(derive_seed("further", config.trainer.seed, step))
     taken = set(chosen)
-    others = [i for i in torch.randperm(len(prompts), generator=generator).tolist() if i not in taken]
+    order = torch.randperm(len(prompts), generator=generator).tolist()
+    others = [i for i in order if i not in taken]
+    if isinstance(schedule, MixtureSchedule):
+        others = schedule.mixed(others)
     size = config.rollout.prompts_per_step
     return [prompts[i] for i in others[(attempt - 1) * size : attempt * size]]
 
@@ -151,9 +157,14 @@ def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     return [chunk for _, part in alike for chunk in chunks(list(part), size)]
 
 
-def prompt_schedule(config: Config, count: int) -> PromptSchedule:
-    """The order in which the run visits `count` prompts."""
-    return PromptSchedule(count, config.rollout.prompts_per_step, config.data.shuffle, config.trainer.seed)
+def prompt_schedule(config: Config, prompts: Sequence[Prompt]) -> PromptSchedule | MixtureSchedule:
+    """The order in which the run visits its prompts, which lie by source."""
+    per_step, shuffle, seed = config.rollout.prompts_per_step, config.data.shuffle, config.trainer.seed
+    shares = weights(config.data.train)
+    if shares is None:
+        return PromptSchedule(len(prompts), per_step, shuffle, seed)
+    sizes = np.bincount([prompt.source for prompt in prompts], minlength=len(shares)).tolist()
+    return MixtureSchedule(tuple(sizes), tuple(shares), per_step, shuffle, seed)
 
 
 def group_chunks(samples: Sequence[Sample], size: int) -> list[list[Sample]]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gerl.model.policy import Policy
 
 logger = logging.getLogger("gerl")
+DEFAULT = "awm_fast"  # algorithm
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Trainer:
     `reward`: a function `(images, prompts, metadata) -> list of float` (or of images alone), the name of one of gerl's
     scorers, a Python file, or several by name, each of these or a dictionary of a scorer's keys (`weight`,
     `function`, ...). `prompts` and `held_out`: texts, dictionaries with the key `prompt` and further columns, or a
-    file. `algorithm`: a preset; None: that of `experiment`, a recipe or a yaml file that the other arguments change.
+    file. `experiment`: a recipe or yaml file that the other arguments change. `algorithm`: a preset, by default that of
+    the experiment, or `awm_fast` without one.
     `workers`: None trains in this process; a number of workers over Ray. `name` and `out`: of the run folder, by
     default `outputs/NAME/TIME`. `resume`: the folder of a run to carry on, with its own prompts; `keys` change it.
     Further `keys` are those of the command line: `**{"sampling.height": 512}` or `sampling={"height": 512}`.
@@ -69,7 +71,7 @@ class Trainer:
         prompts: Prompts | None = None,
         *,
         held_out: Prompts | None = None,
-        algorithm: str | None = "awm_fast",
+        algorithm: str | None = None,
         steps: int | None = None,
         experiment: str | None = None,
         workers: int | None = None,
@@ -84,7 +86,7 @@ class Trainer:
         self.resumes, self.name, self.base = resume is not None, name, experiment
         self.pipe = None if isinstance(pipe, str | Path) else pipe
         self.scorers = Scorers() if reward is None else scorers_of(reward)
-        self.algorithm = None if experiment is not None and algorithm == "awm_fast" else algorithm
+        self.algorithm = algorithm or (DEFAULT if experiment is None else None)
         self.prompts, self.held_out = prompts, held_out
         own: dict[str, Any] = {"logger.progress": not in_notebook()}
         if isinstance(pipe, str | Path):

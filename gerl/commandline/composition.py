@@ -26,7 +26,10 @@ from gerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # their entries are set without Hydra's plus sign: dictionaries, and the block whose keys its algorithm decides
-FREE = ("sampling.call", "reward.scorers", "algorithm")
+FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")
+# a source of prompts with a split, which Hydra takes for the beginning of a list
+HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[\]]*\])+\]""")
+PROMPTS = ("data.train", "validation.data")
 TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
 CHOICES = ("experiment", "algorithm")  # what `NAME=VALUE` picks a shipped yaml file by
 SCORERS = re.compile(r"(\+\+)?reward\.scorers(?P<entry>[.=])")  # set or changed; a single plus adds, ~ takes away
@@ -194,8 +197,10 @@ def _values(composed: DictConfig) -> dict[str, Any]:
 
 
 def _hydra_overrides(override: str) -> list[str]:
-    """An override as Hydra takes it, where `reward.scorers={...}` would be merged into the scorers there are."""
+    """An override as Hydra takes it: it would merge `reward.scorers={...}` into the scorers there are."""
     match = SCORERS.match(override)
+    if _key(override) in PROMPTS:
+        return [HUB_SOURCE.sub(lambda source: f"'{source[0]}'", override)]
     if match is None:
         return [override]
     forced = "++" + override.removeprefix("++")  # the block is no longer free once it was replaced

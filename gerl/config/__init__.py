@@ -19,7 +19,6 @@ from gerl.config.blocks import (
     ActorConfig,
     CheckpointConfig,
     ClusterConfig,
-    DataConfig,
     LoggerConfig,
     RewardConfig,
     RolloutConfig,
@@ -27,6 +26,7 @@ from gerl.config.blocks import (
     TrainerConfig,
     ValidationConfig,
 )
+from gerl.config.data import DataConfig, Source, sources
 from gerl.config.elsewhere import MEANING, absent, elsewhere
 from gerl.config.model import ModelConfig
 from gerl.config.noised_images import AWMConfig
@@ -38,9 +38,9 @@ from gerl.errors import ConfigError
 
 __all__ = [
     "ActorConfig", "AlgorithmConfig", "AnyAlgorithm", "CheckpointConfig", "ClusterConfig", "Config", "DataConfig",
-    "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig", "TrainerConfig",
-    "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected", "from_mapping", "keys",
-    "nearest_key", "other_name", "readers", "shown",
+    "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig", "Source",
+    "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected", "from_mapping",
+    "keys", "nearest_key", "other_name", "readers", "shown", "sources",
 ]  # fmt: skip
 
 
@@ -73,6 +73,7 @@ class Config:
             )
         self.algorithm.check_sampling(self.sampling)
         self._check_batches()
+        self._check_data()
         self._check_ranks()
         self._check_train()
         self._check_staleness()
@@ -146,6 +147,16 @@ class Config:
             raise ConfigError(
                 f"actor.optimizer={self.actor.optimizer}: it works for a LoRA only, and model.train="
                 f"{self.model.train}; use actor.optimizer=adamw, or model.train=lora"
+            )
+
+    def _check_data(self) -> None:
+        held_out = self.validation.data
+        given = sources(self.data.train, "data.train")
+        given += [] if held_out is None else sources(held_out, "validation.data")
+        if self.data.stream is not None and not any(source.on_hub for source in given):
+            raise ConfigError(
+                f"data.stream={self.data.stream}: it is for data sets of the hub, and neither data.train nor "
+                "validation.data begins with hf:; leave it out"
             )
 
     def _check_batches(self) -> None:

@@ -1,9 +1,10 @@
-"""The other blocks: rollout, actor, reward, data, validation, checkpoint, cluster, logger, trainer."""
+"""The other blocks: rollout, actor, reward, validation, checkpoint, cluster, logger, trainer."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from gerl.config.choices import DrawingPrecision, LrSchedule, Optimizer, RewardNormalisation
+from gerl.config.data import Given, sources
 from gerl.config.schema import Block, key, main_key
 from gerl.errors import ConfigError
 
@@ -134,23 +135,10 @@ class RewardConfig(Block):
 
 
 @dataclass(frozen=True)
-class DataConfig(Block):
-    train: str = main_key(
-        "signs_train", "training prompts: .txt, .jsonl, .csv or .parquet file, or the name of a list of gerl's"
-    )
-    shuffle: bool = key(True, "shuffle the prompts every epoch")
-    prompt_key: str = key(
-        "prompt", "column of the prompt in .jsonl, .csv and .parquet rows; other columns are metadata"
-    )
-    cache: str | None = key(
-        None, "folder for encoded prompts: a run that finds all of its prompts there never reads the text encoders"
-    )
-    cache_gb: float = key(2.0, "memory of a worker for encoded prompts, in GB", low=0)
-
-
-@dataclass(frozen=True)
 class ValidationConfig(Block):
-    data: str | None = main_key("signs_val", "held-out prompts, in the same formats as data.train; null: no validation")
+    data: Given | None = main_key(
+        "signs_val", "held-out prompts, in the same formats as data.train, without weights; null: no validation"
+    )
     every: int = main_key(10, "trainer steps between validations; 0: only at the start and the end", low=0)
     max_prompts: int | None = key(None, "use only the first so many prompts; null: all", low=1)
     images: int | None = key(
@@ -159,6 +147,10 @@ class ValidationConfig(Block):
     num_inference_steps: int | None = key(None, "denoising steps; null: as in sampling", low=1, high=10**4)
     guidance_scale: float | None = key(None, "guidance scale; null: as in sampling", low=0)
     micro_batch_size: int = key(32, "images denoised together", low=1)
+
+    def check(self) -> None:
+        if self.data is not None:
+            sources(self.data, "validation.data", weighted=False)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
     off_policy: bool = key(
         True, "the ratio is that to the old policy; false: to the trained weights themselves, hence 1 and never clipped"
     )
+    shared_noise: bool = key(
+        False,
+        "the images of a group get the same noise at each level: what they have in common then cancels in the "
+        "gradient, since their advantages sum to 0",
+    )
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,19 @@ from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
 from gerl.commandline.imports import importing
 from gerl.config import Config
+from gerl.data.sources import named
 from gerl.errors import ConfigError
 from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
+from gerl.evaluate.suites import Pinned, deviations, listing, names, pin
 from gerl.model.paths import SHIPPED, resolve
+from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts
 from gerl.rewards.rows import check_any_scored, check_columns, stop_at_failure
 from gerl.run.tracking import image_progress
 
 if TYPE_CHECKING:
     from gerl.evaluate.comparison import Drawn, Results
+    from gerl.evaluate.suite_results import SuiteResults
 
 logger = logging.getLogger("gerl")
 
@@ -35,15 +39,21 @@ class Options:
         [],
     )
     prompts: str | None = key(
-        ".txt, .jsonl, .csv or .parquet file, or the name of a list of gerl's; default: validation.data"
+        ".txt, .jsonl, .csv or .parquet file, the name of a list of gerl's, or hf:owner/name[split]; default: "
+        "validation.data"
     )
     out: Path | None = key("folder for scores.csv, summary.json and gallery.html", required=True)
-    images: int = key(
-        "images of each prompt: the first from the noise of the trainer's validation, the others from other noise",
-        1,
+    images: int | None = key(
+        "images of each prompt: the first from the noise of the trainer's validation, the others from other noise; "
+        "default: 1, or as many as the suite's protocol has",
         unit="a number of images, at least 1",
         low=1,
     )
+    suite: str | None = key(
+        f"a published benchmark: {', '.join(names())}, or a .yaml file of your own; 'suite=?' describes them"
+    )
+    suite_prompts: str | None = key("the suite's file of prompts, which is checked by its SHA-256")
+    suite_protocol: str | None = key("the suite's protocol; default: that of the model, by its name")
 
 
 PARSER = Parser(
@@ -51,7 +61,7 @@ PARSER = Parser(
     "python -m gerl.evaluate [model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
     "Draw prompts from the same noise with the base model and with LoRAs, score and compare the images.",
     Options,
-    passed=("experiment", "data.prompt_key", "logger.progress"),
+    passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
     blocks=("sampling", "validation", "reward", "model", "cluster"),
     notes="Without experiment=NAME|FILE.yaml the configuration is the config.yaml of the run that a LoRA lies in; else "
     "that of the signs demo for its model, and the defaults for another.",
@@ -60,30 +70,44 @@ PARSER = Parser(
 
 @dataclass(frozen=True)
 class Request:
-    """The request; `loras`: their files by name, `source`: what the configuration is of, `images`: of each prompt."""
+    """The request; `loras`: their files by name, `source`: what the configuration is of, `images`: of each prompt.
+
+    suite: what is pinned, and `deviations` from it.
+    """
 
     config: Config
     source: str
     loras: dict[str, Path]
     out: Path | None
     images: int
+    suite: Pinned | None = None
+    deviations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """A row for each image that was drawn, and the results of these rows, column -> variant -> `Result`.
 
-    complete: whether all prompts are in it; otherwise those that were finished, with every variant.
+    complete: whether all prompts are in it; otherwise those that were finished, with every variant. suite: the numbers
+    of the suite, where one was asked for.
     """
 
     rows: "list[Drawn]"
     results: "Results"
     complete: bool
+    suite: "SuiteResults | None" = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, see `run_command`."""
-    return run_command(argv, PARSER.help, lambda arguments: run(parse(arguments)))
+    return run_command(argv, PARSER.help, _work)
+
+
+def _work(arguments: list[str]) -> None:
+    if "suite=?" in arguments:
+        logger.info("%s", listing())
+    else:
+        run(parse(arguments))
 
 
 def evaluate(
@@ -92,7 +116,10 @@ def evaluate(
     prompts: str | None = None,
     out: str | Path | None = None,
     *,
-    images: int = 1,
+    images: int | None = None,
+    suite: str | None = None,
+    suite_prompts: str | Path | None = None,
+    suite_protocol: str | None = None,
     experiment: str | None = None,
     overrides: Sequence[str] = (),
 ) -> Evaluation:
@@ -111,31 +138,42 @@ def evaluate(
         given = [(None, str(path)) for path in ([lora] if isinstance(lora, str | Path) else lora)]
     chosen = [*([f"experiment={experiment}"] if experiment else []), *overrides]
     place = None if out is None else Path(out).expanduser()
-    return run(prepare(Options(model=model, lora=given, prompts=prompts, out=place, images=images), chosen))
+    file = None if suite_prompts is None else str(suite_prompts)
+    named = {"suite": suite, "suite_prompts": file, "suite_protocol": suite_protocol}
+    return run(prepare(Options(model=model, lora=given, prompts=prompts, out=place, images=images, **named), chosen))
 
 
 def run(request: Request) -> Evaluation:
     """Check everything that can be checked, draw and score, write; see `evaluate`."""
     config, out = request.config, request.out
     resolve(config.model.path)
-    assert config.validation.data is not None
-    prompts = read_prompts(config, "prompts", config.validation.data, config.validation.max_prompts)
+    prompts = _prompts(request)
     if out is not None:
         make_folder(out)
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     with importing():
         from gerl.cluster import Cluster
         from gerl.evaluate.comparison import compare
+        from gerl.evaluate.suite_results import tasks_of
         from gerl.evaluate.worker import draw
 
+    tasks = {} if request.suite is None else tasks_of(request.suite.suite, prompts)
     machines = Cluster(config.cluster, config.reward.gpu_shares)
     total = len(prompts) * request.images * (1 + len(request.loras))
     logger.info(
         "%s; configuration: %s; %d prompts of %s; scorers: %s",
-        *(config.model.path, request.source, len(prompts), config.validation.data, ", ".join(config.reward.scorers)),
+        *(
+            config.model.path,
+            request.source,
+            len(prompts),
+            named(config.validation.data),
+            ", ".join(config.reward.scorers),
+        ),
     )
     for name, file in request.loras.items():
         logger.info("%s: %s", name, file)
+    for text in request.deviations:
+        logger.warning("suite=%s, not the published protocol: %s", request.suite and request.suite.name, text)
     rows: list[Drawn] = []
     try:
         with machines as cluster, image_progress(total, config.logger.progress) as progress:
@@ -145,12 +183,34 @@ def run(request: Request) -> Evaluation:
                 if config.reward.on_error == "stop":
                     stop_at_failure(part)
     finally:
-        found = Evaluation(rows, compare(rows), complete=len(rows) == total) if rows else None
+        found = Evaluation(rows, compare(rows), len(rows) == total, _measured(request, tasks, rows)) if rows else None
         if found is not None:
             report(request, found)
     assert found is not None  # there is at least one prompt
     check_any_scored(rows)
     return found
+
+
+def _prompts(request: Request) -> list[Prompt]:
+    """The prompts to draw, all of them fit for the scorers."""
+    validation, pinned = request.config.validation, request.suite
+    assert validation.data is not None
+    if pinned is None or not (pinned.suite.prompts and pinned.suite.prompts.distinct):
+        key = "prompts" if pinned is None else "suite_prompts"
+        return read_prompts(request.config, key, validation.data, validation.max_prompts)
+    found = read_prompts(request.config, "suite_prompts", validation.data)
+    first = {prompt.text: prompt.id for prompt in reversed(found)}
+    return [prompt for prompt in found if first[prompt.text] == prompt.id][: validation.max_prompts]
+
+
+def _measured(request: Request, tasks: dict[int, str], rows: "list[Drawn]") -> "SuiteResults | None":
+    """The numbers of the suite, with all deviations from it."""
+    from gerl.evaluate.suite_results import SuiteResults, measure, unfinished
+
+    if request.suite is None:
+        return None
+    left = (*request.deviations, *unfinished(request.suite, tasks, rows))
+    return SuiteResults(request.suite, tuple(measure(request.suite.suite, tasks, rows)), left)
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -163,17 +223,16 @@ def parse(arguments: Sequence[str]) -> Request:
 def prepare(options: Options, overrides: Sequence[str]) -> Request:
     """The request of what was given; raises `GerlError` where it does not go together."""
     model = options.model
-    if options.images < 1:
+    if options.images is not None and options.images < 1:
         raise ConfigError(f"images={options.images}: it must be a number of images, at least 1")
+    _check_suite(options)
     files = name_loras([(name, path, find_lora(path)) for name, path in options.lora])
     chosen = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
     if not chosen:
         default = "signs" if model in (None, *SHIPPED) else "plain"
         chosen = [next(filter(None, map(config_of, files.values())), default)]
         overrides = [f"experiment={chosen[0]}", *overrides]
-    config = compose_run(overrides).config
-    if model is not None:
-        config = replace(config, model=replace(config.model, path=model))
+    config, pinned, differing = _compose(options, overrides)
     if options.prompts is not None:
         config = replace(config, validation=replace(config.validation, data=options.prompts))
     changed = config.model.quantize != "none" or config.model.offload == "blocks"
@@ -185,12 +244,45 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen[-1]} has no validation.data: give prompts=FILE")
     check_columns(config.reward, COLUMNS)
-    return Request(config, chosen[-1], files, options.out, options.images)
+    images = options.images or (1 if pinned is None else pinned.images)
+    return Request(config, chosen[-1], files, options.out, images, pinned, differing)
+
+
+def _check_suite(options: Options) -> None:
+    """Raise `ConfigError` for keys that do not go with a suite, or only with one."""
+    if options.suite is not None and options.prompts is not None:
+        raise ConfigError(
+            f"prompts={options.prompts}: suite={options.suite} has its own prompts; give your copy of them as "
+            "suite_prompts=FILE"
+        )
+    for name in ("suite_prompts", "suite_protocol"):
+        if options.suite is None and (value := getattr(options, name)) is not None:
+            raise ConfigError(f"{name}={value}: it is of a suite; give suite=NAME too, one of {', '.join(names())}")
+
+
+def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned | None, tuple[str, ...]]:
+    """The configuration, with the suite's keys below those given besides; the suite, and deviations from it."""
+
+    def composed(arguments: Sequence[str]) -> Config:
+        config = compose_run(arguments).config
+        path = options.model or config.model.path
+        return replace(config, model=replace(config.model, path=path))
+
+    if options.suite is None:
+        return composed(overrides), None, ()
+    first = [o for o in overrides if o.startswith(("experiment=", "model.path="))]
+    others = [o for o in overrides if o not in first]
+    path = composed(first).model.path
+    pinned = pin(options.suite, path, options.suite_prompts, options.suite_protocol, others)
+    plain, config = composed([*first, *pinned.overrides]), composed([*first, *pinned.overrides, *others])
+    return config, pinned, tuple(deviations(pinned, plain, config, options.images or pinned.images))
 
 
 def report(request: Request, found: Evaluation) -> None:
     """Write the files, if there is a folder for them, and log the table; raises `GerlError` if that is not possible."""
-    from gerl.evaluate.files import narrow, table, write_files  # it imports torch
+    from gerl.evaluate.files import narrow, table, write_files  # these import torch
+    from gerl.evaluate.suite_results import facts as suite_facts
+    from gerl.evaluate.suite_results import sheets, text
 
     prompts = len({row.prompt_id for row in found.rows})
     drawn = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"
@@ -198,6 +290,8 @@ def report(request: Request, found: Evaluation) -> None:
     if failed := [row for row in found.rows if row.failure]:
         first = f"the first, of {failed[0].variant} for {failed[0].prompt!r}: {failed[0].failure}"
         lines.append(f"failures: {len(failed)} of {len(found.rows)} images; {first}")
+    if found.suite is not None:
+        lines += ["", text(found.suite), ""]
     if request.out is not None:
         facts: dict[str, object] = {
             "model": request.config.model.path,
@@ -207,6 +301,9 @@ def report(request: Request, found: Evaluation) -> None:
             "complete": found.complete,
             "variants": {BASE: None, **{name: str(file) for name, file in request.loras.items()}},
         }
+        if found.suite is not None:
+            facts["suite"] = suite_facts(found.suite)
+        above = () if found.suite is None else sheets(found.suite)
         title = " and ".join([Path(request.config.model.path).name, *request.loras])
-        lines += map(str, write_files(request.out, title, found.rows, found.results, facts))
+        lines += map(str, write_files(request.out, title, found.rows, found.results, facts, above))
     logger.info("%s", "\n".join(lines))

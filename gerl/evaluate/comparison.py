@@ -102,12 +102,25 @@ def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int
     The ends are quantiles of the means of 10,000 samples of size N drawn with replacement from `values`; the same for
     the same values.
     """
-    data, generator = np.asarray(values, dtype=np.float64), np.random.default_rng(seed)
+    return bootstrap_groups([values], confidence, seed)
+
+
+def bootstrap_groups(
+    groups: Sequence[Sequence[float]], confidence: float = CONFIDENCE, seed: int = 0
+) -> tuple[float, float]:
+    """As `bootstrap`, of the mean of the means of `groups`, each of which is resampled by itself."""
+    generator = np.random.default_rng(seed)
+    means = np.mean([_resampled(np.asarray(group, dtype=np.float64), generator) for group in groups], axis=0)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def _resampled(data: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """The means of samples of the size of `data` [N], drawn from it with replacement [RESAMPLES]."""
     chunk = max(1, 2**20 // len(data))  # resamples at a time, to bound the memory
     sizes = [min(chunk, RESAMPLES - start) for start in range(0, RESAMPLES, chunk)]
     means = [data[generator.integers(len(data), size=(size, len(data)))].mean(axis=1) for size in sizes]
-    low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
+    return np.concatenate(means)
 
 
 def estimate(prompt_ids: Sequence[int], values: Sequence[float | None]) -> Estimate:

@@ -21,7 +21,7 @@ from gerl.evaluate.comparison import (
 )
 from gerl.evaluate.names import BASE, COLUMNS
 from gerl.pages.images import thumbnail
-from gerl.pages.page import Card, Line, Picture, card_page, show
+from gerl.pages.page import Card, Line, Picture, Sheet, card_page, show
 from gerl.rewards.rows import TOTAL, distinct_columns
 from gerl.utils.condition_images import read_picture
 from gerl.utils.files import csv_text, finite, write_file
@@ -75,9 +75,16 @@ def interval(estimate: Estimate, sign: str = "") -> str:
 
 
 def write_files(
-    folder: Path, title: str, rows: Sequence[Drawn], results: Results, facts: Mapping[str, object]
+    folder: Path,
+    title: str,
+    rows: Sequence[Drawn],
+    results: Results,
+    facts: Mapping[str, object],
+    sheets: Sequence[Sheet] = (),
 ) -> list[Path]:
     """Write `scores.csv`, `summary.json` (`facts` and `results`) and `gallery.html` to `folder`; returns their paths.
+
+    sheets: tables at the top of the gallery.
 
     Raises `GerlError` if one cannot be written.
     """
@@ -91,14 +98,14 @@ def write_files(
     contents = {
         "scores.csv": csv_text([*COLUMNS[:-1], *columns(rows)[1:], COLUMNS[-1]], cells),
         "summary.json": json.dumps(summary, indent=1, ensure_ascii=False) + "\n",
-        "gallery.html": page(title, rows, results),
+        "gallery.html": page(title, rows, results, sheets),
     }
     for name, content in contents.items():
         write_file(folder / name, content)
     return [folder / name for name in contents]
 
 
-def page(title: str, rows: Sequence[Drawn], results: Results) -> str:
+def page(title: str, rows: Sequence[Drawn], results: Results, sheets: Sequence[Sheet] = ()) -> str:
     """The gallery: a row for each prompt and image, a picture for each variant; sorted by what the first LoRA gained.
 
     Every line of the table sorts: that of a LoRA by its difference to the base, that of the base by its scores.
@@ -121,7 +128,7 @@ def page(title: str, rows: Sequence[Drawn], results: Results) -> str:
         for variant, result in variants.items()
     ]
     cards = [_card(row, places, labels) for row in drawn.values()]
-    return card_page(title, note, HEAD, lines, cards, chosen, wide="100%", least="16rem")
+    return card_page(title, note, HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=sheets)
 
 
 def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +33,10 @@ class Request:
     """The keys of the command line."""
 
     run: Path = key("a run folder, or one of its checkpoints/step_N", required=True)
-    out: Path = key("folder for the files", required=True)
-    format: Literal["diffusers", "peft", "kohya", "merged"] = key(
-        "diffusers, peft, kohya (also for ComfyUI), or merged: the whole pipeline with the LoRA in its weights",
+    out: Path | None = key("folder for the files; needed without push")
+    format: Literal["diffusers", "peft", "kohya", "merged", "hub"] = key(
+        "diffusers, peft, kohya (also for ComfyUI), merged: the whole pipeline with the LoRA in its weights, or hub: a "
+        "model repository with a card, pictures and a workflow for ComfyUI",
         "diffusers",
     )
     weights: Literal["ema", "raw"] = key(
@@ -51,13 +53,22 @@ class Request:
         low=1,
     )
     overwrite: bool = key(
-        "true: write into a folder that has files; those of the same name are replaced, others stay", False
+        "true: write into a folder, or a repository, that has files; those of the same name are replaced, others stay",
+        False,
     )
+    push: str | None = key("owner/name: upload format=hub to the Hugging Face hub; needs 'hf auth login'")
+    private: bool = key("true: with push, create the repository as a private one", False)
+
+    @property
+    def folder(self) -> Path:
+        """`out` of a request that writes a folder of its own."""
+        assert self.out is not None
+        return self.out
 
 
 PARSER = Parser(
     "the export",
-    "python -m gerl.export run=FOLDER out=FOLDER [format=NAME] [key=value ...]",
+    "python -m gerl.export run=FOLDER out=FOLDER [format=NAME] [push=OWNER/NAME] [key=value ...]",
     "Write the LoRA of a run in the files of another program.",
     Request,
 )
@@ -74,12 +85,13 @@ def run(request: Request) -> list[Path]:
     Raises:
         GerlError: the checkpoint, the base model or the folder does not fit what is asked for.
     """
+    request = settled(request)
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)
     base = read_config(run_dir)
     base = replace(base, path=request.model or base.path)
     check_out(request, checkpoint, base.path)
     whole = any(name.startswith("state/") for name in checkpoint.files)
-    if whole and request.format in ("peft", "kohya") and request.rank is None:
+    if whole and request.format in ("peft", "kohya", "hub") and request.rank is None:
         raise ConfigError(
             f"format={request.format}: the run trained the weights themselves; give rank=32, say, for a LoRA of this "
             "rank that comes near them, or format=diffusers or merged"
@@ -87,6 +99,10 @@ def run(request: Request) -> list[Path]:
     if request.rank is not None and (not whole or request.format == "merged"):
         what = "the run trained a LoRA, which has its rank" if not whole else "format=merged has all of the weights"
         raise ConfigError(f"rank={request.rank}: {what}; leave it out")
+    if request.push is not None:
+        from gerl.export.upload import check_upload  # in here: it imports the client of the hub
+
+        check_upload(request.push, request.private, request.overwrite)
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     with importing():
         from gerl.export.files import lora_files, merged_pipeline, write_files
@@ -96,7 +112,7 @@ def run(request: Request) -> list[Path]:
 
     quiet_libraries()
     if whole:
-        return run_whole(request, checkpoint, why, base)
+        return run_whole(request, run_dir, checkpoint, why, base)
     tensors = unpack_tensors(checkpoint.read(STATE))
     kind = KINDS[request.weights]
     loras = collect_loras({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}, base.alpha)
@@ -105,15 +121,55 @@ def run(request: Request) -> list[Path]:
     logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)
     if request.format == "merged":
         pipe = merged_pipeline(loras, base)
-        written = write_atomically(request.out, lambda folder: pipe.save_pretrained(str(folder)))
+        written = write_atomically(request.folder, lambda folder: pipe.save_pretrained(str(folder)))
+    elif request.format == "hub":
+        return publish(request, run_dir, checkpoint.step, loras, base)
     else:
         files = lora_files(request.format, loras, base)
-        written = write_atomically(request.out, lambda folder: write_files(files, folder))
+        written = write_atomically(request.folder, lambda folder: write_files(files, folder))
     logger.info("%s", closing_screen(request, loras, written, base))
     return written
 
 
-def run_whole(request: Request, checkpoint: Checkpoint, why: str, base: Base) -> list[Path]:
+def settled(request: Request) -> Request:
+    """The request with the format that `push` implies; raises `ConfigError` for keys that do not go together."""
+    if request.push is None:
+        if request.out is None:
+            raise ConfigError("out is missing: give out=folder for the files, or push=owner/name; --help shows all")
+        if request.private:
+            raise ConfigError("private=true: nothing is uploaded without push=owner/name; add that, or leave it out")
+        return request
+    if request.format not in ("diffusers", "hub"):
+        raise ConfigError(f"format={request.format}: push uploads format=hub, leave one of them out")
+    from gerl.export.upload import check_name  # in here: it imports the client of the hub
+
+    check_name(request.push)
+    return replace(request, format="hub")
+
+
+def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lora]", base: Base) -> list[Path]:
+    """Write the folder of a model repository, and upload it if that is asked for; returns the files in `out`."""
+    from gerl.export.files import write_files  # they import torch
+    from gerl.export.hub import hub_files
+
+    name = request.push or request.folder.resolve().name
+    files = hub_files(loras, base, run_dir, step, request.weights, name)
+    written: list[Path] = []
+    if request.out is not None:
+        written = write_atomically(request.out, lambda folder: write_files(files, folder))
+        logger.info("%s", "\n".join([*(f"wrote {path}" for path in written), f"trained on {base}"]))
+    if request.push is not None:
+        from gerl.export.upload import upload
+
+        with tempfile.TemporaryDirectory(prefix="gerl-hub-") as folder:
+            write_files(files, Path(folder))
+            message = f"LoRA of step {step} of {run_dir.resolve().name}, by gerl"
+            address = upload(Path(folder), request.push, request.private, message)
+        logger.info("uploaded %d files to %s", len(files), address)
+    return written
+
+
+def run_whole(request: Request, run_dir: Path, checkpoint: Checkpoint, why: str, base: Base) -> list[Path]:
     """The export of a run that trained the weights themselves."""
     from gerl.export.files import lora_files, write_files  # they import torch
     from gerl.export.whole import extract, whole_pipeline, write_denoisers
@@ -126,18 +182,20 @@ def run_whole(request: Request, checkpoint: Checkpoint, why: str, base: Base) ->
             "of all weights",
             *(request.rank, 100 * found.kept, 100 * found.linear),
         )
+        if request.format == "hub":
+            return publish(request, run_dir, checkpoint.step, found.loras, base)
         files = lora_files(request.format, found.loras, base)
-        written = write_atomically(request.out, lambda folder: write_files(files, folder))
+        written = write_atomically(request.folder, lambda folder: write_files(files, folder))
         logger.info("%s", closing_screen(request, found.loras, written, base))
         return written
     if request.format == "merged":
         pipe = whole_pipeline(checkpoint, request.weights, base)
-        written = write_atomically(request.out, lambda folder: pipe.save_pretrained(str(folder)))
+        written = write_atomically(request.folder, lambda folder: pipe.save_pretrained(str(folder)))
         logger.info("%s", closing_screen(request, {}, written, base))
         return written
-    written = write_atomically(request.out, lambda folder: write_denoisers(checkpoint, request.weights, folder))
+    written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
     lines = [*(f"wrote {path}" for path in written), f"trained from {base}", "load it:"]
-    for name in models_in(request.out):
+    for name in models_in(request.folder):
         lines.append(f"    pipe.{name} = type(pipe.{name}).from_pretrained({str(request.out)!r}, subfolder={name!r})")
     logger.info("%s", "\n".join(lines))
     return written
@@ -162,6 +220,8 @@ def read_config(run_dir: Path) -> Base:
 
 def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
     """Raise `ConfigError` if writing to `out` would destroy something."""
+    if request.out is None:
+        return
     out, precious = request.out.resolve(), {"checkpoint": checkpoint.path}
     with contextlib.suppress(ModelError):  # a LoRA can be written without the base model
         precious["base model"] = Path(resolve(base))
@@ -192,7 +252,7 @@ def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Seque
             case "diffusers":  # pipelines only know of one denoiser with a LoRA
                 lines.append(f"    pipe.{name}.load_lora_adapter({out!r}, prefix={name!r}, use_safetensors=True)")
             case "peft":
-                lines.append(f"    PeftModel.from_pretrained(pipe.{name}, {str(request.out / name)!r})")
+                lines.append(f"    PeftModel.from_pretrained(pipe.{name}, {str(request.folder / name)!r})")
             case "kohya":
                 lines.append(f"    ComfyUI: put lora_{name}.safetensors into models/loras")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from peft import LoraConfig
@@ -79,10 +80,12 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
 SAME_NAMES = ("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "UNet2DConditionModel")
 
 
-def diffusers_file(loras: Mapping[str, Lora], base: str | None = None) -> bytes:
+def diffusers_file(
+    loras: Mapping[str, Lora], base: str | None = None, facts: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
     """A safetensors file of diffusers: a LoRA under each prefix, rank and alpha in the file's header.
 
-    `base`: what it was trained on, for the header.
+    `base`: what it was trained on, for the header, which has `facts` too.
     """
     tensors: dict[str, torch.Tensor] = {}
     header: dict[str, object] = {}
@@ -91,7 +94,7 @@ def diffusers_file(loras: Mapping[str, Lora], base: str | None = None) -> bytes:
             tensors |= {f"{prefix}.{layer}.lora_A.weight": a, f"{prefix}.{layer}.lora_B.weight": b}
         config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.layers)}
         header |= {f"{prefix}.{key}": value for key, value in config.items()}
-    return pack_tensors(tensors, {"format": "pt", METADATA: json.dumps(header, indent=2), **_note(base)})
+    return pack_tensors(tensors, {"format": "pt", METADATA: json.dumps(header, indent=2), **_note(base), **facts})
 
 
 def _note(base: str | None) -> dict[str, str]:
@@ -113,12 +116,14 @@ def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
     }
 
 
-def kohya_file(lora: Lora, denoiser: torch.nn.Module, base: str | None = None) -> bytes:
+def kohya_file(
+    lora: Lora, denoiser: torch.nn.Module, base: str | None = None, facts: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
     """A safetensors file in kohya's layout: `lora_unet_NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`.
 
-    Only the class and the sizes of `denoiser` are read, so it may be on the meta device. `base`: as in
-    `diffusers_file`. Where several layers are one
-    in the original code, their LoRAs become the blocks of one LoRA, whose rank is the sum of theirs.
+    Only the class and the sizes of `denoiser` are read, so it may be on the meta device. `base`, `facts`: as in
+    `diffusers_file`. Where several layers are one in the original code, their LoRAs become the blocks of one LoRA,
+    whose rank is the sum of theirs.
 
     Raises:
         ModelError: kohya's layout of this class is not known, or has no name for a layer.
@@ -143,7 +148,7 @@ def kohya_file(lora: Lora, denoiser: torch.nn.Module, base: str | None = None) -
         # readers divide alpha by the rank they find, that of all blocks together
         alpha = torch.tensor(lora.scale * len(down))
         tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
-    return pack_tensors(tensors, {"format": "pt", **_note(base)})
+    return pack_tensors(tensors, {"format": "pt", **_note(base), **facts})
 
 
 def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> dict[str, Halves]:

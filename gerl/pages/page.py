@@ -46,6 +46,16 @@ class Line:
     first: bool = False
 
 
+@dataclass(frozen=True)
+class Sheet:
+    """A table of its own above the others, with remarks; its lines are plain text."""
+
+    title: str
+    remarks: Sequence[str]
+    head: Sequence[str] = ()
+    lines: Sequence[Sequence[str]] = ()
+
+
 def card_page(
     title: str,
     note: str,
@@ -55,13 +65,15 @@ def card_page(
     chosen: int = 0,
     wide: str = "14rem",
     least: str = "8rem",
+    sheets: Sequence[Sheet] = (),
 ) -> str:
     """The page of a table with `lines` under `head` and of cards, sorted at first by line `chosen`, highest first.
 
     Cards without a value there come last. wide, least: CSS lengths, the least width of a card and of a picture in it.
+    sheets: tables above all this.
     """
     ranked = sorted(cards, key=lambda card: descending(card.values[chosen] if card.values else None))
-    shown = {"note": note, "head": head, "lines": lines, "cards": ranked, "chosen": chosen}
+    shown = {"note": note, "head": head, "lines": lines, "cards": ranked, "chosen": chosen, "sheets": sheets}
     return render("page.html.j2", title=title, wide=wide, least=least, **shown)
 
 

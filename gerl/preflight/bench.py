@@ -13,6 +13,7 @@ from PIL import Image
 from gerl.algorithms import Algorithm, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples
 from gerl.config import Config
+from gerl.data.sources import may_have_pictures, named
 from gerl.errors import GerlError
 from gerl.model.failures import CallRefused, MemoryFull
 from gerl.preflight.faithful import parts_difference, stock_difference
@@ -28,7 +29,6 @@ logger = logging.getLogger("gerl")
 T = TypeVar("T")
 
 TEXT = 'a photo of an old wooden door in a white wall, with a small blue sign beside it that reads "OPEN TODAY"'
-TABLES = (".jsonl", ".csv", ".parquet")  # prompt files whose columns may name pictures
 SIDE = 512  # pixels of a made-up picture, where the configuration names no size
 
 
@@ -144,7 +144,7 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
     accepted = inspect.signature(type(pipe).__call__).parameters
     lacking = [name for name in COLUMNS if name in accepted and not prompt.metadata.get(name)]
     needed = [name for name in lacking if accepted[name].default is inspect.Parameter.empty]
-    if not from_file and Path(config.data.train).suffix in TABLES:
+    if not from_file and may_have_pictures(config.data):
         needed = lacking
     refused: CallRefused | None = None
     for names in [needed] if needed == lacking else [needed, lacking]:
@@ -156,8 +156,8 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
             continue
         if names and from_file:
             report.problems.append(
-                f"data.train={config.data.train}: {report.pipeline} needs {' and '.join(names)}, but its rows have no "
-                "such column: add it, with the paths of pictures (here they are made up)"
+                f"data.train={named(config.data.train)}: {report.pipeline} needs {' and '.join(names)}, but its rows "
+                "have no such column: add it, with the paths of pictures (here they are made up)"
             )
         elif names:
             report.notes.append(f"the pictures for {' and '.join(names)} are made up")

@@ -15,7 +15,9 @@ from gerl.algorithms import Algorithm, Rewards, build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.algorithms.signal_checks import nearer_bound, ratio_limit
 from gerl.cluster import Cluster
-from gerl.config import Config
+from gerl.config import Config, sources
+from gerl.data.sources import check_mixture
+from gerl.data.sources import load as load_sources
 from gerl.errors import DataError, GerlError, TrainingError
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve
@@ -78,18 +80,17 @@ def examine(config: Config, report: Report, folder: Path) -> None:
 
 def read_prompts(config: Config, report: Report) -> list[Prompt]:
     """The prompts of `data.train`, none if there is no such file; raises `DataError` for one that cannot be used."""
-    source = config.data.train
-    try:
-        dataset.resolve(source)
-    except DataError as error:
-        report.notes.append(f"data.train={source}: {error}; here the prompt is made up")
-        return []
-    try:
-        prompts = dataset.load_prompts(source, config.data.prompt_key)
-    except DataError as error:
-        raise DataError(f"data.train={source}: {error}") from None
+    for source in sources(config.data.train, "data.train"):
+        try:
+            if not source.on_hub:
+                dataset.resolve(source.path)
+        except DataError as error:
+            report.notes.append(f"data.train={source.path}: {error}; here the prompt is made up")
+            return []
+    prompts = load_sources(config.data.train, config.data, "data.train")
+    check_mixture(config, prompts)
     report.prompts = len(prompts)
-    report.steps_per_epoch = prompt_schedule(config, len(prompts)).steps_per_epoch
+    report.steps_per_epoch = prompt_schedule(config, prompts).steps_per_epoch
     return prompts
 
 

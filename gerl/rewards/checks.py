@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from gerl.config import Config, RewardConfig
+from gerl.data.sources import check_mixture, load, named
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
 from gerl.rewards.scorers import build_scorer
 from gerl.rewards.total import applies, check_routes
-from gerl.utils.dataset import load_prompts
 
 
 def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
@@ -22,13 +22,15 @@ def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
         build_scorer(name, scorer).check_prompts([prompt for prompt in prompts if applies(scorer, prompt)])
 
 
-def read_prompts(config: Config, key: str, source: str, most: int | None = None) -> list[Prompt]:
-    """The prompts of `source`, which is the value of `key`, or the first `most`, all of them fit for the scorers."""
+def read_prompts(config: Config, key: str, given: object, most: int | None = None) -> list[Prompt]:
+    """The prompts that `given`, the value of `key`, stands for, or the first `most`, all fit for the scorers."""
+    prompts = load(given, config.data, key)[:most]
+    if key == "data.train":
+        check_mixture(config, prompts)
     try:
-        prompts = load_prompts(source, config.data.prompt_key)[:most]
         check_reward(config.reward, prompts)
     except DataError as error:
-        raise DataError(f"{key}={source}: {error}") from None
+        raise DataError(f"{key}={named(given)}: {error}") from None
     return prompts
 
 

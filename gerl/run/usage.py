@@ -27,7 +27,7 @@ def usage(run_dir: Path, config: Mapping[str, Any], validations: list[Validation
     validation = with_lora[-1] if with_lora else None
     lora = list(folders.values())[-1] if validation is None else folders[f"step_{validation.step}"]
     drawing = Drawing([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
-    return _program(config, lora.resolve(), validation, drawing)
+    return program(config, lora.resolve(), validation, drawing)
 
 
 def trained_weights(checkpoint: Path) -> Path | None:
@@ -37,7 +37,8 @@ def trained_weights(checkpoint: Path) -> Path | None:
     return checkpoint if models_in(checkpoint) else None
 
 
-def _program(config: Mapping[str, Any], lora: Path, validation: Validation | None, drawing: Drawing) -> str:
+def program(config: Mapping[str, Any], lora: Path, validation: Validation | None, drawing: Drawing) -> str:
+    """The program of `usage` for the LoRA, or the trained denoisers, in `lora`."""
     model = config.get("model") or {}
     dtype = model.get("dtype", "auto")
     if dtype == "auto":

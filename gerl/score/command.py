@@ -54,7 +54,7 @@ PARSER = Parser(
     "python -m gerl.score images=FOLDER|FILE [prompts=FILE|prompt=TEXT] out=FOLDER [key=value ...]",
     "Score images with a reward, before training on it.",
     Request,
-    passed=("experiment", "data.prompt_key", "logger.progress"),
+    passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
     blocks=("reward",),
     notes="The reward is configured as in training. Without experiment=NAME|FILE.yaml (also the config.yaml of a run), "
     f"only the scorers named here take part, or ocr if there are none. gerl has {', '.join(SCORERS)}.",
@@ -77,7 +77,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
             written.
     """
     reward = config.reward
-    items = read_items(request.images, request.prompts, request.prompt, config.data.prompt_key)
+    items = read_items(request.images, request.prompts, request.prompt, config.data)
     try:
         check_reward(reward, [item.prompt for item in items])
     except DataError as error:

@@ -4,9 +4,11 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gerl.config import DataConfig
+from gerl.data.sources import load
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
-from gerl.utils.dataset import load_prompts, read_rows, read_text
+from gerl.utils.dataset import read_rows, read_text
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 TABLES = (".jsonl", ".csv")
@@ -21,8 +23,8 @@ class Item:
     prompt: Prompt
 
 
-def read_items(images: str, prompts: str | None, prompt: str | None, prompt_key: str) -> list[Item]:
-    """The images and their prompts, in order; the arguments are the keys of the command, and `data.prompt_key`.
+def read_items(images: str, prompts: str | None, prompt: str | None, data: DataConfig) -> list[Item]:
+    """The images and their prompts, in order; the arguments are the keys of the command, and the block `data`.
 
     Raises:
         DataError: there are none, or something is missing or does not go together.
@@ -32,7 +34,7 @@ def read_items(images: str, prompts: str | None, prompt: str | None, prompt_key:
         if prompts is not None or prompt is not None:
             key = "prompts" if prompts is not None else "prompt"
             raise ConfigError(f"{key} is given, but images={images} has prompts of its own: leave it out")
-        return _listed(path, prompt_key)
+        return _listed(path, data.prompt_key)
     if path.is_dir():
         files = [f for f in path.iterdir() if f.suffix.lower() in SUFFIXES and f.name[0] != "." and f.is_file()]
         if not files:
@@ -48,7 +50,7 @@ def read_items(images: str, prompts: str | None, prompt: str | None, prompt_key:
     elif prompts is None:
         found = [Prompt(i, _sidecar(file)) for i, file in enumerate(files)]
     else:
-        found = _rows(prompts, prompt_key, len(files), images)
+        found = _rows(prompts, data, len(files), images)
     return [Item(file, file.name, text) for file, text in zip(files, found, strict=True)]
 
 
@@ -57,11 +59,8 @@ def _natural(name: str) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
 
-def _rows(source: str, prompt_key: str, count: int, images: str) -> list[Prompt]:
-    try:
-        prompts = load_prompts(source, prompt_key)
-    except DataError as error:
-        raise DataError(f"prompts={source}: {error}") from None
+def _rows(source: str, data: DataConfig, count: int, images: str) -> list[Prompt]:
+    prompts = load(source, data, "prompts")
     if len(prompts) != count:
         raise DataError(
             f"prompts={source} has {len(prompts)} prompts for the {count} images of images={images}: give one per "

@@ -12,10 +12,10 @@ from types import TracebackType
 from gerl.commandline.composition import Composed
 from gerl.config import Config
 from gerl.config.changes import CONTENT, Change
-from gerl.errors import CheckpointError, ConfigError, DataError
+from gerl.data.sources import digest
+from gerl.errors import CheckpointError, ConfigError
 from gerl.run.checkpoint import Checkpoint, checkpoint_paths
 from gerl.run.lock import RunLock
-from gerl.utils.dataset import fingerprint
 from gerl.utils.files import write_file
 
 logger = logging.getLogger("gerl")
@@ -23,15 +23,9 @@ CURRENT = "config.yaml"
 
 
 def identity(config: Config) -> dict[str, str]:
-    """Digests of the prompt files, which a resumed run must share with the one that wrote the checkpoint, by key."""
-    sources = dict(zip(CONTENT, (config.data.train, config.validation.data), strict=True))
-    found: dict[str, str] = {}
-    for key, source in sources.items():
-        try:
-            found |= {key: fingerprint(source)} if source else {}
-        except DataError as error:
-            raise DataError(f"{key}={source}: {error}") from None
-    return found
+    """Digests of the prompts, which a resumed run must share with the one that wrote the checkpoint, by key."""
+    given = dict(zip(CONTENT, (config.data.train, config.validation.data), strict=True))
+    return {key: digest(value, config.data, key) for key, value in given.items() if value}
 
 
 def check_identity(checkpoint: Checkpoint, found: dict[str, str]) -> None:

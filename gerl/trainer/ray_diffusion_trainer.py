@@ -155,7 +155,7 @@ class RayDiffusionTrainer(DurableRun):
         if cluster.training < cluster.processes and config.model.offload == "none":
             # those that only train call nothing but the denoiser: what else there is stays in main memory
             spared = replace(whole, model=replace(whole.model, offload="encoders"))
-        per_epoch = prompt_schedule(config, len(self.prompts)).steps_per_epoch
+        per_epoch = prompt_schedule(config, self.prompts).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
         logger.info("reward: %s", described(config.reward.scorers))
         self.rewards = RewardManager(config.reward, cluster)

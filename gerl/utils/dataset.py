@@ -54,7 +54,7 @@ def read_rows(path: Path, prompt_key: str) -> list[tuple[str, Prompt]]:
             rows = [(f"{path}, row {n}", row) for n, row in enumerate(table, start=1)]
     if not rows:
         raise DataError(f"{path} has no prompts: put at least one in it, one per line or row")
-    return [(where, Prompt(i, *_split(row, prompt_key, where))) for i, (where, row) in enumerate(rows)]
+    return [(where, Prompt(i, *split_row(row, prompt_key, where))) for i, (where, row) in enumerate(rows)]
 
 
 def fingerprint(source: str) -> str:
@@ -189,7 +189,7 @@ def _parquet_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _split(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
+def split_row(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
     """The prompt of a row and its other columns."""
     if prompt_key not in row:
         columns = ", ".join(row) or "none"

@@ -19,7 +19,7 @@ LAYERS = (
     ("config",),
     ("objects", "utils"),
     ("commandline", "engine", "pages"),
-    ("cluster",),
+    ("data", "cluster"),
     ("model", "rewards", "run"),
     ("algorithms",),
     ("workers",),

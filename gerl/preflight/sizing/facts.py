@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from gerl.algorithms import batches_of, build_algorithm, count_pairs
 from gerl.config import Config
+from gerl.data.sources import may_have_pictures
 from gerl.errors import GerlError, ModelError
 from gerl.model.lora import ADAPTER
 from gerl.model.quantisation import stored_bytes
 from gerl.model.sharding import layers, repeated_blocks
-from gerl.preflight.bench import TABLES, TEXT, Bench, with_pictures
+from gerl.preflight.bench import TEXT, Bench, with_pictures
 from gerl.preflight.forecast import rows_of
 from gerl.preflight.sizing.build import build_policy
 from gerl.preflight.sizing.stage import Stage, Tally
@@ -151,7 +152,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
 def _prompt(pipe: DiffusionPipeline, config: Config, folder: Path) -> Prompt:
     """A prompt, with the pictures that the pipeline needs, or that the file of prompts has room for."""
     accepted = inspect.signature(type(pipe).__call__).parameters
-    pictured = Path(config.data.train).suffix in TABLES
+    pictured = may_have_pictures(config.data)
     needed = inspect.Parameter.empty
     names = [name for name in COLUMNS if name in accepted and (pictured or accepted[name].default is needed)]
     return with_pictures(Prompt(0, TEXT), names, folder, config)

@@ -107,14 +107,32 @@ def test_the_gradient_is_that_of_flow_matching_written_by_hand() -> None:
 
 def test_noise_is_per_sample_or_shared_by_the_group() -> None:
     x0 = torch.zeros(8, 4, 2, 2)
-    for name, distinct in (("diffusion_nft", 8), ("dgpo", 2)):
-        training = Training(settings(name))
+    cases: tuple[tuple[str, dict[str, bool], int], ...] = (
+        ("diffusion_nft", {}, 8),
+        ("dgpo", {}, 2),
+        ("awm", {}, 8),
+        ("awm", {"shared_noise": True}, 2),
+    )
+    for name, keys, distinct in cases:
+        training = Training(settings(name, **keys))
         assert isinstance(training.algorithm, ForwardProcess)
         samples = [s for task, _, _ in training.tasks for s in task.samples]
         noise = training.algorithm._noise(samples, 1, x0)
         assert len({tuple(row.flatten().tolist()) for row in noise}) == distinct
         assert torch.equal(training.algorithm._noise(samples[3:5], 1, x0[:2]), noise[3:5])
         assert not torch.equal(training.algorithm._noise(samples, 2, x0), noise)
+
+
+def test_equal_images_with_shared_noise_teach_nothing() -> None:
+    """Their advantages sum to 0, and so then do their gradients."""
+    norms = []
+    for shared in (True, False):
+        training = Training(settings("awm", shared_noise=shared))
+        for _, _, (tape,) in training.tasks:
+            finished = tape.steps[-1].x_next
+            finished.copy_(finished[:: len(finished) // 2].repeat_interleave(len(finished) // 2, 0))
+        norms.append(float(training.gradient(CREDIT)[0].norm()))
+    assert norms[0] < 1e-5 * norms[1]
 
 
 def test_the_distances_are_those_to_the_base_model_and_to_the_old_policy() -> None:

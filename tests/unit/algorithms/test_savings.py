@@ -130,7 +130,7 @@ def test_rounding(name: str, compiled: Policy) -> None:
 def compiled() -> Policy:
     policy = training.new_policy()
     for denoiser in policy.denoisers.values():
-        compile_blocks(denoiser, "aot_eager")
+        compile_blocks(denoiser, "eager")
     return policy
 
 

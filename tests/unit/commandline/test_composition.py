@@ -46,6 +46,28 @@ def test_overrides() -> None:
     assert compose_run(["trainer.steps=7", "trainer.steps=8"]).config.trainer.steps == 8
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("hf:owner/name[train]", "hf:owner/name[train]"),
+        ("hf:owner/name@v1[train[:10%]+test]", "hf:owner/name@v1[train[:10%]+test]"),
+        ("'hf:owner/name[train]'", "hf:owner/name[train]"),
+        ("[a.txt,hf:./b[train]]", ["a.txt", "hf:./b[train]"]),
+        (
+            '[{path: hf:a/b[c], weight: 2}, {path: "hf:d/e[f]"}]',
+            [{"path": "hf:a/b[c]", "weight": 2}, {"path": "hf:d/e[f]"}],
+        ),
+    ],
+)
+def test_splits_of_data_sets_need_no_quotes(given: str, found: object) -> None:
+    assert compose_run(["experiment=plain", f"data.train={given}"]).config.data.train == found
+
+
+def test_columns_need_no_plus_sign() -> None:
+    assert compose_run(["experiment=plain", "data.columns={text: word}"]).config.data.columns == {"text": "word"}
+    assert compose_run(["experiment=plain", "data.columns.text=word"]).config.data.columns == {"text": "word"}
+
+
 @pytest.mark.parametrize("plus", ["", "+"])
 def test_entries_of_dictionaries_need_no_plus_sign(plus: str) -> None:
     given = ["reward.scorers.mine={path: mine.py, weight: 0.5}", "sampling.call.max_sequence_length=8"]

@@ -1,0 +1,271 @@
+"""Rows of data sets of the Hugging Face hub, or of local folders, by the package `datasets`."""
+
+import contextlib
+import errno
+import functools
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import httpx
+from PIL import Image
+
+from gerl.commandline.waiting import waiting
+from gerl.config.data import HubParts, hub_parts
+from gerl.errors import DataError
+from gerl.protocol import Prompt
+from gerl.utils.condition_images import BROKEN
+from gerl.utils.dataset import MOST_ROWS, Row, split_row
+from gerl.utils.files import reason, write_file
+
+if TYPE_CHECKING:
+    import pyarrow
+
+logger = logging.getLogger(__name__)
+PATIENCE = 10.0  # seconds for the hub's first answer
+BATCH = 1000  # rows that are converted together
+INSTALL = "pip install 'gerl[hub]'"
+Columns = tuple[tuple[str, str], ...]  # gerl's name, the data set's
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """Prompts, each with where it stands, and a digest of all columns that are neither pictures nor bytes."""
+
+    rows: tuple[tuple[str, Prompt], ...]
+    digest: str
+
+
+def hub_rows(source: str, prompt_key: str, columns: Columns = (), stream: int | None = None) -> HubRows:
+    """The rows of `hf:owner/name[/config][@revision][split]`, or of a local folder, `hf:./folder[split]`.
+
+    columns: what becomes of columns under other names; pictures are kept only if they are named here, as the paths of
+    files in the cache of `datasets`. stream: only the first so many rows, of which nothing else is downloaded. A data
+    set of the hub is read once a process.
+
+    Raises:
+        DataError: there is no such data set, split, configuration or column, or it cannot be reached or read.
+    """
+    parts = hub_parts(source, "data.train")
+    return (_read if parts.local else _once)(source, parts, prompt_key, columns, stream)
+
+
+def _read(source: str, parts: HubParts, prompt_key: str, columns: Columns, stream: int | None) -> HubRows:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"data sets of the hub need the package datasets ({error}): run {INSTALL}") from None
+    if parts.local:
+        folder = Path(parts.path).expanduser()
+        if not folder.is_dir():
+            what = "is a file: leave hf: out" if folder.is_file() else "does not exist: correct the path"
+            raise DataError(f"the folder {folder} {what}")
+        parts = HubParts(str(folder), None, parts.split, None, local=True)
+    unreached = None if parts.local else _unreached(parts)
+    if unreached is not None and not isinstance(unreached, OfflineModeIsEnabled | httpx.TransportError):
+        raise DataError(_sentence(parts, unreached))
+    try:
+        with waiting(f"reading {source}"), _offline(datasets, unreached is not None):
+            named = dict(columns)
+            return _convert(_tables(datasets, source, parts, stream, prompt_key, named), source, prompt_key, named)
+    except DataError:
+        raise
+    except Exception as error:  # of the network, the disk, the hub and the files, which have no common class
+        raise DataError(_sentence(parts, unreached or error, error)) from error
+
+
+_once = functools.lru_cache(maxsize=8)(_read)
+
+
+def _unreached(parts: HubParts) -> Exception | None:
+    """Why the hub does not tell about the data set, None if it does: one request, where `datasets` tries for long."""
+    try:
+        HfApi().dataset_info(parts.path, revision=parts.revision, timeout=PATIENCE)
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def _offline(datasets: Any, cached: bool) -> Iterator[None]:
+    """Have `datasets` look into its cache at once where the hub does not answer: it would ask for half a minute."""
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    if cached:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+def _tables(
+    datasets: Any, source: str, parts: HubParts, stream: int | None, prompt_key: str, columns: dict[str, str]
+) -> Iterator["pyarrow.Table"]:
+    """The rows of the split as tables of at most `BATCH` rows, pictures as they are stored."""
+    builder = datasets.load_dataset_builder(parts.path, parts.config, revision=parts.revision)
+    split = _split(source, parts, list(builder.info.splits or builder.config.data_files or ()))
+    if builder.info.features:  # known before the download
+        _check_columns(list(builder.info.features), prompt_key, columns)
+    if stream is None:
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=split)
+        if len(rows) > MOST_ROWS:
+            raise DataError(f"it has {len(rows)} rows, at most {MOST_ROWS} are read: set data.stream to fewer")
+    else:
+        if "[" in split or "+" in split:
+            raise DataError(f"data.stream={stream} reads the first rows of a split, not of {split}: leave one out")
+        rows = builder.as_streaming_dataset(split=split).take(stream)
+    yield from rows.with_format("arrow").iter(batch_size=BATCH)
+
+
+def _split(source: str, parts: HubParts, known: list[Any]) -> str:
+    names = [str(name) for name in known]
+    if parts.split is None:
+        if len(names) == 1:
+            return names[0]
+        example = f"{source}[{names[0] if names else 'train'}]"
+        raise DataError(f"it has the splits {', '.join(names) or 'that its page lists'}: name one, such as {example}")
+    wanted = [re.sub(r"\[.*", "", part).strip() for part in parts.split.split("+")]
+    if names and (absent := [name for name in wanted if name not in (*names, "all")]):
+        raise DataError(f"it has no split {absent[0]}, only {', '.join(names)}: name one of them in the brackets")
+    return parts.split
+
+
+def _convert(tables: Iterator["pyarrow.Table"], source: str, prompt_key: str, columns: dict[str, str]) -> HubRows:
+    rows: list[tuple[str, Prompt]] = []
+    summed = hashlib.sha256()
+    told = False
+    for table in tables:
+        left_out = _left_out(table.schema, columns)
+        _check_columns(table.column_names, prompt_key, columns)
+        if left_out and not told:
+            logger.info(
+                "%s: the columns %s are pictures or bytes and left out; data.columns={image: %s} gives a picture to "
+                "the pipeline",
+                *(source, ", ".join(left_out), left_out[0]),
+            )
+            told = True
+        for row in table.drop_columns(left_out).to_pylist():
+            where = f"row {len(rows) + 1}"
+            stored = {name: value for name, value in row.items() if value is not None}
+            plain = {name: value for name, value in stored.items() if not _is_picture(table.schema.field(name).type)}
+            summed.update(json.dumps(plain, default=str, sort_keys=True).encode())
+            text, _ = split_row(stored, prompt_key, where)
+            metadata: Row = {k: v for k, v in plain.items() if k != prompt_key and k not in columns.values()}
+            metadata |= {ours: _value(stored[name], where) for ours, name in columns.items() if name in stored}
+            rows.append((where, Prompt(len(rows), text, metadata)))
+    if not rows:
+        raise DataError("it has no rows: name a split that has some")
+    return HubRows(tuple(rows), summed.hexdigest())
+
+
+def _check_columns(names: list[str], prompt_key: str, columns: dict[str, str]) -> None:
+    if prompt_key not in names:
+        raise DataError(
+            f"it has no column {prompt_key!r}, only {', '.join(names)}: name the one with the prompt in data.prompt_key"
+        )
+    if absent := [theirs for theirs in columns.values() if theirs not in names]:
+        raise DataError(f"it has no column {absent[0]!r}, only {', '.join(names)}: correct data.columns")
+
+
+def _is_picture(kind: "pyarrow.DataType") -> bool:
+    """Whether a column is of pictures as `datasets` stores them, or of lists of them."""
+    import pyarrow.types
+
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        kind = kind.value_type
+    return pyarrow.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
+
+
+def _left_out(schema: "pyarrow.Schema", columns: dict[str, str]) -> list[str]:
+    import pyarrow.types
+
+    binary = (pyarrow.types.is_binary, pyarrow.types.is_large_binary)
+    return [
+        field.name
+        for field in schema
+        if any(is_kind(field.type) for is_kind in binary)
+        or (_is_picture(field.type) and field.name not in columns.values())
+    ]
+
+
+def _value(value: Any, where: str) -> Any:
+    """A cell that `data.columns` names: of a picture its path."""
+    if isinstance(value, list):
+        return [_value(part, where) for part in value]
+    if not isinstance(value, dict) or set(value) != {"bytes", "path"}:
+        return value
+    if value["bytes"] is None:
+        return str(Path(value["path"]).absolute())
+    return _kept(value["bytes"], where)
+
+
+def _kept(content: bytes, where: str) -> str:
+    """The path of a picture in the cache, named by its content."""
+    import datasets
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            suffix = str(image.format).lower()
+    except BROKEN as error:
+        raise DataError(f"{where} has a picture that cannot be read ({reason(error)}): leave the column out") from None
+    name = hashlib.sha256(content).hexdigest()
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "gerl_pictures" / name[:2] / f"{name}.{suffix}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path.with_name(f"{os.getpid()}-{path.name}"), content)
+        path.with_name(f"{os.getpid()}-{path.name}").replace(path)
+    return str(path)
+
+
+def _sentence(parts: HubParts, first: Exception, last: Exception | None = None) -> str:
+    """The cause and the remedy, where the data set cannot be read."""
+    hub = constants.ENDPOINT
+    causes = list(_causes(first))
+    said = " ".join(str(last or first).split())
+    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
+        return "it does not fit on the disk: free space, set HF_HOME to a folder on a larger disk, or set data.stream"
+    if any(isinstance(cause, GatedRepoError) for cause in causes) or "is a gated dataset" in said:
+        return f"it is gated: accept its terms at {hub}/datasets/{parts.path}, then log in with 'hf auth login'"
+    if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
+        return f"it has no revision {parts.revision}: correct what stands after the @"
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return f"{hub} has no such data set, or a private one: correct the name, or log in with 'hf auth login'"
+    if isinstance(first, OfflineModeIsEnabled):
+        return "it is not in the cache of this machine, and HF_HUB_OFFLINE is set: unset it, or give a file"
+    if isinstance(first, httpx.TransportError):
+        return (
+            f"it is not in the cache of this machine, and {hub} cannot be asked ({reason(first):.200}): connect this "
+            "machine to it, or give a file"
+        )
+    if match := re.search(r"available configs: \[([^\]]*)\]|not found\. Available: \[([^\]]*)\]", said):
+        names = (match[1] or match[2] or "").replace("'", "")
+        return f"it has the configurations {names:.300}: name one of them, such as {_named(parts, names)}"
+    if "scripts are no longer supported" in said:
+        return "it is a script, which datasets no longer runs: give a data set of files, or make a file of it"
+    return f"the package datasets cannot read it ({said:.300}): correct the name, or give a file"
+
+
+def _named(parts: HubParts, names: str) -> str:
+    return f"hf:{parts.path}/{names.split(',')[0].strip()}[{parts.split or 'train'}]"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,153 @@
+"""The prompts that `data.train` or `validation.data` stands for, from all of its sources."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import floor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gerl.config import Config, DataConfig, Source, sources
+from gerl.errors import DataError
+from gerl.protocol import Prompt
+from gerl.utils import dataset
+from gerl.utils.condition_images import COLUMNS, with_absolute_paths
+
+if TYPE_CHECKING:
+    from gerl.data.hub import HubRows
+
+TABLES = (".jsonl", ".csv", ".parquet")  # prompt files whose columns may name pictures
+
+
+def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
+    """The prompts of every source of `given`, the value of the key `name`, numbered through.
+
+    Raises:
+        DataError: a source is missing, cannot be read, or lacks a column; it names the source.
+    """
+    prompts: list[Prompt] = []
+    for number, source in enumerate(sources(given, name)):
+        try:
+            rows = _rows(source, data)
+        except DataError as error:
+            raise DataError(f"{name}={source.path}: {error}") from None
+        prompts += [replace(prompt, id=len(prompts) + i, source=number) for i, prompt in enumerate(rows)]
+    return prompts
+
+
+def digest(given: object, data: DataConfig, name: str) -> str:
+    """SHA-256 (hex) of what the sources hold: of one file its bytes', of a data set its rows'.
+
+    Weights and the names of columns do not count, the order of the sources does.
+    """
+    found = []
+    for source in sources(given, name):
+        try:
+            own = _hub(source, data).digest if source.on_hub else dataset.fingerprint(source.path)
+        except DataError as error:
+            raise DataError(f"{name}={source.path}: {error}") from None
+        found.append(own if source.prompt_key is None else f"{own} {source.prompt_key}")
+    if len(found) == 1 and " " not in found[0]:
+        return found[0]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+def named(given: object) -> str:
+    """The value of `data.train` or `validation.data` in a sentence: the names of its sources."""
+    return given if isinstance(given, str) else ", ".join(source.path for source in sources(given, "data.train"))
+
+
+def weights(given: object) -> list[Fraction] | None:
+    """The weight of each source of `data.train`; None where there is one, or none has a weight: one pool of prompts."""
+    found = sources(given, "data.train")
+    if len(found) == 1 or all(source.weight is None for source in found):
+        return None
+    return [Fraction(str(1.0 if source.weight is None else source.weight)) for source in found]
+
+
+def most_of_a_step(shares: Sequence[Fraction], per_step: int) -> list[int]:
+    """How many of the `per_step` prompts of a step are of each source at most, as `MixtureSchedule` draws them.
+
+    While a step takes the time D, of each source between w D - 1 and w D + 1 occurrences are due. Those of source i are
+    the most where it has w_i D + 1 and the others w_j D - 1, and all are `per_step`.
+    """
+    parts = [share / sum(shares) for share in shares]
+    if all((per_step * part).denominator == 1 for part in parts):
+        return [int(per_step * part) for part in parts]
+    return [min(per_step, floor((per_step + len(parts) - 2) * part + 1)) for part in parts]
+
+
+def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raise `DataError` if a source has fewer prompts than its weight asks for in a step."""
+    shares = weights(config.data.train)
+    if shares is None:
+        return
+    per_step, given = config.rollout.prompts_per_step, sources(config.data.train, "data.train")
+    for number, (source, most) in enumerate(zip(given, most_of_a_step(shares, per_step), strict=True)):
+        if (count := sum(prompt.source == number for prompt in prompts)) < most:
+            raise DataError(
+                f"data.train: {source.path} has {count} prompts, and by its weight {float(shares[number]):g} of "
+                f"{float(sum(shares)):g} up to {most} of the {per_step} of a step are from it; lower its weight or "
+                "rollout.prompts_per_step"
+            )
+
+
+def may_have_pictures(data: DataConfig) -> bool:
+    """Whether a source of the training prompts has room for columns that name pictures."""
+    given = sources(data.train, "data.train")
+    return any(
+        any(name in COLUMNS for name in _columns(source, data))
+        if source.on_hub
+        else Path(source.path).suffix.lower() in TABLES
+        for source in given
+    )
+
+
+def _rows(source: Source, data: DataConfig) -> list[Prompt]:
+    key = _prompt_key(source, data)
+    if source.on_hub:
+        place, found = Path.cwd(), list(_hub(source, data).rows)
+    else:
+        path = dataset.resolve(source.path)
+        place, found = path.parent, dataset.read_rows(path, key)
+        if path.suffix.lower() != ".txt":
+            found = _renamed(found, _columns(source, data), key, str(path))
+    rows = []
+    for where, prompt in found:
+        metadata = with_absolute_paths(prompt.metadata, place, where)
+        if source.data_source is not None:
+            metadata = {**metadata, "data_source": source.data_source}
+        rows.append(replace(prompt, metadata=metadata))
+    return rows
+
+
+def _renamed(
+    rows: Sequence[tuple[str, Prompt]], columns: Mapping[str, str], prompt_key: str, path: str
+) -> list[tuple[str, Prompt]]:
+    """Rows whose metadata have the names of gerl; raises `DataError` for a column that no row has."""
+    known = dict.fromkeys([prompt_key, *(name for _, prompt in rows for name in prompt.metadata)])
+    if absent := [theirs for theirs in columns.values() if theirs not in known]:
+        raise DataError(f"{path} has no column {absent[0]!r}, only {', '.join(known)}: correct data.columns")
+    renamed = []
+    for where, prompt in rows:
+        row = {prompt_key: prompt.text, **prompt.metadata}
+        own = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+        others = {name: value for name, value in prompt.metadata.items() if name not in columns.values()}
+        renamed.append((where, replace(prompt, metadata={**others, **own})))
+    return renamed
+
+
+def _hub(source: Source, data: DataConfig) -> "HubRows":
+    from gerl.data.hub import hub_rows  # in here: it imports the client of the hub, which files do without
+
+    stream = data.stream if source.stream is None else source.stream
+    return hub_rows(source.path, _prompt_key(source, data), tuple(_columns(source, data).items()), stream)
+
+
+def _prompt_key(source: Source, data: DataConfig) -> str:
+    return data.prompt_key if source.prompt_key is None else source.prompt_key
+
+
+def _columns(source: Source, data: DataConfig) -> Mapping[str, str]:
+    return data.columns if source.columns is None else source.columns

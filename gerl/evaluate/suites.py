@@ -1,0 +1,310 @@
+"""Published benchmarks by name: a suite pins prompts, protocol and scorers, and what differs from it is named.
+
+A suite is a yaml file of `gerl/assets/suites`, or of the user. This imports no torch.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import OmegaConf
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from gerl.commandline.files import either, near_names, read_yaml
+from gerl.config import Config
+from gerl.config.changes import Change, Settings, changes, flat_settings, scorers_of, settings_of, shown
+from gerl.errors import ConfigError, DataError
+from gerl.utils.files import reason
+
+FOLDER = Path(__file__).resolve().parents[1] / "assets" / "suites"
+FORBID = ConfigDict(extra="forbid")
+# The blocks that decide a number, and their keys that decide none or only its last bits.
+BLOCKS = ("sampling", "validation", "reward", "model", "data")
+FREE = re.compile(
+    r"validation\.(every|images|micro_batch_size)|model\.(offload|shard|compile|gradient_checkpointing|channels_last)"
+    r"|reward\.(retries|on_error|max_failed|trial|gpu_shares)|reward\.scorers\.\w+\.(replicas|gpus|timeout|env|success)"
+    r"|data\.(train|shuffle)"
+)
+FREE_KWARGS = ("device", "batch_size", "threads", "concurrency", "retries", "backoff", "timeout", "api_key")
+EXACT = {"sampling.cache": "none", "model.quantize": "none", "model.quantize_encoders": "none"}  # of every suite
+
+ALWAYS = ("validation.data", "validation.max_prompts", "data.prompt_key", "reward.", *EXACT)  # pinned by every suite
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """The prompts of a suite: `file` in `source`, or beside the suite, known by the SHA-256 of its bytes.
+
+    distinct: the file repeats its prompts, and each is drawn as if it stood there once. count: of the prompts then.
+    """
+
+    __pydantic_config__ = FORBID
+
+    source: str
+    file: str
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    count: Annotated[int, Field(ge=1)]
+    licence: str
+    distinct: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of the publication: a scorer's column times `factor`, over prompts, or over tasks and their prompts."""
+
+    __pydantic_config__ = FORBID
+
+    name: str
+    over: Literal["prompts", "tasks"] = "prompts"
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The column of the prompt file that names a prompt's task, and the tasks in the publication's order."""
+
+    __pydantic_config__ = FORBID
+
+    column: str
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How images are drawn: `images` of each prompt with `keys` of the configuration, for models of these names."""
+
+    __pydantic_config__ = FORBID
+
+    source: str
+    models: tuple[str, ...]
+    images: Annotated[int, Field(ge=1)]
+    keys: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of a publication: numbers by column, and of the one column that has tasks by task."""
+
+    __pydantic_config__ = FORBID
+
+    model: str
+    source: str
+    values: dict[str, float]
+    trained: str = ""
+    tasks: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A published benchmark. needs: scorer -> the kwarg without which it is left out; missing: why it cannot be run."""
+
+    __pydantic_config__ = FORBID
+
+    title: str
+    source: str
+    prompts: PromptFile | None = None
+    scorers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    needs: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)
+    tasks: Tasks | None = None
+    protocols: dict[str, Protocol] = field(default_factory=dict)
+    differs: tuple[str, ...] = ()
+    published: tuple[Published, ...] = ()
+    missing: str = ""
+
+    def __post_init__(self) -> None:
+        if self.missing:
+            return
+        if self.prompts is None or not self.columns:
+            raise ValueError("a suite needs prompts, scorers and columns, or says in missing why it cannot be run")
+        if lost := [c for c in self.columns if c.split("/")[0] not in self.scorers]:
+            raise ValueError(f"the column {lost[0]} is of no scorer of the suite")
+        if self.tasks is None and any(column.over == "tasks" for column in self.columns.values()):
+            raise ValueError("a column is over tasks, and there are no tasks")
+        names = set() if self.tasks is None else set(self.tasks.names)
+        if odd := [n for row in self.published for n in {*row.values, *row.tasks} if n not in {*self.columns, *names}]:
+            raise ValueError(f"a published row has {odd[0]}, which is no column and no task")
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A suite for a model. protocol: its name, None where none is published; chosen: the user named it.
+
+    prompts: the file. overrides: the pinned keys as arguments. absent: scorers that are left out, and why.
+    """
+
+    name: str
+    suite: Suite
+    protocol: str | None
+    chosen: bool
+    prompts: Path
+    overrides: tuple[str, ...]
+    absent: tuple[str, ...]
+
+    @property
+    def images(self) -> int:
+        """Images of each prompt."""
+        return 1 if self.protocol is None else self.suite.protocols[self.protocol].images
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys of the protocol, and those of every suite."""
+        return EXACT | ({} if self.protocol is None else self.suite.protocols[self.protocol].keys)
+
+
+def names() -> list[str]:
+    """The suites that gerl ships."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+@cache
+def load(name: str) -> Suite:
+    """The suite `name`, or that of a yaml file; raises `ConfigError` where there is none or it is not complete."""
+    path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        near = near_names(name, names())
+        hint = f"did you mean {either(near)}?" if near else f"choose one of {', '.join(names())}, or give a .yaml file"
+        raise ConfigError(f"suite={name}: there is no such suite; {hint}")
+    content = OmegaConf.to_container(read_yaml(path, f"suite={name}"))
+    try:
+        return TypeAdapter(Suite).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"suite={name}: {where + ': ' if where else ''}{first['msg']}; docs/evaluate.md has the form of a suite"
+        ) from None
+
+
+def pin(name: str, model: str, prompts: str | None, protocol: str | None, given: Sequence[str]) -> Pinned:
+    """The suite `name` for `model`; `prompts` is the user's copy of its prompts, `given` the keys given besides.
+
+    Raises:
+        ConfigError: there is no such suite or protocol, or gerl lacks what the suite needs.
+        DataError: its prompts are not at hand, or the file has other bytes.
+    """
+    suite = load(name)
+    if suite.missing:
+        raise ConfigError(f"suite={name} cannot be run: {suite.missing}")
+    if protocol is not None and protocol not in suite.protocols:
+        raise ConfigError(
+            f"suite_protocol={protocol}: suite={name} has no such protocol, only {', '.join(suite.protocols) or 'none'}"
+        )
+    fits = [key for key, entry in suite.protocols.items() if any(fnmatch(model.lower(), m) for m in entry.models)]
+    chosen = protocol if protocol is not None else next(iter(fits), None)
+    keys = {} if chosen is None else suite.protocols[chosen].keys
+    asked = "\n".join(given)
+    absent = {s: kwarg for s, kwarg in suite.needs.items() if f"reward.scorers.{s}." not in asked}
+    scorers = {scorer: entry for scorer, entry in suite.scorers.items() if scorer not in absent}
+    file = _prompt_file(name, suite, prompts)
+    pinned: dict[str, Any] = {"validation.data": str(file), "validation.max_prompts": None, "data.prompt_key": "prompt"}
+    pinned |= {"sampling.cache": "none", **keys, "reward.scorers": scorers}
+    left_out = tuple(
+        f"{suite.columns[s].name if s in suite.columns else s}: give reward.scorers.{s}.kwargs.{kwarg}"
+        for s, kwarg in absent.items()
+    )
+    overrides = tuple(f"{key}={argument(value)}" for key, value in pinned.items())
+    return Pinned(name, suite, chosen, protocol is not None and protocol not in fits, file, overrides, left_out)
+
+
+def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
+    """The prompts of the suite, with its own bytes."""
+    wanted = suite.prompts
+    assert wanted is not None  # it is not missing
+    where = f"{wanted.file} of {wanted.source}"
+    beside = Path(name).expanduser().parent / wanted.file
+    if given is None and not (name.endswith((".yaml", ".yml")) and beside.is_file()):
+        raise DataError(
+            f"suite={name}: its prompts do not ship with gerl; get {where} and give suite_prompts=FILE (licence: "
+            f"{wanted.licence})"
+        )
+    path = beside if given is None else Path(given).expanduser()
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(f"suite_prompts={path}: it cannot be read ({reason(error)}); get {where}") from None
+    if digest != wanted.sha256:
+        raise DataError(
+            f"suite_prompts={path}: expected the SHA-256 {wanted.sha256} of {where}, got {digest}; get that file, or "
+            "give prompts=FILE without suite for an evaluation with prompts of your own"
+        )
+    if path.suffix != Path(wanted.file).suffix:
+        raise DataError(f"suite_prompts={path}: keep the suffix {Path(wanted.file).suffix} of {wanted.file}")
+    return path.absolute()
+
+
+def argument(value: object) -> str:
+    """A value as Hydra reads it from an argument."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {argument(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, str):
+        # backslashes are read as such, but before a quote
+        return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
+    return json.dumps(value)
+
+
+def deviations(pinned: Pinned, plain: Config, config: Config, images: int) -> list[str]:
+    """How `config` differs from the suite, which with nothing given besides is `plain`; one text each."""
+    before, after = _prescribed(pinned.suite, plain), _prescribed(pinned.suite, config)
+    found: dict[str, str] = {}
+    if pinned.protocol is None:
+        found["protocol"] = f"no protocol is published for {config.model.path}: size, steps and guidance are your own"
+    elif pinned.chosen:
+        found["protocol"] = f"the protocol {pinned.protocol}, which is not published for {config.model.path}"
+    for change in changes(before, after):
+        free = pinned.protocol is None and not change.key.startswith(ALWAYS)
+        if change.key.split(".")[0] in BLOCKS and not FREE.fullmatch(change.key) and not free:
+            found[change.key] = _said(change)
+    values = flat_settings(after)
+    for key, value in pinned.keys.items():
+        if values[key] != value:
+            found[key] = f"{key}={shown(values[key])} (pinned: {shown(value)})"
+    if images != pinned.images:
+        found["images"] = f"images={images} (pinned: {pinned.images})"
+    return list(found.values())
+
+
+def _said(change: Change) -> str:
+    """A change from the suite in words."""
+    scorer = re.fullmatch(r"reward\.scorers\.(\w+)", change.key)
+    if scorer is not None:
+        return f"scorer {scorer[1]} {'left out' if change.new is None else 'added with a weight'}"
+    return f"{change.key}={shown(change.new)} (pinned: {shown(change.old)})"
+
+
+def _prescribed(suite: Suite, config: Config) -> Settings:
+    """The settings that count: without scorers that are only watched, and without what says where a model is."""
+    settings = settings_of(config)
+    measured = {column.split("/")[0] for column in suite.columns}
+    scorers = {}
+    for name, entry in scorers_of(settings).items():
+        if name not in measured and entry["weight"] == 0:
+            continue
+        free = {*FREE_KWARGS, suite.needs.get(name)}
+        scorers[name] = {**entry, "kwargs": {k: v for k, v in entry["kwargs"].items() if k not in free}}
+    settings["reward"]["scorers"] = scorers
+    return settings
+
+
+def listing() -> str:
+    """The suites in words, for `suite=?`."""
+    lines = []
+    for name in names():
+        suite = load(name)
+        lines += [f"{name}", f"  {suite.title}", f"  {suite.source}"]
+        if suite.prompts is None:
+            lines += [f"  not to be run: {suite.missing}", ""]
+            continue
+        own = suite.prompts
+        lines += [f"  prompts: {own.count}, suite_prompts={own.file} of {own.source}; licence: {own.licence}"]
+        lines += [f"  measured: {', '.join(c.name for c in suite.columns.values())}"]
+        lines += [f"  needs: reward.scorers.{s}.kwargs.{kwarg}, else left out" for s, kwarg in suite.needs.items()]
+        lines += [f"  protocol {p}: {' '.join(entry.models)}" for p, entry in suite.protocols.items()]
+        lines.append("")
+    return "\n".join(lines).rstrip()

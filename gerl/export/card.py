@@ -1,0 +1,295 @@
+"""The model card of a LoRA, made from the folder of its run."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import ModelCardData
+
+from gerl.config import sources
+from gerl.errors import ConfigError, GerlError
+from gerl.export.base_model import BaseModel, public
+from gerl.export.pictures import prompt_grid, reward_curve, shown_prompts
+from gerl.model.paths import SHIPPED, WEIGHTS
+from gerl.run.before_after import BeforeAfter
+from gerl.run.card import CARD, installed_version, read_sessions
+from gerl.run.settings import changes, get
+from gerl.run.tracking import read_metrics
+from gerl.run.usage import ASSETS, program
+from gerl.run.validation import Drawing, Validation, load_validation, load_validations, mean, standard_error
+
+TEMPLATE = Path(__file__).with_name("card.md.j2")
+HIDDEN = ("checkpoint", "cluster", "logger")  # blocks that say nothing about the LoRA
+LONGEST = 200  # characters of a value in a table
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run up to one of its checkpoints: its configuration, metrics, the first validation and that of the step."""
+
+    run_dir: Path
+    step: int
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+    validations: list[Validation]
+    first: Validation | None
+    last: Validation | None
+
+
+@dataclass(frozen=True)
+class Comfy:
+    """The files for ComfyUI and a workflow, by name, or why there are none."""
+
+    files: Sequence[str] = ()
+    workflow: str | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The pictures by name, and as the card shows them."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def read_run(run_dir: Path, step: int, config: dict[str, Any]) -> RunFacts:
+    """Read what the folder of a run has of the time up to `step`."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
+    validations = [v for v in load_validations(run_dir) if v.step <= step]
+    first = validations[0] if validations else None
+    last = None
+    if validations[1:] and validations[-1].step == step:
+        try:
+            last = load_validation(run_dir, step)
+        except GerlError:  # its pictures are damaged, not its numbers
+            last = validations[-1]
+    return RunFacts(run_dir, step, config, sorted(rows, key=lambda row: row["step"]), validations, first, last)
+
+
+def pictures(run: RunFacts) -> Shown:
+    """The held-out pictures before and after, and the curve."""
+    files: dict[str, bytes] = {}
+    values: dict[str, Any] = {"curve": None, "after": None, "prompts": []}
+    if run.first is not None and run.last is not None and (chosen := shown_prompts(run.first, run.last)):
+        files |= {"pictures/before.png": prompt_grid(run.first, chosen)}
+        files |= {"pictures/after.png": prompt_grid(run.last, chosen)}
+        values |= {"before": "pictures/before.png", "after": "pictures/after.png"}
+        values["prompts"] = [_cell(run.first.prompts[i]) for i in chosen]
+        values["before_title"] = "base model" if run.first.step == 0 else f"after {run.first.step} steps"
+        values["after_title"] = f"with this LoRA, {run.step} steps"
+    errors = {v.step: error for v in run.validations if (error := standard_error(v.rewards)) is not None}
+    if (curve := reward_curve(run.rows, errors)) is not None:
+        files["pictures/reward.png"] = curve
+        values["curve"] = "pictures/reward.png"
+    return Shown(files, values)
+
+
+def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
+    """The table of the held-out prompts: the total and each scorer before, after, and the paired change."""
+    if run.first is None:
+        return {"rows": [], "count": 0, "source": "", "notes": ""}
+    before = mean(run.first.rewards)
+    held_out = get(run.config, "validation", "data")
+    found: dict[str, Any] = {"rows": [], "count": len(run.first.prompts), "source": _sources(held_out), "notes": ""}
+    if run.last is None:
+        found["notes"] = "" if before is None else f"; the base model has a reward of {before:.3f}"
+        return found
+    columns = {"reward": (run.first.rewards, run.last.rewards)}
+    columns |= {name: (values, run.last.by_scorer.get(name, [])) for name, values in run.first.by_scorer.items()}
+    for name, (old, new) in columns.items():
+        pairs = [(a, b) for a, b in zip(old, new, strict=False) if a is not None and b is not None]
+        if not pairs:
+            continue
+        gains = [b - a for a, b in pairs]
+        error = standard_error(gains)
+        change = f"{sum(gains) / len(gains):+.3f}" + ("" if error is None else f" ± {error:.3f}")
+        means = [f"{sum(side) / len(pairs):.3f}" for side in zip(*pairs, strict=True)]
+        found["rows"].append([name, *means, change])
+    notes = [f"By the reward: {BeforeAfter(run.first, run.last).counts}."]
+    if shared := set(_paths(get(run.config, "data", "train"))) & set(_paths(held_out)):
+        notes.append(f"They are not unseen: {_cell(', '.join(sorted(shared)))} was trained on as well.")
+    if weights == "raw":
+        notes.append("Measured with the averaged weights, where this file has those of the last optimizer step.")
+    return found | {"notes": " ".join(notes)}
+
+
+def _paths(given: Any) -> list[str]:
+    """The sources of `data.train` or `validation.data`."""
+    try:
+        return [] if given is None else [source.path for source in sources(given, "data.train")]
+    except ConfigError:  # of another version of gerl
+        return []
+
+
+def _sources(given: Any) -> str:
+    """The sources in words, with their weights."""
+    if not _paths(given):
+        return "prompts that are not known"
+    found = sources(given, "data.train")
+    words = [s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in found]
+    return _cell(", ".join(words))
+
+
+def _comfyui(comfy: Comfy) -> str:
+    """How the LoRA is loaded there, or why it cannot be."""
+    if not comfy.files:
+        return f"no file for it ({comfy.why})."
+    found = f"put {' and '.join(f'`{file}`' for file in comfy.files)} into `models/loras`. "
+    if comfy.workflow is None:
+        found += "There is no workflow for this base here. "
+    else:
+        found += (
+            f"`{comfy.workflow}` is a workflow that draws with it; the names of the base model's files in it are the "
+            "usual ones, choose yours. It has the size, steps and guidance of this run, but noise and samplers are "
+            "ComfyUI's own, so that its pictures are others than those of diffusers. "
+        )
+    return f"{found}Do not give ComfyUI `{WEIGHTS}`, whose scale it does not read."
+
+
+def model_card(
+    run: RunFacts, base: BaseModel, comfy: Comfy, shown: Shown, repository: str, weights: str, rank: int
+) -> str:
+    """The README.md of the repository, with its header."""
+    name = repository.rpartition("/")[2]
+    values: dict[str, Any] = {
+        "title": name,
+        "base": base,
+        "version": installed_version("gerl") or "",
+        "algorithm": get(run.config, "algorithm", "name") or "an algorithm that is not known",
+        "steps": run.step,
+        "images": _images(run.config),
+        "reward": ", ".join(f"`{name}`" for name in get(run.config, "reward", "scorers") or {}) or "that is not known",
+        "pictures": shown.values,
+        "numbers": numbers(run, weights),
+        "program": _program(run, repository),
+        "comfyui_words": _comfyui(comfy),
+        "scorers": _scorers(run.config),
+        "facts": _facts(run, rank),
+        "changes": [tuple(map(_code, row)) for row in changes(run.config) if row[0].split(".")[0] not in HIDDEN],
+        "licence": _licence(base),
+        "limits": _limits(run),
+    }
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    text = template.render(card_data=_header(base, name, run.config).to_yaml(), **values)
+    return text.strip() + "\n"
+
+
+def _header(base: BaseModel, name: str, config: Mapping[str, Any]) -> ModelCardData:
+    kind = base.pipeline or ""
+    video = any(word in kind for word in ("Video", "Wan", "LTX"))
+    edits = any(word in kind for word in ("Edit", "Kontext", "Img2Img", "Inpaint"))
+    scorers = list(get(config, "reward", "scorers") or {})
+    return ModelCardData(
+        base_model=base.hub_id,
+        base_model_relation=None if base.hub_id is None else "adapter",
+        library_name="diffusers",
+        pipeline_tag="text-to-video" if video else "image-to-image" if edits else "text-to-image",
+        tags=["lora", "diffusers", "gerl", "reinforcement-learning", *(f"reward:{scorer}" for scorer in scorers)],
+        model_name=name,
+        license=base.licence_fields.get("license"),
+        license_name=base.licence_fields.get("license_name"),
+        license_link=base.licence_fields.get("license_link"),
+    )
+
+
+def _program(run: RunFacts, repository: str) -> str:
+    """Python that draws the first held-out picture again, without the paths of this machine."""
+    with_drawing = run.last is not None and run.last.drawing is not None and bool(run.last.shown)
+    validation = run.last if with_drawing else None
+    drawing = Drawing([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
+    lines = [line for line in drawing.lora_lines if not line.startswith("load_lora(")]
+    config = run.config
+    if (path := get(config, "model", "path")) in SHIPPED:  # its folder lies in the package
+        text = program(config, Path(repository), validation, replace(drawing, lora_lines=lines))
+        folder = f'str(Path(gerl.__file__).parent / "assets/{path}")'
+        text = text.replace(repr(str(ASSETS / str(path))), folder)
+        return "from pathlib import Path\n\nimport gerl\n" + public(text)
+    return public(program(config, Path(repository), validation, replace(drawing, lora_lines=lines)))
+
+
+def _scorers(config: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, scorer in (get(config, "reward", "scorers") or {}).items():
+        values = scorer if isinstance(scorer, Mapping) else {}
+        others = {
+            k: v
+            for k, v in values.items()
+            if k in ("path", "function", "kwargs", "clip", "normalise") and v not in (None, "none", {}, [])
+        }
+        others |= {
+            k: v
+            for k, v in values.items()
+            if (k, v) not in (("scale", 1.0), ("offset", 0.0)) and k in ("scale", "offset")
+        }
+        if "path" not in others:
+            others.pop("function", None)
+        shown = ", ".join(f"{k}={v if isinstance(v, str) else json.dumps(v, default=str)}" for k, v in others.items())
+        weight = values.get("weight", 1.0)
+        rows.append([_code(name), f"{weight:g}" + (" (watched only)" if not weight else ""), _cell(shown) or "-"])
+    return rows
+
+
+def _facts(run: RunFacts, rank: int) -> list[tuple[str, str]]:
+    config, card = run.config, read_sessions(run.run_dir / CARD)
+    session = card[-1] if card else {}
+    machine = session.get("gpus") or [session.get("cpu")]
+    packages = session.get("packages") or {}
+    facts = [
+        ("run", run.run_dir.resolve().name),
+        ("steps", f"{run.step} of {get(config, 'trainer', 'steps')}"),
+        ("images a step", _images(config)),
+        ("training prompts", _sources(get(config, "data", "train"))),
+        ("held-out prompts", _sources(get(config, "validation", "data"))),
+        ("LoRA rank, alpha", f"{rank}, {get(config, 'model', 'lora_alpha'):g}"),
+        ("seed", get(config, "trainer", "seed")),
+        ("machine", ", ".join(str(part) for part in machine if part) or None),
+        ("versions", ", ".join(f"{name} {number}" for name, number in packages.items()) or None),
+    ]
+    return [(name, _cell(str(value))) for name, value in facts if value is not None]
+
+
+def _images(config: Mapping[str, Any]) -> str | None:
+    prompts, n = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
+    return f"{prompts} prompts x {n} images" if prompts and n else None
+
+
+def _licence(base: BaseModel) -> str:
+    if base.licence is None:
+        return "That of the base model was not found when this card was written: look it up before you use this LoRA."
+    link = base.licence_fields.get("license_link")
+    shown = f"`{base.licence}`" + (f" ({link})" if link else "")
+    return f"The base model is under {shown}. What that says about derived models holds for this LoRA."
+
+
+def _limits(run: RunFacts) -> list[str]:
+    sampling = get(run.config, "sampling") or {}
+    size = " x ".join(str(sampling.get(name)) for name in ("width", "height"))
+    validation = get(run.config, "validation") or {}
+    trained = [sampling.get(name) for name in ("num_inference_steps", "guidance_scale")]
+    measured = [validation.get(name) for name in ("num_inference_steps", "guidance_scale")]
+    steps, guidance = (a if b is None else b for a, b in zip(trained, measured, strict=True))
+    scorers = [n for n, s in (get(run.config, "reward", "scorers") or {}).items() if get(s, "weight") != 0]
+    return [
+        f"Only {' and '.join(scorers) or 'the reward'} was optimised: what it does not see (diversity, style, other "
+        "prompts) may have become worse, and a gain of this number is no proof that people prefer the pictures.",
+        f"It was trained at {size} pixels with {trained[0]} denoising steps and guidance {trained[1]}, and measured "
+        f"with {steps} steps and guidance {guidance}; other settings were not tried.",
+        "The numbers are of one run with one seed. Where a run has several checkpoints, the best one was chosen by the "
+        "same prompts, which flatters it a little.",
+        "This card was written by a program; nobody has looked at the pictures for it.",
+    ]
+
+
+def _cell(text: str) -> str:
+    """A text in a table of Markdown, without paths of this machine."""
+    line = " ".join(public(text).split()).replace("|", "\\|")
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`" if "`" not in text else _cell(text)

@@ -1,0 +1,126 @@
+"""Workflows for ComfyUI, in the format of its API, that draw with a LoRA."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Node = dict[str, Any]
+Link = list[str | int]  # the name of a node and the number of its output
+
+
+@dataclass(frozen=True)
+class Family:
+    """The nodes that a family of base models takes, and the names that its files usually have.
+
+    loads: `checkpoint`, one file with everything, or `parts`. guided: where the run's guidance goes: `cfg`, or an input
+    of the denoiser, `embedded`. shift: of ModelSamplingAuraFlow, if the family takes one.
+    """
+
+    loads: Literal["checkpoint", "parts"]
+    model: str
+    text_encoders: tuple[str, ...] = ()
+    kind: str | None = None  # of the text encoders, for the loaders of one or two of them
+    vae: str | None = None
+    latents: str = "EmptySD3LatentImage"
+    guided: Literal["cfg", "embedded"] = "cfg"
+    guidance: str = "guidance_scale"  # the argument of the pipeline
+    shift: float | None = None
+    sampler: tuple[str, str] = ("euler", "simple")
+
+
+SD3_ENCODERS = ("clip_l.safetensors", "clip_g.safetensors", "t5xxl_fp16.safetensors")
+DDIM = ("ddim", "ddim_uniform")
+# by the class of the pipeline in diffusers
+FAMILIES = {
+    "StableDiffusionPipeline": Family(
+        "checkpoint", "v1-5-pruned-emaonly.safetensors", latents="EmptyLatentImage", sampler=DDIM
+    ),
+    "StableDiffusionXLPipeline": Family(
+        "checkpoint", "sd_xl_base_1.0.safetensors", latents="EmptyLatentImage", sampler=DDIM
+    ),
+    "StableDiffusion3Pipeline": Family(
+        "checkpoint", "sd3.5_medium.safetensors", SD3_ENCODERS, sampler=("euler", "sgm_uniform")
+    ),
+    "FluxPipeline": Family(
+        "parts",
+        "flux1-dev.safetensors",
+        ("clip_l.safetensors", "t5xxl_fp16.safetensors"),
+        "flux",
+        "ae.safetensors",
+        guided="embedded",
+    ),
+    "QwenImagePipeline": Family(
+        "parts",
+        "qwen_image_bf16.safetensors",
+        ("qwen_2.5_vl_7b.safetensors",),
+        "qwen_image",
+        "qwen_image_vae.safetensors",
+        guidance="true_cfg_scale",
+        shift=3.1,
+    ),
+}
+# what the base is called on the hub, where its file is not the family's usual one
+FILES = {
+    "stabilityai/stable-diffusion-3-medium-diffusers": "sd3_medium.safetensors",
+    "stabilityai/stable-diffusion-3.5-large": "sd3.5_large.safetensors",
+}
+LOADERS = {1: "CLIPLoader", 2: "DualCLIPLoader", 3: "TripleCLIPLoader"}
+
+
+def workflow(pipeline: str, base: str, lora: str, prompt: str, call: Mapping[str, Any]) -> dict[str, Node] | None:
+    """The graph that draws `prompt` with the file `lora` at strength 1; None for a pipeline of another family.
+
+    pipeline: its class in diffusers. base: its hub id or name. call: the arguments of the pipeline's call.
+    """
+    family = FAMILIES.get(pipeline)
+    if family is None:
+        return None
+    nodes, model, clip, vae = _loaders(family, FILES.get(base, family.model))
+    nodes["lora"] = _node("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=1.0)
+    model = ["lora", 0]
+    if family.shift is not None:
+        nodes["shift"] = _node("ModelSamplingAuraFlow", model=model, shift=family.shift)
+        model = ["shift", 0]
+    nodes["prompt"] = _node("CLIPTextEncode", clip=clip, text=prompt)
+    nodes["negative"] = _node("CLIPTextEncode", clip=clip, text=str(call.get("negative_prompt") or ""))
+    guidance, positive = float(call.get(family.guidance) or 1.0), "prompt"
+    if family.guided == "embedded":
+        nodes["guidance"] = _node("FluxGuidance", conditioning=["prompt", 0], guidance=guidance)
+        guidance, positive = 1.0, "guidance"
+    height, width = (int(call.get(name) or 1024) for name in ("height", "width"))
+    nodes["latents"] = _node(family.latents, width=width, height=height, batch_size=1)
+    sampler, scheduler = family.sampler
+    nodes["sampler"] = _node(
+        "KSampler",
+        model=model, positive=[positive, 0], negative=["negative", 0], latent_image=["latents", 0],
+        seed=0, steps=int(call.get("num_inference_steps") or 28), cfg=guidance,
+        sampler_name=sampler, scheduler=scheduler, denoise=1.0,
+    )  # fmt: skip
+    nodes["decode"] = _node("VAEDecode", samples=["sampler", 0], vae=vae)
+    nodes["save"] = _node("SaveImage", images=["decode", 0], filename_prefix="gerl")
+    return nodes
+
+
+def _loaders(family: Family, file: str) -> tuple[dict[str, Node], Link, Link, Link]:
+    """The nodes that load the base, and where its denoiser, text encoders and VAE come out."""
+    nodes: dict[str, Node] = {}
+    if family.loads == "checkpoint":
+        nodes["base"] = _node("CheckpointLoaderSimple", ckpt_name=file)
+    else:
+        nodes["base"] = _node("UNETLoader", unet_name=file, weight_dtype="default")
+    clip: Link = ["base", 1]
+    if names := family.text_encoders:
+        single = len(names) == 1
+        inputs = {"clip_name" if single else f"clip_name{i}": name for i, name in enumerate(names, start=1)}
+        inputs |= {} if family.kind is None else {"type": family.kind}
+        nodes["text encoders"] = _node(LOADERS[len(names)], **inputs)
+        clip = ["text encoders", 0]
+    vae: Link = ["base", 2]
+    if family.vae is not None:
+        nodes["vae"] = _node("VAELoader", vae_name=family.vae)
+        vae = ["vae", 0]
+    return nodes, ["base", 0], clip, vae
+
+
+def _node(kind: str, **inputs: Any) -> Node:
+    return {"class_type": kind, "inputs": inputs}

@@ -1,0 +1,99 @@
+"""The folder of a model repository: the LoRA, its card, pictures, and what ComfyUI needs."""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gerl.errors import ModelError
+from gerl.export.base import Base
+from gerl.export.base_model import BaseModel, base_model, is_hub_id, public
+from gerl.export.card import Comfy, RunFacts, model_card, pictures, read_run
+from gerl.export.comfyui import workflow
+from gerl.export.files import skeleton
+from gerl.model.lora_layouts import diffusers_file, kohya_file
+from gerl.model.lora_weights import Lora, check_fit
+from gerl.model.paths import SHIPPED, WEIGHTS
+from gerl.run.card import installed_version
+from gerl.run.settings import get, read_config
+
+logger = logging.getLogger("gerl")
+WORKFLOW = "comfyui/workflow.json"
+
+
+def hub_files(
+    loras: Mapping[str, Lora], base: Base, run_dir: Path, step: int, weights: str, repository: str
+) -> dict[str, bytes]:
+    """The files of the repository, by name.
+
+    repository: `owner/name`, or the name of the folder. Files for ComfyUI are left out, which log and card say, where
+    kohya's layout of the base is not known or the base is not at hand.
+    """
+    _, config = read_config(run_dir / "config.yaml")
+    run, model = read_run(run_dir, step, config), base_model(base)
+    noted = replace(base, path=base.path if is_hub_id(base.path) else public(base.path), merged=model.merged)
+    facts = header(run, weights)
+    files = {WEIGHTS: diffusers_file(loras, str(noted), facts)}
+    comfy, of_comfy = _comfyui(loras, base, str(noted), facts, run, model, repository)
+    shown = pictures(run)
+    files |= of_comfy | shown.files
+    ranks = max(lora.rank for lora in loras.values())
+    files["README.md"] = model_card(run, model, comfy, shown, repository, weights, ranks).encode()
+    return files
+
+
+def header(run: RunFacts, weights: str) -> dict[str, str]:
+    """Facts for the header of the safetensors files, besides the base model."""
+    scorers = get(run.config, "reward", "scorers") or {}
+    reward = {name: get(scorer, "weight") for name, scorer in scorers.items()}
+    return {
+        "gerl_version": installed_version("gerl") or "unknown",
+        "run": run.run_dir.resolve().name,
+        "algorithm": str(get(run.config, "algorithm", "name")),
+        "reward": json.dumps(reward),
+        "steps": str(run.step),
+        "weights": weights,
+        "trigger_words": "none",
+    }
+
+
+def _comfyui(
+    loras: Mapping[str, Lora],
+    base: Base,
+    noted: str,
+    facts: Mapping[str, str],
+    run: RunFacts,
+    model: BaseModel,
+    repository: str,
+) -> tuple[Comfy, dict[str, bytes]]:
+    stem = re.sub(r"[^\w.-]", "_", repository.rpartition("/")[2])
+    files: dict[str, bytes] = {}
+    try:
+        for name, lora in loras.items():
+            denoiser = skeleton(base.path, name)
+            check_fit(lora, denoiser, f"{name} of {base.path}")
+            suffix = f"_{name}" if len(loras) > 1 else ""
+            files[f"comfyui/{stem}{suffix}.safetensors"] = kohya_file(lora, denoiser, noted, facts)
+    except ModelError as error:
+        why = public(str(error)).removeprefix("format=kohya: ").partition(";")[0]
+        logger.warning("no file for ComfyUI is written: %s", error)
+        return Comfy(why=why), {}
+    lora_files = list(files)
+    graph = None
+    if len(loras) == 1 and model.pipeline is not None and base.path not in SHIPPED:
+        prompt = run.last.prompts[run.last.shown[0]] if run.last is not None and run.last.shown else "a prompt"
+        graph = workflow(model.pipeline, base.path, Path(lora_files[0]).name, prompt, _call(run.config))
+    if graph is not None:
+        files[WORKFLOW] = (json.dumps(graph, indent=2, ensure_ascii=False) + "\n").encode()
+    return Comfy(lora_files, None if graph is None else WORKFLOW), files
+
+
+def _call(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with which the run validates."""
+    sampling, validation = get(config, "sampling") or {}, get(config, "validation") or {}
+    names = ("height", "width", "num_inference_steps", "guidance_scale")
+    call = {name: sampling.get(name) for name in names} | dict(sampling.get("call") or {})
+    return call | {name: value for name in names[2:] if (value := validation.get(name)) is not None}

@@ -1,0 +1,94 @@
+"""A folder as a model repository of the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import httpx, validate_repo_id
+
+from gerl.errors import ConfigError, GerlError
+from gerl.utils.files import reason
+
+PATIENCE = 10.0  # seconds for the hub's answer about a repository
+OWN = {".gitattributes"}  # files that the hub puts into an empty repository
+
+
+def check_name(repository: str) -> None:
+    """Raise `ConfigError` if this is no `owner/name`."""
+    try:
+        validate_repo_id(repository)
+        named = re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is not None
+    except HFValidationError:
+        named = False
+    if not named:
+        raise ConfigError(f"push={repository}: give owner/name, your name or your organisation's and that of the model")
+
+
+def check_upload(repository: str, private: bool, overwrite: bool) -> None:
+    """Ask the hub whether an upload would be possible and destroy nothing.
+
+    Raises:
+        ConfigError: there is no network or no login, or the repository has files already or is public.
+    """
+    api = HfApi()
+    try:
+        api.whoami()
+        try:
+            found = api.model_info(repository, timeout=PATIENCE)
+        except RepositoryNotFoundError:
+            return
+    except (LocalTokenNotFoundError, HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
+        raise ConfigError(_sentence(repository, error)) from error
+    files = sorted({entry.rfilename for entry in found.siblings or []} - OWN)
+    if files and not overwrite:
+        raise ConfigError(
+            f"push={repository}: it is there already and has {len(files)} files, such as {files[0]}; give another "
+            "name, or add overwrite=true, which replaces those of the same name"
+        )
+    if private and found.private is False:
+        raise ConfigError(
+            f"private=true: {repository} is there already and public; give another name, or hide it there"
+        )
+
+
+def upload(folder: Path, repository: str, private: bool, message: str) -> str:
+    """Create the repository if there is none, and put the folder into it as one commit; returns its address.
+
+    Raises `GerlError` if the hub refuses or cannot be reached.
+    """
+    api = HfApi()
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files]
+    try:
+        made = api.create_repo(repository, private=private or None, exist_ok=True)
+        api.create_commit(repository, operations, commit_message=message)
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError, OSError, ValueError) as error:
+        raise GerlError(_sentence(repository, error)) from error
+    return str(made)
+
+
+def _sentence(repository: str, error: Exception) -> str:
+    """The cause and the remedy."""
+    hub, given = constants.ENDPOINT, f"push={repository}"
+    if isinstance(error, LocalTokenNotFoundError):
+        return f"{given}: nobody is logged in at {hub}: run 'hf auth login', or leave push out and give out=FOLDER"
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"{given}: HF_HUB_OFFLINE is set: unset it, or leave push out and give out=FOLDER"
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if status == 401:
+        return f"{given}: {hub} does not know the token of this machine: run 'hf auth login' anew"
+    if status == 403:
+        return f"{given}: {hub} does not let you write there: correct the owner, or log in with a token that may write"
+    if isinstance(error, httpx.TransportError):
+        return (
+            f"{given}: {hub} cannot be reached ({reason(error):.200}): connect this machine to it, or leave push out "
+            "and give out=FOLDER, which 'hf upload' takes later"
+        )
+    return f"{given}: {hub} does not take the upload ({reason(error):.300}): correct what it says, or try again"

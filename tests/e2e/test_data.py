@@ -1,0 +1,76 @@
+"""A run on a mixture of a file and a data set, and its resumption."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from gerl.trainer.main_flowgrpo import main
+
+SCORE = """
+import json
+import numpy as np
+
+def compute_score(images, prompts, metadata, log):
+    with open(log, "a") as file:
+        file.writelines(json.dumps([p, m]) + "\\n" for p, m in zip(prompts, metadata))
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+
+
+@pytest.fixture
+def mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Keys of a run: three of four prompts of a step are from the data set."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    rows = [{"caption": f"row {n}", "word": f"W{n}"} for n in range(9)]
+    (tmp_path / "set" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "log.py").write_text(SCORE)
+    (tmp_path / "file.txt").write_text("\n".join(f"line {n}" for n in range(5)))
+    source = f'{{path: "hf:{tmp_path}/set[train]", weight: 3, prompt_key: caption, columns: {{text: word}}}}'
+    return {
+        "data__train": f"[{tmp_path / 'file.txt'}, {source}]",
+        "rollout__prompts_per_step": 4,
+        "rollout__n": 2,
+        "scorer": tmp_path / "log.py",
+        "reward__scorers__bright__kwargs": f"{{log: {tmp_path / 'log'}}}",
+        "reward__trial": "false",
+        "checkpoint__every": 1,
+        "actor__lr": 0.01,
+    }
+
+
+def test_a_mixture_is_drawn_by_weight_and_resumed_exactly(
+    train: Callable[..., Any],
+    arguments: Callable[..., list[str]],
+    mixture: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = train(tmp_path / "whole", trainer__steps=3, **mixture)
+    scored = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    steps = [scored[i : i + 8] for i in range(0, len(scored), 8)]
+    assert len(steps) == 3
+    for step in steps:
+        assert sorted(prompt.split()[0] for prompt, _ in step) == ["line"] * 2 + ["row"] * 6
+    assert all(m == {"text": f"W{p.split()[1]}"} for p, m in scored if p.startswith("row"))
+    assert all(m == {} for p, m in scored if p.startswith("line"))
+
+    (tmp_path / "log").unlink()
+    train(tmp_path / "parts", trainer__steps=2, **mixture)
+    parts = train(tmp_path / "parts", "checkpoint.resume=auto", trainer__steps=3, **mixture)
+    again = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert again == scored
+    parts.assert_same(whole, 3)
+
+    (tmp_path / "log").unlink()
+    other = {**mixture, "data__train": mixture["data__train"].replace("weight: 3", "weight: 1")}
+    train(tmp_path / "parts", "checkpoint.resume=auto", trainer__steps=4, **other)
+    assert [line[2:5] for line in (tmp_path / "log").read_text().splitlines()].count("row") == 4
+
+    (tmp_path / "set" / "train.jsonl").write_text('{"caption": "another", "word": "X"}\n')
+    assert main(arguments(tmp_path / "parts", "checkpoint.resume=auto", trainer__steps=5, **other)) == 1
+    assert "the content of data.train changed" in capsys.readouterr().err

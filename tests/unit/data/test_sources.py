@@ -1,0 +1,142 @@
+import hashlib
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from gerl.config import Config, DataConfig, ValidationConfig
+from gerl.config.data import HubParts, hub_parts, sources
+from gerl.data.sources import check_mixture, digest, load, may_have_pictures, most_of_a_step, weights
+from gerl.errors import ConfigError, DataError
+from gerl.protocol import Prompt
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with two files and a data set."""
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.jsonl").write_text('{"caption": "three", "word": "W", "text": "T"}\n{"caption": "four"}\n')
+    (tmp_path / "set").mkdir()
+    rows = [{"prompt": f"row {n}", "word": "W"} for n in range(4)]
+    (tmp_path / "set" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_sources_are_numbered_through(here: Path) -> None:
+    second = {"path": "b.jsonl", "prompt_key": "caption", "columns": {"text": "word"}, "data_source": "words"}
+    found = load(["a.txt", second, "hf:./set[train]"], DataConfig(stream=3), "data.train")
+    assert [(p.id, p.text, p.source) for p in found] == [
+        (0, "one", 0),
+        (1, "two", 0),
+        (2, "three", 1),
+        (3, "four", 1),
+        (4, "row 0", 2),
+        (5, "row 1", 2),
+        (6, "row 2", 2),
+    ]
+    assert found[0].metadata == {} and found[4].metadata == {"word": "W"}
+    assert found[2].metadata == {"text": "W", "data_source": "words"} and found[3].metadata == {"data_source": "words"}
+
+
+def test_one_file_is_read_as_ever(here: Path) -> None:
+    assert load("a.txt", DataConfig(), "data.train") == [Prompt(0, "one"), Prompt(1, "two")]
+    named = DataConfig(prompt_key="caption", columns={"text": "word", "said": "caption"})
+    assert load("a.txt", named, "data.train")[0] == Prompt(0, "one")  # it has no columns
+    assert load("b.jsonl", named, "data.train")[0].metadata == {"text": "W", "said": "three"}
+
+
+@pytest.mark.parametrize(
+    ("given", "data", "message"),
+    [
+        (["a.txt", "no.txt"], {}, r"data\.train=no\.txt: "),
+        (["a.txt", "hf:./none"], {}, r"data\.train=hf:\./none: .*does not exist"),
+        ("b.jsonl", {"columns": {"text": "sign"}, "prompt_key": "caption"}, r"no column 'sign', only caption, word"),
+    ],
+)
+def test_the_source_is_named(here: Path, given: Any, data: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(given, DataConfig(**data), "data.train")
+
+
+def test_digests(here: Path) -> None:
+    data = DataConfig()
+    own = digest("a.txt", data, "data.train")
+    assert own == hashlib.sha256((here / "a.txt").read_bytes()).hexdigest()  # that of runs of one file, as ever
+    assert digest(["a.txt"], data, "data.train") == own
+    both = digest(["a.txt", {"path": "hf:./set", "weight": 2}], data, "data.train")
+    assert both == digest(["a.txt", "hf:./set"], data, "data.train") != own
+    assert both != digest(["hf:./set", "a.txt"], data, "data.train")
+    assert digest([{"path": "b.jsonl", "prompt_key": "caption"}], data, "x") != digest("b.jsonl", data, "x")
+    (here / "set" / "train.jsonl").write_text('{"prompt": "another"}\n')
+    assert both != digest(["a.txt", "hf:./set"], data, "data.train")
+
+
+def test_weights() -> None:
+    assert weights("a.txt") is None and weights(["a.txt", "b.txt"]) is None
+    assert weights([{"path": "a.txt", "weight": 2}]) is None
+    assert weights([{"path": "a.txt", "weight": 0.1}, "b.txt"]) == [Fraction(1, 10), 1]
+    assert most_of_a_step([Fraction(3), Fraction(1)], 8) == [6, 2]
+    assert most_of_a_step([Fraction(2), Fraction(1)], 8) == [6, 3]
+
+
+def test_a_source_that_is_too_small_for_its_weight() -> None:
+    config = Config(data=DataConfig(train=["a.txt", {"path": "b.txt", "weight": 3}]))
+    prompts = [Prompt(i, "x", source=int(i > 3)) for i in range(10)]
+    check_mixture(config, prompts)
+    with pytest.raises(DataError, match=r"b\.txt has 5 prompts.* 6 of the 8.*weight"):
+        check_mixture(config, prompts[:-1])
+
+
+def test_room_for_pictures() -> None:
+    assert may_have_pictures(DataConfig(train="a.csv")) and not may_have_pictures(DataConfig(train="a.txt"))
+    assert not may_have_pictures(DataConfig(train="hf:a/b[c]"))
+    assert may_have_pictures(DataConfig(train=["a.txt", "hf:a/b[c]"], columns={"image": "photo"}))
+
+
+def test_parts_of_a_name() -> None:
+    whole = HubParts("owner/name", "config", "train[:10%]+test", "v1")
+    assert hub_parts("hf:owner/name/config@v1[train[:10%]+test]", "data.train") == whole
+    assert hub_parts("hf:./my/own/set", "data.train").local and hub_parts("hf:/set[a]", "data.train").split == "a"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], r"data\.train=\[\]: .*list such as"),
+        (3, "data.train=3: "),
+        ([3], "data.train=3: an entry"),
+        (["a.txt", "a.txt"], "a.txt twice"),
+        ([{"path": "a.txt", "wieght": 2}], "wieght; it may have path, weight"),
+        ([{"weight": 2}], "path=null"),
+        ([{"path": "a.txt", "weight": 0}], "weight=0: .*above 0"),
+        ([{"path": "a.txt", "weight": True}], "weight=true: .*above 0"),
+        ([{"path": "a.txt", "weight": float("inf")}], "weight=inf: .*above 0"),
+        ([{"path": "a.txt", "stream": 0}], "stream=0: .*at least 1"),
+        ([{"path": "a.txt", "columns": ["a"]}], r"columns=\['a'\]: .*caption_text"),
+        ("hf:name[train]", r"owner/name, so write hf:owner/name\[split\]"),
+        ("hf:owner/name[train", r"write hf:owner/name\[split\]"),
+        ("hf:a/b/c/d", "owner/name"),
+    ],
+)
+def test_values_that_are_no_sources(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(train=given)
+
+
+def test_held_out_prompts_have_no_weights() -> None:
+    ValidationConfig(data=["a.txt", {"path": "b.txt", "prompt_key": "caption"}])
+    with pytest.raises(ConfigError, match=r"validation\.data has an entry with weight: .*drawn once"):
+        ValidationConfig(data=["a.txt", {"path": "b.txt", "weight": 2}])
+    assert sources("a.txt", "validation.data", weighted=False)[0].path == "a.txt"
+
+
+def test_keys_that_say_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"data\.stream=5: .*leave it out"):
+        Config(data=DataConfig(stream=5))
+    with pytest.raises(ConfigError, match=r"data\.columns has prompt: .*data\.prompt_key=caption"):
+        DataConfig(columns={"prompt": "caption"})

@@ -1,0 +1,181 @@
+"""The suites that ship, and what counts as a deviation from one."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gerl.commandline.composition import compose_run
+from gerl.errors import ConfigError, DataError
+from gerl.evaluate.command import Request, parse
+from gerl.evaluate.suites import FOLDER, Suite, argument, listing, load, names
+from gerl.rewards.scorers import SCORERS
+
+RUNNABLE = [name for name in names() if not load(name).missing]
+
+
+def suite_file(folder: Path, **changes: object) -> str:
+    """A suite for the signs model with its prompts beside it, whose tasks are `even` and `odd`."""
+    lines = [json.dumps({"prompt": f'a sign that reads "{i}"', "kind": ("even", "odd")[i % 2]}) for i in range(5)]
+    (folder / "mine.jsonl").write_text("\n".join(lines) + "\n")
+    keys = {"sampling.height": 16, "sampling.width": 32, "validation.num_inference_steps": 2}
+    content: dict[str, object] = {
+        "title": "Signs, even and odd",
+        "source": "a test",
+        "prompts": {"source": "a test", "file": "mine.jsonl", "count": 5, "licence": "CC0"}
+        | {"sha256": hashlib.sha256((folder / "mine.jsonl").read_bytes()).hexdigest()},
+        "scorers": {"sharpness": {"weight": 1.0}, "colourfulness": {"weight": 0.0}},
+        "columns": {"sharpness": {"name": "Sharpness", "over": "tasks", "factor": 2.0}},
+        "tasks": {"column": "kind", "names": ["even", "odd"]},
+        "protocols": {"signs": {"source": "a test", "models": ["signs"], "images": 2, "keys": keys}},
+        "published": [{"model": "M", "source": "a paper", "values": {"sharpness": 12345.0}, "tasks": {"odd": 54321.0}}],
+    }
+    (folder / "mine.yaml").write_text(yaml.safe_dump(content | changes))
+    load.cache_clear()
+    return str(folder / "mine.yaml")
+
+
+@pytest.fixture
+def request_of(tmp_path: Path) -> Callable[..., Request]:
+    suite = suite_file(tmp_path)
+    return lambda *arguments: parse([f"suite={suite}", "out=o", *arguments])
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_a_shipped_suite_is_complete(name: str) -> None:
+    suite = load(name)
+    assert suite.prompts is not None and suite.protocols and suite.published and suite.differs
+    assert "at commit" in suite.prompts.source and suite.prompts.licence
+    assert set(suite.scorers) <= set(SCORERS) and set(suite.needs) <= set(suite.scorers)
+    assert sum(entry["weight"] for entry in suite.scorers.values()) == 1  # the others are watched
+    assert any(entry["weight"] == 0 for entry in suite.scorers.values())
+    for row in suite.published:
+        assert "arXiv" in row.source or "README" in row.source
+        assert row.values and set(row.tasks) == (set(suite.tasks.names) if suite.tasks else set())
+    for protocol in suite.protocols.values():
+        assert {"sampling.height", "sampling.width", "validation.num_inference_steps"} < set(protocol.keys)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_file_that_ships_with_a_suite_has_its_digest(name: str) -> None:
+    prompts = load(name).prompts
+    if prompts is not None and (FOLDER / prompts.file).exists():
+        assert hashlib.sha256((FOLDER / prompts.file).read_bytes()).hexdigest() == prompts.sha256
+    assert {path.suffix for path in FOLDER.iterdir()} == {".yaml"}  # no prompts of others ship
+
+
+def test_genevals_published_rows_are_the_means_of_their_tasks() -> None:
+    for row in load("geneval").published:
+        assert sum(row.tasks.values()) / 6 == pytest.approx(row.values["geneval/geneval_benchmark"], abs=0.0101)
+
+
+def test_the_listing_names_every_suite_its_licence_and_what_is_missing() -> None:
+    text = listing()
+    assert all(f"\n{name}\n" in f"\n{text}" for name in names())
+    assert "mPLUG" in text and "MIT (LICENSE" in text and "reward.scorers.deqa.kwargs.url" in text
+
+
+@pytest.mark.parametrize("value", [None, 3, 0.5, True, "a 'b' \\ {c: d}", [1, 2], {"a": {"b": "x/y", "c": [0.5]}}, {}])
+def test_a_value_survives_the_command_line(value: object) -> None:
+    config = compose_run(["experiment=plain", f"sampling.call.mine={argument(value)}"]).config
+    assert config.sampling.call["mine"] == value
+
+
+def test_the_protocol_is_pinned_for_its_model(request_of: Callable[..., Request]) -> None:
+    found = request_of()
+    assert found.images == 2 and found.deviations == ()
+    assert (found.config.sampling.height, found.config.sampling.width) == (16, 32)
+    assert found.config.validation.num_inference_steps == 2
+    assert set(found.config.reward.scorers) == {"sharpness", "colourfulness"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("sampling.width=16", "sampling.width=16 (pinned: 32)"),
+        ("images=1", "images=1 (pinned: 2)"),
+        ("validation.max_prompts=2", "validation.max_prompts=2 (pinned: null)"),
+        ("model.dtype=bfloat16", "model.dtype=bfloat16 (pinned: auto)"),
+        (
+            "sampling.call.max_sequence_length=8",
+            'sampling.call={"max_sequence_length": 8} (pinned: {"max_sequence_length": 1})',
+        ),
+        ("sampling.cache=first_block", "sampling.cache=first_block (pinned: none)"),
+        ("reward.scorers.jpeg_compressibility.weight=1", "scorer jpeg_compressibility added with a weight"),
+        ("~reward.scorers.sharpness", "scorer sharpness left out"),
+    ],
+)
+def test_a_key_besides_is_a_deviation(request_of: Callable[..., Request], given: str, expected: str) -> None:
+    keys = [given] if not given.startswith("~") else [given, "reward.scorers.colourfulness.weight=1"]
+    assert any(text.startswith(expected) for text in request_of(*keys).deviations)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "sampling.width=32",
+        "images=2",
+        "validation.micro_batch_size=1",
+        "cluster.launcher=local",
+        "reward.scorers.jpeg_compressibility.weight=0",
+        "~reward.scorers.colourfulness",
+        "reward.scorers.sharpness.timeout=5",
+    ],
+)
+def test_what_decides_no_number_is_no_deviation(request_of: Callable[..., Request], given: str) -> None:
+    assert request_of(given).deviations == ()
+
+
+def test_another_model_has_no_protocol_but_can_be_given_one(request_of: Callable[..., Request]) -> None:
+    other = request_of("model=owner/name", "sampling.width=48")
+    assert other.images == 1 and other.deviations == (
+        "no protocol is published for owner/name: size, steps and guidance are your own",
+    )
+    chosen = request_of("model=owner/name", "suite_protocol=signs")
+    assert chosen.images == 2 and chosen.config.sampling.width == 32
+    assert chosen.deviations == ("the protocol signs, which is not published for owner/name",)
+
+
+def test_a_scorer_that_needs_an_address_is_left_out_until_it_has_one(tmp_path: Path) -> None:
+    own = {"sharpness": {"weight": 1.0}, "deqa": {"weight": 0.0}}
+    columns = {"sharpness": {"name": "Sharpness"}, "deqa": {"name": "DeQA", "factor": 5.0}}
+    suite = suite_file(tmp_path, scorers=own, needs={"deqa": "url"}, columns=columns, tasks=None, published=[])
+    without = parse([f"suite={suite}", "out=o"])
+    assert without.suite and without.suite.absent == ("DeQA: give reward.scorers.deqa.kwargs.url",)
+    assert "deqa" not in without.config.reward.scorers
+    given = parse([f"suite={suite}", "out=o", "reward.scorers.deqa.kwargs.url=http://localhost:1"])
+    assert given.suite and given.suite.absent == () and given.deviations == ()
+    assert given.config.reward.scorers["deqa"].kwargs == {"url": "http://localhost:1"}
+
+
+def test_another_file_than_the_suites_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a cat"}\n')
+    digest = hashlib.sha256((tmp_path / "other.jsonl").read_bytes()).hexdigest()
+    with pytest.raises(DataError, match=rf"suite_prompts=.*other\.jsonl: expected the SHA-256 5c48e081.*got {digest}"):
+        parse(["suite=geneval", f"suite_prompts={tmp_path / 'other.jsonl'}", "out=o"])
+    with pytest.raises(DataError, match=r"keep the suffix \.jsonl"):
+        suite = suite_file(tmp_path)
+        (tmp_path / "mine.txt").write_bytes((tmp_path / "mine.jsonl").read_bytes())
+        parse([f"suite={suite}", f"suite_prompts={tmp_path / 'mine.txt'}", "out=o"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tasks": None}, "a column is over tasks, and there are no tasks"),
+        ({"scorers": {"ocr": {"weight": 1.0}}}, "the column sharpness is of no scorer"),
+        ({"published": [{"model": "M", "source": "P", "values": {"zzz": 1.0}}]}, "a published row has zzz"),
+        ({"zzz": 1}, "zzz: "),
+        ({"prompts": None}, "says in missing why it cannot be run"),
+    ],
+)
+def test_a_suite_that_is_not_complete_is_refused(tmp_path: Path, changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(suite_file(tmp_path, **changes))
+
+
+def test_a_suite_that_only_says_what_it_lacks_is_whole() -> None:
+    assert Suite(title="t", source="s", missing="gerl has no such scorer").columns == {}
