@@ -32,8 +32,6 @@ HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[
 PROMPTS = ("data.train", "validation.data")
 TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
 CHOICES = ("experiment", "algorithm")  # what `NAME=VALUE` picks a shipped yaml file by
-# what other programs call these
-ELSEWHERE = {"config": "experiment", "config_name": "experiment", "output_dir": "hydra.run.dir", "out": "hydra.run.dir"}
 SCORERS = re.compile(r"(\+\+)?reward\.scorers(?P<entry>[.=])")  # set or changed; a single plus adds, ~ takes away
 NO_SCORERS = "_no_scorers"  # composed between an experiment that names its scorers and what that is based on
 
@@ -261,7 +259,7 @@ def shipped(group: str) -> list[str]:
 def _nearest(name: str) -> str | None:
     """As `nearest_key`, with the names that are no keys of the configuration."""
     others = (*CHOICES, "hydra.run.dir")
-    return name if name in others else ELSEWHERE.get(name) or nearest_key(name)
+    return name if name in others else nearest_key(name)
 
 
 def _check_keys(content: DictConfig, where: str) -> None:

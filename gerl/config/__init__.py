@@ -27,6 +27,7 @@ from gerl.config.blocks import (
     ValidationConfig,
 )
 from gerl.config.data import DataConfig, Source, sources
+from gerl.config.elsewhere import MEANING, absent, elsewhere
 from gerl.config.model import ModelConfig
 from gerl.config.noised_images import AWMConfig
 from gerl.config.policy_gradients import FlowGRPOConfig
@@ -38,9 +39,8 @@ from gerl.errors import ConfigError
 __all__ = [
     "ActorConfig", "AlgorithmConfig", "AnyAlgorithm", "CheckpointConfig", "ClusterConfig", "Config", "DataConfig",
     "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig", "Source",
-    "TrainerConfig",
-    "ValidationConfig", "algorithm_config", "did_you_mean", "expected", "from_mapping", "keys",
-    "nearest_key", "readers", "shown", "sources",
+    "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected", "from_mapping",
+    "keys", "nearest_key", "other_name", "readers", "shown", "sources",
 ]  # fmt: skip
 
 
@@ -268,34 +268,57 @@ def expected(error: ErrorDetails, name: str) -> str:
 
 
 def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str:
-    """`, did you mean 'x'` for the key nearest to `name`; else what its block has, if there is such a block.
+    """`, did you mean 'x'` for the key nearest to `name`; else why there is none, or what its block has.
 
     `algorithm`: the one that is to read it; None: any.
     """
+    if reason := absent(name):
+        return f": {reason}"
     if near := nearest_key(name, algorithm):
-        return f", did you mean {near!r}"
+        return f", did you mean {' and '.join(map(repr, near.split()))}"
     block, scorer = _block(name)
     leaves = [known.rpartition(".")[2] for known, _ in keys(algorithm) if known.rpartition(".")[0] == block]
     return f"; {block.replace('NAME', scorer)} has {', '.join(leaves)}" if block and leaves else ""
 
 
 def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str | None:
-    """The key nearest to `name`, itself if it is one, None if none is near; `algorithm` as in `did_you_mean`."""
+    """The key nearest to `name`, itself if it is one, None if none is near; `algorithm` as in `did_you_mean`.
+
+    Names of other programs have gerl's for the same: several of them, separated by a space, where it has more than one.
+    """
     names = [known for known, _ in keys(algorithm)]
     block, scorer = _block(name)
     leaf = name.rpartition(".")[2].lower()
     leaves = [known.rpartition(".")[2] for known in names if block and known.rpartition(".")[0] == block]
+    meant = elsewhere(name, names)
+    if meant and meant.startswith("algorithm.") and not set(meant.split()) <= set(names):
+        meant = None  # the chosen algorithm does not read it
     if leaves:  # only the last part is compared: the common beginning would make everything look near
+        if leaf in leaves:
+            return f"{block}.{leaf}".replace("NAME", scorer)
         near = difflib.get_close_matches(leaf, leaves, n=1)
+        if meant and (not near or name.lower() in MEANING or meant.startswith(f"{block}.")):
+            return meant
         return f"{block}.{near[0]}".replace("NAME", scorer) if near else None
-    if inside := [known for known in names if not block and known.rpartition(".")[2] == leaf]:
+    inside = [known for known in names if not block and known.rpartition(".")[2] == leaf]
+    if meant and (not inside or name.lower() in MEANING):
+        return meant
+    if inside:
         return inside[0]
     candidates = {known: known for known in names}
     if not block:  # a block, or the last part of a key
         candidates = {known.rpartition(".")[2]: known for known in reversed(names)}
         candidates |= {known: known for known in {known.split(".")[0] for known in names}}
     near = difflib.get_close_matches(name.lower(), sorted(candidates), n=1)
-    return candidates[near[0]] if near else None
+    if near:
+        return candidates[near[0]]
+    return next((known for known in names if block and known.rpartition(".")[2] == leaf), None)
+
+
+def other_name(name: str) -> str | None:
+    """gerl's key for what other programs call `name`, as in `nearest_key`; None for one of gerl's own, and others."""
+    names = [known for known, _ in keys()]
+    return None if name in names else elsewhere(name, names)
 
 
 def _block(name: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 import pytest
 
 from gerl.commandline.form import check_form
+from gerl.config import nearest_key
 from gerl.errors import ConfigError
 
 KEYS = {"trainer.steps", "data.train", "out"}
@@ -34,7 +35,12 @@ def test_what_is_key_value_passes(arguments: list[str]) -> None:
         (["-trainer.steps=5"], "-trainer.steps=5: ", "trainer.steps=5"),
         (["--stepz=5", "out=x"], "--stepz=5: ", "trainer.steps=5"),
         (["--data-train", "a b.txt"], "--data-train a b.txt: ", "'data.train=a b.txt'"),
-        (["--steps", "--out", "x"], "--steps: ", "trainer.steps=VALUE"),
+        (["--steps", "--out", "x"], "--steps --out x: ", "trainer.steps=VALUE out=x;"),
+        (
+            ["--steps", "3", "out=y", "--zebra", "--data-train=z"],
+            "--steps 3 --data-train=z: ",
+            "trainer.steps=3 data.train=z;",
+        ),
         (["--steps", "out=x"], "--steps: ", "trainer.steps=VALUE"),
         (["out=x", "steps", "=", "5"], "steps = 5: ", "steps=5"),
         (["steps", "="], "steps = VALUE: ", "steps=VALUE"),
@@ -63,3 +69,25 @@ def test_where_it_is_not_known_what_was_meant(arguments: list[str], words: str) 
     with pytest.raises(ConfigError) as caught:
         check(*arguments)
     assert words in str(caught.value)
+
+
+def test_a_value_may_be_that_of_several_keys() -> None:
+    with pytest.raises(ConfigError, match=r"write sampling\.height=64 sampling\.width=64;"):
+        check_form(["--size", "64"], lambda name: "sampling.height sampling.width" if name == "size" else None, "out")
+
+
+def test_several_keys_of_another_program_are_one_sentence() -> None:
+    given = ["learning_rate=1e-4", "trainer.steps=3", "+actor_rollout_ref.rollout.n=8", "~seed", "train_files=a b.txt"]
+    with pytest.raises(ConfigError) as caught:
+        check_form(given, nearest_key, "experiment")
+    message = str(caught.value)
+    assert message.startswith(
+        "learning_rate, actor_rollout_ref.rollout.n and train_files are keys of another program: "
+    )
+    assert "write actor.lr=1e-4 rollout.n=8 'data.train=a b.txt';" in message
+
+
+def test_a_single_key_and_keys_that_a_command_has_not_are_left_alone() -> None:
+    check_form(["learning_rate=1e-4", "trainer.steps=3"], nearest_key, "experiment")
+    check_form(["prompts=x", "images=y", "seed=3"], lambda name: name, "out")  # its own keys
+    check_form(["learning_rate=1e-4", "num_generations=8"], lambda _: None, "out")

@@ -1,0 +1,132 @@
+"""The page for users of other programs: every key, name, preset, test and command that it mentions exists.
+
+Their keys were read in their repositories at the commits that the page names; here it is looked that the hints of
+gerl's command line say the same as the page.
+"""
+
+import ast
+import re
+import shlex
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from gerl.commandline.composition import experiments, shipped
+from gerl.config import keys, nearest_key
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+PROGRAMS = ("flow_grpo", "MM-GRPO", "verl-omni", "Flow-Factory", "TRL")
+ITEMS = {"000": 15, "001": 37, "002": 54, "003": 24, "004": 40, "X": 8}
+STATUSES = {"has", "other name", "in part", "does not apply", "not there"}
+KEYS = {name for name, _ in keys()}
+CHOICES = {"algorithm", "experiment", "hydra.run.dir"}
+CODE = re.compile(r"`([^`]+)`")
+
+
+class Item(NamedTuple):
+    """A row of the tables of what other interfaces offer."""
+
+    row: str
+    item: str
+    status: str
+    here: str
+    shown: str
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+ROWS = [Item(*cells(line)) for line in PAGE.splitlines() if re.match(r"\| (00\d|X)-\d\d ", line)]
+
+
+def renamed() -> list[tuple[str, list[str]]]:
+    """Their key, and gerl's, of every row of the tables of programs."""
+    pairs = []
+    for program in PROGRAMS:
+        section = re.search(rf"^## {re.escape(program)}\n(.*?)^## ", PAGE, re.M | re.S)
+        assert section is not None, program
+        rows = [cells(line) for line in section[1].splitlines() if line.startswith("| `")]
+        assert len(rows) >= 25
+        pairs += [(CODE.findall(theirs)[0], CODE.findall(ours)) for theirs, ours, *_ in rows]
+    return pairs
+
+
+@cache
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_row_is_there_once() -> None:
+    expected = [f"{seed}-{number:02d}" for seed, count in ITEMS.items() for number in range(1, count + 1)]
+    assert [row.row for row in ROWS] == expected and len(ROWS) == 178
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.row)
+def test_a_row_has_a_status_and_something_that_shows_it(row: Item) -> None:
+    assert row.item and row.status in STATUSES
+    if row.status in ("in part", "does not apply", "not there"):
+        assert len(row.here) > 30, "it needs a reason"
+    shown = CODE.findall(row.shown)
+    if not shown:
+        assert row.shown == "-" and row.status in ("does not apply", "not there")
+    for place in shown:
+        path, _, function = place.partition("::")
+        if path.startswith("tests/"):
+            assert (ROOT / path).is_file(), place
+            assert not function or function in functions(ROOT / path), place
+        else:
+            check_command(place)
+
+
+def check_command(line: str) -> None:
+    program, *arguments = shlex.split(line)
+    if program == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M), line
+    else:
+        assert (program, arguments[0]) == ("python", "-m") and import_module(arguments[1]), line
+
+
+def test_keys_presets_and_names_exist() -> None:
+    missing = []
+    blocks = {key.partition(".")[0] for key in KEYS}
+    ours = [*(row.here for row in ROWS), *re.findall(r"^(?!\| `).*$", PAGE.partition("## Row by row")[0], re.M)]
+    ours += [" | ".join(cells(line)[1:]) for line in PAGE.splitlines() if line.startswith("| `")]
+    for code in CODE.findall("\n".join(ours)):
+        name, equals, value = code.partition("=")
+        block, _, leaf = name.partition(".")
+        if name in ("algorithm", "experiment") and equals:
+            known = shipped("algorithm") if name == "algorithm" else experiments()
+            missing += [] if value in known or value in ("", "NAME") else [code]
+        elif block == "gerl" and re.fullmatch(r"gerl(\.\w+)*", name):
+            missing += [] if found(name) else [code]
+        elif block in blocks and leaf and re.fullmatch(r"[\w.]+", name) and not name.startswith("sampling.call."):
+            generic = re.sub(r"^reward\.scorers\.\w+\.(\w+).*", r"reward.scorers.NAME.\1", name)
+            missing += [] if generic in KEYS else [code]
+    assert not missing
+
+
+def found(name: str) -> bool:
+    """Whether `gerl.x.y` is a module, or the name of something in one."""
+    try:
+        import_module(name)
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        return hasattr(import_module(module), attribute)
+    return True
+
+
+@pytest.mark.parametrize(("theirs", "ours"), renamed())
+def test_the_command_line_says_the_same(theirs: str, ours: list[str]) -> None:
+    """A key of theirs has the hint that the table has; both may have it under the same name."""
+    assert all(key in KEYS | CHOICES or key.startswith("sampling.call.") for key in ours)
+    assert (nearest_key(theirs) or "").split() == ours or theirs in ours
+
+
+def test_sources_have_a_commit() -> None:
+    intro = PAGE.partition("## flow_grpo")[2].partition("## Row by row")[0]
+    assert len(re.findall(r"\bat commit [0-9a-f]{7}\b", intro)) == len(PROGRAMS)
