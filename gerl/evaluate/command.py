@@ -48,7 +48,8 @@ class Options:
 
 PARSER = Parser(
     "evaluation",
-    "python -m gerl.evaluate [model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
+    "python -m gerl.evaluate",
+    "[model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
     "Draw prompts from the same noise with the base model and with LoRAs, score and compare the images.",
     Options,
     passed=("experiment", "data.prompt_key", "logger.progress"),
@@ -81,9 +82,9 @@ class Evaluation:
     complete: bool
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code, see `run_command`."""
-    return run_command(argv, PARSER.help, lambda arguments: run(parse(arguments)))
+    return run_command(argv, lambda: PARSER.help(program), lambda arguments: run(parse(arguments)))
 
 
 def evaluate(
