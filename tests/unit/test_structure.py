@@ -25,7 +25,8 @@ LAYERS = (
     ("workers",),
     ("trainer",),
     ("export", "preflight", "evaluate", "score"),
-    ("__init__",),
+    ("program",),
+    ("__init__", "__main__"),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
