@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 FREE = ("sampling.call", "reward.scorers", "algorithm")
 TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
 CHOICES = ("experiment", "algorithm")  # what `NAME=VALUE` picks a shipped yaml file by
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
 # what other programs call these
 ELSEWHERE = {"config": "experiment", "config_name": "experiment", "output_dir": "hydra.run.dir", "out": "hydra.run.dir"}
 SCORERS = re.compile(r"(\+\+)?reward\.scorers(?P<entry>[.=])")  # set or changed; a single plus adds, ~ takes away
@@ -76,14 +79,16 @@ def compose_run(overrides: Sequence[str], asked: Asked | None = None) -> Compose
 
     `experiment` may also be the path of a yaml file of your own. `asked`: what was read from `overrides` before.
     """
-    with _sentences():
+    with sentences():
         composed = asked.composed if asked is not None else None
         if composed is None:
             composed = _compose("config", {}, overrides)
         run_dir, values = _folder(composed.hydra.run.dir), _values(composed)
     choices, name = composed.hydra.runtime.choices, str(values["algorithm"]["name"])
     preset = str(choices.algorithm)
-    if algorithm_of(preset) != name:  # a file sets it over the preset of another one, of which it means nothing
+    if preset not in shipped("algorithm"):  # a file of the user's, found by --config-dir
+        preset = ""
+    elif algorithm_of(preset) != name:  # a file sets it over the preset of another one, of which it means nothing
         given = {_key(override) for override in overrides}
         unread = [
             key for key in map(str, _preset(preset)) if name not in readers(key) and f"algorithm.{key}" not in given
@@ -96,7 +101,7 @@ def compose_run(overrides: Sequence[str], asked: Asked | None = None) -> Compose
 def asked_for(overrides: Sequence[str]) -> Asked:
     """Read what a command line says about where its run starts from; nothing else is checked yet."""
     kept = [o for o in overrides if not o.startswith("~")]  # a run that is carried on may have no such key any more
-    with _sentences():
+    with sentences():
         composed = _compose("config", {}, kept)
         run_dir, values = _folder(composed.hydra.run.dir), _values(composed)
     block, choices = values["checkpoint"], composed.hydra.runtime.choices
@@ -124,34 +129,44 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
         if override.startswith("~") and not _has(settings, _key(override)):
             continue
         kept.append(f"+{override}" if override.startswith("+") and not override.startswith("++") else override)
-    with _sentences():
+    with sentences():
         values = _values(_compose("gerl", settings, kept))
     return _config(values, kept)
 
 
 def _compose(name: str, settings: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
     """Hydra's composition of a configuration over the defaults and, block by block, over `settings`."""
-    defaults = dataclasses.asdict(Config())
-    defaults["algorithm"] = {}  # an algorithm's own defaults are those of its class
-    del defaults["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
-    schema = OmegaConf.create({block: {**values, **settings.get(block, {})} for block, values in defaults.items()})
-    for free in FREE:
-        OmegaConf.set_struct(OmegaConf.select(schema, free), False)
-    check_form(overrides, _nearest, "experiment")
-    _check_choices(overrides)
-    ConfigStore.instance().store("gerl", schema)
-    ConfigStore.instance().store(NO_SCORERS, {"reward": {"scorers": None}}, group="experiment", package="_global_")
+    check_arguments(overrides)
+    register(settings)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        given = [part for override in overrides for part in _hydra_overrides(_own_experiment(override))]
+        given = [part for override in overrides for part in hydra_overrides(own_experiment(override))]
         composed = compose(name, given, return_hydra_config=True)
     if name == "config":
         _check_algorithm(overrides, str(composed.algorithm.name))
     return composed
 
 
+def check_arguments(overrides: Sequence[str]) -> None:
+    """Raise `ConfigError` for arguments that are no `key=value`, or that choose an experiment or algorithm twice."""
+    check_form(overrides, _nearest, "experiment")
+    _check_choices(overrides)
+
+
+def register(settings: Mapping[str, Any]) -> None:
+    """Make the defaults, block by block changed by `settings`, known to Hydra as `gerl`."""
+    defaults = dataclasses.asdict(Config())
+    defaults["algorithm"] = {}  # an algorithm's own defaults are those of its class
+    del defaults["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
+    schema = OmegaConf.create({block: {**values, **settings.get(block, {})} for block, values in defaults.items()})
+    for free in FREE:
+        OmegaConf.set_struct(OmegaConf.select(schema, free), False)
+    ConfigStore.instance().store("gerl", schema)
+    ConfigStore.instance().store(NO_SCORERS, {"reward": {"scorers": None}}, group="experiment", package="_global_")
+
+
 @contextlib.contextmanager
-def _sentences() -> Iterator[None]:
+def sentences() -> Iterator[None]:
     """Turn what Hydra raises into a `ConfigError` of one sentence."""
     try:
         yield
@@ -195,7 +210,7 @@ def _values(composed: DictConfig) -> dict[str, Any]:
     return {str(name): value for name, value in plain.items()}
 
 
-def _hydra_overrides(override: str) -> list[str]:
+def hydra_overrides(override: str) -> list[str]:
     """An override as Hydra takes it, where `reward.scorers={...}` would be merged into the scorers there are."""
     match = SCORERS.match(override)
     if match is None:
@@ -204,7 +219,7 @@ def _hydra_overrides(override: str) -> list[str]:
     return ["reward.scorers=null", forced] if match["entry"] == "=" else [forced]
 
 
-def _own_experiment(override: str) -> str:
+def own_experiment(override: str) -> str:
     """`experiment=path/to/mine.yaml` as an override by name, after making the file known to Hydra."""
     name, _, value = override.partition("=")
     if name != "experiment":
@@ -255,7 +270,7 @@ def shipped(group: str) -> list[str]:
 
 def _nearest(name: str) -> str | None:
     """As `nearest_key`, with the names that are no keys of the configuration."""
-    others = (*CHOICES, "hydra.run.dir")
+    others = (*CHOICES, *FOLDERS)
     return name if name in others else ELSEWHERE.get(name) or nearest_key(name)
 
 
@@ -292,8 +307,8 @@ def _check_algorithm(overrides: Sequence[str], name: str) -> None:
 
 
 def algorithm_of(preset: str) -> str:
-    """The `algorithm.name` of a shipped `algorithm=PRESET`."""
-    return str(_preset(preset).name)
+    """The `algorithm.name` of a shipped `algorithm=PRESET`; empty for another one."""
+    return str(_preset(preset).name) if preset in shipped("algorithm") else ""
 
 
 def _preset(preset: str) -> DictConfig:
@@ -309,11 +324,14 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override).removeprefix("++"))
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        hint = "write a list as [1,2], a number with a point as in 0.5, and quote a text with a comma, as in \"'a, b'\""
+        hint = (
+            "write a list as [1,2], a number with a point as in 0.5, and quote a text with a comma, as in \"'a, b'\"; "
+        )
+        hint += "-m trains once with each of several values"
         return f"{match[1]}: expected one value; {hint}"
     if match := re.search(r"Could not override '([^']+)'", text):
         name = match[1].split("@")[0]
-        near = ", did you mean 'hydra.run.dir'" if name.startswith("hydra") else did_you_mean(name)
+        near = _near_of_hydra(name) if name.startswith("hydra") else did_you_mean(name)
         return f"{name}: there is no such key{near}; --help all lists all"
     if match := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{match[1]}: the key exists, set it without the plus sign"
@@ -323,9 +341,18 @@ def _sentence(error: Exception) -> str:
         )
     if match := re.search(r"Error merging override (.+)", text):
         return f"{match[1]}: this key takes a value of another kind; --help all shows its default"
+    if match := re.search(r"Could not find 'hydra/(\w+)/([^']+)'", text):
+        return f"hydra/{match[1]}={match[2]}: Hydra has no such {match[1]} here; install its plugin, or leave it out"
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
         return _no_such(match[1], match[2])
     return " ".join(text.split())
+
+
+def _near_of_hydra(name: str) -> str:
+    if name.startswith(("hydra.sweeper.", "hydra.launcher.")):
+        kind = name.split(".")[1]
+        return f" of Hydra's own {kind}; give that of a plugin, such as hydra/{kind}={PLUGINS[kind]}"
+    return f", did you mean {difflib.get_close_matches(name, FOLDERS, n=1, cutoff=0)[0]!r}"
 
 
 def _unreadable(override: str) -> str:
