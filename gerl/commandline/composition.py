@@ -16,16 +16,23 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gerl.commandline.files import either, near_names, read_yaml
+from gerl.commandline.experiments import (
+    NO_SCORERS,
+    algorithm_of,
+    config_folder,
+    no_such,
+    own_experiment,
+    preset_of,
+    shipped,
+)
 from gerl.commandline.form import check_form
 from gerl.config import Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers
 from gerl.config.changes import settings_of
 from gerl.errors import ConfigError
 
-PACKAGE = Path(__file__).resolve().parents[1]
 # their entries are set without Hydra's plus sign: dictionaries, and the block whose keys its algorithm decides
 FREE = ("sampling.call", "reward.scorers", "algorithm")
 TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
@@ -35,7 +42,6 @@ PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
 # what other programs call these
 ELSEWHERE = {"config": "experiment", "config_name": "experiment", "output_dir": "hydra.run.dir", "out": "hydra.run.dir"}
 SCORERS = re.compile(r"(\+\+)?reward\.scorers(?P<entry>[.=])")  # set or changed; a single plus adds, ~ takes away
-NO_SCORERS = "_no_scorers"  # composed between an experiment that names its scorers and what that is based on
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,6 @@ class Asked:
     composed: DictConfig | None  # by Hydra, of the whole command line; None if a part was left out
 
 
-def config_folder() -> Path:
-    """The folder of the shipped yaml files: inside an installed package, beside it in a checkout."""
-    installed = PACKAGE / "configs"
-    return installed if installed.is_dir() else PACKAGE.parent / "configs"
-
-
 def compose_run(overrides: Sequence[str], asked: Asked | None = None) -> Composed:
     """Compose defaults, experiment and `overrides` (`experiment=NAME`, `key=value`); raises `ConfigError`.
 
@@ -91,7 +91,7 @@ def compose_run(overrides: Sequence[str], asked: Asked | None = None) -> Compose
     elif algorithm_of(preset) != name:  # a file sets it over the preset of another one, of which it means nothing
         given = {_key(override) for override in overrides}
         unread = [
-            key for key in map(str, _preset(preset)) if name not in readers(key) and f"algorithm.{key}" not in given
+            key for key in map(str, preset_of(preset)) if name not in readers(key) and f"algorithm.{key}" not in given
         ]
         values["algorithm"] = {key: value for key, value in values["algorithm"].items() if key not in unread}
         preset = name
@@ -219,67 +219,10 @@ def hydra_overrides(override: str) -> list[str]:
     return ["reward.scorers=null", forced] if match["entry"] == "=" else [forced]
 
 
-def own_experiment(override: str) -> str:
-    """`experiment=path/to/mine.yaml` as an override by name, after making the file known to Hydra."""
-    name, _, value = override.partition("=")
-    if name != "experiment":
-        return override
-    if not value.endswith((".yaml", ".yml")):
-        if value not in experiments():  # Hydra would also find a file that this process has made known before
-            raise ConfigError(_no_such(name, value))
-        return override
-    path = Path(value).expanduser()
-    stem = re.sub(r"[^\w.-]", "_", path.stem)  # a name that Hydra takes without quotes, and a fit folder name
-    if not path.is_file():
-        beside = {file.stem: str(path.with_name(file.name)) for file in path.absolute().parent.glob("*.y*ml")}
-        near = [stem] if stem in experiments() else [beside[name] for name in near_names(path.stem, list(beside))]
-        hint = f"did you mean {either(near)}?" if near else "correct the path, or give the name of one of gerl's"
-        raise ConfigError(f"experiment={value}: there is no such file {path.absolute()}; {hint}")
-    if stem in experiments():
-        raise ConfigError(
-            f"experiment={value}: gerl has an experiment of this name; give the file another, or use experiment={stem}"
-        )
-    content = read_yaml(path, f"experiment={value}")
-    for name in ("experiment", "preset"):  # in the config.yaml of a run they name what the run was composed from
-        content.pop(name, None)
-    _check_keys(content, f"experiment={value}")
-    _replace_scorers(content)
-    ConfigStore.instance().store(stem, content, group="experiment", package="_global_")
-    return f"experiment={stem}"
-
-
-def _replace_scorers(content: DictConfig) -> None:
-    """Have the scorers that an experiment names replace those of what it is composed from."""
-    defaults = content.get("defaults")
-    if isinstance(defaults, ListConfig) and OmegaConf.select(content, "reward.scorers") is not None:
-        after = [
-            i for i, entry in enumerate(defaults) if entry == "_self_" or str(next(iter(entry))).startswith("override ")
-        ]
-        defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
-
-
-def experiments() -> list[str]:
-    """The names of the shipped experiments."""
-    return shipped("experiment")
-
-
-def shipped(group: str) -> list[str]:
-    """The names of the shipped yaml files of `group` (experiment, algorithm)."""
-    return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
-
-
 def _nearest(name: str) -> str | None:
     """As `nearest_key`, with the names that are no keys of the configuration."""
     others = (*CHOICES, *FOLDERS)
     return name if name in others else ELSEWHERE.get(name) or nearest_key(name)
-
-
-def _check_keys(content: DictConfig, where: str) -> None:
-    """A file nests its blocks, where the command line has dots."""
-    for name in map(str, content):
-        block, dot, leaf = name.partition(".")
-        if dot:
-            raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', below it and indented '{leaf}:'")
 
 
 def _check_choices(overrides: Sequence[str]) -> None:
@@ -304,18 +247,6 @@ def _check_algorithm(overrides: Sequence[str], name: str) -> None:
             raise ConfigError(
                 f"algorithm={value}: the experiment sets algorithm.name={name}, which wins: remove it there"
             )
-
-
-def algorithm_of(preset: str) -> str:
-    """The `algorithm.name` of a shipped `algorithm=PRESET`; empty for another one."""
-    return str(_preset(preset).name) if preset in shipped("algorithm") else ""
-
-
-def _preset(preset: str) -> DictConfig:
-    """The keys of the block `algorithm` that a shipped preset sets."""
-    block = OmegaConf.load(config_folder() / "algorithm" / f"{preset}.yaml").algorithm
-    assert isinstance(block, DictConfig)
-    return block
 
 
 def _sentence(error: Exception) -> str:
@@ -344,7 +275,7 @@ def _sentence(error: Exception) -> str:
     if match := re.search(r"Could not find 'hydra/(\w+)/([^']+)'", text):
         return f"hydra/{match[1]}={match[2]}: Hydra has no such {match[1]} here; install its plugin, or leave it out"
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
-        return _no_such(match[1], match[2])
+        return no_such(match[1], match[2])
     return " ".join(text.split())
 
 
@@ -380,14 +311,3 @@ def _fits(override: str) -> bool:
     except OverrideParseException:
         return False
     return True
-
-
-def _no_such(group: str, value: str) -> str:
-    """The sentence for an experiment or algorithm that there is none of."""
-    names = shipped(group)
-    near = near_names(value, names)
-    if group == "experiment" and Path(value + ".yaml").is_file():
-        near = [f"{value}.yaml"]
-    own = ", or give the path of a .yaml file of your own" if group == "experiment" else ""
-    hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{own}"
-    return f"{group}={value}: there is no such {group}; {hint}"

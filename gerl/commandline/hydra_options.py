@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gerl.commandline.composition import experiments
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from gerl.commandline.experiments import experiments
 from gerl.commandline.files import either, near_names
 from gerl.errors import ConfigError
 
@@ -28,8 +30,7 @@ class HydraOptions:
 def hydra_options(given: Sequence[str]) -> HydraOptions:
     """Take Hydra's options out of the arguments of a command line; raises `ConfigError` for what they cannot be.
 
-    With `--config-dir DIR`, `experiment=NAME` becomes the path of a file in DIR, and what that file is composed from is
-    looked for in DIR as well (Hydra's `hydra.searchpath`).
+    With `--config-dir DIR`, `experiment=NAME` becomes the path of a file in DIR/experiment or DIR.
     """
     rest, values = list[str](), dict[str, str]()
     waiting = iter(given)
@@ -61,15 +62,13 @@ def hydra_options(given: Sequence[str]) -> HydraOptions:
 
 def quoted(value: str) -> str:
     """A text as Hydra reads it back, whatever is in it."""
-    escaped = value.replace("'", "\\'")
-    return f"'{escaped}'"
+    return QuotedString(value, Quote.single).with_quotes()
 
 
 def _from_folder(arguments: Sequence[str], folder: Path) -> list[str]:
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {folder}: there is no such folder; give the one that has your experiments")
-    found = [_own(argument, folder) if argument.startswith("experiment=") else argument for argument in arguments]
-    return [*found, f"hydra.searchpath=[{quoted(str(folder.absolute()))}]"]
+    return [_own(argument, folder) if argument.startswith("experiment=") else argument for argument in arguments]
 
 
 def _own(argument: str, folder: Path) -> str:

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gerl.commandline.arguments import Parser
 from gerl.commandline.command import run_command
-from gerl.commandline.composition import CHOICES, algorithm_of, shipped
+from gerl.commandline.composition import CHOICES
+from gerl.commandline.experiments import algorithm_of, shipped
 from gerl.commandline.hydra_options import MULTIRUN, SHOW
 from gerl.config import ScorerConfig, keys
 from gerl.config.algorithm import BY_NAME
@@ -103,7 +104,8 @@ def values(command: str, key: str) -> list[str]:
             return shipped("experiment")
         return _choices(get_type_hints(parser.options)[key])
     if key in CHOICES:
-        return [*shipped(key), *(sorted(map(str, Path().glob("*.y*ml"))) if key == "experiment" else [])]
+        beside = [path.name for path in Path().glob("[!.]*.y*ml")] if key == "experiment" else []
+        return [*shipped(key), *sorted(beside)]
     if key.startswith(NAMED):
         kinds: dict[str, Field[Any]] = {f.name: f for f in fields(ScorerConfig)}
         found = kinds.get(key.rpartition(".")[2])

@@ -27,16 +27,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gerl.commandline import signals
-from gerl.commandline.composition import (
-    CHOICES,
-    check_arguments,
-    compose_run,
-    config_folder,
-    hydra_overrides,
-    own_experiment,
-    register,
-    sentences,
-)
+from gerl.commandline.composition import CHOICES, check_arguments, compose_run, hydra_overrides, register, sentences
+from gerl.commandline.experiments import config_folder, own_experiment
 from gerl.commandline.hydra_options import quoted
 from gerl.errors import ConfigError, GerlError, TrainingError
 from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
@@ -55,13 +47,11 @@ OPTUNA = {"hydra.sweeper.direction": "maximize", "hydra.sweeper.max_failure_rate
 class Plan:
     """The overrides that Hydra sweeps over, experiment files by the names it knows them by, and what runs get.
 
-    passed: arguments of every run that Hydra has no part in. fixed: keys that are the same in all. batch: the
-    overrides of each run, if they can be told beforehand.
+    fixed: keys that are the same in all. batch: the overrides of each run, if they can be told beforehand.
     """
 
     overrides: list[str]
     experiments: Mapping[str, str]
-    passed: list[str]
     fixed: list[str]
     batch: list[list[str]] | None
 
@@ -91,9 +81,9 @@ def sweep(arguments: Sequence[str]) -> Path:
             hydra.multirun("config", task, [*plan.overrides, f"hydra.sweep.dir={quoted(str(folder))}"])
     except KeyboardInterrupt as error:
         signals.answered()
-        if jobs := read_jobs(folder):
+        if read_jobs(folder):
             write_table(folder)
-            error.add_note(f"{len(jobs)} runs of the sweep were begun: {folder / 'sweep.csv'}; {_carry_on(folder)}")
+            error.add_note(f"the table of the sweep is {folder / 'sweep.csv'}; {_carry_on(folder)}")
         raise
     except GerlError:
         if not any(job["code"] for job in read_jobs(folder)):
@@ -145,7 +135,7 @@ def _plan(arguments: Sequence[str]) -> Plan:
         parsed = OverridesParser.create().parse_overrides(overrides)
     swept = [override for override in parsed if override.is_sweep_override()]
     sweeper = given.get("hydra/sweeper", "basic")
-    if not swept and not any(key.startswith("hydra.sweeper.params") for key in given):
+    if not swept:
         raise ConfigError(
             "-m: there is nothing to sweep over; give a key several values, such as trainer.seed=1,2, or leave -m out"
         )
@@ -159,7 +149,6 @@ def _plan(arguments: Sequence[str]) -> Plan:
     return Plan(
         overrides=[*overrides, *(f"{key}={value}" for key, value in settings.items()), "hydra.mode=MULTIRUN"],
         experiments=experiments,
-        passed=[argument for argument in arguments if argument.startswith("hydra.searchpath=")],
         fixed=[_key(override.input_line or "") for override in parsed if override not in swept],
         batch=None if sweeper != "basic" or any(key.startswith("hydra.sweeper.") for key in given) else _batch(parsed),
     )
@@ -173,12 +162,14 @@ def _batch(parsed: Sequence[Override]) -> list[list[str]]:
 
 
 def _check(given: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for keys that would have all runs write into one folder."""
+    """Raise `ConfigError` for keys that a sweep cannot have."""
     if "hydra.run.dir" in given:
         raise ConfigError(
             f"hydra.run.dir={given['hydra.run.dir']}: with -m each run has a folder of its own; give "
             "hydra.sweep.dir=FOLDER for all of them"
         )
+    if params := next((key for key in given if key.startswith("hydra.sweeper.params")), None):
+        raise ConfigError(f"{params}: give the key itself what it is to be, such as actor.lr=interval(1e-5,1e-3)")
     if (resume := given.get("checkpoint.resume", "never")) not in ("auto", "never"):
         raise ConfigError(
             f"checkpoint.resume={resume}: with -m give checkpoint.resume=auto and the sweep by hydra.sweep.dir=FOLDER"
@@ -222,7 +213,7 @@ def _arguments(overrides: Sequence[str], plan: Plan) -> list[str]:
         name, _, value = override.partition("=")
         return f"experiment={plan.experiments.get(value, value)}" if name == "experiment" else override
 
-    return [*map(restored, overrides), *plan.passed]
+    return [restored(override) for override in overrides]
 
 
 def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:
