@@ -1,4 +1,10 @@
-"""The lowest versions that `pyproject.toml` allows, as constraints of pip: `python tests/lowest.py [EXTRA ...]`."""
+"""The lowest versions that `pyproject.toml` allows, as requirements of pip: `python tests/lowest.py [EXTRA ...]`.
+
+`make test-lowest` installs them and runs these files:
+"""
+# tests: tests/unit/commandline tests/unit/program tests/unit/test_config.py tests/unit/utils tests/unit/pages
+# tests: tests/unit/engine/test_kernels.py tests/unit/engine/test_record.py tests/unit/algorithms/test_core_algos.py
+# tests: tests/unit/run/test_tracking.py tests/unit/rewards/scorers/test_ocr.py tests/unit/trainer/test_sweep.py
 
 import re
 import sys
