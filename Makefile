@@ -1,5 +1,6 @@
 # make demo    fine-tune the small Stable Diffusion 3 of gerl until it can write (some two minutes on two cores)
 # make test    the whole test suite
+# make test-lowest  some unit tests with the lowest versions that pyproject.toml allows, in an environment of their own
 # make check   lint, formatting, types
 # make clean   remove the environment and everything built; outputs/ stays
 # ARGS="..." is passed on: make demo ARGS="trainer.steps=5", make test ARGS="tests/unit -x"
@@ -9,6 +10,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOWEST := $(VENV)-lowest
 ARGS ?=
 # packages of the trackers and those of what they need that the environment has not, as tests/apart.py says
 TRACKERS := wandb xxhash trackio brotli gradio-client httpcore httpx orjson python-multipart mlflow-skinny alembic \
@@ -16,7 +18,7 @@ TRACKERS := wandb xxhash trackio brotli gradio-client httpcore httpx orjson pyth
 	pyroaring simplejson watchdog wcwidth
 CACHING := env -u PYTHONDONTWRITEBYTECODE # as on most machines: files that change must be read again, folders stay clean
 
-.PHONY: help demo test check clean
+.PHONY: help demo test test-lowest check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +29,12 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(CACHING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-lowest: $(STAMP)
+	$(PYTHON) -m venv $(LOWEST)
+	$(BIN)/python tests/lowest.py parquet > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(LOWEST)/lowest.txt pytest hypothesis
+	PYTHONPATH=. $(LOWEST)/bin/python -m pytest -p no:cacheprovider $(if $(ARGS),$(ARGS),$(shell sed -n 's/^# tests: //p' tests/lowest.py))
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -48,8 +56,11 @@ $(STAMP): pyproject.toml constraints.txt
 		-c constraints.txt scipy  # apart as well: tests/apart.py says why
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/trackers \
 		-c constraints.txt $(TRACKERS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/sweepers \
+		-c constraints.txt hydra-optuna-sweeper optuna sqlalchemy alembic Mako cmaes cliff cloudpickle \
+		hydra-submitit-launcher submitit  # Hydra looks through all plugins that it finds, which takes time
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(LOWEST) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
 	find gerl reward_models tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -110,7 +110,8 @@ def _yaml(option: object, hint: object, text: str) -> object:
 
 PARSER = Parser(
     "the service",
-    "python -m reward_models.serve scorer=NAME [key=value ...]",
+    "python -m reward_models.serve",
+    "scorer=NAME [key=value ...]",
     "Serve a scorer over HTTP, for the scorer remote of a run.",
     Options,
     read=_yaml,
@@ -228,7 +229,7 @@ def _on_signals(stop: threading.Event) -> None:
             signal.signal(number, handle)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code: 0 after Ctrl-C or SIGTERM, 1 for an error, 2 for wrong arguments."""
 
     def work(arguments: list[str]) -> None:
@@ -238,4 +239,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             logger.info("stopped while starting")
 
-    return run_command(argv, PARSER.help, work, logger, WITH_LEVELS)
+    return run_command(argv, lambda: PARSER.help(program), work, logger, WITH_LEVELS)

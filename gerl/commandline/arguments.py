@@ -45,11 +45,13 @@ def typed(option: Option, hint: object, text: str) -> object:
 class Parser(Generic[T]):
     """A command as messages call it (`name`) and the help explains it; `options` is the dataclass of its keys.
 
+    program, usage: the words that start it, and the arguments behind them, in the first line of the help.
     passed, blocks: the configuration's keys, and blocks of keys, that are passed on to Hydra. rest: whether everything
     else is. bare: the key that an argument without an equals sign stands for. read: a value from field, type and text.
     """
 
     name: str
+    program: str
     usage: str
     summary: str
     options: Callable[..., T]
@@ -127,10 +129,13 @@ class Parser(Generic[T]):
         hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}{blocks}"
         return ConfigError(f"{name}: {self.name} has no such key; {hint}")
 
-    def help(self) -> str:
-        """Every key with its explanation and default, and those of the configuration that are passed on."""
+    def help(self, program: str | None = None) -> str:
+        """Every key with its explanation and default, and those of the configuration that are passed on.
+
+        program: the words that started the command, if not those of `self.program`.
+        """
         width = max(len(option.name) for option in self._keys()) + 2
-        lines = [f"usage: {self.usage}", "", self.summary]
+        lines = [f"usage: {program or self.program} {self.usage}", "", self.summary]
         for option in self._keys():
             default = str(option.default).lower() if isinstance(option.default, bool) else option.default
             shown = "" if default in (None, MISSING) else f" (default: {default})"

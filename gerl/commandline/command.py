@@ -40,14 +40,22 @@ def run_command(
     return _ended(run, logger)
 
 
-def start(module: str, log_format: str = "%(message)s") -> int:
-    """Import the `module` of a command and return what its `main` does; signals are heard while it is imported."""
+def start(
+    module: str,
+    log_format: str = "%(message)s",
+    arguments: Sequence[str] | None = None,
+    program: str | None = None,
+) -> int:
+    """Import the `module` of a command and return what its `main` does; signals are heard while it is imported.
+
+    arguments: None: those of the process. program: the words that started the command, if not those of its help.
+    """
     logging.basicConfig(level=logging.WARNING, format=log_format)
 
     def work() -> int:
         with importing():
             command = import_module(module)
-        return int(command.main())
+        return int(command.main(arguments) if program is None else command.main(arguments, program))
 
     return _ended(work, logger)
 

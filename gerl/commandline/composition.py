@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +16,23 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gerl.commandline.files import either, near_names, read_yaml
+from gerl.commandline.experiments import (
+    NO_SCORERS,
+    algorithm_of,
+    config_folder,
+    no_such,
+    own_experiment,
+    preset_of,
+    shipped,
+)
 from gerl.commandline.form import check_form
 from gerl.config import Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers
 from gerl.config.changes import settings_of
 from gerl.errors import ConfigError
 
-PACKAGE = Path(__file__).resolve().parents[1]
 # their entries are set without Hydra's plus sign: dictionaries, and the block whose keys its algorithm decides
 FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")
 # a source of prompts with a split, which Hydra takes for the beginning of a list
@@ -32,8 +40,9 @@ HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[
 PROMPTS = ("data.train", "validation.data")
 TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
 CHOICES = ("experiment", "algorithm")  # what `NAME=VALUE` picks a shipped yaml file by
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
 SCORERS = re.compile(r"(\+\+)?reward\.scorers(?P<entry>[.=])")  # set or changed; a single plus adds, ~ takes away
-NO_SCORERS = "_no_scorers"  # composed between an experiment that names its scorers and what that is based on
 
 
 @dataclass(frozen=True)
@@ -66,28 +75,24 @@ class Asked:
     composed: DictConfig | None  # by Hydra, of the whole command line; None if a part was left out
 
 
-def config_folder() -> Path:
-    """The folder of the shipped yaml files: inside an installed package, beside it in a checkout."""
-    installed = PACKAGE / "configs"
-    return installed if installed.is_dir() else PACKAGE.parent / "configs"
-
-
 def compose_run(overrides: Sequence[str], asked: Asked | None = None) -> Composed:
     """Compose defaults, experiment and `overrides` (`experiment=NAME`, `key=value`); raises `ConfigError`.
 
     `experiment` may also be the path of a yaml file of your own. `asked`: what was read from `overrides` before.
     """
-    with _sentences():
+    with sentences():
         composed = asked.composed if asked is not None else None
         if composed is None:
             composed = _compose("config", {}, overrides)
         run_dir, values = _folder(composed.hydra.run.dir), _values(composed)
     choices, name = composed.hydra.runtime.choices, str(values["algorithm"]["name"])
     preset = str(choices.algorithm)
-    if algorithm_of(preset) != name:  # a file sets it over the preset of another one, of which it means nothing
+    if preset not in shipped("algorithm"):  # a file of the user's, found by --config-dir
+        preset = ""
+    elif algorithm_of(preset) != name:  # a file sets it over the preset of another one, of which it means nothing
         given = {_key(override) for override in overrides}
         unread = [
-            key for key in map(str, _preset(preset)) if name not in readers(key) and f"algorithm.{key}" not in given
+            key for key in map(str, preset_of(preset)) if name not in readers(key) and f"algorithm.{key}" not in given
         ]
         values["algorithm"] = {key: value for key, value in values["algorithm"].items() if key not in unread}
         preset = name
@@ -97,7 +102,7 @@ def compose_run(overrides: Sequence[str], asked: Asked | None = None) -> Compose
 def asked_for(overrides: Sequence[str]) -> Asked:
     """Read what a command line says about where its run starts from; nothing else is checked yet."""
     kept = [o for o in overrides if not o.startswith("~")]  # a run that is carried on may have no such key any more
-    with _sentences():
+    with sentences():
         composed = _compose("config", {}, kept)
         run_dir, values = _folder(composed.hydra.run.dir), _values(composed)
     block, choices = values["checkpoint"], composed.hydra.runtime.choices
@@ -125,34 +130,44 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
         if override.startswith("~") and not _has(settings, _key(override)):
             continue
         kept.append(f"+{override}" if override.startswith("+") and not override.startswith("++") else override)
-    with _sentences():
+    with sentences():
         values = _values(_compose("gerl", settings, kept))
     return _config(values, kept)
 
 
 def _compose(name: str, settings: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
     """Hydra's composition of a configuration over the defaults and, block by block, over `settings`."""
-    defaults = dataclasses.asdict(Config())
-    defaults["algorithm"] = {}  # an algorithm's own defaults are those of its class
-    del defaults["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
-    schema = OmegaConf.create({block: {**values, **settings.get(block, {})} for block, values in defaults.items()})
-    for free in FREE:
-        OmegaConf.set_struct(OmegaConf.select(schema, free), False)
-    check_form(overrides, _nearest, "experiment")
-    _check_choices(overrides)
-    ConfigStore.instance().store("gerl", schema)
-    ConfigStore.instance().store(NO_SCORERS, {"reward": {"scorers": None}}, group="experiment", package="_global_")
+    check_arguments(overrides)
+    register(settings)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        given = [part for override in overrides for part in _hydra_overrides(_own_experiment(override))]
+        given = [part for override in overrides for part in hydra_overrides(own_experiment(override))]
         composed = compose(name, given, return_hydra_config=True)
     if name == "config":
         _check_algorithm(overrides, str(composed.algorithm.name))
     return composed
 
 
+def check_arguments(overrides: Sequence[str]) -> None:
+    """Raise `ConfigError` for arguments that are no `key=value`, or that choose an experiment or algorithm twice."""
+    check_form(overrides, _nearest, "experiment")
+    _check_choices(overrides)
+
+
+def register(settings: Mapping[str, Any]) -> None:
+    """Make the defaults, block by block changed by `settings`, known to Hydra as `gerl`."""
+    defaults = dataclasses.asdict(Config())
+    defaults["algorithm"] = {}  # an algorithm's own defaults are those of its class
+    del defaults["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
+    schema = OmegaConf.create({block: {**values, **settings.get(block, {})} for block, values in defaults.items()})
+    for free in FREE:
+        OmegaConf.set_struct(OmegaConf.select(schema, free), False)
+    ConfigStore.instance().store("gerl", schema)
+    ConfigStore.instance().store(NO_SCORERS, {"reward": {"scorers": None}}, group="experiment", package="_global_")
+
+
 @contextlib.contextmanager
-def _sentences() -> Iterator[None]:
+def sentences() -> Iterator[None]:
     """Turn what Hydra raises into a `ConfigError` of one sentence."""
     try:
         yield
@@ -196,7 +211,7 @@ def _values(composed: DictConfig) -> dict[str, Any]:
     return {str(name): value for name, value in plain.items()}
 
 
-def _hydra_overrides(override: str) -> list[str]:
+def hydra_overrides(override: str) -> list[str]:
     """An override as Hydra takes it: it would merge `reward.scorers={...}` into the scorers there are."""
     match = SCORERS.match(override)
     if _key(override) in PROMPTS:
@@ -207,67 +222,10 @@ def _hydra_overrides(override: str) -> list[str]:
     return ["reward.scorers=null", forced] if match["entry"] == "=" else [forced]
 
 
-def _own_experiment(override: str) -> str:
-    """`experiment=path/to/mine.yaml` as an override by name, after making the file known to Hydra."""
-    name, _, value = override.partition("=")
-    if name != "experiment":
-        return override
-    if not value.endswith((".yaml", ".yml")):
-        if value not in experiments():  # Hydra would also find a file that this process has made known before
-            raise ConfigError(_no_such(name, value))
-        return override
-    path = Path(value).expanduser()
-    stem = re.sub(r"[^\w.-]", "_", path.stem)  # a name that Hydra takes without quotes, and a fit folder name
-    if not path.is_file():
-        beside = {file.stem: str(path.with_name(file.name)) for file in path.absolute().parent.glob("*.y*ml")}
-        near = [stem] if stem in experiments() else [beside[name] for name in near_names(path.stem, list(beside))]
-        hint = f"did you mean {either(near)}?" if near else "correct the path, or give the name of one of gerl's"
-        raise ConfigError(f"experiment={value}: there is no such file {path.absolute()}; {hint}")
-    if stem in experiments():
-        raise ConfigError(
-            f"experiment={value}: gerl has an experiment of this name; give the file another, or use experiment={stem}"
-        )
-    content = read_yaml(path, f"experiment={value}")
-    for name in ("experiment", "preset"):  # in the config.yaml of a run they name what the run was composed from
-        content.pop(name, None)
-    _check_keys(content, f"experiment={value}")
-    _replace_scorers(content)
-    ConfigStore.instance().store(stem, content, group="experiment", package="_global_")
-    return f"experiment={stem}"
-
-
-def _replace_scorers(content: DictConfig) -> None:
-    """Have the scorers that an experiment names replace those of what it is composed from."""
-    defaults = content.get("defaults")
-    if isinstance(defaults, ListConfig) and OmegaConf.select(content, "reward.scorers") is not None:
-        after = [
-            i for i, entry in enumerate(defaults) if entry == "_self_" or str(next(iter(entry))).startswith("override ")
-        ]
-        defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
-
-
-def experiments() -> list[str]:
-    """The names of the shipped experiments."""
-    return shipped("experiment")
-
-
-def shipped(group: str) -> list[str]:
-    """The names of the shipped yaml files of `group` (experiment, algorithm)."""
-    return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
-
-
 def _nearest(name: str) -> str | None:
     """As `nearest_key`, with the names that are no keys of the configuration."""
-    others = (*CHOICES, "hydra.run.dir")
+    others = (*CHOICES, *FOLDERS)
     return name if name in others else nearest_key(name)
-
-
-def _check_keys(content: DictConfig, where: str) -> None:
-    """A file nests its blocks, where the command line has dots."""
-    for name in map(str, content):
-        block, dot, leaf = name.partition(".")
-        if dot:
-            raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', below it and indented '{leaf}:'")
 
 
 def _check_choices(overrides: Sequence[str]) -> None:
@@ -294,29 +252,20 @@ def _check_algorithm(overrides: Sequence[str], name: str) -> None:
             )
 
 
-def algorithm_of(preset: str) -> str:
-    """The `algorithm.name` of a shipped `algorithm=PRESET`."""
-    return str(_preset(preset).name)
-
-
-def _preset(preset: str) -> DictConfig:
-    """The keys of the block `algorithm` that a shipped preset sets."""
-    block = OmegaConf.load(config_folder() / "algorithm" / f"{preset}.yaml").algorithm
-    assert isinstance(block, DictConfig)
-    return block
-
-
 def _sentence(error: Exception) -> str:
     """An error of Hydra in one sentence with a remedy."""
     text = str(error)
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override).removeprefix("++"))
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
-        hint = "write a list as [1,2], a number with a point as in 0.5, and quote a text with a comma, as in \"'a, b'\""
+        hint = (
+            "write a list as [1,2], a number with a point as in 0.5, and quote a text with a comma, as in \"'a, b'\"; "
+        )
+        hint += "-m trains once with each of several values"
         return f"{match[1]}: expected one value; {hint}"
     if match := re.search(r"Could not override '([^']+)'", text):
         name = match[1].split("@")[0]
-        near = ", did you mean 'hydra.run.dir'" if name.startswith("hydra") else did_you_mean(name)
+        near = _near_of_hydra(name) if name.startswith("hydra") else did_you_mean(name)
         return f"{name}: there is no such key{near}; --help all lists all"
     if match := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         return f"+{match[1]}: the key exists, set it without the plus sign"
@@ -326,9 +275,18 @@ def _sentence(error: Exception) -> str:
         )
     if match := re.search(r"Error merging override (.+)", text):
         return f"{match[1]}: this key takes a value of another kind; --help all shows its default"
+    if match := re.search(r"Could not find 'hydra/(\w+)/([^']+)'", text):
+        return f"hydra/{match[1]}={match[2]}: Hydra has no such {match[1]} here; install its plugin, or leave it out"
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
-        return _no_such(match[1], match[2])
+        return no_such(match[1], match[2])
     return " ".join(text.split())
+
+
+def _near_of_hydra(name: str) -> str:
+    if name.startswith(("hydra.sweeper.", "hydra.launcher.")):
+        kind = name.split(".")[1]
+        return f" of Hydra's own {kind}; give that of a plugin, such as hydra/{kind}={PLUGINS[kind]}"
+    return f", did you mean {difflib.get_close_matches(name, FOLDERS, n=1, cutoff=0)[0]!r}"
 
 
 def _unreadable(override: str) -> str:
@@ -356,14 +314,3 @@ def _fits(override: str) -> bool:
     except OverrideParseException:
         return False
     return True
-
-
-def _no_such(group: str, value: str) -> str:
-    """The sentence for an experiment or algorithm that there is none of."""
-    names = shipped(group)
-    near = near_names(value, names)
-    if group == "experiment" and Path(value + ".yaml").is_file():
-        near = [f"{value}.yaml"]
-    own = ", or give the path of a .yaml file of your own" if group == "experiment" else ""
-    hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{own}"
-    return f"{group}={value}: there is no such {group}; {hint}"

@@ -16,7 +16,7 @@ def read_yaml(path: Path, where: str) -> DictConfig:
     try:
         content = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{where}: {_place(error)}; correct it there") from None
+        raise ConfigError(f"{where}: {_place(error, path)}; correct it there") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: it is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
     except (yaml.YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
@@ -26,13 +26,18 @@ def read_yaml(path: Path, where: str) -> DictConfig:
     return content
 
 
-def _place(error: yaml.MarkedYAMLError) -> str:
+def _place(error: yaml.MarkedYAMLError, path: Path) -> str:
     """Line, column and what is wrong there."""
     mark = error.problem_mark or error.context_mark
     problem = " ".join((error.problem or error.context or "it is no yaml").split())
-    if "'\\t'" in problem:
+    if mark is not None and _character(path, mark.line, mark.column) == "\t":  # the parser in C does not name it
         problem = "a tab, where yaml wants spaces"
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
+
+
+def _character(path: Path, line: int, column: int) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return lines[line][column : column + 1] if line < len(lines) else ""
 
 
 def near_names(name: str, names: Sequence[str]) -> list[str]:

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from gerl.commandline.composition import compose_run, experiments, shipped
+from gerl.commandline.composition import compose_run
+from gerl.commandline.experiments import experiments, shipped
 from gerl.config import keys
 from gerl.config.algorithm import BY_NAME
 

@@ -58,7 +58,8 @@ class Options:
 
 PARSER = Parser(
     "evaluation",
-    "python -m gerl.evaluate [model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
+    "python -m gerl.evaluate",
+    "[model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
     "Draw prompts from the same noise with the base model and with LoRAs, score and compare the images.",
     Options,
     passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
@@ -98,9 +99,9 @@ class Evaluation:
     suite: "SuiteResults | None" = None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code, see `run_command`."""
-    return run_command(argv, PARSER.help, _work)
+    return run_command(argv, lambda: PARSER.help(program), _work)
 
 
 def _work(arguments: list[str]) -> None:

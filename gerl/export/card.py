@@ -15,7 +15,7 @@ from gerl.export.base_model import BaseModel, public
 from gerl.export.pictures import prompt_grid, reward_curve, shown_prompts
 from gerl.model.paths import SHIPPED, WEIGHTS
 from gerl.run.before_after import BeforeAfter
-from gerl.run.card import CARD, installed_version, read_sessions
+from gerl.run.card import CARD, read_sessions, version_of
 from gerl.run.settings import changes, get
 from gerl.run.tracking import read_metrics
 from gerl.run.usage import ASSETS, program
@@ -158,7 +158,7 @@ def model_card(
     values: dict[str, Any] = {
         "title": name,
         "base": base,
-        "version": installed_version("gerl") or "",
+        "version": version_of("gerl") or "",
         "algorithm": get(run.config, "algorithm", "name") or "an algorithm that is not known",
         "steps": run.step,
         "images": _images(run.config),

@@ -68,15 +68,16 @@ class Request:
 
 PARSER = Parser(
     "the export",
-    "python -m gerl.export run=FOLDER out=FOLDER [format=NAME] [push=OWNER/NAME] [key=value ...]",
+    "python -m gerl.export",
+    "run=FOLDER out=FOLDER [format=NAME] [push=OWNER/NAME] [key=value ...]",
     "Write the LoRA of a run in the files of another program.",
     Request,
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code, see `run_command`."""
-    return run_command(argv, PARSER.help, lambda arguments: run(PARSER.parse(arguments)[0]))
+    return run_command(argv, lambda: PARSER.help(program), lambda arguments: run(PARSER.parse(arguments)[0]))
 
 
 def run(request: Request) -> list[Path]:

@@ -17,7 +17,7 @@ from gerl.export.files import skeleton
 from gerl.model.lora_layouts import diffusers_file, kohya_file
 from gerl.model.lora_weights import Lora, check_fit
 from gerl.model.paths import SHIPPED, WEIGHTS
-from gerl.run.card import installed_version
+from gerl.run.card import version_of
 from gerl.run.settings import get, read_config
 
 logger = logging.getLogger("gerl")
@@ -50,7 +50,7 @@ def header(run: RunFacts, weights: str) -> dict[str, str]:
     scorers = get(run.config, "reward", "scorers") or {}
     reward = {name: get(scorer, "weight") for name, scorer in scorers.items()}
     return {
-        "gerl_version": installed_version("gerl") or "unknown",
+        "gerl_version": version_of("gerl") or "unknown",
         "run": run.run_dir.resolve().name,
         "algorithm": str(get(run.config, "algorithm", "name")),
         "reward": json.dumps(reward),

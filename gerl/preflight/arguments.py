@@ -44,8 +44,8 @@ class Options:
 
 PARSER = Parser(
     "the preflight",
-    "python -m gerl.preflight [experiment=NAME|FILE.yaml] [key=value ...] [signal=N | hardware=NAME gpus=N] "
-    "[out=FILE.json]",
+    "python -m gerl.preflight",
+    "[experiment=NAME|FILE.yaml] [key=value ...] [signal=N | hardware=NAME gpus=N] [out=FILE.json]",
     "Load the model of a run, draw and train on one prompt, and say whether, and how fast, it can train.",
     Options,
     rest=True,
@@ -55,9 +55,9 @@ PARSER = Parser(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code: 0 if the configuration can train, otherwise see `run_command`."""
-    return run_command(argv, PARSER.help, preflight)
+    return run_command(argv, lambda: PARSER.help(program), preflight)
 
 
 def preflight(arguments: list[str]) -> None:

@@ -79,16 +79,16 @@ def software() -> dict[str, Any]:
     """gerl and its commit, the commit of the current folder, Python, the operating system, versions of packages."""
     checkout = Path(__file__).resolve().parents[2]
     return {
-        "gerl": {"version": installed_version("gerl"), **(commit_of(checkout, at_top=True) or {})},
+        "gerl": {"version": version_of("gerl"), **(commit_of(checkout, at_top=True) or {})},
         "repository": commit_of(Path.cwd()),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := installed_version(name))},
+        "packages": {name: found for name in PACKAGES if (found := version_of(name))},
     }
 
 
-def installed_version(package: str) -> str | None:
-    """The version of a package, None if it is not installed."""
+def version_of(package: str) -> str | None:
+    """The installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

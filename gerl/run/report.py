@@ -198,15 +198,19 @@ class Request:
 
 PARSER = Parser(
     "the report",
-    "python -m gerl.run.report run=FOLDER",
+    "python -m gerl.run.report",
+    "run=FOLDER",
     "Write report.html of a run that is finished, was stopped, or still trains.",
     Request,
     bare="run",
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code, see `run_command`."""
     return run_command(
-        argv, PARSER.help, lambda given: log.info("%s", write_report(PARSER.parse(given)[0].run)), logger=log
+        argv,
+        lambda: PARSER.help(program),
+        lambda given: log.info("%s", write_report(PARSER.parse(given)[0].run)),
+        logger=log,
     )

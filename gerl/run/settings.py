@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from gerl.commandline.composition import compose_run, shipped
+from gerl.commandline.composition import compose_run
+from gerl.commandline.experiments import shipped
 from gerl.config import Config, ScorerConfig
 from gerl.config.blocks import FULL
 from gerl.errors import ConfigError

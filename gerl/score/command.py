@@ -52,7 +52,8 @@ class Request:
 
 PARSER = Parser(
     "scoring",
-    "python -m gerl.score images=FOLDER|FILE [prompts=FILE|prompt=TEXT] out=FOLDER [key=value ...]",
+    "python -m gerl.score",
+    "images=FOLDER|FILE [prompts=FILE|prompt=TEXT] out=FOLDER [key=value ...]",
     "Score images with a reward, before training on it.",
     Request,
     passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
@@ -62,12 +63,12 @@ PARSER = Parser(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code, see `run_command`.
 
     Images without a score are no error as long as there is one with a score.
     """
-    return run_command(argv, PARSER.help, lambda arguments: run(*parse(arguments)))
+    return run_command(argv, lambda: PARSER.help(program), lambda arguments: run(*parse(arguments)))
 
 
 def run(request: Request, config: Config) -> list[ScoredImage]:

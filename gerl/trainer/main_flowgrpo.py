@@ -10,9 +10,9 @@ from gerl.commandline import signals
 from gerl.commandline.command import run_command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, see `run_command`."""
-    given, program = sys.argv[1:] if argv is None else argv, "python -m gerl.trainer.main_flowgrpo"
+def main(argv: Sequence[str] | None = None, program: str = "python -m gerl.trainer.main_flowgrpo") -> int:
+    """Run the command line; returns the exit code, see `run_command`. program: the words that started it."""
+    given = sys.argv[1:] if argv is None else argv
 
     def help_page() -> str:
         from gerl.commandline.help import help_text
@@ -23,7 +23,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: list[str]) -> None:
-    """Check the keys and the run to carry on, then train."""
+    """Check the keys and the run to carry on, then train; with `-m` once for each combination of values."""
+    from gerl.commandline.hydra_options import hydra_options
+
+    options = hydra_options(arguments)
+    arguments = options.arguments
+    if options.shown:
+        from gerl.commandline.composition import compose_run
+
+        sys.stdout.write(compose_run(arguments).yaml())
+        return
+    if options.multirun:
+        from gerl.trainer.sweep import sweep
+
+        sweep(arguments)
+        return
     from gerl.trainer.resuming import open_run
 
     folder = open_run(arguments)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from gerl.commandline.composition import Asked, Composed, algorithm_of, asked_for, compose_changes, compose_run
+from gerl.commandline.composition import Asked, Composed, asked_for, compose_changes, compose_run
+from gerl.commandline.experiments import algorithm_of
 from gerl.config import Config
 from gerl.config.changes import (
     CONTENT,

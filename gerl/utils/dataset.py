@@ -165,7 +165,7 @@ def _parquet_rows(path: Path) -> list[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"reading {path} needs pyarrow ({error}): run pip install pyarrow") from error
+        raise DataError(f"reading {path} needs pyarrow ({error}): run pip install 'gerl[parquet]'") from error
     # What a damaged file makes pyarrow raise, or a value for which Python has no object, such as the year 300000.
     damage = (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, LookupError, TypeError, MemoryError)
     try:

@@ -13,7 +13,7 @@ import tiny
 import torch
 from schedules import sd3_sigmas
 
-from gerl.commandline.composition import shipped
+from gerl.commandline.experiments import shipped
 
 Train = Callable[..., Any]
 # An easy task for random weights: a large LoRA and a high learning rate, scored by the brightness.

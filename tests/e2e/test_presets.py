@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gerl.commandline.composition import compose_run, shipped
+from gerl.commandline.composition import compose_run
+from gerl.commandline.experiments import shipped
 
 # a large learning rate, so that a trust region has something to hold back
 SETTINGS = """

@@ -3,6 +3,7 @@
 A Python block is executed as it stands unless an HTML comment `<!-- not run: reason -->` stands before it.
 """
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -16,11 +17,14 @@ import pytest
 
 from gerl.commandline.composition import compose_run
 from gerl.commandline.help import help_text
+from gerl.commandline.hydra_options import hydra_options
 from gerl.evaluate import command as evaluate
 from gerl.export import command as export
 from gerl.preflight import arguments as preflight
+from gerl.program import commands as program
 from gerl.run import report
 from gerl.score import command as score
+from gerl.trainer import sweep
 from reward_models import serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,8 +184,40 @@ def test_every_command_has_examples() -> None:
     assert {module for _, module, _ in OTHERS} == set(PARSERS)
 
 
+PROGRAM = [
+    (line, shlex.split(command)[1:])
+    for page in [*PAGES, *sorted((ROOT / "reward_models").rglob("*.md"))]
+    for line, command in commands(page)
+    if command.startswith("gerl ")
+]
+
+
+@pytest.mark.parametrize(("line", "arguments"), PROGRAM, ids=lambda value: f"{value}")
+def test_commands_of_the_program_have_these_keys(line: int, arguments: list[str]) -> None:
+    """The words behind `gerl`; plugins of Hydra that are not installed are left out of a sweep."""
+    name, *given = arguments[: arguments.index(">")] if ">" in arguments else arguments
+    if "--help" in given:
+        assert program.COMMANDS[name]
+    elif name == "train":
+        options = hydra_options(given)
+        if not options.multirun:
+            assert compose_run(options.arguments)
+            return
+        plan = sweep._plan([key for key in options.arguments if not key.startswith("hydra/launcher")])
+        assert plan.batch is None or [compose_run(sweep._arguments(run, plan)) for run in plan.batch]
+    else:
+        parser = importlib.import_module(program.COMMANDS[name].module).PARSER
+        parser.values(given)
+
+
+def test_the_page_of_commands_has_them_all() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert set(program.COMMANDS) == set(re.findall(r"^\| `(\w+)` \|", page, re.M))
+    assert len(PROGRAM) > 10
+
+
 def test_make_targets_exist() -> None:
-    rules = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     targets = [command.split()[1] for _, command in commands() if command.startswith("make ")]
     assert targets and set(targets) <= set(rules)
 

@@ -33,6 +33,7 @@ MODULES = {
     "preflight": "gerl.preflight.arguments",
     "report": "gerl.run.report",
     "serve": "reward_models.serve",
+    "gerl": "gerl.program.commands",
 }
 
 

@@ -26,7 +26,8 @@ LAYERS = (
     ("trainer",),
     ("export", "preflight", "evaluate", "score"),
     ("api",),
-    ("__init__",),
+    ("program",),
+    ("__init__", "__main__"),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}

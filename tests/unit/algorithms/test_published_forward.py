@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gerl.commandline.composition import compose_run, config_folder
+from gerl.commandline.composition import compose_run
+from gerl.commandline.experiments import config_folder
 from gerl.config.changes import flat_settings, settings_of
 
 Table = dict[str, tuple[Any, str]]  # key -> published value, where it stands

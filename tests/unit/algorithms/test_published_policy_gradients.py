@@ -7,7 +7,8 @@ import pytest
 import yaml
 from published_policy_gradients import DEVIATIONS, PUBLISHED
 
-from gerl.commandline.composition import compose_run, config_folder
+from gerl.commandline.composition import compose_run
+from gerl.commandline.experiments import config_folder
 from gerl.config.changes import settings_of
 
 SOURCE = re.compile(r"# (\w[\w-]*/[\w.-]+ \S+|gerl: |.*\(:\d+\)|the clip range is published for 512 px)")

@@ -20,7 +20,7 @@ class Options:
 
 
 PARSER = Parser(
-    "trying", "try out=FOLDER", "Try it.", Options, passed=("experiment",), blocks=("reward",), notes="Is that all?"
+    "trying", "try", "out=FOLDER", "Try it.", Options, passed=("experiment",), blocks=("reward",), notes="Is that all?"
 )
 
 
@@ -35,7 +35,7 @@ def test_values_have_their_types_and_the_configuration_gets_its_own() -> None:
 
 
 def test_where_everything_else_is_passed_on_nothing_is_unknown() -> None:
-    parser = Parser("trying", "", "", Options, rest=True)
+    parser = Parser("trying", "", "", "", Options, rest=True)
     assert parser.parse(["out=x", "steps=3", "~odd"])[1] == ["steps=3", "~odd"]
 
 
@@ -71,7 +71,7 @@ def test_the_help_has_every_key_with_its_default() -> None:
 
 
 def test_a_value_alone_may_stand_for_a_key(tmp_path: Path) -> None:
-    parser = Parser("trying", "", "", Options, bare="out")
+    parser = Parser("trying", "", "", "", Options, bare="out")
     assert parser.parse(["some/folder", "count=3"])[0] == Options(out=Path("some/folder"), count=3)
     odd = tmp_path / "a=b"
     odd.mkdir()

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gerl.commandline.composition import compose_run, experiments, shipped
+from gerl.commandline.composition import compose_run
+from gerl.commandline.experiments import experiments, shipped
 from gerl.config import SamplingConfig, ScorerConfig, from_mapping
 from gerl.config.algorithm import BY_NAME
 from gerl.config.noised_images import AWMConfig

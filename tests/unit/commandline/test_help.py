@@ -2,7 +2,8 @@
 
 import pytest
 
-from gerl.commandline.composition import compose_run, experiments, shipped
+from gerl.commandline.composition import compose_run
+from gerl.commandline.experiments import experiments, shipped
 from gerl.commandline.help import help_text
 from gerl.config import keys, readers
 

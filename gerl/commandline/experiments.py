@@ -1,0 +1,129 @@
+"""The experiments and algorithm presets that there are: those that ship with gerl, and files of the user."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from gerl.commandline.files import either, near_names, read_yaml
+from gerl.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+NO_SCORERS = "_no_scorers"  # composed between an experiment that names its scorers and what that is based on
+SUFFIXES = (".yaml", ".yml")
+
+
+def config_folder() -> Path:
+    """The folder of the shipped yaml files: inside an installed package, beside it in a checkout."""
+    installed = PACKAGE / "configs"
+    return installed if installed.is_dir() else PACKAGE.parent / "configs"
+
+
+def own_experiment(override: str) -> str:
+    """`experiment=path/to/mine.yaml` as an override by name, after making the file known to Hydra."""
+    name, _, value = override.partition("=")
+    if name != "experiment":
+        return override
+    if not value.endswith(SUFFIXES):
+        if value not in experiments():  # Hydra would also find a file that this process has made known before
+            raise ConfigError(no_such(name, value))
+        return override
+    path = Path(value).expanduser()
+    stem = re.sub(r"[^\w.-]", "_", path.stem)  # a name that Hydra takes without quotes, and a fit folder name
+    if not path.is_file():
+        beside = {file.stem: str(path.with_name(file.name)) for file in path.absolute().parent.glob("*.y*ml")}
+        near = [stem] if stem in experiments() else [beside[name] for name in near_names(path.stem, list(beside))]
+        hint = f"did you mean {either(near)}?" if near else "correct the path, or give the name of one of gerl's"
+        raise ConfigError(f"experiment={value}: there is no such file {path.absolute()}; {hint}")
+    if stem in experiments():
+        raise ConfigError(
+            f"experiment={value}: gerl has an experiment of this name; give the file another, or use experiment={stem}"
+        )
+    _make_known(path.absolute(), "experiment", stem, f"experiment={value}", [])
+    return f"experiment={stem}"
+
+
+def _make_known(path: Path, group: str, name: str, where: str, known: list[Path]) -> None:
+    """Store a file as `group/name` for Hydra, with the files of the user that its `defaults` name; `known` are done."""
+    if path in known:
+        return
+    known.append(path)
+    content = read_yaml(path, where)
+    if group == "experiment":
+        for key in ("experiment", "preset"):  # in the config.yaml of a run they name what the run was composed from
+            content.pop(key, None)
+    _check_keys(content, where)
+    for other_group, other in _named(content, group):
+        places = (path.parent,) if other_group == group else (path.parent / other_group, path.parents[1] / other_group)
+        files = (place / f"{other}{suffix}" for place in places for suffix in SUFFIXES)
+        if other not in shipped(other_group) and (file := next((f for f in files if f.is_file()), None)) is not None:
+            _make_known(file, other_group, other, str(file), known)
+    if group == "experiment":
+        _replace_scorers(content)
+    ConfigStore.instance().store(name, content, group=group, package="_global_")
+
+
+def _named(content: DictConfig, group: str) -> Iterator[tuple[str, str]]:
+    """Group and name of what the `defaults` of a file of `group` are composed from."""
+    defaults = content.get("defaults")
+    for entry in defaults if isinstance(defaults, ListConfig) else ():
+        pairs: Any = entry.items() if isinstance(entry, DictConfig) else [("", entry)]
+        for key, value in pairs:
+            place = str(key).removeprefix("override ").strip("/") or group
+            if isinstance(value, str) and value != "_self_":
+                other, _, last = value.lstrip("/").rpartition("/")
+                yield other or place, last
+
+
+def _replace_scorers(content: DictConfig) -> None:
+    """Have the scorers that an experiment names replace those of what it is composed from."""
+    defaults = content.get("defaults")
+    if isinstance(defaults, ListConfig) and OmegaConf.select(content, "reward.scorers") is not None:
+        after = [
+            i for i, entry in enumerate(defaults) if entry == "_self_" or str(next(iter(entry))).startswith("override ")
+        ]
+        defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
+
+
+def _check_keys(content: DictConfig, where: str) -> None:
+    """A file nests its blocks, where the command line has dots."""
+    for name in map(str, content):
+        block, dot, leaf = name.partition(".")
+        if dot:
+            raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', below it and indented '{leaf}:'")
+
+
+def experiments() -> list[str]:
+    """The names of the shipped experiments."""
+    return shipped("experiment")
+
+
+def shipped(group: str) -> list[str]:
+    """The names of the shipped yaml files of `group` (experiment, algorithm)."""
+    return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
+
+
+def algorithm_of(preset: str) -> str:
+    """The `algorithm.name` of a shipped `algorithm=PRESET`; empty for another one."""
+    return str(preset_of(preset).name) if preset in shipped("algorithm") else ""
+
+
+def preset_of(preset: str) -> DictConfig:
+    """The keys of the block `algorithm` that a shipped preset sets."""
+    block = OmegaConf.load(config_folder() / "algorithm" / f"{preset}.yaml").algorithm
+    assert isinstance(block, DictConfig)
+    return block
+
+
+def no_such(group: str, value: str) -> str:
+    """The sentence for an experiment or algorithm that there is none of."""
+    names = shipped(group)
+    near = near_names(value, names)
+    if group == "experiment" and Path(value + ".yaml").is_file():
+        near = [f"{value}.yaml"]
+    own = ", or give the path of a .yaml file of your own" if group == "experiment" else ""
+    hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{own}"
+    return f"{group}={value}: there is no such {group}; {hint}"

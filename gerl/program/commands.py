@@ -1,0 +1,88 @@
+"""The program `gerl` and its commands: `gerl COMMAND [key=value ...]`.
+
+The overview and a wrong name are answered before anything is imported but this.
+"""
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from gerl.commandline import signals
+from gerl.commandline.command import WITH_LEVELS, run_command, start
+from gerl.errors import ConfigError
+
+WIDTH = 110  # characters of a line of the overview
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the module with its `main`, and a sentence that says what it does."""
+
+    module: str
+    sentence: str
+    log_format: str = "%(message)s"
+
+
+COMMANDS = {
+    "train": Command(
+        "gerl.trainer.main_flowgrpo",
+        "Fine-tune a diffusers pipeline with reinforcement learning; without arguments the demo that learns to write.",
+    ),
+    "preflight": Command(
+        "gerl.preflight.arguments", "Say whether, and how fast, a configuration can train, here or on other GPUs."
+    ),
+    "score": Command("gerl.score.command", "Score images that exist with a reward, before training on it."),
+    "evaluate": Command("gerl.evaluate.command", "Compare the base model with LoRAs on the same noise."),
+    "export": Command("gerl.export.command", "Write the LoRA of a run in the files of another program, or merge it."),
+    "report": Command("gerl.run.report", "Write report.html of a run that is finished, was stopped, or still trains."),
+    "serve": Command("reward_models.serve", "Serve a scorer over HTTP, for the scorer remote of a run.", WITH_LEVELS),
+    "recipes": Command("gerl.program.recipes", "List the experiments that ship with gerl, or show the file of one."),
+    "version": Command("gerl.program.version", "Print the versions and the hardware that a bug report needs."),
+    "completion": Command("gerl.program.completion", "Print a script that completes commands and keys in your shell."),
+}
+HELP = ("-h", "--help", "help")
+VERSION = ("-V", "--version")
+ASKED = "--complete"  # what the scripts of `gerl completion` call
+
+
+def program() -> None:
+    """The entry point: run the command line of the process, and end it."""
+    signals.exit_with(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code, see `run_command`."""
+    name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name == "help" and arguments:  # gerl help train
+        name, arguments = arguments[0], ["--help"]
+    if name in VERSION:
+        name = "version"
+    if name == ASKED:
+        return start("gerl.program.words", arguments=arguments)
+    if name in COMMANDS:
+        command = COMMANDS[name]
+        return start(command.module, command.log_format, arguments, f"gerl {name}")
+    return run_command([name], overview, lambda _: _refuse(name, arguments))
+
+
+def overview() -> str:
+    """The commands with a sentence each."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = ["usage: gerl COMMAND [key=value ...]", "", "Reinforcement learning for diffusion models.", ""]
+    for name, command in COMMANDS.items():
+        text = f"  {name:<{width}}{command.sentence}"
+        lines.append(textwrap.fill(text, WIDTH, subsequent_indent=" " * (width + 2)))
+    lines += ["", "gerl COMMAND --help explains its keys."]
+    return "\n".join(lines) + "\n"
+
+
+def _refuse(name: str, arguments: Sequence[str]) -> None:
+    """Raise `ConfigError` for a command that there is none of."""
+    if "=" in name or name.startswith("-"):
+        given = " ".join([name, *arguments])
+        raise ConfigError(f"{name}: a command comes first, such as gerl train {given}; gerl --help lists all")
+    near = get_close_matches(name.lower(), COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+    raise ConfigError(f"{name}: there is no such command; {hint}")

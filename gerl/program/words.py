@@ -1,0 +1,135 @@
+"""The words that fit where a command line of `gerl` is completed; nothing large is imported for them."""
+
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from gerl.commandline.arguments import Parser
+from gerl.commandline.command import run_command
+from gerl.commandline.composition import CHOICES
+from gerl.commandline.experiments import algorithm_of, shipped
+from gerl.commandline.hydra_options import MULTIRUN, SHOW
+from gerl.config import ScorerConfig, keys
+from gerl.config.algorithm import BY_NAME
+from gerl.program.commands import COMMANDS
+from gerl.rewards.scorers import SCORERS
+
+Word = tuple[str, str]  # it, and what it is for
+TRAINING = {
+    "hydra.run.dir=": "where the run writes",
+    "hydra.sweep.dir=": "where the runs of a sweep write",
+    "-m": "train once for each combination of values",
+    "--cfg": "job: print the configuration",
+    "--config-dir": "a folder with experiments of your own",
+}
+NAMED = "reward.scorers."  # keys of scorers have their name behind it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the words that fit at the end of the words of `argv`, a line each, a tab before what they are for."""
+
+    def work(words: Sequence[str]) -> None:
+        sys.stdout.writelines(f"{word}\t{text}\n" for word, text in fitting(words))
+
+    return run_command(["", *(sys.argv[1:] if argv is None else argv)], str, lambda given: work(given[1:]))
+
+
+def fitting(words: Sequence[str]) -> list[Word]:
+    """All that the last of the words behind `gerl` can become; none where it is the name of a file."""
+    *before, current = words or [""]
+    if not before:
+        found = [(name, command.sentence) for name, command in COMMANDS.items()]
+    elif before[0] not in COMMANDS:
+        found = []
+    elif "=" in current:
+        key, _, _ = current.partition("=")
+        found = [(f"{key}={value}", "") for value in values(before[0], key)]
+    else:
+        found = [*after(before, current)]
+    return [(word, _brief(text)) for word, text in found if word.startswith(current)]
+
+
+def after(before: Sequence[str], current: str) -> Iterator[Word]:
+    """The keys and options behind a command and its arguments, blocks as a whole until one of them is begun."""
+    command = before[0]
+    if before[-1] in SHOW:
+        yield "job", "the configuration of the run"
+        return
+    parser = _parser(command)
+    if parser is not None and parser.bare:
+        yield from ((value, "") for value in values(command, parser.bare))
+    if parser is not None:
+        for option in fields(parser.options):  # type: ignore[arg-type]
+            yield f"{option.name}=", option.metadata["help"]
+    elif not set(before) & set(MULTIRUN) or current:
+        yield from TRAINING.items()
+    known = _passed(parser, before)
+    if parser is None or parser.rest or "experiment" in parser.passed:
+        yield from ((f"{choice}=", f"NAME of gerl's {choice}s, or a file" if choice == "experiment" else "a preset")
+                    for choice in CHOICES if parser is None or parser.rest or choice in parser.passed)  # fmt: skip
+    depth = current.count(".") + 1
+    seen = set()
+    for name, text in known:
+        parts = name.split(".")
+        word, text = (f"{name}=", text) if len(parts) <= depth else (".".join(parts[:depth]) + ".", "")
+        if word not in seen and (depth > 1 or len(parts) > 1 or word.endswith("=")):
+            seen.add(word)
+            yield word, text
+    yield "--help", "the keys"
+
+
+def _passed(parser: Parser[Any] | None, before: Sequence[str]) -> list[Word]:
+    """The keys of the configuration that a command takes; with `algorithm=NAME` those that this one reads."""
+    presets = [word.partition("=")[2] for word in before if word.startswith("algorithm=")]
+    algorithm = BY_NAME.get(algorithm_of(presets[-1])) if presets else None
+    found = [(name, str(f.metadata["help"])) for name, f in keys(algorithm)]
+    scorers = [(name, text) for name, text in found if name.startswith(f"{NAMED}NAME.")]
+    found = [(name, text) for name, text in found if not name.startswith(NAMED)]
+    found += [(name.replace("NAME", scorer), text) for scorer in SCORERS for name, text in scorers]
+    if parser is None or parser.rest:
+        return found
+    return [pair for pair in found if pair[0] in parser.passed or pair[0].split(".")[0] in parser.blocks]
+
+
+def values(command: str, key: str) -> list[str]:
+    """The values of a key that is a choice; none for others."""
+    parser = _parser(command)
+    own = {option.name: option for option in fields(parser.options)} if parser is not None else {}  # type: ignore[arg-type]
+    if parser is not None and key in own:
+        if (command, key) == ("recipes", "name"):
+            return shipped("experiment")
+        return _choices(get_type_hints(parser.options)[key])
+    if key in CHOICES:
+        beside = [path.name for path in Path().glob("[!.]*.y*ml")] if key == "experiment" else []
+        return [*shipped(key), *sorted(beside)]
+    if key.startswith(NAMED):
+        kinds: dict[str, Field[Any]] = {f.name: f for f in fields(ScorerConfig)}
+        found = kinds.get(key.rpartition(".")[2])
+    else:
+        found = dict(keys()).get(key)
+    return _choices(found.type) if found is not None else []
+
+
+def _choices(hint: Any) -> list[str]:
+    """The values of a Literal or a bool, also where None is one more."""
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)] if type(None) in get_args(hint) else [hint]
+    found = []
+    for kind in kinds:
+        found += list(map(str, get_args(kind))) if get_origin(kind) is Literal else []
+        found += ["true", "false"] if kind is bool else []
+    return found
+
+
+def _parser(command: str) -> Parser[Any] | None:
+    """The keys of a command; None for training, which has those of the configuration alone."""
+    found = getattr(import_module(COMMANDS[command].module), "PARSER", None)
+    return found if isinstance(found, Parser) else None
+
+
+def _brief(text: str) -> str:
+    """The first sentence of an explanation, on one line."""
+    return textwrap.shorten(text.split(";")[0], 80, placeholder=" ...")

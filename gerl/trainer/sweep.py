@@ -1,0 +1,272 @@
+"""A sweep, `-m`: one run for each combination of values, started by Hydra's sweeper and launcher, each in a process.
+
+Hydra's own (basic) sweeper trains with all combinations, one after the other; its plugins, where they are installed,
+choose them (`hydra/sweeper=optuna`) or start them elsewhere (`hydra/launcher=submitit_slurm`).
+"""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hydra import version
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from gerl.commandline import signals
+from gerl.commandline.composition import CHOICES, check_arguments, compose_run, hydra_overrides, register, sentences
+from gerl.commandline.experiments import config_folder, own_experiment
+from gerl.commandline.hydra_options import quoted
+from gerl.errors import ConfigError, GerlError, TrainingError
+from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
+from gerl.utils.files import reason, write_file
+
+logger = logging.getLogger("gerl")
+PROGRAM = "gerl.trainer.main_flowgrpo"
+PLAIN = re.compile(r"[\w.+-]+")  # values that can be a part of a folder's name
+MOST_NAMED = 6  # keys in the name of a folder
+# Hydra's settings of a sweep, where the command line has no others: gerl's log stays, and a run that fails is no end
+SETTINGS = {"hydra/hydra_logging": "none", "hydra/job_logging": "none", "hydra.output_subdir": "null"}
+OPTUNA = {"hydra.sweeper.direction": "maximize", "hydra.sweeper.max_failure_rate": "1.0"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The overrides that Hydra sweeps over, experiment files by the names it knows them by, and what runs get.
+
+    fixed: keys that are the same in all. batch: the overrides of each run, if they can be told beforehand.
+    """
+
+    overrides: list[str]
+    experiments: Mapping[str, str]
+    fixed: list[str]
+    batch: list[list[str]] | None
+
+
+def sweep(arguments: Sequence[str]) -> Path:
+    """Train once for each combination; returns the folder of the sweep, with `sweep.csv` and `sweep.json`.
+
+    Raises `ConfigError` before the first run if a combination cannot be composed, and `TrainingError` at the end if a
+    run has failed, which ends no other.
+    """
+    plan = _plan(arguments)
+    for run in plan.batch or ():
+        compose_run(_arguments(run, plan))
+    register({})
+    before = time.time()
+    hydra = _hydra()
+    folder = Path()
+    try:
+        with sentences():
+            config = hydra.compose_config("config", plan.overrides, RunMode.MULTIRUN)
+            HydraConfig.instance().set_config(config)
+            folder = Path(str(config.hydra.sweep.dir))
+            _make(folder)
+            if plan.batch is not None:
+                logger.info("a sweep of %d runs in %s", len(plan.batch), folder)
+            task = partial(train_once, plan, folder.absolute())
+            hydra.multirun("config", task, [*plan.overrides, f"hydra.sweep.dir={quoted(str(folder))}"])
+    except KeyboardInterrupt as error:
+        signals.answered()
+        if read_jobs(folder):
+            write_table(folder)
+            error.add_note(f"the table of the sweep is {folder / 'sweep.csv'}; {_carry_on(folder)}")
+        raise
+    except GerlError:
+        if not any(job["code"] for job in read_jobs(folder)):
+            raise
+    finally:
+        GlobalHydra.instance().clear()
+    _end(folder, before)
+    return folder
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.sweep.dir={folder}: the folder cannot be made ({reason(error)}); choose another"
+        ) from None
+
+
+def _hydra() -> Hydra:
+    version.setbase("1.3")
+    GlobalHydra.instance().clear()
+    return Hydra.create_main_hydra2("gerl", create_config_search_path(str(config_folder())))
+
+
+def _end(folder: Path, before: float) -> None:
+    write_table(folder)
+    jobs = read_jobs(folder)
+    logger.info("\n%s\n%s", table(jobs), folder / "sweep.csv")
+    if failed := [job for job in jobs if job["code"] and job["at"] >= before]:
+        names = ", ".join(Path(job["folder"]).name for job in failed)
+        raise TrainingError(f"{len(failed)} of {len(jobs)} runs of the sweep failed: {names}; {_carry_on(folder)}")
+
+
+def _carry_on(folder: Path) -> str:
+    return f"the same command with checkpoint.resume=auto hydra.sweep.dir={folder} carries on"
+
+
+def _plan(arguments: Sequence[str]) -> Plan:
+    check_arguments(arguments)
+    given = {_key(argument): argument.partition("=")[2] for argument in arguments}
+    _check(given)
+    overrides, experiments = list[str](), dict[str, str]()
+    with sentences():
+        for argument in arguments:
+            if argument.startswith("experiment="):
+                argument = _experiments(argument, experiments)
+            overrides += hydra_overrides(argument)
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    swept = [override for override in parsed if override.is_sweep_override()]
+    sweeper = given.get("hydra/sweeper", "basic")
+    if not swept:
+        raise ConfigError(
+            "-m: there is nothing to sweep over; give a key several values, such as trainer.seed=1,2, or leave -m out"
+        )
+    if sweeper == "basic" and (interval := next((o for o in swept if not o.is_discrete_sweep()), None)):
+        raise ConfigError(
+            f"{interval.input_line}: Hydra's own sweeper takes values, such as {interval.key_or_group}=1e-3,1e-4; an "
+            "interval needs that of a plugin, hydra/sweeper=optuna"
+        )
+    settings = SETTINGS | (OPTUNA if sweeper == "optuna" else {}) | _names(swept)
+    settings = {key: value for key, value in settings.items() if key not in given}
+    return Plan(
+        overrides=[*overrides, *(f"{key}={value}" for key, value in settings.items()), "hydra.mode=MULTIRUN"],
+        experiments=experiments,
+        fixed=[_key(override.input_line or "") for override in parsed if override not in swept],
+        batch=None if sweeper != "basic" or any(key.startswith("hydra.sweeper.") for key in given) else _batch(parsed),
+    )
+
+
+def _batch(parsed: Sequence[Override]) -> list[list[str]]:
+    """The overrides of each run of Hydra's own sweeper."""
+    with sentences():
+        (batch,) = BasicSweeper.split_arguments([o for o in parsed if not o.is_hydra_override()], None)
+    return batch
+
+
+def _check(given: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for keys that a sweep cannot have."""
+    if "hydra.run.dir" in given:
+        raise ConfigError(
+            f"hydra.run.dir={given['hydra.run.dir']}: with -m each run has a folder of its own; give "
+            "hydra.sweep.dir=FOLDER for all of them"
+        )
+    if params := next((key for key in given if key.startswith("hydra.sweeper.params")), None):
+        raise ConfigError(f"{params}: give the key itself what it is to be, such as actor.lr=interval(1e-5,1e-3)")
+    if (resume := given.get("checkpoint.resume", "never")) not in ("auto", "never"):
+        raise ConfigError(
+            f"checkpoint.resume={resume}: with -m give checkpoint.resume=auto and the sweep by hydra.sweep.dir=FOLDER"
+        )
+
+
+def _experiments(argument: str, known: dict[str, str]) -> str:
+    """`experiment=A[,B ...]` by the names that Hydra has for files; these are noted in `known`."""
+    names = []
+    for value in argument.removeprefix("experiment=").split(","):
+        name = own_experiment(f"experiment={value}").removeprefix("experiment=")
+        if name != value:
+            known[name] = str(Path(value).expanduser().absolute())
+        names.append(name)
+    return f"experiment={','.join(names)}"
+
+
+def _names(swept: Sequence[Override]) -> dict[str, str]:
+    """Hydra's setting by which a run's folder has its number and the values of what is swept over for a name.
+
+    Without commas and equals signs, which a command line would have to quote.
+    """
+
+    def is_plain(override: Override) -> bool:
+        if not override.is_discrete_sweep():
+            return True  # an interval
+        return all(PLAIN.fullmatch(value) for value in override.sweep_string_iterator())
+
+    parts = list[str]()
+    for key in (override.key_or_group for override in swept if is_plain(override)):
+        value = f"hydra.runtime.choices.{key}" if key in CHOICES else key
+        parts.append(f"{key.rpartition('.')[2]}_${{{value}}}")
+    name = "+".join(parts[:MOST_NAMED])
+    return {"hydra.sweep.subdir": f"${{hydra.job.num}}_{name}" if name else "${hydra.job.num}"}
+
+
+def _arguments(overrides: Sequence[str], plan: Plan) -> list[str]:
+    """The command line of a run from Hydra's overrides."""
+
+    def restored(override: str) -> str:
+        name, _, value = override.partition("=")
+        return f"experiment={plan.experiments.get(value, value)}" if name == "experiment" else override
+
+    return [restored(override) for override in overrides]
+
+
+def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:
+    """Hydra's task function: one run in a process of its own; returns its held-out reward at the end, for a sweeper.
+
+    `folder` is that of the sweep. Without held-out prompts it is the reward of the last step. A run that fails returns
+    NaN, or raises `TrainingError` for the sweepers of plugins, which count failures.
+    """
+    del config  # the run composes it anew, with all of gerl's checks
+    hydra = HydraConfig.get()
+    overrides, place = [str(override) for override in hydra.overrides.task], Path(hydra.runtime.output_dir)
+    own = [override for override in overrides if _key(override) not in plan.fixed]
+    run_dir, started = _shown(place), time.time()
+    logger.info("\nrun %d of the sweep: %s", hydra.job.num, " ".join(own))
+    job = {"number": int(hydra.job.num), "overrides": overrides, "swept": own, "code": None, "at": started}
+    write_file(place / JOB, json.dumps(job) + "\n")
+    code: int | None = None
+    try:
+        code = _run([*_arguments(overrides, plan), f"hydra.run.dir={quoted(str(run_dir))}"])
+    finally:
+        write_file(place / JOB, json.dumps(job | {"code": code, "seconds": round(time.time() - started, 1)}) + "\n")
+        write_table(folder)
+    if code and plan.batch is None:
+        raise TrainingError(f"the run {run_dir} failed with exit code {code}")
+    final = result(place)["final"]
+    return float("nan") if code or final is None else float(final)
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _shown(path: Path) -> Path:
+    """Relative to the current folder where it lies in it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """The exit code of a training; a signal that ends this process ends that one first, with its checkpoint."""
+    process: subprocess.Popen[bytes] | None = None
+
+    def end() -> None:
+        if process is not None:
+            process.send_signal(signals.received() or signals.SIGTERM)
+
+    with signals.handled(), signals.before_leaving(end):
+        try:
+            with signals.deferred():
+                process = subprocess.Popen([sys.executable, "-m", PROGRAM, *arguments])
+            return process.wait()
+        except KeyboardInterrupt:
+            signals.answered()
+            end()  # a terminal sends Ctrl-C to both: a second one within a second is the same
+            if process is not None:
+                process.wait()
+            raise
