@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Stable Diffusion 1.5 learns to please (LAION's aesthetic predictor) by DDPO.
 # Data: one prompt a line in my_prompts.txt and my_held_out.txt; or TRAIN=FILE HELD_OUT=FILE.
-# The predictor's head is a file to download (3.7 MB): see docs/rewards.md.
 # GPUs: 8, 256 images a step as published, for as many. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/sd15_aesthetic.sh
 # Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 2.2 GB, LoRA of 0.8 M parameters with
