@@ -1,7 +1,8 @@
 # make demo    fine-tune the small Stable Diffusion 3 of gerl until it can write (some two minutes on two cores)
 # make test    the whole test suite
 # make test-lowest  some unit tests with the lowest versions that pyproject.toml allows, in an environment of their own
-# make check   lint, formatting, types
+# make check   lint, formatting, types, the links of the documentation
+# make docs    the documentation as a site, in site/
 # make clean   remove the environment and everything built; outputs/ stays
 # ARGS="..." is passed on: make demo ARGS="trainer.steps=5", make test ARGS="tests/unit -x"
 
@@ -15,10 +16,11 @@ ARGS ?=
 # packages of the trackers and those of what they need that the environment has not, as tests/apart.py says
 TRACKERS := wandb xxhash trackio brotli gradio-client httpcore httpx orjson python-multipart mlflow-skinny alembic \
 	cachetools databricks-sdk mako sqlalchemy sqlparse swanlab prettytable pwinput pydantic-settings pyecharts \
-	pyroaring simplejson watchdog wcwidth
+	pyroaring simplejson wcwidth
+DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# whose theme would advertise a successor of it
 CACHING := env -u PYTHONDONTWRITEBYTECODE # as on most machines: files that change must be read again, folders stay clean
 
-.PHONY: help demo test test-lowest check clean
+.PHONY: help demo test test-lowest check docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +42,11 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy gerl reward_models
+	@folder=$$(mktemp -d) && $(DOCS) build --strict --site-dir "$$folder"; found=$$?; rm -rf "$$folder"; exit $$found
+
+docs: $(STAMP)
+	$(DOCS) build --strict
+	@echo "site/index.html; with its search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
 $(STAMP): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "gerl needs Python 3.11 or newer with the venv module (Debian, Ubuntu: apt install\
@@ -62,5 +69,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(LOWEST) build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
 	find gerl reward_models tests -name __pycache__ -type d -prune -exec rm -rf {} +

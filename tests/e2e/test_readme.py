@@ -153,6 +153,9 @@ def test_extras_that_are_named_exist() -> None:
         for extra in group.split(",")
     }
     assert named <= set(extras)
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.M)
+    assert {extra for row in rows for extra in re.findall(r"\w+", row)} == set(extras)
 
 
 PARSERS = {

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Sana 1.5 learns what people prefer (PickScore) by DiffusionNFT.
+# Data: one prompt a line in my_prompts.txt and my_held_out.txt; or TRAIN=FILE HELD_OUT=FILE.
+# GPUs: 8, a step as published, for as many. One, with fewer images a step:
+#   GPUS=1 bash examples/recipes/sana_pickscore.sh
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 9.1 GB, LoRA of 2.9 M parameters with
+#   its optimizer 0.08 GB, trajectories 0.3 GB, about 25 GB at the peak, while images are decoded; scorers on the same
+#   GPU come on top.
+# Does it fit? This computes it for other GPUs, without weights:
+#   python -m gerl.preflight experiment=sana_pickscore hardware=h100-80gb gpus=8
+# Further keys are passed on: trainer.steps=200 checkpoint.resume=auto. This project has not run it on a GPU.
+set -euo pipefail
+
+keys=("data.train=${TRAIN:-my_prompts.txt}" "validation.data=${HELD_OUT:-my_held_out.txt}")
+if [[ ${GPUS:-8} == 1 ]]; then
+    keys+=(rollout.prompts_per_step=8 rollout.n=8)
+fi
+exec python -m gerl.trainer.main_flowgrpo experiment=sana_pickscore "${keys[@]}" "$@"
