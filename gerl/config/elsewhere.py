@@ -134,7 +134,8 @@ NAMES = {
     "cluster.ranks_per_worker": "fsdp_size tensor_model_parallel_size tensor_parallel_size",
     "cluster.context": "ulysses_sequence_parallel_size sequence_parallel_size context_parallel_size sp_size",
     # logger
-    "logger.tensorboard": "report_to log_with logging_backend trainer.logger",
+    "logger.trackers": "report_to log_with logging_backend trainer.logger",
+    "logger.project": "project_name tracker_project_name",
     # trainer
     "trainer.steps": """total_epochs max_epochs num_epochs num_train_epochs max_num_epochs total_training_steps
         max_steps max_train_steps max_num_steps""",
