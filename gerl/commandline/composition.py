@@ -181,6 +181,9 @@ def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
     replaced = any(match["entry"] == "=" for override in overrides if (match := SCORERS.match(override)))
     if isinstance(values["reward"], dict) and not values["reward"]["scorers"] and not replaced:
         values["reward"]["scorers"] = {"ocr": dataclasses.asdict(ScorerConfig())}
+    model = values["model"]
+    if isinstance(model, dict) and model["train"] != "lora" and "model.lora_targets" not in map(_key, overrides):
+        model["lora_targets"] = None  # the experiment's, for a LoRA that there is not
     return from_mapping(values)
 
 

@@ -115,6 +115,13 @@ def test_naming_no_scorers_at_all_is_refused() -> None:
         compose_run(["reward.scorers=null"])
 
 
+def test_an_experiments_lora_targets_are_left_out_without_a_lora() -> None:
+    assert compose_run(["model.train=full"]).config.model.lora_targets is None
+    assert compose_run([]).config.model.lora_targets == ".*"
+    with pytest.raises(ConfigError, match=r"model\.lora_targets=x: with model\.train=full there is no LoRA"):
+        compose_run(["model.train=full", "model.lora_targets=x"])
+
+
 def test_what_changes_a_scorer_is_checked_as_before() -> None:
     with pytest.raises(ConfigError, match=r"reward\.scorers\.ocr\.wieght: .*'reward\.scorers\.ocr\.weight'"):
         compose_run(["reward.scorers={ocr: {}}", "reward.scorers.ocr.wieght=1"])
@@ -169,7 +176,7 @@ def test_the_config_of_a_run_is_an_experiment(tmp_path: Path) -> None:
 def test_an_algorithm_is_picked_with_its_settings(name: str) -> None:
     config = compose_run([f"algorithm={name}"]).config
     assert config.algorithm.name == {"mix_grpo_flash": "mix_grpo", "awm_fast": "awm"}.get(name, name)
-    assert (config.sampling.height, config.trainer.steps) == (32, 160)  # of the signs experiment
+    assert (config.sampling.height, config.trainer.steps) == (32, 76)  # of the signs experiment
     assert compose_run(["experiment=plain", f"algorithm={name}"]).config.algorithm == config.algorithm
     assert compose_run([f"algorithm={name}", "algorithm.advantage_clip=2"]).config.algorithm.advantage_clip == 2
 

@@ -36,7 +36,7 @@ TARGETS = {
              "mid_block.attentions.0.transformer_blocks.0.attn2.to_out.0",
              "up_blocks.0.attentions.1.transformer_blocks.0.ff.net.0.proj"),
 }  # fmt: skip
-NUMBER_OF_TARGETS = {"sd3": 25, "flux": 17, "qwen_image": 24, "z_image": 21, "wan": 20, "sd15": 40}
+NUMBER_OF_TARGETS = {"sd3": 25, "flux": 17, "qwen_image": 24, "z_image": 28, "wan": 20, "sd15": 40}
 
 
 def drawn(pipe: Any, name: str, **call: Any) -> torch.Tensor:

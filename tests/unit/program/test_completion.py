@@ -46,6 +46,7 @@ def test_an_algorithm_has_its_own_keys() -> None:
 
 
 def test_values_of_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert words("train", "algorithm=flow_grpo") == ["algorithm=flow_grpo", "algorithm=flow_grpo_fast"]
     assert words("train", "experiment=") == [f"experiment={name}" for name in shipped("experiment")]
     assert words("train", "cluster.launcher=") == ["cluster.launcher=ray", "cluster.launcher=local"]
@@ -61,7 +62,6 @@ def test_values_of_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert words("train", "--cfg", "") == ["job"]
     assert words("train", "data.train=") == words("train", "trainer.steps=") == []  # files are the shell's
     (tmp_path / "mine.yaml").touch()
-    monkeypatch.chdir(tmp_path)
     assert words("preflight", "experiment=mi") == ["experiment=mine.yaml"]
 
 
