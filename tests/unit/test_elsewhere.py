@@ -90,7 +90,9 @@ def test_a_slip_of_the_pen_stays_one(name: str, near: str) -> None:
     assert nearest_key(name) == near
 
 
-@pytest.mark.parametrize("name", ["reward.scorers.mine.kwargs.model_path", "sampling.call.resolution", "zebra", *sorted(KNOWN)])
+@pytest.mark.parametrize(
+    "name", ["reward.scorers.mine.kwargs.model_path", "sampling.call.resolution", "zebra", *sorted(KNOWN)]
+)
 def test_what_is_no_name_of_another_program(name: str) -> None:
     assert other_name(name) is None
 

@@ -45,7 +45,7 @@ def test_bytes_and_operations_are_those_of_a_real_run(tmp_path: Path) -> None:
 
 def test_training_all_weights_takes_what_a_real_run_does(tmp_path: Path) -> None:
     config = sizing.config_of_check(sizing.wide(tmp_path / "wide", 640))
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, train="full"))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, train="full", lora_targets=None))
     facts, real = find_facts(config, tmp_path, torch.float32), sizing.real_run(config)
     (denoiser,) = (part for part in facts.parts if part.kind == "denoiser")
     assert facts.whole and facts.lora * 4 == denoiser.masters and facts.averages == 1
