@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
+from diffusers.models.normalization import AdaLayerNormContinuous
 from peft import LoraConfig
 
 from gerl.errors import ModelError
@@ -35,6 +36,15 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
         "joint_blocks.*.context_block.attn.proj": ("transformer_blocks.*.attn.to_add_out",),
         "joint_blocks.*.context_block.mlp.fc1": ("transformer_blocks.*.ff_context.net.0.proj",),
         "joint_blocks.*.context_block.mlp.fc2": ("transformer_blocks.*.ff_context.net.2",),
+        "joint_blocks.*.x_block.adaLN_modulation.1": ("transformer_blocks.*.norm1.linear",),
+        "joint_blocks.*.context_block.adaLN_modulation.1": ("transformer_blocks.*.norm1_context.linear",),
+        "context_embedder": ("context_embedder",),
+        "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
+        "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
+        "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
+        "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+        "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+        "final_layer.linear": ("proj_out",),
     },
     "FluxTransformer2DModel": {
         "double_blocks.*.img_attn.qkv": _qkv("transformer_blocks.*.attn"),
@@ -76,6 +86,7 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     # kohya trains it under the names of diffusers
     "UNet2DConditionModel": {},
 }
+BLOCK = re.compile(r"(?<=\.)\d+(?=\.)")
 # whose other layers have the same name in both
 SAME_NAMES = ("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "UNet2DConditionModel")
 
@@ -141,7 +152,7 @@ def kohya_file(
         down = torch.cat([lora.layers[part][0] for part in trained])
         up = down.new_zeros(sum(rows), len(down))
         for i, part in enumerate(trained):
-            b = lora.layers[part][1]
+            b = _halves_swapped(lora.layers[part][1], part, denoiser)
             top = sum(rows[: parts.index(part)])
             up[top : top + len(b), i * lora.rank : (i + 1) * lora.rank] = b
         name = "lora_unet_" + original.replace(".", "_")
@@ -173,7 +184,7 @@ def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module)
         top, parts = 0, originals[module]
         for part in parts:
             rows = len(denoiser.get_parameter(f"{part}.weight"))
-            own = up[top : top + rows]
+            own = _halves_swapped(up[top : top + rows], part, denoiser)
             top += rows
             used = own.any(0).nonzero().flatten()
             if len(parts) == 1:
@@ -184,6 +195,15 @@ def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module)
         if top != len(up):
             raise ModelError(f"its {module} has {len(up)} rows, and {type(denoiser).__name__} {top} in this place")
     return found
+
+
+def _halves_swapped(up: torch.Tensor, layer: str, denoiser: torch.nn.Module) -> torch.Tensor:
+    """The rows in the other order where the layer's original outputs first the shift, then the scale, and diffusers'
+    the scale first: `AdaLayerNormContinuous`, as in its converter of SD3's original code (`swap_scale_shift`).
+    """
+    if not isinstance(denoiser.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous):
+        return up
+    return torch.cat(up.chunk(2)[::-1])
 
 
 def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -206,9 +226,9 @@ def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
     """The original name of a layer, and all layers of diffusers that make it up, from top to bottom."""
-    number = re.search(r"\d+", layer)
+    number = BLOCK.search(layer)
     block = number[0] if number else ""
-    pattern = re.sub(r"\d+", "*", layer, count=1)
+    pattern = BLOCK.sub("*", layer, count=1)
     for original, parts in LAYOUTS[family].items():
         if pattern in parts:
             return original.replace("*", block), tuple(part.replace("*", block) for part in parts)

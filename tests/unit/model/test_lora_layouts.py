@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from gerl.errors import CheckpointError, ModelError
 from gerl.model.lora import default_targets
-from gerl.model.lora_layouts import diffusers_file, kohya_file, merge
+from gerl.model.lora_layouts import diffusers_file, kohya_file, kohya_halves, merge
 from gerl.model.lora_weights import Lora, check_fit, collect_loras
 
 
@@ -91,13 +91,18 @@ class Original(dict[str, torch.Tensor]):
 
 
 def test_sd3_under_the_names_of_its_original_code() -> None:
+    """All its linear layers, of which some have scale and shift the other way round in the original."""
     denoiser = tiny.sd3().transformer
-    lora = random_lora(denoiser, default_targets(denoiser))
+    lora = random_lora(denoiser, [name for name, m in denoiser.named_modules() if isinstance(m, torch.nn.Linear)])
     original = Original(kohya_file(lora, denoiser), blocks=2)
     converted = convert_sd3_transformer_checkpoint_to_diffusers(original)
     assert original.read == original.file.keys()
     changed = {name.removesuffix(".weight"): value for name, value in converted.items() if value.ndim == 2}
     torch.testing.assert_close(changed, updates(lora), rtol=1e-5, atol=1e-5)
+    again = kohya_halves(original.file, denoiser)
+    assert again.keys() == lora.layers.keys()
+    for layer, halves in again.items():
+        torch.testing.assert_close(halves.scale * halves.b @ halves.a, updates(lora)[layer], rtol=1e-5, atol=1e-5)
 
 
 def test_wan_with_an_image_prompt() -> None:
@@ -116,9 +121,9 @@ def test_wan_with_an_image_prompt() -> None:
 
 
 def test_layouts_that_do_not_exist() -> None:
-    lora = Lora({"proj_out": (torch.ones(1, 16), torch.ones(16, 1))}, 1.0)
-    with pytest.raises(ModelError, match=r"proj_out of SD3Transformer2DModel; use"):
-        kohya_file(lora, tiny.sd3().transformer)
+    lora = Lora({"proj_out": (torch.ones(1, 32), torch.ones(64, 1))}, 1.0)
+    with pytest.raises(ModelError, match=r"proj_out of FluxTransformer2DModel; use"):
+        kohya_file(lora, flux())
     with pytest.raises(ModelError, match=r"its layout for Linear is not known, only for SD3Trans.*; use diffusers,"):
         kohya_file(lora, torch.nn.Linear(1, 1))
 
