@@ -93,6 +93,7 @@ def test_pictures_between_the_first_and_the_newest_go_but_those_of_the_best(tmp_
     assert load_validation(tmp_path, 2).shown == [1, 3] and len(load_validation(tmp_path, 2).pixels) == 2
     gone = load_validation(tmp_path, 3)
     assert (gone.shown, gone.pixels, gone.drawing, gone.rewards) == ([], [], None, [0.3] * 4)
+    (tmp_path / "config.yaml").touch()
     with pytest.raises(GerlError, match=r"step 3 .*validation\.keep"):
         Run(tmp_path).images(3)
 
