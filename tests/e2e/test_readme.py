@@ -4,6 +4,7 @@ A Python block is executed as it stands unless an HTML comment `<!-- not run: re
 """
 
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -70,6 +71,13 @@ def test_the_pages_have_what_is_checked_here() -> None:
     assert not [page.name for page in PAGES if "@@" in page.read_text(encoding="utf-8")], "a placeholder was left in"
     assert PYTHON and TRAINING
     assert {"make demo", "make test"} <= {command for _, command in commands()}
+
+
+def test_the_numbers_of_the_demo_are_on_record() -> None:
+    first, *_, last = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["validation"]
+    before, after = (f"{row['reward']:.3f}, {row['exact']:.0%}" for row in (first, last))
+    heads = f"| held-out prompts before: reward {before} read exactly | after {last['step']} steps: {after} |"
+    assert heads.replace("%", " %") in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line {block.line}")
