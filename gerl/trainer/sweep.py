@@ -27,8 +27,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gerl.commandline import signals
-from gerl.commandline.composition import CHOICES, check_arguments, compose_run, hydra_overrides, register, sentences
-from gerl.commandline.experiments import config_folder, own_experiment
+from gerl.commandline.composition import check_arguments, compose_run, hydra_overrides, register, sentences
+from gerl.commandline.experiments import CHOICES, config_folder, own_file
 from gerl.commandline.hydra_options import quoted
 from gerl.errors import ConfigError, GerlError, TrainingError
 from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
@@ -45,13 +45,13 @@ OPTUNA = {"hydra.sweeper.direction": "maximize", "hydra.sweeper.max_failure_rate
 
 @dataclass(frozen=True)
 class Plan:
-    """The overrides that Hydra sweeps over, experiment files by the names it knows them by, and what runs get.
+    """The overrides that Hydra sweeps over, the user's files by what it knows them by, and what runs get.
 
     fixed: keys that are the same in all. batch: the overrides of each run, if they can be told beforehand.
     """
 
     overrides: list[str]
-    experiments: Mapping[str, str]
+    files: Mapping[str, str]
     fixed: list[str]
     batch: list[list[str]] | None
 
@@ -126,13 +126,14 @@ def _plan(arguments: Sequence[str]) -> Plan:
     check_arguments(arguments)
     given = {_key(argument): argument.partition("=")[2] for argument in arguments}
     _check(given)
-    overrides, experiments = list[str](), dict[str, str]()
+    overrides, files = list[str](), dict[str, str]()
     with sentences():
         for argument in arguments:
-            if argument.startswith("experiment="):
-                argument = _experiments(argument, experiments)
+            if argument.startswith(tuple(f"{group}=" for group in CHOICES)):
+                argument = _by_name(argument, files)
             overrides += hydra_overrides(argument)
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        loader = _hydra().config_loader if any("glob(" in override for override in overrides) else None
+        parsed = OverridesParser.create(loader).parse_overrides(overrides)
     swept = [override for override in parsed if override.is_sweep_override()]
     sweeper = given.get("hydra/sweeper", "basic")
     if not swept:
@@ -146,11 +147,12 @@ def _plan(arguments: Sequence[str]) -> Plan:
         )
     settings = SETTINGS | (OPTUNA if sweeper == "optuna" else {}) | _names(swept)
     settings = {key: value for key, value in settings.items() if key not in given}
+    batch = None if sweeper != "basic" or any(key.startswith("hydra.sweeper.") for key in given) else _batch(parsed)
     return Plan(
         overrides=[*overrides, *(f"{key}={value}" for key, value in settings.items()), "hydra.mode=MULTIRUN"],
-        experiments=experiments,
+        files=files,
         fixed=[_key(override.input_line or "") for override in parsed if override not in swept],
-        batch=None if sweeper != "basic" or any(key.startswith("hydra.sweeper.") for key in given) else _batch(parsed),
+        batch=batch,
     )
 
 
@@ -176,15 +178,18 @@ def _check(given: Mapping[str, str]) -> None:
         )
 
 
-def _experiments(argument: str, known: dict[str, str]) -> str:
-    """`experiment=A[,B ...]` by the names that Hydra has for files; these are noted in `known`."""
+def _by_name(argument: str, known: dict[str, str]) -> str:
+    """`experiment=A[,B ...]`, or `algorithm=`, by the names that Hydra has for files; these are noted in `known`."""
+    group, _, values = argument.partition("=")
+    if "(" in values:  # choice(...) or glob(...), of gerl's own
+        return argument
     names = []
-    for value in argument.removeprefix("experiment=").split(","):
-        name = own_experiment(f"experiment={value}").removeprefix("experiment=")
-        if name != value:
-            known[name] = str(Path(value).expanduser().absolute())
-        names.append(name)
-    return f"experiment={','.join(names)}"
+    for value in values.split(","):
+        override = own_file(f"{group}={value}")
+        if override != f"{group}={value}":
+            known[override] = f"{group}={Path(value).expanduser().absolute()}"
+        names.append(override.removeprefix(f"{group}="))
+    return f"{group}={','.join(names)}"
 
 
 def _names(swept: Sequence[Override]) -> dict[str, str]:
@@ -208,12 +213,7 @@ def _names(swept: Sequence[Override]) -> dict[str, str]:
 
 def _arguments(overrides: Sequence[str], plan: Plan) -> list[str]:
     """The command line of a run from Hydra's overrides."""
-
-    def restored(override: str) -> str:
-        name, _, value = override.partition("=")
-        return f"experiment={plan.experiments.get(value, value)}" if name == "experiment" else override
-
-    return [restored(override) for override in overrides]
+    return [plan.files.get(override, override) for override in overrides]
 
 
 def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:

@@ -40,6 +40,13 @@ def test_algorithms_and_experiment_files_are_swept_over_by_name(tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("values", ["choice(awm,awm_fast)", "glob(awm*)"])
+def test_presets_by_functions_of_hydra(values: str) -> None:
+    plan = _plan(["experiment=plain", f"algorithm={values}"])
+    assert plan.batch is not None
+    assert [run[-1] for run in plan.batch] == ["algorithm=awm", "algorithm=awm_fast"]
+
+
 def test_values_that_make_no_name_are_left_out_of_it() -> None:
     plan = _plan(["data.train=a/b.txt,c.txt", "trainer.seed=1"])
     assert "hydra.sweep.subdir=${hydra.job.num}" in plan.overrides
@@ -63,6 +70,18 @@ def test_a_plugin_chooses_its_values_itself_and_is_told_that_more_is_better() ->
             ["hydra/sweeper=optuna", "hydra.sweeper.direction=minimize", "actor.lr=interval(1e-5,1e-2)"]
         ).overrides
     )
+
+
+def test_a_preset_in_a_file_is_swept_over(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("algorithm:\n  name: flow_grpo\n  kl_coef: 0.5\n")
+    plan = _plan([f"algorithm={mine},awm", "experiment=plain"])
+    assert plan.batch is not None
+    assert [_arguments(run, plan) for run in plan.batch] == [
+        [f"algorithm={mine}", "experiment=plain"],
+        ["algorithm=awm", "experiment=plain"],
+    ]
+    assert compose_run(_arguments(plan.batch[0], plan)).config.algorithm.kl_coef == 0.5
 
 
 def test_nothing_to_sweep_over_is_said() -> None:
