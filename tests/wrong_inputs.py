@@ -168,6 +168,7 @@ KEYS = [
     row("experiment of a folder, mistyped, score", "score --config-dir . experiment=mien images=images out=o", "experiment=mien: ", "'mine'"),
     row("a sweep of scores", "score -m images=images out=o reward.scorers.ocr.weight=1,2", "-m: ", "only gerl train"),
     row("several experiments", "train experiment=signs,plain", "experiment=signs,plain: ", "-m trains once with each"),
+    row("value that optuna may choose", "train -m hydra/sweeper=optuna 'model.lora_rank=choice(8,-1)'", "model.lora_rank=-1: ", "at least 1"),
     row("spaces around =", "train trainer.steps = 5", "trainer.steps = 5: ", "no spaces.*write trainer.steps=5"),
     row("space after =", "train trainer.steps= 5", "trainer.steps= 5: ", "no spaces.*write trainer.steps=5"),
     row("space before =", "train trainer.steps =5", "trainer.steps =5: ", "no spaces.*write trainer.steps=5"),

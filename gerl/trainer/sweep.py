@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 
 from hydra import version
@@ -22,7 +23,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -38,6 +39,7 @@ logger = logging.getLogger("gerl")
 PROGRAM = "gerl.trainer.main_flowgrpo"
 PLAIN = re.compile(r"[\w.+-]+")  # values that can be a part of a folder's name
 MOST_NAMED = 6  # keys in the name of a folder
+MOST_TRIED = 32  # values of a key, and combinations of the other keys' values with one of them
 # Hydra's settings of a sweep, where the command line has no others: gerl's log stays, and a run that fails is no end
 SETTINGS = {"hydra/hydra_logging": "none", "hydra/job_logging": "none", "hydra.output_subdir": "null"}
 OPTUNA = {"hydra.sweeper.direction": "maximize", "hydra.sweeper.max_failure_rate": "1.0"}
@@ -47,24 +49,28 @@ OPTUNA = {"hydra.sweeper.direction": "maximize", "hydra.sweeper.max_failure_rate
 class Plan:
     """The overrides that Hydra sweeps over, the user's files by what it knows them by, and what runs get.
 
-    fixed: keys that are the same in all. batch: the overrides of each run, if they can be told beforehand.
+    fixed: keys that are the same in all. batch: the overrides of each run, if they can be told beforehand. Otherwise
+    choices: for each key, what it may be; of many values the first and last, of an interval both ends.
     """
 
     overrides: list[str]
     files: Mapping[str, str]
     fixed: list[str]
     batch: list[list[str]] | None
+    choices: list[list[str]] = field(default_factory=list)
 
 
 def sweep(arguments: Sequence[str]) -> Path:
     """Train once for each combination; returns the folder of the sweep, with `sweep.csv` and `sweep.json`.
 
-    Raises `ConfigError` before the first run if a combination cannot be composed, and `TrainingError` at the end if a
+    Raises `ConfigError` before the first run if a combination cannot be composed, or if a plugin that chooses from
+    values might choose one that cannot, whatever the other keys are, and `TrainingError` at the end if a
     run has failed, which ends no other.
     """
     plan = _plan(arguments)
     for run in plan.batch or ():
         compose_run(_arguments(run, plan))
+    _check_choices(plan)
     register({})
     before = time.time()
     hydra = _hydra()
@@ -148,12 +154,49 @@ def _plan(arguments: Sequence[str]) -> Plan:
     settings = SETTINGS | (OPTUNA if sweeper == "optuna" else {}) | _names(swept)
     settings = {key: value for key, value in settings.items() if key not in given}
     batch = None if sweeper != "basic" or any(key.startswith("hydra.sweeper.") for key in given) else _batch(parsed)
+    same = [o.input_line or "" for o in parsed if o not in swept and not o.is_hydra_override()]
     return Plan(
         overrides=[*overrides, *(f"{key}={value}" for key, value in settings.items()), "hydra.mode=MULTIRUN"],
         files=files,
         fixed=[_key(override.input_line or "") for override in parsed if override not in swept],
         batch=batch,
+        choices=[] if batch is not None else [[given] for given in same] + [_choices(override) for override in swept],
     )
+
+
+def _choices(override: Override) -> list[str]:
+    """The arguments that one with several values stands for; of more than `MOST_TRIED` the first and the last."""
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        found = [str(value.start), str(value.end)]
+    else:
+        found = list(override.sweep_string_iterator())
+    if len(found) > MOST_TRIED:
+        found = [found[0], found[-1]]
+    return [f"{override.get_key_element()}={each}" for each in found]
+
+
+def _check_choices(plan: Plan) -> None:
+    """Raise `ConfigError` for a value that cannot be trained with, whatever the other keys are."""
+    swept = [i for i, values in enumerate(plan.choices) if len(values) > 1]
+    for i in swept:
+        for value in plan.choices[i]:
+            runs = product(*plan.choices[:i], [value], *plan.choices[i + 1 :])
+            if (refusal := _refusal(list(islice(runs, MOST_TRIED + 1)), plan)) is not None:
+                raise refusal
+
+
+def _refusal(runs: Sequence[Sequence[str]], plan: Plan) -> ConfigError | None:
+    """Why none of `runs` can be composed; None where one can, or where they are more than `MOST_TRIED`."""
+    first = None
+    for run in runs[:MOST_TRIED]:
+        try:
+            compose_run(_arguments(run, plan))
+        except ConfigError as error:
+            first = first or error
+        else:
+            return None
+    return first if len(runs) <= MOST_TRIED else None
 
 
 def _batch(parsed: Sequence[Override]) -> list[list[str]]:

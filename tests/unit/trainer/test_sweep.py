@@ -8,7 +8,7 @@ import pytest
 
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError
-from gerl.trainer.sweep import _arguments, _plan
+from gerl.trainer.sweep import _arguments, _check_choices, _plan
 from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
 
 LAST = "reward.scorers.ocr.weight=2"
@@ -82,6 +82,33 @@ def test_a_preset_in_a_file_is_swept_over(tmp_path: Path) -> None:
         ["algorithm=awm", "experiment=plain"],
     ]
     assert compose_run(_arguments(plan.batch[0], plan)).config.algorithm.kl_coef == 0.5
+
+
+OPTUNA = ("hydra/sweeper=optuna", "experiment=plain")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["actor.lr=interval(-1,1)", "trainer.seed=choice(1,2)"], r"^actor\.lr=-1\.0: "),
+        (["actor.lr=interval(1e-5,1e-3)", "model.lora_rank=choice(8,0)"], r"^model\.lora_rank=0: "),
+        (["trainer.seed=range(1,99)", "model.dtype=choice(bfloat16,bfloat61)"], r"^model\.dtype=.?bfloat61"),
+        (["trainer.seed=1,2", "trainer.steps=0"], r"^trainer\.steps=0: "),
+    ],
+)
+def test_a_value_that_a_plugin_might_choose_and_no_run_can_have_is_refused_at_first(
+    given: list[str], said: str
+) -> None:
+    plan = _plan([*OPTUNA, *given])
+    with pytest.raises(ConfigError, match=said):
+        _check_choices(plan)
+
+
+def test_a_value_that_goes_with_some_of_the_others_is_left_to_the_plugin() -> None:
+    plan = _plan([*OPTUNA, "trainer.staleness=choice(0,1)", "algorithm.dynamic_sampling=choice(2,0)"])
+    with pytest.raises(ConfigError, match=r"trainer\.staleness=1"):
+        compose_run(["experiment=plain", "trainer.staleness=1", "algorithm.dynamic_sampling=2"])
+    _check_choices(plan)
 
 
 def test_nothing_to_sweep_over_is_said() -> None:
