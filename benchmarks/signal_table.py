@@ -1,6 +1,7 @@
 """The tables of docs/preflight.md from benchmarks/results/signal/*.json: `python benchmarks/signal_table.py`.
 
-Each file is the report of `python -m gerl.preflight rollout.prompts_per_step=8 KEYS signal=N out=FILE`.
+Each file is the report of `python -m gerl.preflight rollout.prompts_per_step=8 model.lora_targets=null KEYS signal=N
+out=FILE`.
 """
 
 import json

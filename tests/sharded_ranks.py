@@ -1,10 +1,9 @@
-"""The ranks of a worker, as a program: `python -m sharded_ranks RANKS FOLDER WHAT [CASE ...]`, see ranks.py.
+"""The ranks of a worker, as a program: `python -m sharded_ranks RANKS FOLDER "WHAT CASE" ...`, see ranks.py.
 
-Each writes a line of JSON a case. `draw`: tiny pipelines of `tiny.CASES`, `zoo`: those of the zoo, `signs`: the shipped
-one with keys of `model`, drawn with and trained whole and with their weights divided among the ranks: by how much
-latents, log-probabilities and gradients differ at most, in parts of the largest, and which share of the divided weights
-is here. `read`: pipelines in folders, read
-whole and in parts: how many weights differ, and the memory that this took at most, in bytes.
+Each writes a line of JSON a case. `draw` (one of `tiny.CASES`), `zoo` (one of the zoo), `signs` (the shipped one, with
+keys of `model`): drawn with and trained whole and with the weights divided among the ranks; by how much latents,
+log-probabilities and gradients differ at most, in parts of the largest, and which share of the divided weights is here.
+`read` (a pipeline's folder): read whole and in parts; how many weights differ, and the memory that this took at most.
 """
 
 import gc
@@ -172,12 +171,12 @@ WHAT: dict[str, Callable[[str, DeviceMesh], Row]] = {"draw": draw, "signs": draw
 
 
 def main(rank: int, ranks: int, store: str, arguments: list[str]) -> None:
-    what, *cases = arguments
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    for case in cases:
-        sys.stdout.write(json.dumps({"case": case, **WHAT[what](case, mesh)}) + "\n")
+    for argument in arguments:
+        what, _, case = argument.partition(" ")
+        sys.stdout.write(json.dumps({"case": argument, **WHAT[what](case, mesh)}) + "\n")
         sys.stdout.flush()
     dist.destroy_process_group()
 

@@ -11,11 +11,12 @@ from torch import nn
 
 WIDTH, PIXELS = 16, 4 * 28 * 28
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+MARKS += ["<|video_pad|>"]
 # The conversation as the published tokenizers write it, without tools.
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type != 'text' %}"
+    "<|vision_start|><|{{ c.type }}_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -24,7 +25,8 @@ def qwen_folder(folder: Path, kind: str = "qwen2_vl") -> str:
     vocabulary = {name: i for i, name in enumerate(["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokens = transformers.Qwen2Tokenizer(vocabulary, [], additional_special_tokens=MARKS[1:], chat_template=TEMPLATE)
     images = transformers.Qwen2VLImageProcessorPil()
-    marks = {"image_token_id": "<|image_pad|>", "vision_start_token_id": "<|vision_start|>"}
+    marks = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    marks["vision_start_token_id"] = "<|vision_start|>"
     ids: dict[str, Any] = {name: tokens.convert_tokens_to_ids(mark) for name, mark in marks.items()}
     sizes: dict[str, Any] = dict(hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     sizes |= dict(num_key_value_heads=1, vocab_size=len(tokens) + 7)  # rows that no token uses, as published
@@ -48,10 +50,10 @@ def head(outputs: int = 2) -> nn.Sequential:
     return nn.Sequential(*layers).eval()
 
 
-def whole_model(base: str, token: str) -> tuple[Any, Any]:
-    """A model of transformers with random weights and a row for the added `token`, and its tokenizer."""
+def whole_model(base: str, *added: str) -> tuple[Any, Any]:
+    """A model of transformers with random weights and a row for each `added` token, and its tokenizer."""
     tokens = transformers.AutoTokenizer.from_pretrained(base)
-    tokens.add_special_tokens({"additional_special_tokens": [token]})
+    tokens.add_special_tokens({"additional_special_tokens": list(added)})
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.from_pretrained(base)).eval()
     model.resize_token_embeddings(len(tokens))

@@ -31,7 +31,10 @@ FREE = re.compile(
     r"|reward\.(retries|on_error|max_failed|trial|gpu_shares)|reward\.scorers\.\w+\.(replicas|gpus|timeout|env|success)"
     r"|data\.(train|shuffle)"
 )
-FREE_KWARGS = ("device", "batch_size", "threads", "concurrency", "retries", "backoff", "timeout", "api_key")
+FREE_KWARGS = (
+    *("device", "batch_size", "threads", "concurrency", "retries", "backoff", "timeout", "api_key"),
+    "repository",  # what comes from there is known by its digest
+)
 EXACT = {"sampling.cache": "none", "model.quantize": "none", "model.quantize_encoders": "none"}  # of every suite
 
 ALWAYS = ("validation.data", "validation.max_prompts", "data.prompt_key", "reward.", *EXACT)  # pinned by every suite

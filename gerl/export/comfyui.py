@@ -1,4 +1,11 @@
-"""Workflows for ComfyUI, in the format of its API, that draw with a LoRA."""
+"""Workflows for ComfyUI, in the format of its API, that draw with a LoRA.
+
+Source of nodes, file names, shifts and schedules: ComfyUI's own templates (github.com/Comfy-Org/workflow_templates,
+templates/default.json at commit 01d7404, flux_dev_full_text_to_image.json at 0de266f, image_qwen_image.json at 099db66,
+01_qwen_t2i_subgraphed.json at 3b370ad, image_z_image.json at d1170b6) and examples
+(github.com/comfyanonymous/ComfyUI_examples, sd3/README.md at 2782d09). Of Qwen-Image they take the files in 8 bits;
+here it is those in bf16, from the same repository.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +20,8 @@ class Family:
     """The nodes that a family of base models takes, and the names that its files usually have.
 
     loads: `checkpoint`, one file with everything, or `parts`. guided: where the run's guidance goes: `cfg`, or an input
-    of the denoiser, `embedded`. shift: of ModelSamplingAuraFlow, if the family takes one.
+    of the denoiser, `embedded`. above: cfg less the pipeline's guidance, 1 where that is 0 without guidance. shift: of
+    ModelSamplingAuraFlow, if the family takes one.
     """
 
     loads: Literal["checkpoint", "parts"]
@@ -24,6 +32,7 @@ class Family:
     latents: str = "EmptySD3LatentImage"
     guided: Literal["cfg", "embedded"] = "cfg"
     guidance: str = "guidance_scale"  # the argument of the pipeline
+    above: float = 0.0
     shift: float | None = None
     sampler: tuple[str, str] = ("euler", "simple")
 
@@ -33,7 +42,7 @@ DDIM = ("ddim", "ddim_uniform")
 # by the class of the pipeline in diffusers
 FAMILIES = {
     "StableDiffusionPipeline": Family(
-        "checkpoint", "v1-5-pruned-emaonly.safetensors", latents="EmptyLatentImage", sampler=DDIM
+        "checkpoint", "v1-5-pruned-emaonly-fp16.safetensors", latents="EmptyLatentImage", sampler=DDIM
     ),
     "StableDiffusionXLPipeline": Family(
         "checkpoint", "sd_xl_base_1.0.safetensors", latents="EmptyLatentImage", sampler=DDIM
@@ -58,11 +67,21 @@ FAMILIES = {
         guidance="true_cfg_scale",
         shift=3.1,
     ),
+    "ZImagePipeline": Family(
+        "parts",
+        "z_image_bf16.safetensors",
+        ("qwen_3_4b.safetensors",),
+        "lumina2",
+        "ae.safetensors",
+        above=1.0,
+        shift=3.0,
+    ),
 }
 # what the base is called on the hub, where its file is not the family's usual one
 FILES = {
     "stabilityai/stable-diffusion-3-medium-diffusers": "sd3_medium.safetensors",
     "stabilityai/stable-diffusion-3.5-large": "sd3.5_large.safetensors",
+    "Tongyi-MAI/Z-Image-Turbo": "z_image_turbo_bf16.safetensors",
 }
 LOADERS = {1: "CLIPLoader", 2: "DualCLIPLoader", 3: "TripleCLIPLoader"}
 
@@ -83,7 +102,8 @@ def workflow(pipeline: str, base: str, lora: str, prompt: str, call: Mapping[str
         model = ["shift", 0]
     nodes["prompt"] = _node("CLIPTextEncode", clip=clip, text=prompt)
     nodes["negative"] = _node("CLIPTextEncode", clip=clip, text=str(call.get("negative_prompt") or ""))
-    guidance, positive = float(call.get(family.guidance) or 1.0), "prompt"
+    guidance = float(call.get(family.guidance) or 1.0 - family.above) + family.above
+    positive = "prompt"
     if family.guided == "embedded":
         nodes["guidance"] = _node("FluxGuidance", conditioning=["prompt", 0], guidance=guidance)
         guidance, positive = 1.0, "guidance"

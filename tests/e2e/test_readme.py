@@ -4,6 +4,7 @@ A Python block is executed as it stands unless an HTML comment `<!-- not run: re
 """
 
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -80,6 +81,13 @@ def test_own_pipeline_reward_and_prompts_are_a_few_lines() -> None:
     assert len([line for line in block.splitlines() if line.strip()]) <= 8 and "from_pretrained" in block
 
 
+def test_the_numbers_of_the_demo_are_on_record() -> None:
+    first, *_, last = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["validation"]
+    before, after = (f"{row['reward']:.3f}, {row['exact']:.0%}" for row in (first, last))
+    heads = f"| held-out prompts before: reward {before} read exactly | after {last['step']} steps: {after} |"
+    assert heads.replace("%", " %") in README.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line {block.line}")
 def test_python_blocks_run(
     block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -105,6 +113,12 @@ def test_python_blocks_run(
             assert list(shown) == list(said)
             for name, numbers in shown.items():  # another machine may draw other last bits
                 assert numbers[:2] == pytest.approx(said[name][:2], abs=0.05)
+
+
+def test_an_own_pipeline_reward_and_prompts_are_eight_lines() -> None:
+    (block,) = [b for b in blocks(README) if "import gerl, numpy" in b.text]
+    assert "gerl.train(pipe, bright, prompts" in block.text
+    assert len([line for line in block.text.splitlines() if line.strip()]) <= 8
 
 
 def table(text: str) -> dict[str, list[float]]:

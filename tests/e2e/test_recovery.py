@@ -55,9 +55,10 @@ def disturbed(train: Callable[..., Any], workplace: Path, tmp_path: Path, monkey
     return run
 
 
-# where a worker is killed, in the last step two at once, and where one stands still; an optimizer step begins with
-# the all-reduce. Two that die as soon as they draw may take the copy of the last step with them, before it is sent
-PHASES = "setup.1.0 generate.1.1 reduce_gradient.0.2 validate.0.3 finish_step.1.5 accumulate.0.6 accumulate.1.6"
+# where a worker is killed, in the last step two at once, and where one stands still (while it draws: below); an
+# optimizer step begins with the all-reduce. Two that die as soon as they draw may take the copy of the last step with
+# them, before it is sent
+PHASES = "setup.1.0 reduce_gradient.0.2 validate.0.3 finish_step.1.5 accumulate.0.6 accumulate.1.6"
 STANDS_STILL = "finished.0.4"
 
 
@@ -66,14 +67,14 @@ def test_workers_may_die_or_hang_in_every_phase(
 ) -> None:
     wished = dict.fromkeys(PHASES.split(), signal.SIGKILL) | {STANDS_STILL: signal.SIGSTOP}
     run = disturbed(
-        wished, "logger.report=true", "cluster.max_restarts=20", "cluster.hang_after=20", "cluster.patience=600"
+        wished, "logger.report=true", "cluster.max_restarts=20", "cluster.hang_after=12", "cluster.patience=600"
     )
     run.assert_same(undisturbed, STEPS)
     assert sum(run.column("cluster/restarts")) >= len(wished) - 1  # the others are of a start
-    assert min(run.column("cluster/lost_s")) > 0
+    assert min(run.column("cluster/lost_s")[1:]) > 0  # step 1 was not disturbed
     assert re.search(r"\d+ workers that died, .* lost", (run.folder / "report.html").read_text())
     assert "going on from step 5 with 2 new process(es)" in caplog.text
-    assert re.search(r"no answer of worker 0.* for 20 s; .*hang_after.*going on from step 4", caplog.text)
+    assert re.search(r"no answer of worker 0.* for 12 s; .*hang_after.*going on from step 4", caplog.text)
     assert "Traceback" not in capsys.readouterr().err + caplog.text
 
 

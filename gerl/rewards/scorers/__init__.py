@@ -34,6 +34,7 @@ SCORERS = {
     "imagereward": "imagereward:ImageReward",
     "hpsv2": "hpsv2:HpsV2",
     "hpsv3": "hpsv3:HpsV3",
+    "videoalign": "videoalign:VideoAlign",
     "geneval": "geneval:GenEvalScorer",
     "geneval2": "geneval2:GenEval2",
     "image_similarity": "image_similarity:ImageSimilarity",

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from PIL import Image
@@ -21,6 +21,7 @@ from gerl.rewards.scorers.aesthetic import read_tensors
 from gerl.rewards.scorers.clip_tower import expanded, loading
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 PIXELS = 256 * 28 * 28  # of an image
@@ -54,16 +55,13 @@ class RewardModel:
         self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str], head: str, batch_size: int
     ) -> torch.Tensor:
         """The numbers [B, N] of `head`, fp32 on the CPU; texts [B] have one reward token and follow their pictures."""
+        at = [self.tokenizer.convert_tokens_to_ids(self.token)]
         found = []
         for start in range(0, len(texts), batch_size):
             rows = slice(start, start + batch_size)
             inputs = self._inputs(pictures[rows], texts[rows])
-            ids = inputs["input_ids"]
-            positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
             with torch.inference_mode():
-                hidden = self.backbone(**inputs, position_ids=positions).last_hidden_state
-                at = ids == self.tokenizer.convert_tokens_to_ids(self.token)
-                found.append(self.heads[head](hidden[at].float()).cpu())
+                found.append(self.heads[head](hidden_at(self.backbone, inputs, at)).cpu())
         return torch.cat(found)
 
     def _inputs(self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -73,20 +71,44 @@ class RewardModel:
         seen = self.processor(images=flat, size=size, return_tensors="pt")
         mark = str(self.tokenizer.convert_ids_to_tokens(self.backbone.config.image_token_id))
         patches = iter((seen["image_grid_thw"].prod(-1) // self.processor.merge_size**2).tolist())
-        written = []
-        for row, text in zip(pictures, texts, strict=True):
-            content: list[dict[str, str]] = [{"type": "image"} for _ in row]
-            message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
-            chat = str(self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
-            written.append(re.sub(re.escape(mark), lambda _: mark * next(patches), chat))
-        tokens = self.tokenizer(written, padding=True, padding_side="right", return_tensors="pt")
         device, dtype = self.backbone.device, self.backbone.dtype
+        lengths = [[next(patches) for _ in row] for row in pictures]
         return {
-            "input_ids": tokens["input_ids"].to(device),
-            "attention_mask": tokens["attention_mask"].to(device),
+            **message_tokens(self.tokenizer, "image", mark, lengths, texts, device),
             "pixel_values": seen["pixel_values"].to(device, dtype),
             "image_grid_thw": seen["image_grid_thw"].to(device),
         }
+
+
+def message_tokens(
+    tokenizer: "PreTrainedTokenizerBase",
+    kind: Literal["image", "video"],
+    mark: str,
+    lengths: Sequence[Sequence[int]],
+    texts: Sequence[str],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` [B, L], padded on the right: pictures of a `kind`, then the text, an answer due.
+
+    lengths: of each message's pictures, how often the `mark` stands in its place.
+    """
+    written = []
+    for row, text in zip(lengths, texts, strict=True):
+        content: list[dict[str, str]] = [{"type": kind} for _ in row]
+        message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+        chat = str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+        left = iter(row)
+        written.append(re.sub(re.escape(mark), lambda _, left=left: mark * next(left), chat))  # type: ignore[misc]
+    tokens = tokenizer(written, padding=True, padding_side="right", return_tensors="pt")
+    return {name: tokens[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def hidden_at(backbone: "PreTrainedModel", inputs: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
+    """The hidden states [N, width], fp32, of all `tokens` in `inputs`, message by message in their order."""
+    ids = inputs["input_ids"]
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
+    hidden = backbone(**inputs, position_ids=positions).last_hidden_state
+    return hidden[torch.isin(ids, torch.tensor(tokens, device=ids.device))].float()
 
 
 @cache
@@ -100,8 +122,18 @@ def reward_model(
     Raises:
         RewardError: something cannot be loaded, or the weights do not fit.
     """
+    config, tokenizer, processor = base_parts(base, [token])
+    tensors = read_tensors("model", hub_file(model, file))
+    backbone = build_backbone(model, config, tensors)
+    heads = _heads(model, tensors, config.get_text_config().hidden_size)
+    for head in heads.values():
+        head.to(device)
+    return RewardModel(backbone.to(device, dtype).eval(), heads, tokenizer, processor, token, pixels)
+
+
+def base_parts(base: str, tokens: list[str]) -> tuple[Any, "PreTrainedTokenizerBase", "BaseImageProcessor"]:
+    """Configuration, tokenizer with the added `tokens`, and image processor of `base`, a Hub id or a folder."""
     import transformers
-    from transformers.utils import cached_file
 
     with loading("base", base, "a Qwen2-VL or Qwen2.5-VL model of transformers"):
         source = expanded(base)
@@ -110,18 +142,25 @@ def reward_model(
         processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
     if config.model_type not in ("qwen2_vl", "qwen2_5_vl") or tokenizer.chat_template is None:
         raise RewardError(f"base={base} is a {config.model_type} model: give an instructed Qwen2-VL or Qwen2.5-VL one")
-    tokenizer.add_special_tokens({"additional_special_tokens": [token]})
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    return config, tokenizer, processor
+
+
+def hub_file(model: str, file: str) -> str:
+    """The path of `file` of `model`, a Hub id or a folder."""
+    from transformers.utils import cached_file
+
     with loading("model", model, f"a repository with {file}"):
-        tensors = read_tensors("model", str(cached_file(expanded(model), file)))
-    backbone = _backbone(model, config, tensors)
-    heads = _heads(model, tensors, config.get_text_config().hidden_size)
-    for head in heads.values():
-        head.to(device)
-    return RewardModel(backbone.to(device, dtype).eval(), heads, tokenizer, processor, token, pixels)
+        return str(cached_file(expanded(model), file))
 
 
-def _backbone(model: str, config: Any, tensors: Mapping[str, torch.Tensor]) -> "PreTrainedModel":
-    """The backbone with the weights among `tensors`, under the names of any version of transformers."""
+def build_backbone(
+    model: str, config: Any, tensors: Mapping[str, torch.Tensor], lora: "LoraConfig | None" = None
+) -> "PreTrainedModel":
+    """The backbone with the weights among `tensors`, under the names of any version of transformers.
+
+    lora: where `tensors` has the weights of one, its settings.
+    """
     import accelerate
     import transformers
 
@@ -135,6 +174,11 @@ def _backbone(model: str, config: Any, tensors: Mapping[str, torch.Tensor]) -> "
         config.get_text_config().vocab_size = len(words)
     with accelerate.init_empty_weights(include_buffers=False):
         backbone = transformers.AutoModel.from_config(config)
+    if lora is not None:
+        import peft
+
+        lora.target_modules = {name.split(".lora_A.")[0] for name in own if ".lora_A." in name}
+        peft.inject_adapter_in_model(lora, backbone, low_cpu_mem_usage=True)
     wanted = backbone.state_dict()
     if differ := sorted(own.keys() ^ wanted.keys()):
         raise RewardError(

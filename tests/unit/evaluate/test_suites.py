@@ -139,6 +139,15 @@ def test_another_model_has_no_protocol_but_can_be_given_one(request_of: Callable
     assert chosen.deviations == ("the protocol signs, which is not published for owner/name",)
 
 
+def test_drawbench_measures_aesthetic_without_a_file_of_the_users(tmp_path: Path) -> None:
+    aesthetic = {"aesthetic": {"weight": 1.0}}
+    columns = {"aesthetic": {"name": "Aesthetic"}}
+    suite = suite_file(tmp_path, scorers=aesthetic, columns=columns, tasks=None, published=[])
+    assert "aesthetic" in load("drawbench").scorers and "aesthetic" not in load("drawbench").needs
+    copy = parse([f"suite={suite}", "out=o", f"reward.scorers.aesthetic.kwargs.repository={tmp_path}"])
+    assert copy.deviations == ()  # the head is known by its digest, wherever it comes from
+
+
 def test_a_scorer_that_needs_an_address_is_left_out_until_it_has_one(tmp_path: Path) -> None:
     own = {"sharpness": {"weight": 1.0}, "deqa": {"weight": 0.0}}
     columns = {"sharpness": {"name": "Sharpness"}, "deqa": {"name": "DeQA", "factor": 5.0}}

@@ -57,8 +57,15 @@ def test_every_node_has_its_inputs_and_the_picture_is_drawn_with_the_lora(pipeli
     assert graph["lora"]["inputs"]["lora_name"] == "mine.safetensors" and graph["prompt"]["inputs"]["text"] == "a fox"
     sampler, latents = graph["sampler"]["inputs"], graph["latents"]["inputs"]
     assert (sampler["steps"], latents["width"], latents["height"]) == (12, 768, 512)
-    cfg = {"FluxPipeline": 1.0, "QwenImagePipeline": 4.0}.get(pipeline, 3.5)
+    cfg = {"FluxPipeline": 1.0, "QwenImagePipeline": 4.0, "ZImagePipeline": 4.5}.get(pipeline, 3.5)
     assert sampler["cfg"] == cfg and graph.get("guidance", {"inputs": {"guidance": 3.5}})["inputs"]["guidance"] == 3.5
+
+
+@pytest.mark.parametrize("pipeline", ["StableDiffusion3Pipeline", "ZImagePipeline"])
+def test_without_guidance_cfg_is_one(pipeline: str) -> None:
+    for call in ({}, {"guidance_scale": 0.0}):
+        graph = workflow(pipeline, "owner/base", "mine.safetensors", "a fox", call)
+        assert graph is not None and graph["sampler"]["inputs"]["cfg"] == 1.0
 
 
 def test_other_families_have_none() -> None:

@@ -98,6 +98,7 @@ def test_kwargs_as_a_configuration_gives_them_are_taken(name: str, kwargs: dict[
         ("dino_similarity", {"processor": "x"}, "processor='x' is wrong.*takes model, metadata_key"),
         ("aesthetic", {"head": None}, "head=None is wrong"),
         ("hpsv3", {"pixels": 1}, "pixels=1 is wrong"),
+        ("videoalign", {"fps": 0}, "fps=0 is wrong.*takes model, checkpoint, base, code, fps"),
         ("editreward", {"reward_dim": "overall"}, "reward_dim='overall' is wrong.*takes model, checkpoint, base, code"),
         ("orc", {}, r"only ocr, pickscore, .*reward\.scorers\.orc\.path"),
     ],
