@@ -160,7 +160,10 @@ def _line(suite: Suite, measured: Measured) -> tuple[str, ...]:
     over = f"{column.measured}, mean over tasks" if column.over == "tasks" else column.measured
     mean, gain = measured.mean, measured.difference
     gained = ("", "") if gain is None else (show(gain.mean, "+"), interval(gain, "+"))
-    name = f"  {measured.task}" if measured.task else over
+    task = measured.task
+    if task is not None and task.isdigit() and suite.tasks is not None:
+        task = f"{suite.tasks.column} {task}"
+    name = f"  {task}" if task else over
     return (name, measured.variant, str(mean.count), show(mean.mean), interval(mean), *gained)
 
 

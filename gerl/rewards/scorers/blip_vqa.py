@@ -4,8 +4,9 @@ Source: "T2I-CompBench" (arXiv 2307.06350) and its code (github.com/Karine-Huang
 BLIPvqa_eval/BLIP_vqa.py and models/blip_vqa.py, vqa_prob): spaCy finds the noun phrases, BLIP is asked "PHRASE?", and
 the probabilities of yes against no are multiplied. The authors round each probability to four digits, which is not
 repeated here. BLIP is that of transformers: `Salesforce/blip-vqa-capfilt-large` are the weights that the authors load,
-converted for images of 384 pixels a side, while they show BLIP 480. At small sizes with random weights the network was
-compared with a plain rendering of their formula; the published weights have not been run by this project.
+converted for images of 384 pixels a side, while they show BLIP 480, as is done here with their own file. At small sizes
+with random weights the network was compared with a plain rendering of their formula; the published weights have not
+been run by this project.
 """
 
 import importlib.util
@@ -23,6 +24,7 @@ from pydantic import Field
 from gerl.config.choices import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer, require
+from gerl.rewards.scorers.blip_original import is_original, load_original
 from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype
 from gerl.rewards.scorers.imagereward import PIXEL_MEAN, PIXEL_STD
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 PLACES = ("top", "the side", "the left", "the right")  # are no things
 MOST = 8  # noun phrases
+BERT = "google-bert/bert-base-uncased"
 TOKENS, WORDS = 35, 50  # of a question
 DROPPED = re.compile(r'[.!"()*#:;~]')
 
@@ -39,11 +42,14 @@ DROPPED = re.compile(r'[.!"()*#:;~]')
 class BlipVqa(Scorer):
     """The product, from 0 to 1, of the probabilities that BLIP sees the first eight noun phrases of the prompt.
 
-    A prompt without any has 1. `model` is the Hub id or the folder of a BLIP for questions in transformers' form,
-    `spacy_model` the name of an installed spaCy pipeline that parses English, or its folder.
+    A prompt without any has 1. `model` is the Hub id or the folder of a BLIP for questions in transformers' form, or
+    the file model_base_vqa_capfilt_large.pth of BLIP's authors, beside which `tokenizer` (default: that of `model`) is
+    google-bert/bert-base-uncased. `spacy_model` is the name of an installed spaCy pipeline that parses English, or its
+    folder.
     """
 
     model: str = "Salesforce/blip-vqa-capfilt-large"
+    tokenizer: str | None = None
     spacy_model: str = "en_core_web_sm"
     batch_size: Annotated[int, Field(ge=1)] = 32
     device: Device = "auto"
@@ -88,7 +94,8 @@ class BlipVqa(Scorer):
     @property
     def _network(self) -> "BlipNetwork":
         device = resolve_device(self.device)
-        return _network(self.model, device, resolve_dtype(self.dtype, device))
+        tokenizer = self.tokenizer or (BERT if is_original(self.model) else self.model)
+        return _network(self.model, tokenizer, device, resolve_dtype(self.dtype, device))
 
 
 def question(phrase: str) -> str:
@@ -138,7 +145,19 @@ class BlipNetwork:
 
 
 @cache
-def _network(model: str, device: torch.device, dtype: torch.dtype) -> BlipNetwork:
+def _network(model: str, tokenizer: str, device: torch.device, dtype: torch.dtype) -> BlipNetwork:
+    import transformers
+
+    network = load_original(model) if is_original(model) else _converted(model)
+    with loading("tokenizer", tokenizer, "a BERT tokenizer"):
+        words = transformers.AutoTokenizer.from_pretrained(expanded(tokenizer))
+    # BLIP's authors add two tokens to BERT's, in this order: [DEC], with which an answer begins, and [ENC].
+    start = network.config.text_config.bos_token_id
+    return BlipNetwork(network.to(device, dtype).eval(), words, dtype, start, start + 1)
+
+
+def _converted(model: str) -> "BlipForQuestionAnswering":
+    """The network in transformers' form."""
     import transformers
 
     source, what = expanded(model), "a transformers BLIP for visual question answering"
@@ -150,15 +169,12 @@ def _network(model: str, device: torch.device, dtype: torch.dtype) -> BlipNetwor
         network, info = transformers.BlipForQuestionAnswering.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
         raise RewardError(
             f"model={model} has no weights for {missing[0]} and {len(missing) - 1} more tensors of a BLIP that answers "
             f"questions: give {what}"
         )
-    # BLIP's authors add two tokens to BERT's, in this order: [DEC], with which an answer begins, and [ENC].
-    start = network.config.text_config.bos_token_id
-    return BlipNetwork(network.to(device, dtype).eval(), tokenizer, dtype, start, start + 1)
+    return network
 
 
 def preprocess(image: Image.Image, size: int) -> torch.Tensor:

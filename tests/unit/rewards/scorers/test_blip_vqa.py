@@ -8,7 +8,7 @@ import spacy
 import torch
 import transformers
 from PIL import Image
-from tiny_blip import SIZE, WORDS, blip_folder, spacy_folder
+from tiny_blip import SIZE, WORDS, blip_folder, original_file, spacy_folder
 from tiny_clip import assert_scored_alone, pictures
 
 from gerl.errors import RewardError
@@ -54,8 +54,20 @@ def test_the_score_is_the_product_of_the_published_probabilities(folders: dict[s
     assert len({round(score, 3) for score in expected}) == 3 and max(expected) < 1
 
 
+def test_the_authors_own_file_gives_the_same_scores(folders: dict[str, Any], tmp_path: Path) -> None:
+    file = original_file(folders["model"], tmp_path / "blip.pth")
+    assert any("visual_encoder.blocks.1.attn.qkv" in name for name in torch.load(file)["model"])
+    expected = BlipVqa(**folders)(pictures(3), PROMPTS, [{}] * 3)
+    original = BlipVqa(**{**folders, "model": file, "tokenizer": folders["model"]})
+    assert original(pictures(3), PROMPTS, [{}] * 3) == pytest.approx(expected, rel=1e-5)
+    for content, sentence in (({"a": 1}, r"cannot be loaded \(KeyError"), ({"model": {}}, "no decoder of answers")):
+        torch.save(content, tmp_path / "other.pth")
+        with pytest.raises(RewardError, match=rf"model=.*other\.pth .*{sentence}"):
+            BlipVqa(**{**folders, "model": str(tmp_path / "other.pth")})(pictures(1), ["a cat"], [{}])
+
+
 def test_an_image_scores_alone_as_in_a_batch(folders: dict[str, Any]) -> None:
-    assert_scored_alone(BlipVqa(**folders), pictures(3), PROMPTS)
+    assert_scored_alone(BlipVqa(**folders), pictures(3), PROMPTS, 1e-5)  # sums of other lengths
 
 
 def test_places_are_no_things_and_eight_things_are_enough(folders: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ def test_kwargs_as_a_configuration_gives_them_are_taken(name: str, kwargs: dict[
         ("geneval2", {**CHAT, "min_mass": 0}, "min_mass=0 is wrong"),
         ("dpg", {**CHAT, "image_size": 0}, "image_size=0 is wrong"),
         ("blip_vqa", {"batch_size": 0}, "batch_size=0 is wrong"),
-        ("blip_vqa", {"spacy": "x"}, "spacy='x' is wrong.*takes model, spacy_model, batch_size"),
+        ("blip_vqa", {"spacy": "x"}, "spacy='x' is wrong.*takes model, tokenizer, spacy_model"),
         ("dino_similarity", {"batch_size": 0}, "batch_size=0 is wrong"),
         ("dino_similarity", {"processor": "x"}, "processor='x' is wrong.*takes model, metadata_key"),
         ("aesthetic", {"head": None}, "head=None is wrong"),
