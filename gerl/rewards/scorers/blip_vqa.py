@@ -5,8 +5,8 @@ BLIPvqa_eval/BLIP_vqa.py and models/blip_vqa.py, vqa_prob): spaCy finds the noun
 the probabilities of yes against no are multiplied. The authors round each probability to four digits, which is not
 repeated here. BLIP is that of transformers: `Salesforce/blip-vqa-capfilt-large` are the weights that the authors load,
 converted for images of 384 pixels a side, while they show BLIP 480, as is done here with their own file. At small sizes
-with random weights the network was compared with a plain rendering of their formula; the published weights have not
-been run by this project.
+with random weights the scores were compared with those of the authors' own modules, of weights in either form; the
+published weights have not been run by this project.
 """
 
 import importlib.util
