@@ -43,6 +43,9 @@ NEUTRAL = {
     ("model", "channels_last"): False,
     ("algorithm", "train_share"): 1.0,
     ("algorithm", "shared_noise"): False,
+    ("validation", "images_per_prompt"): 1,
+    ("validation", "height"): None,
+    ("validation", "width"): None,
 }
 NEUTRAL_OF_SCORER = {"env": {}}  # the same for keys of reward.scorers.NAME
 HERE = Path(__file__).resolve().parent

@@ -165,6 +165,11 @@ class ValidationConfig(Block):
     images: int | None = key(
         32, "prompts whose pictures are kept and shown, spread evenly over the file; null: all", low=1
     )
+    images_per_prompt: int = key(
+        1, "images of each held-out prompt; with more, how unlike they are is measured, which collapse lowers", low=1
+    )
+    height: int | None = key(None, "height of the images in pixels; null: as in sampling", low=8)
+    width: int | None = key(None, "width of the images in pixels; null: as in sampling", low=8)
     num_inference_steps: int | None = key(None, "denoising steps; null: as in sampling", low=1, high=10**4)
     guidance_scale: float | None = key(None, "guidance scale; null: as in sampling", low=0)
     micro_batch_size: int = key(32, "images denoised together", low=1)
