@@ -107,6 +107,12 @@ def test_python_blocks_run(
                 assert numbers[:2] == pytest.approx(said[name][:2], abs=0.05)
 
 
+def test_an_own_pipeline_reward_and_prompts_are_eight_lines() -> None:
+    (block,) = [b for b in blocks(README) if "import gerl, numpy" in b.text]
+    assert "gerl.train(pipe, bright, prompts" in block.text
+    assert len([line for line in block.text.splitlines() if line.strip()]) <= 8
+
+
 def table(text: str) -> dict[str, list[float]]:
     """The numbers of the first table in the text, as `gerl.score` prints it, by column: images, mean, and so on."""
     rows = re.search(r" images .* max\n((?:\w.*\n)+)", text)
