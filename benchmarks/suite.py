@@ -35,6 +35,8 @@ NEUTRAL = {
     ("data", "cache"): None,
     ("data", "cache_gb"): 2.0,
     ("actor", "step_batch"): 1,
+    ("actor", "epochs"): 1,
+    ("validation", "keep"): None,
     ("sampling", "cache"): "none",
     ("sampling", "cache_threshold"): 0.05,
     ("sampling", "cache_interval"): 2,
@@ -162,9 +164,10 @@ def candidate(algorithm: str, keys: Sequence[str], arguments: Sequence[str]) -> 
 
 
 def fingerprint(config: Config) -> str:
-    """A hash of the settings that decide what a run computes, without its seed."""
+    """A hash of the settings that decide what a run computes, without its seed and what is only watched."""
     settings = {block: values for block, values in settings_of(config).items() if block not in HARMLESS}
     neutral = {**NEUTRAL, ("trainer", "seed"): config.trainer.seed}
+    settings["reward"]["scorers"] = {n: s for n, s in settings["reward"]["scorers"].items() if s["weight"] != 0}
     for scorer in settings["reward"]["scorers"].values():
         for name, value in NEUTRAL_OF_SCORER.items():
             if scorer.get(name) == value:

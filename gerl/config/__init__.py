@@ -28,6 +28,7 @@ from gerl.config.blocks import (
 )
 from gerl.config.data import DataConfig, Source, sources
 from gerl.config.elsewhere import MEANING, absent, elsewhere
+from gerl.config.guard import GuardConfig
 from gerl.config.model import ModelConfig
 from gerl.config.noised_images import AWMConfig
 from gerl.config.policy_gradients import FlowGRPOConfig
@@ -38,8 +39,8 @@ from gerl.errors import ConfigError
 
 __all__ = [
     "ActorConfig", "AlgorithmConfig", "AnyAlgorithm", "CheckpointConfig", "ClusterConfig", "Config", "DataConfig",
-    "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig", "Source",
-    "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected", "from_mapping",
+    "GuardConfig", "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig",
+    "Source", "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected", "from_mapping",
     "keys", "nearest_key", "other_name", "readers", "shown", "sources",
 ]  # fmt: skip
 
@@ -61,6 +62,7 @@ class Config:
     reward: RewardConfig = field(default_factory=lambda: RewardConfig({"ocr": ScorerConfig()}))
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
@@ -190,14 +192,14 @@ class Config:
                 f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {together} images "
                 f"of a {what} in one micro-batch; raise it"
             )
-        if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates_per_step > 1:
+        if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates > 1:
             raise ConfigError(
-                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.cfg=off what the rollout recorded is "
+                f"{actor.said}: with algorithm.cfg=off what the rollout recorded is "
                 "not that of the unguided policy, so only the first update is on policy; use 1"
             )
-        if isinstance(algorithm, AWMConfig) and not algorithm.off_policy and actor.updates_per_step > 1:
+        if isinstance(algorithm, AWMConfig) and not algorithm.off_policy and actor.updates > 1:
             raise ConfigError(
-                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.off_policy=false the ratio is 1 in "
+                f"{actor.said}: with algorithm.off_policy=false the ratio is 1 in "
                 "later updates too, which are off-policy; use 1, or off_policy=true"
             )
 

@@ -26,8 +26,8 @@ Settings = dict[str, Any]  # block -> key -> value
 #   algorithm.history: rewards kept per prompt are cut to the new number, or collected from now on.
 #   sampling, rollout, reward, validation, data.shuffle: what a step draws is a function of step and seed, not of steps
 #     before it.
-#   checkpoint, cluster, logger: they decide no number, up to the order in which the workers' gradients, or those of a
-#     sequence's parts, are added.
+#   checkpoint, cluster, guard, logger: they decide no number, up to the order in which the workers' gradients, or those
+#     of a sequence's parts, are added.
 FIXED = {
     "model.path": "the saved LoRA was trained on these weights",
     "model.dtype": "the saved LoRA was trained on weights of this precision",
@@ -44,6 +44,7 @@ FIXED = {
     "algorithm.rollout_decay": "it decides whether there is a saved average that draws the rollouts",
     "algorithm.decoupled": "it decides whether the weights that a step began with are saved",
     "actor.updates_per_step": "the learning-rate schedule and the averages count optimizer steps",
+    "actor.epochs": "the learning-rate schedule and the averages count optimizer steps",
     "data.prompt_key": "the order of the prompts and what is kept of them go by the prompts",
     "trainer.staleness": "the saved policies of earlier steps are as many, and drew what was on its way",
     "trainer.seed": "the noise and the order of the prompts of the steps before were drawn from it",
@@ -51,7 +52,7 @@ FIXED = {
 # The keys of files that are compared by content: they may have another name.
 CONTENT = ("data.train", "validation.data")
 # Blocks of which a key that is no longer there has changed nothing of what a run computes.
-HARMLESS = ("checkpoint", "cluster", "logger")
+HARMLESS = ("checkpoint", "cluster", "guard", "logger")
 # Values that older versions wrote for the same.
 SAME = {("model.offload", "True"): "encoders", ("model.offload", "False"): "none"}
 

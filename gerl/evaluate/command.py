@@ -163,12 +163,11 @@ def _prompts(request: Request) -> list[Prompt]:
     """The prompts to draw, all of them fit for the scorers."""
     validation, pinned = request.config.validation, request.suite
     assert validation.data is not None
-    if pinned is None or not (pinned.suite.prompts and pinned.suite.prompts.distinct):
-        key = "prompts" if pinned is None else "suite_prompts"
-        return read_prompts(request.config, key, validation.data, validation.max_prompts)
-    found = read_prompts(request.config, "suite_prompts", validation.data)
-    first = {prompt.text: prompt.id for prompt in reversed(found)}
-    return [prompt for prompt in found if first[prompt.text] == prompt.id][: validation.max_prompts]
+    if pinned is None:
+        return read_prompts(request.config, "prompts", validation.data, validation.max_prompts)
+    assert pinned.suite.prompts is not None  # it is not missing
+    arrange = pinned.suite.prompts.arrange
+    return read_prompts(request.config, "suite_prompts", validation.data, validation.max_prompts, arrange)
 
 
 def _measured(request: Request, tasks: dict[int, str], rows: "list[Drawn]") -> "SuiteResults | None":

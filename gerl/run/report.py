@@ -27,6 +27,7 @@ from gerl.pages.page import render
 from gerl.run.before_after import BeforeAfter
 from gerl.run.card import CARD, read_sessions
 from gerl.run.charts import TIMING_TOTALS, Rows, best_step, reward_charts, series, small_charts, timing_parts
+from gerl.run.guard import read_guard
 from gerl.run.health import Health
 from gerl.run.settings import changes, explanation, get, labels, learning_rate, read_config
 from gerl.run.statistics import estimate
@@ -65,7 +66,7 @@ def write_report(run_dir: Path) -> Path:
         charts=charts,
         constants=constants,
         compared=compared,
-        warnings=_warnings(rows, config),
+        warnings=_warnings(run_dir, rows, config),
         code=usage(run_dir, config, validations),
         starts=_starts(run_dir / CARD),
         changes=changes(config) if config else [],
@@ -76,12 +77,14 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _warnings(rows: Rows, config: Mapping[str, Any]) -> list[str]:
-    """The latest sentence of each kind about what kept the run from learning."""
+def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]:
+    """The latest sentence of each kind about what kept the run from learning, and of the guard."""
     health = Health(config)
     for row in rows:
         health.observe(row)
-    return [finding.text for finding in health.found.values()]
+    latest = {(row["signal"], row["column"]): row for row in read_guard(run_dir)}
+    guarded = [f"step {row['step']}: guard, {row['signal']}/{row['column']}: {row['text']}" for row in latest.values()]
+    return [finding.text for finding in health.found.values()] + guarded
 
 
 @dataclass(frozen=True)

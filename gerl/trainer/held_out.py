@@ -1,28 +1,34 @@
-"""The validations of a run: kept with pictures, and compared with its first one."""
+"""The validations of a run: kept with pictures, compared with its first one, and looked at by the guard."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
 from gerl.cluster import Pending
 from gerl.config import Config
-from gerl.errors import GerlError
+from gerl.errors import GerlError, GuardError
 from gerl.protocol import Images, ModelFacts, Sample
+from gerl.run.guard import GuardLog, Signal, signals
 from gerl.run.statistics import Estimate
 from gerl.run.tracking import Tracker
-from gerl.run.validation import Validation, load_validation, paired_gains, validation_steps
+from gerl.run.validation import Validation, forget_pictures, load_validation, paired_gains, validation_steps
 from gerl.trainer.credit import Metrics, Scored, conclude_validation
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_images
 
+logger = logging.getLogger(__name__)
+
 
 class HeldOut:
-    """What validations find; `reward` and `gain` are those of the last one, where all its images have one."""
+    """Keeps and compares validations; `reward` and `gain` are those of the last one, where all its images have one."""
 
-    def __init__(self, config: Config, tracker: Tracker) -> None:
-        self.config, self.tracker = config, tracker
-        self.reward: float | None = None
+    def __init__(self, config: Config, tracker: Tracker, step: int, reward: float | None) -> None:
+        self.config, self.tracker, self.reward = config, tracker, reward
         self.gain: Estimate | None = None
+        self.guard = GuardLog(tracker.run_dir, step)
+        self.fired: list[Signal] = []
 
     def conclude(
         self,
@@ -40,19 +46,48 @@ class HeldOut:
         shown = shown_images(len(scored.samples), self.config.validation)
         pixels, looks = chosen_pixels(images, batches, shown)
         found = keep_pictures(self.tracker, step, scored, pixels, shown, model, device, looks)
-        gains = self._gains(found)
+        first = self._first()
+        gains = paired_gains(first, found) if first is not None and first.step < step else {}
         self.gain = gains.get("reward")
         metrics, self.reward = conclude_validation(self.config, scored, step, self.gain)
-        return metrics | gain_metrics(gains)
+        metrics |= gain_metrics(gains) | self._guarded(first, found)
+        if self.config.validation.keep is not None:
+            forget_pictures(self.tracker.run_dir, self.config.validation.keep)
+        return metrics
 
-    def _gains(self, found: Validation) -> Mapping[str, Estimate]:
-        """By column, how much the images are better than those of the first validation, which had the same noise."""
+    def _first(self) -> Validation | None:
+        """The first validation, whose images had the same noise; a damaged one is compared with nothing."""
         steps = validation_steps(self.tracker.run_dir)
         try:
-            first = load_validation(self.tracker.run_dir, steps[0], pictures=False)
-        except (IndexError, GerlError):  # a damaged one is compared with nothing; reports say so
+            return load_validation(self.tracker.run_dir, steps[0], pictures=False)
+        except (IndexError, GerlError):
+            return None
+
+    def _guarded(self, first: Validation | None, found: Validation) -> Metrics:
+        """Log signs of reward hacking or collapse; with `guard.action=rollback` the validation has no reward then."""
+        guard = self.config.guard
+        if guard.action == "off" or first is None or first.step >= found.step:
             return {}
-        return paired_gains(first, found) if first.step < found.step else {}
+        fired = signals(first, found, asdict(self.config))
+        self.fired = [signal for signal in fired if guard.counts(signal.name, signal.column)]
+        for signal in self.guard.add(self.fired, guard.action):
+            sentence = f"step {signal.step}: guard, {signal.key}: {signal.text}"
+            logger.warning("%s", sentence)
+            self.tracker.alert(signal.step, sentence)
+        if self.fired and guard.action == "rollback":
+            self.reward = None
+        return {"guard/signals": float(len(self.fired))}
+
+    def check(self) -> None:
+        """Raise `GuardError` if the run is to end for what the last validation showed."""
+        if self.fired and self.config.guard.action in ("stop", "rollback"):
+            first, *others = self.fired
+            also = f" (and {', '.join(signal.key for signal in others)})" if others else ""
+            raise GuardError(
+                f"step {first.step}: guard.action={self.config.guard.action} ended the run for {first.key}{also}: "
+                f"{first.text}; look at the images in the report, and change the reward, or go on with "
+                f"guard.ignore=[{','.join(signal.key for signal in self.fired)}] or guard.action=warn"
+            )
 
     def postfix(self) -> dict[str, str]:
         """The entries of the progress bar."""

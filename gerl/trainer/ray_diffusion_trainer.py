@@ -128,6 +128,7 @@ class RayDiffusionTrainer(DurableRun):
             self.tracker.alert(state.step, sentence)
         if _due(state.step, self.config.checkpoint.every, total):
             self.undisturbed(self.save)
+        self.validations.check()
 
     def log(self, step: int, row: Metrics) -> None:
         """Write a line of metrics; after the first one, say where.
@@ -150,7 +151,7 @@ class RayDiffusionTrainer(DurableRun):
         self.update = Update(config, self.algorithm, self.roles.training, self.state, self.model.half_precision)
         self.check_sampling()
         self.open_log()
-        self.validations = HeldOut(config, self.tracker)
+        self.validations = HeldOut(config, self.tracker, self.state.step, self.val_reward)
         self.recovery.remember(self.state.step, self.model.trained_parameters)
 
     def start(self, resumed: bool = False) -> None:
@@ -161,7 +162,7 @@ class RayDiffusionTrainer(DurableRun):
             # those that only train call nothing but the denoiser: what else there is stays in main memory
             spared = replace(whole, model=replace(whole.model, offload="encoders"))
         per_epoch = prompt_schedule(config, self.prompts).steps_per_epoch
-        total_updates = config.trainer.steps * config.actor.updates_per_step
+        total_updates = config.trainer.steps * config.actor.updates
         logger.info("reward: %s", described(config.reward.scorers))
         self.rewards = RewardManager(config.reward, cluster)
         self.workers = cluster.workers(

@@ -67,7 +67,7 @@ def spectrum(luma: np.ndarray) -> tuple[float, float]:
 
 
 def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """How unlike an image is to the others of its prompt, and to those of other prompts, `[B]` each; NaN without others.
+    """How unlike an image is to others of its prompt, and to those of other prompts, `[B]` each; NaN without others.
 
     Root mean square differences of `thumbnails` `[B, 16, 16, 3]` uint8, in parts of the range of a pixel.
     """

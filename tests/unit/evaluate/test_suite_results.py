@@ -21,7 +21,7 @@ from gerl.run.statistics import bootstrap, bootstrap_groups
 SUITE = Suite(
     title="Signs",
     source="a test",
-    prompts=PromptFile("a test", "mine.jsonl", "0" * 64, 4, "CC0"),
+    prompts=PromptFile("a test", "mine.jsonl", 4, "CC0", sha256="0" * 64),
     scorers={"ocr": {"weight": 1.0}},
     columns={"ocr": Column("OCR", "tasks", 10.0), "ocr/exact": Column("exact")},
     tasks=Tasks("kind", ("even", "odd", "none")),

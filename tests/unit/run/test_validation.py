@@ -5,8 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gerl.api.runs import Run
 from gerl.errors import GerlError
-from gerl.run.validation import Drawing, load_validation, load_validations, save_validation, standard_error
+from gerl.run.validation import (
+    Drawing,
+    Validation,
+    forget_pictures,
+    load_validation,
+    load_validations,
+    paired_gains,
+    save_validation,
+    standard_error,
+)
 from gerl.run.validation import validation_steps as steps_of
 
 PROMPTS = ["a", "b", "c", "d"]
@@ -27,6 +37,35 @@ def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
     assert loaded.shown == [1, 3] and np.array_equal(loaded.pixels, pictures(2))
     without = load_validation(tmp_path, 12, pictures=False)
     assert without.pixels == [] and without.rewards == loaded.rewards
+
+
+def test_images_of_a_prompt_are_averaged(tmp_path: Path) -> None:
+    ids, looks = [3, 3, 7, 7], {"red": [0.1, None, 0.3, float("nan")]}
+    save_validation(tmp_path, 1, ["a", "a", "b", "b"], pictures(2), [0.0, 1.0, 0.5, None], {}, ids=ids, looks=looks)
+    found = load_validation(tmp_path, 1)
+    assert found.ids == ids and found.first_rows == [0, 2] and found.looks == {"red": [0.1, None, 0.3, None]}
+    assert found.by_prompt(found.rewards) == [0.5, 0.5]
+    values = json.loads((tmp_path / "validation/step_000001.json").read_text())
+    (tmp_path / "validation/step_000001.json").write_text(json.dumps(values | {"ids": [1]}))
+    with pytest.raises(GerlError, match="not one reward an image"):
+        load_validation(tmp_path, 1)
+
+
+def test_a_gain_is_that_of_the_same_images() -> None:
+    def validation(
+        step: int, rewards: list[float | None], ids: list[int] | None = None, **columns: list[float | None]
+    ) -> Validation:
+        return Validation(step, PROMPTS, rewards, columns, [], [], None, ids or [])
+
+    first = validation(0, [0.0, 0.5, None, 1.0], ocr=[0.0, 0.5, 1.0, 1.0], gone=[0.0] * 4)
+    later = validation(5, [1.0, 0.5, 0.7, 0.5], ocr=[1.0, 1.0, None, 1.0], new=[0.0] * 4)
+    found = paired_gains(first, later)
+    assert set(found) == {"reward", "ocr"} and found["reward"].mean == pytest.approx((1.0 + 0.0 - 0.5) / 3)
+    assert (found["ocr"].mean, found["ocr"].count) == (pytest.approx(0.5), 3)
+    ids = [0, 0, 1, 1]  # two images each: the means of prompts are what is averaged
+    first, later = validation(0, [0.0, 0.5, None, 1.0], ids), validation(5, [1.0, 0.5, 0.7, 0.5], ids)
+    assert (paired_gains(first, later)["reward"].mean, paired_gains(first, later)["reward"].count) == (0.0, 2)
+    assert paired_gains(validation(0, [0.0] * 4), later) == {}
 
 
 def test_pictures_of_several_sizes(tmp_path: Path) -> None:
@@ -69,6 +108,25 @@ def test_the_ends_have_pictures_and_a_damaged_end_gives_way_to_its_neighbour(
     assert [m.split("step_0000")[1][:2] for m in caplog.messages] == ["10", "00", "15"]
     with pytest.raises(GerlError, match=r"step_000015.*delete it"):
         load_validation(tmp_path, 15)
+
+
+def test_pictures_between_the_first_and_the_newest_go_but_those_of_the_best(tmp_path: Path) -> None:
+    drawing = Drawing([5, 7], [{}, {}], "cpu")
+    for step, reward in enumerate((0.1, 0.2, 0.9, 0.3, 0.4, 0.5)):
+        save_validation(tmp_path, step, PROMPTS, pictures(2), [reward] * 4, {}, [1, 3], drawing)
+    before = [v.rewards for v in load_validations(tmp_path)]
+    for _ in range(2):
+        forget_pictures(tmp_path, newest=2)
+        assert sorted(path.stem for path in (tmp_path / "validation").glob("*.npz")) == [
+            f"step_{step:06d}" for step in (0, 2, 4, 5)
+        ]
+    assert [v.rewards for v in load_validations(tmp_path)] == before
+    assert load_validation(tmp_path, 2).shown == [1, 3] and len(load_validation(tmp_path, 2).pixels) == 2
+    gone = load_validation(tmp_path, 3)
+    assert (gone.shown, gone.pixels, gone.drawing, gone.rewards) == ([], [], None, [0.3] * 4)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(GerlError, match=r"step 3 .*validation\.keep"):
+        Run(tmp_path).images(3)
 
 
 def test_the_standard_error_is_that_of_the_scored() -> None:
