@@ -40,8 +40,8 @@ from gerl.errors import ConfigError
 __all__ = [
     "ActorConfig", "AlgorithmConfig", "AnyAlgorithm", "CheckpointConfig", "ClusterConfig", "Config", "DataConfig",
     "GuardConfig", "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig",
-    "Source", "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected", "from_mapping",
-    "keys", "nearest_key", "other_name", "readers", "shown", "sources",
+    "Source", "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected",
+    "from_mapping", "keys", "nearest_key", "other_name", "readers", "shown", "sources",
 ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ UNLIKE = {
 class Signal:
     """A sign of reward hacking or collapse: a `value` beyond its `threshold`, and a sentence about it.
 
-    images: rows of the validation that show it best.
+    shown: rows of the validation that show it best.
     """
 
     name: str  # watched, disagreement, looks or diversity
@@ -53,7 +53,7 @@ class Signal:
     value: float
     threshold: float
     text: str
-    images: list[int]
+    shown: list[int]
 
     @property
     def key(self) -> str:
@@ -83,6 +83,13 @@ def signals(
             if fell:
                 break
     return found
+
+
+def raise_peaks(peaks: dict[str, Validation], validation: Validation) -> None:
+    """Let `validation` be the peak of the columns that are highest in it."""
+    for name, values in validation.by_scorer.items():
+        if name not in peaks or _mean(values) > _mean(peaks[name].by_scorer[name]):
+            peaks[name] = validation
 
 
 def watched_columns(config: Mapping[str, Any], columns: Sequence[str]) -> list[str]:

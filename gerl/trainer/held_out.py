@@ -11,7 +11,7 @@ from gerl.cluster import Pending
 from gerl.config import Config
 from gerl.errors import GerlError, GuardError
 from gerl.protocol import Images, ModelFacts, Sample
-from gerl.run.guard import GuardLog, Signal, signals
+from gerl.run.guard import GuardLog, Signal, raise_peaks, signals
 from gerl.run.statistics import Estimate
 from gerl.run.tracking import Tracker
 from gerl.run.validation import Validation, forget_pictures, load_validation, paired_gains, validation_steps
@@ -29,6 +29,10 @@ class HeldOut:
         self.gain: Estimate | None = None
         self.guard = GuardLog(tracker.run_dir, step)
         self.fired: list[Signal] = []
+        self.peaks: dict[str, Validation] = {}
+        for earlier in validation_steps(tracker.run_dir):
+            if earlier <= step and (found := self._load(earlier)) is not None:
+                raise_peaks(self.peaks, found)
 
     def conclude(
         self,
@@ -58,17 +62,23 @@ class HeldOut:
     def _first(self) -> Validation | None:
         """The first validation, whose images had the same noise; a damaged one is compared with nothing."""
         steps = validation_steps(self.tracker.run_dir)
+        return self._load(steps[0]) if steps else None
+
+    def _load(self, step: int) -> Validation | None:
         try:
-            return load_validation(self.tracker.run_dir, steps[0], pictures=False)
-        except (IndexError, GerlError):
+            return load_validation(self.tracker.run_dir, step, pictures=False)
+        except GerlError:
             return None
 
     def _guarded(self, first: Validation | None, found: Validation) -> Metrics:
         """Log signs of reward hacking or collapse; with `guard.action=rollback` the validation has no reward then."""
         guard = self.config.guard
-        if guard.action == "off" or first is None or first.step >= found.step:
+        if guard.action == "off" or first is None:
             return {}
-        fired = signals(first, found, asdict(self.config))
+        fired = signals(first, found, asdict(self.config), self.peaks)
+        raise_peaks(self.peaks, found)
+        if first.step >= found.step:
+            return {}
         self.fired = [signal for signal in fired if guard.counts(signal.name, signal.column)]
         for signal in self.guard.add(self.fired, guard.action):
             sentence = f"step {signal.step}: guard, {signal.key}: {signal.text}"

@@ -9,7 +9,7 @@ import pytest
 
 from gerl.config import GuardConfig
 from gerl.errors import ConfigError
-from gerl.run.guard import GuardLog, Signal, read_guard, signals, watched_columns
+from gerl.run.guard import GuardLog, Signal, raise_peaks, read_guard, signals, watched_columns
 from gerl.run.validation import Validation
 
 CONFIG = {"reward": {"scorers": {"mine": {"weight": 1.0}, "other": {"weight": 0.0}}}}
@@ -67,6 +67,20 @@ def test_a_few_large_gains_do_not_hide_that_a_watched_scorer_fell_on_most_prompt
     assert keys(risen(other=changed)) == ["disagreement/other"]
 
 
+def test_a_watched_scorer_that_first_rose_is_compared_with_its_peak() -> None:
+    known = [v for v in FIRST.by_scorer["other"] if v is not None]
+    peak = risen(5, other=[v + 0.3 for v in known])
+    rewards = [r + 0.4 for r in FIRST.rewards if r is not None]
+    later = validation(9, reward=rewards, other=[v + 0.1 for v in known])  # above the first validation still
+    peaks: dict[str, Validation] = {}
+    for one in (FIRST, peak):
+        raise_peaks(peaks, one)
+    assert keys(later) == [] and peaks["other"] is peak and peaks["mine"] is peak
+    (fell, disagree) = signals(FIRST, later, CONFIG, peaks)
+    assert (fell.key, disagree.key) == ("watched/other", "disagreement/other")
+    assert fell.value == pytest.approx(-0.2) and "at step 5" in fell.text
+
+
 def test_further_columns_of_a_trained_scorer_are_watched() -> None:
     columns = ["mine", "mine/exact", "mine/sigma", "other", "other/part"]
     assert watched_columns(CONFIG, columns) == ["mine/exact", "other", "other/part"]
@@ -77,7 +91,7 @@ def test_images_that_look_as_hardly_any_did() -> None:
     (found,) = signals(FIRST, validation(5, shift=4.0), CONFIG)
     assert found.key == "looks/sharpness" and found.value > found.threshold
     assert found.threshold == pytest.approx(np.quantile(FIRST.looks["sharpness"], 0.975))
-    assert found.images == sorted(range(N), key=lambda i: -FIRST.looks["sharpness"][i])[:8]
+    assert found.shown == sorted(range(N), key=lambda i: -FIRST.looks["sharpness"][i])[:8]
     assert keys(validation(5, shift=-4.0)) == ["looks/sharpness"]
 
 
@@ -107,7 +121,7 @@ def test_a_signal_is_said_when_it_is_new_and_then_seldom(tmp_path: Path) -> None
     assert [row["step"] for row in rows] == [4, 6, 8, 10, 12, 14, 16, 18, 18]
     assert rows[0] == {
         "step": 4, "signal": "looks", "column": "red", "value": 1.0, "threshold": 0.5, "text": "it is red",
-        "images": [3], "action": "warn",
+        "shown": [3], "action": "warn",
     }  # fmt: skip
 
 
