@@ -45,6 +45,9 @@ NEUTRAL = {
     ("model", "channels_last"): False,
     ("algorithm", "train_share"): 1.0,
     ("algorithm", "shared_noise"): False,
+    ("validation", "images_per_prompt"): 1,
+    ("validation", "height"): None,
+    ("validation", "width"): None,
 }
 NEUTRAL_OF_SCORER = {"env": {}}  # the same for keys of reward.scorers.NAME
 HERE = Path(__file__).resolve().parent
@@ -161,9 +164,10 @@ def candidate(algorithm: str, keys: Sequence[str], arguments: Sequence[str]) -> 
 
 
 def fingerprint(config: Config) -> str:
-    """A hash of the settings that decide what a run computes, without its seed."""
+    """A hash of the settings that decide what a run computes, without its seed and what is only watched."""
     settings = {block: values for block, values in settings_of(config).items() if block not in HARMLESS}
     neutral = {**NEUTRAL, ("trainer", "seed"): config.trainer.seed}
+    settings["reward"]["scorers"] = {n: s for n, s in settings["reward"]["scorers"].items() if s["weight"] != 0}
     for scorer in settings["reward"]["scorers"].values():
         for name, value in NEUTRAL_OF_SCORER.items():
             if scorer.get(name) == value:

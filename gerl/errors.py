@@ -47,6 +47,10 @@ class TrainingError(GerlError):
     """The update became meaningless: non-finite gradients, or a ratio that is not 1 on policy."""
 
 
+class GuardError(GerlError):
+    """Held-out images speak for reward hacking or collapse, and `guard.action` is to end the run."""
+
+
 class Interrupted(KeyboardInterrupt):
     """SIGINT or SIGTERM arrived; the run ends after writing a checkpoint.
 

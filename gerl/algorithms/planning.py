@@ -146,9 +146,15 @@ def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: 
 
 
 def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> list[list[Sample]]:
-    """Micro-batches of one image per held-out prompt, with noise that depends on the prompt only."""
-    samples = [Sample(p, 0, derive_seed("validation", VALIDATION_SEED, p.id), step) for p in prompts]
+    """Micro-batches of the images of all held-out prompts, prompt by prompt, from the same noise at every step."""
+    count = range(config.validation.images_per_prompt)
+    samples = [Sample(prompt, k, validation_seed(prompt, k), step) for prompt in prompts for k in count]
     return micro_batches(samples, config.validation.micro_batch_size)
+
+
+def validation_seed(prompt: Prompt, k: int) -> int:
+    """The seed of the noise of image `k` (from 0) of a held-out prompt, which depends on nothing else."""
+    return derive_seed("validation", VALIDATION_SEED, prompt.id, *([k] if k else []))
 
 
 def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:

@@ -28,6 +28,7 @@ from gerl.config.blocks import (
 )
 from gerl.config.data import DataConfig, Source, sources
 from gerl.config.elsewhere import MEANING, absent, elsewhere
+from gerl.config.guard import GuardConfig
 from gerl.config.model import ModelConfig
 from gerl.config.noised_images import AWMConfig
 from gerl.config.policy_gradients import FlowGRPOConfig
@@ -38,9 +39,9 @@ from gerl.errors import ConfigError
 
 __all__ = [
     "ActorConfig", "AlgorithmConfig", "AnyAlgorithm", "CheckpointConfig", "ClusterConfig", "Config", "DataConfig",
-    "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig", "Source",
-    "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected", "from_mapping",
-    "keys", "nearest_key", "other_name", "readers", "shown", "sources",
+    "GuardConfig", "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig",
+    "Source", "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected",
+    "from_mapping", "keys", "nearest_key", "other_name", "readers", "shown", "sources",
 ]  # fmt: skip
 
 
@@ -61,6 +62,7 @@ class Config:
     reward: RewardConfig = field(default_factory=lambda: RewardConfig({"ocr": ScorerConfig()}))
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

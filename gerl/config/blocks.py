@@ -179,6 +179,11 @@ class ValidationConfig(Block):
     images: int | None = key(
         32, "prompts whose pictures are kept and shown, spread evenly over the file; null: all", low=1
     )
+    images_per_prompt: int = key(
+        1, "images of each held-out prompt; with more, how unlike they are is measured, which collapse lowers", low=1
+    )
+    height: int | None = key(None, "height of the images in pixels; null: as in sampling", low=8)
+    width: int | None = key(None, "width of the images in pixels; null: as in sampling", low=8)
     keep: int | None = key(
         None, "newest validations whose pictures are kept, besides the first and the best; null: all", low=1
     )

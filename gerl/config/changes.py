@@ -26,8 +26,8 @@ Settings = dict[str, Any]  # block -> key -> value
 #   algorithm.history: rewards kept per prompt are cut to the new number, or collected from now on.
 #   sampling, rollout, reward, validation, data.shuffle: what a step draws is a function of step and seed, not of steps
 #     before it.
-#   checkpoint, cluster, logger: they decide no number, up to the order in which the workers' gradients, or those of a
-#     sequence's parts, are added.
+#   checkpoint, cluster, guard, logger: they decide no number, up to the order in which the workers' gradients, or those
+#     of a sequence's parts, are added.
 FIXED = {
     "model.path": "the saved LoRA was trained on these weights",
     "model.dtype": "the saved LoRA was trained on weights of this precision",
@@ -52,7 +52,7 @@ FIXED = {
 # The keys of files that are compared by content: they may have another name.
 CONTENT = ("data.train", "validation.data")
 # Blocks of which a key that is no longer there has changed nothing of what a run computes.
-HARMLESS = ("checkpoint", "cluster", "logger")
+HARMLESS = ("checkpoint", "cluster", "guard", "logger")
 # Values that older versions wrote for the same.
 SAME = {("model.offload", "True"): "encoders", ("model.offload", "False"): "none"}
 

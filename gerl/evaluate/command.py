@@ -211,7 +211,7 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen[-1]} has no validation.data: give prompts=FILE")
     check_columns(config.reward, COLUMNS)
-    images = options.images or (1 if pinned is None else pinned.images)
+    images = options.images or (config.validation.images_per_prompt if pinned is None else pinned.images)
     return Request(config, chosen[-1], files, options.out, images, pinned, differing)
 
 

@@ -9,12 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from gerl.evaluate.comparison import (
-    CONFIDENCE,
     FEW_PROMPTS,
-    RESAMPLES,
     WIDTH,
     Drawn,
-    Estimate,
     Result,
     Results,
     columns,
@@ -23,6 +20,7 @@ from gerl.evaluate.names import BASE, COLUMNS
 from gerl.pages.images import thumbnail
 from gerl.pages.page import Card, Line, Picture, Sheet, card_page, show
 from gerl.rewards.rows import TOTAL, distinct_columns
+from gerl.run.statistics import CONFIDENCE, RESAMPLES, Estimate
 from gerl.utils.condition_images import read_picture
 from gerl.utils.files import csv_text, finite, write_file
 

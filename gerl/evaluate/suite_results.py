@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 
 from gerl.errors import DataError
-from gerl.evaluate.comparison import Drawn, Estimate, bootstrap_groups
+from gerl.evaluate.comparison import Drawn
 from gerl.evaluate.files import interval
 from gerl.evaluate.names import BASE
 from gerl.evaluate.suites import Column, Pinned, Suite
 from gerl.pages.page import Sheet, show
 from gerl.protocol import Prompt
+from gerl.run.statistics import Estimate, bootstrap_groups
 
 HEAD = ("measured here", "variant", "prompts", "mean", "95 % interval", "to base", "95 % interval")
 Place = tuple[int, int]  # prompt and image

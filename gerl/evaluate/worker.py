@@ -80,8 +80,8 @@ def draw(
     """
     variants = [BASE, *loras]
     manager = RewardManager(config.reward, cluster)
-    batches = plan_validation(config, prompts, 0)
-    count = min(cluster.processes, len(batches) * images * len(variants))
+    batches, each = plan_validation(config, prompts, 0), config.validation.images_per_prompt
+    count = min(cluster.processes, -(-len(batches) * images // each) * len(variants))
     workers = cluster.workers(
         "worker",
         EvaluationWorker,
@@ -95,7 +95,7 @@ def draw(
     for sentence in notes:
         logger.info("%s", sentence)
     for start in range(0, len(batches), count):
-        tasks = [task for batch in batches[start : start + count] for task in plan(batch, variants, images)]
+        tasks = [task for batch in batches[start : start + count] for task in plan(batch, variants, images, each)]
         yield _draw_tasks(tasks, workers, manager, count)
 
 

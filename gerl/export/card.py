@@ -81,7 +81,7 @@ def pictures(run: RunFacts) -> Shown:
         values["prompts"] = [_cell(run.first.prompts[i]) for i in chosen]
         values["before_title"] = "base model" if run.first.step == 0 else f"after {run.first.step} steps"
         values["after_title"] = f"with this LoRA, {run.step} steps"
-    errors = {v.step: error for v in run.validations if (error := standard_error(v.rewards)) is not None}
+    errors = {v.step: e for v in run.validations if (e := standard_error(v.by_prompt(v.rewards))) is not None}
     if (curve := reward_curve(run.rows, errors)) is not None:
         files["pictures/reward.png"] = curve
         values["curve"] = "pictures/reward.png"
@@ -94,14 +94,15 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
         return {"rows": [], "count": 0, "source": "", "notes": ""}
     before = mean(run.first.rewards)
     held_out = get(run.config, "validation", "data")
-    found: dict[str, Any] = {"rows": [], "count": len(run.first.prompts), "source": _sources(held_out), "notes": ""}
+    found: dict[str, Any] = {"rows": [], "count": len(run.first.first_rows), "source": _sources(held_out), "notes": ""}
     if run.last is None:
         found["notes"] = "" if before is None else f"; the base model has a reward of {before:.3f}"
         return found
     columns = {"reward": (run.first.rewards, run.last.rewards)}
     columns |= {name: (values, run.last.by_scorer.get(name, [])) for name, values in run.first.by_scorer.items()}
     for name, (old, new) in columns.items():
-        pairs = [(a, b) for a, b in zip(old, new, strict=False) if a is not None and b is not None]
+        sides = zip(run.first.by_prompt(old), run.last.by_prompt(new) if new else [], strict=False)
+        pairs = [(a, b) for a, b in sides if a is not None and b is not None]
         if not pairs:
             continue
         gains = [b - a for a, b in pairs]

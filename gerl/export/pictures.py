@@ -15,7 +15,8 @@ SHOWN, COLUMNS = 8, 4  # prompts in a grid
 
 def shown_prompts(first: Validation, last: Validation) -> list[int]:
     """Up to `SHOWN` prompts that have a picture in both, spread evenly over the file whatever they gained."""
-    same = [i for i in first.shown if i in last.shown and first.prompts[i] == last.prompts[i]]
+    shown = set(first.shown) & set(last.shown)
+    same = [i for i in first.first_rows if i in shown and first.prompts[i] == last.prompts[i]]
     count = min(SHOWN, len(same))
     return [same[k * len(same) // count] for k in range(count)]
 

@@ -15,9 +15,9 @@ FEATURED, LOSSES = 4, 5
 
 @dataclass(frozen=True)
 class Gain:
-    """A held-out prompt with its rewards; None: not scored."""
+    """A held-out prompt with its rewards, means over its images; None: not scored."""
 
-    index: int
+    index: int  # its first image
     prompt: str
     before: float | None
     after: float | None
@@ -52,12 +52,13 @@ class BeforeAfter:
     pictured: list[int] = field(init=False)  # those of them that have a picture in both
 
     def __post_init__(self) -> None:
-        other = self.last or self.first
-        same = [i for i, (a, b) in enumerate(zip(self.first.prompts, other.prompts, strict=False)) if a == b]
-        gains = [Gain(i, self.first.prompts[i], self.first.rewards[i], other.rewards[i]) for i in same]
+        first, other = self.first, self.last or self.first
+        before, after = (one.by_prompt(one.rewards) for one in (first, other))
+        rows = zip(first.first_rows, other.first_rows, before, after, strict=False)
+        gains = [Gain(i, first.prompts[i], a, b) for i, j, a, b in rows if first.prompts[i] == other.prompts[j]]
         object.__setattr__(self, "gains", gains)
-        shown = set(self.first.shown) & set(other.shown)
-        object.__setattr__(self, "pictured", [i for i in same if i in shown])
+        shown = set(first.shown) & set(other.shown)
+        object.__setattr__(self, "pictured", [gain.index for gain in gains if gain.index in shown])
 
     @cached_property
     def known(self) -> list[float]:

@@ -27,8 +27,10 @@ from gerl.pages.page import render
 from gerl.run.before_after import BeforeAfter
 from gerl.run.card import CARD, read_sessions
 from gerl.run.charts import TIMING_TOTALS, Rows, best_step, reward_charts, series, small_charts, timing_parts
+from gerl.run.guard import read_guard
 from gerl.run.health import Health
 from gerl.run.settings import changes, explanation, get, labels, learning_rate, read_config
+from gerl.run.statistics import estimate
 from gerl.run.tracking import read_metrics
 from gerl.run.usage import usage
 from gerl.run.validation import load_validations, mean, standard_error
@@ -51,7 +53,7 @@ def write_report(run_dir: Path) -> Path:
     validations = load_validations(run_dir)
     compared = BeforeAfter(validations[0], validations[-1] if validations[1:] else None) if validations else None
     text, config = read_config(run_dir / "config.yaml")
-    errors = {v.step: error for v in validations if (error := standard_error(v.rewards)) is not None}
+    errors = {v.step: e for v in validations if (e := standard_error(v.by_prompt(v.rewards))) is not None}
     charts, constants = small_charts(rows, labels(config))
     html = render(
         "report.html.j2",
@@ -64,7 +66,7 @@ def write_report(run_dir: Path) -> Path:
         charts=charts,
         constants=constants,
         compared=compared,
-        warnings=_warnings(rows, config),
+        warnings=_warnings(run_dir, rows, config),
         code=usage(run_dir, config, validations),
         starts=_starts(run_dir / CARD),
         changes=changes(config) if config else [],
@@ -75,12 +77,14 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _warnings(rows: Rows, config: Mapping[str, Any]) -> list[str]:
-    """The latest sentence of each kind about what kept the run from learning."""
+def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]:
+    """The latest sentence of each kind about what kept the run from learning, and of the guard."""
     health = Health(config)
     for row in rows:
         health.observe(row)
-    return [finding.text for finding in health.found.values()]
+    latest = {(row["signal"], row["column"]): row for row in read_guard(run_dir)}
+    guarded = [f"step {row['step']}: guard, {row['signal']}/{row['column']}: {row['text']}" for row in latest.values()]
+    return [finding.text for finding in health.found.values()] + guarded
 
 
 @dataclass(frozen=True)
@@ -118,16 +122,19 @@ def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, str | None]
     best = best_step(rows)
     if compared is not None and compared.last is not None:
         first, last = compared.first, compared.last
-        gains = np.array(compared.known)
-        error = standard_error(compared.known)
-        change = (f"{gains.mean():+.3f}" + (f" ± {error:.3f}" if error is not None else "")) if len(gains) else None
-        note = f"mean over {len(first.rewards)} held-out prompts, the same noise before and after" + (
-            "; ± is the standard error of the paired gain" if error is not None else ""
+        gain = estimate(range(len(compared.known)), compared.known)
+        sure = gain.count > 1
+        change = f"{gain.mean:+.3f}" + (f" ({gain.low:+.3f} to {gain.high:+.3f})" if sure else "")
+        each = f", {len(first.rewards) // len(first.first_rows)} images each" if first.ids else ""
+        note = f"mean over {len(first.first_rows)} held-out prompts{each}, the same noise before and after" + (
+            "; in brackets the 95 % interval of the gain" if sure else ""
         )
         counts = f"{compared.counts}, step {last.step} against step {first.step}"
         if best is not None and best[0] != last.step:
             counts += f"; the best held-out reward was {best[1]:.3f}, at step {best[0]}"
-        return _headline_of("held-out reward", mean(first.rewards), mean(last.rewards), change, note, counts)
+        return _headline_of(
+            "held-out reward", mean(first.rewards), mean(last.rewards), change if gain.count else None, note, counts
+        )
     for name, label in (("val/reward/mean", "held-out reward"), ("reward/mean", "training reward")):
         values = [value for value in series(rows, name)[1] if np.isfinite(value)]
         if values[1:]:

@@ -80,7 +80,7 @@ def _arguments(config: Mapping[str, Any], validation: Validation | None, drawing
     sampling, other = config.get("sampling") or {}, config.get("validation") or {}
     names = ("height", "width", "num_inference_steps", "guidance_scale")
     call = {name: sampling.get(name) for name in names} | dict(sampling.get("call") or {})
-    call |= {name: value for name in names[2:] if (value := other.get(name)) is not None}
+    call |= {name: value for name in names if (value := other.get(name)) is not None}
     call.pop("output_type", None)
     prompt = "a prompt" if validation is None else validation.prompts[validation.shown[0]]
     arguments = [f"{call.pop('prompt', prompt)!r},"]

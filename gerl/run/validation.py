@@ -11,6 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gerl.errors import GerlError
+from gerl.run.statistics import Estimate, estimate
 from gerl.utils.files import finite, write_file, writing
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Validation:
-    """One validation: a reward for each of N held-out prompts (None: not scored), and pictures of P of them."""
+    """One validation: a reward for each of N held-out images (None: not scored), and P of them."""
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
@@ -50,9 +52,25 @@ class Validation:
     prompts: list[str]  # [N]
     rewards: list[float | None]  # [N]
     by_scorer: dict[str, list[float | None]]  # scorer -> [N]
-    shown: list[int]  # [P] the prompts that have a picture, rising
+    shown: list[int]  # [P] the images that are here, rising
     pixels: list[np.ndarray]  # [P] of [H, W, 3] uint8
     drawing: Drawing | None = None  # None in runs of older versions
+    ids: list[int] = field(default_factory=list)  # [N] the number of each image's prompt; empty: one image a prompt
+    looks: dict[str, list[float | None]] = field(default_factory=dict)  # statistic -> [N], see `gerl.workers.looks`
+
+    @cached_property
+    def first_rows(self) -> list[int]:
+        """The first image of each prompt."""
+        return list(range(len(self.prompts))) if not self.ids else [self.ids.index(i) for i in dict.fromkeys(self.ids)]
+
+    def by_prompt(self, values: Sequence[float | None]) -> list[float | None]:
+        """The mean of `values` [N] over the images of each prompt that have one."""
+        if not self.ids:
+            return list(values)
+        groups: dict[int, list[float | None]] = {}
+        for i, value in zip(self.ids, values, strict=True):
+            groups.setdefault(i, []).append(value)
+        return [mean(group) for group in groups.values()]
 
 
 def save_validation(
@@ -64,21 +82,24 @@ def save_validation(
     by_scorer: Mapping[str, Sequence[float | None]],
     shown: Sequence[int] | None = None,
     drawing: Drawing | None = None,
+    ids: Sequence[int] = (),
+    looks: Mapping[str, Sequence[float | None]] | None = None,
 ) -> None:
     """Keep a validation as `validation/step_N.json` and `.npz`.
 
-    pixels: `[H, W, 3]` uint8 of the prompts `shown`, by default the first ones. Raises `GerlError` if it cannot be
-    written.
+    pixels: `[H, W, 3]` uint8 of the images `shown`, by default the first ones. ids, looks: as in `Validation`. Raises
+    `GerlError` if it cannot be written.
     """
     chosen = list(range(len(pixels))) if shown is None else list(shown)
     if any(image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 for image in pixels):
         raise ValueError(f"pixels: expected [H, W, 3] uint8 each, got {[(i.shape, i.dtype) for i in pixels][:3]}")
     if len(chosen) != len(pixels) or chosen != sorted(set(chosen)) or (chosen and chosen[-1] >= len(prompts)):
-        raise ValueError(f"shown: expected rising indices of {len(prompts)} prompts, one a picture, got {chosen}")
+        raise ValueError(f"shown: expected rising indices of {len(prompts)} images, one a picture, got {chosen}")
     if any(len(values) != len(prompts) for values in (totals, *by_scorer.values())):
-        raise ValueError(f"expected {len(prompts)} rewards of each scorer, one per prompt")
+        raise ValueError(f"expected {len(prompts)} rewards of each scorer, one per image")
     values: dict[str, Any] = {"step": step, "rewards": totals, "by_scorer": by_scorer, "prompts": prompts}
-    values |= {"shown": chosen, "drawing": None if drawing is None else asdict(drawing)}
+    values |= {"shown": chosen, "drawing": None if drawing is None else asdict(drawing), "ids": list(ids)}
+    values["looks"] = dict(looks or {})
     if len({image.shape for image in pixels}) == 1:
         arrays = {"pixels": np.stack(list(pixels))}
     else:
@@ -129,8 +150,9 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     except (*DAMAGED, ValidationError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         raise GerlError(f"the validation {path} cannot be read ({said}); delete it to leave it out") from error
-    if any(len(column) != len(found.prompts) for column in (found.rewards, *found.by_scorer.values())):
-        raise GerlError(f"the validation {path} has not one reward a prompt; delete it to leave it out")
+    lengths = {len(column) for column in (found.rewards, *found.by_scorer.values(), *found.looks.values())}
+    if lengths | {len(found.ids or found.prompts)} != {len(found.prompts)}:
+        raise GerlError(f"the validation {path} has not one reward an image; delete it to leave it out")
     images = all(image.ndim == 3 and image.shape[2] == 3 and image.dtype == np.uint8 for image in pixels)
     listed = len(found.shown) == len(pixels) and all(0 <= i < len(found.prompts) for i in found.shown)
     if pictures and not (images and listed):
@@ -160,6 +182,25 @@ def _keep(found: dict[int, Validation], run_dir: Path, step: int, pictures: bool
         log.warning("%s", error)
         found.pop(step, None)
     return step in found
+
+
+def paired_gains(first: Validation, later: Validation) -> dict[str, Estimate]:
+    """Column (`reward`, or a scorer's) -> how much higher it is in `later`, over the prompts that both have.
+
+    Of images that both have a score, which were drawn from the same noise.
+    """
+    if first.prompts != later.prompts or first.ids != later.ids:
+        return {}
+    ids = first.ids or range(len(first.prompts))
+    columns = {"reward": (first.rewards, later.rewards)}
+    both = [name for name in first.by_scorer if name in later.by_scorer]
+    columns |= {name: (first.by_scorer[name], later.by_scorer[name]) for name in both}
+    found = {}
+    for name, pairs in columns.items():
+        gains = [None if a is None or b is None else b - a for a, b in zip(*pairs, strict=True)]
+        if any(gain is not None for gain in gains):
+            found[name] = estimate(ids, gains)
+    return found
 
 
 def validation_steps(run_dir: Path) -> list[int]:

@@ -1,6 +1,7 @@
 """From the scores of a step to the credit of its samples, and the metrics that describe both."""
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.protocol import Group, Sample, ScorerFailure, Scores
 from gerl.rewards.checks import check_failures, unscored, usable_groups
 from gerl.rewards.total import DATA_SOURCE, applies, shaped
+from gerl.run.statistics import Estimate
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -130,25 +132,39 @@ def credit_step(
     return metrics, credit
 
 
-def conclude_validation(config: Config, scored: Scored, step: int) -> tuple[Metrics, float | None]:
-    """Log a validation; its metrics, and the mean reward, None unless all held-out prompts have one.
+def conclude_validation(
+    config: Config, scored: Scored, step: int, gain: Estimate | None = None
+) -> tuple[Metrics, float | None]:
+    """Log a validation; its metrics, and the mean reward, None unless all held-out images have one.
 
-    Raises `RewardError` if too many have none, or any has with `reward.on_error=stop`.
+    gain: of the reward over the first validation. Raises `RewardError` if too many have none, or any has with
+    `reward.on_error=stop`.
     """
     metrics, count, failed = scored.metrics(config.reward, validation=True), len(scored.samples), scored.unscored
     if not failed:
-        logger.info("step %d: reward on %d held-out prompts %.3f", step, count, metrics["val/reward/mean"])
+        over = ""
+        if gain is not None and not math.isnan(gain.low):
+            over = f", {gain.mean:+.3f} over the first validation (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
+        logger.info(
+            "step %d: reward on %s %.3f%s", step, held_out_words(config, count), metrics["val/reward/mean"], over
+        )
         return metrics, metrics["val/reward/mean"]
     i = scored.totals.index(None)
     first = unscored(f"held-out {scored.samples[i].prompt.text!r}", scored.failures[i])
     logger.warning(
-        "step %d: reward on %d of %d held-out prompts %.3f, %d not scored; it is compared with no other validation; %s",
-        *(step, count - failed, count, mean(scored.totals), failed, first),
+        "step %d: reward on %d of %s %.3f, %d not scored; it is compared with no other validation; %s",
+        *(step, count - failed, held_out_words(config, count), mean(scored.totals), failed, first),
     )
     check_failures(
         scored.totals, first, config.reward, f"held-out images of step {step}", "let such prompts be left out"
     )
     return metrics, None
+
+
+def held_out_words(config: Config, count: int) -> str:
+    """How `count` held-out images are called."""
+    each = config.validation.images_per_prompt
+    return f"{count} held-out prompts" if each == 1 else f"{count} images of {count // each} held-out prompts"
 
 
 def _counted(scorer: ScorerConfig, scores: Sequence[float | None], ids: torch.Tensor) -> torch.Tensor:

@@ -23,13 +23,13 @@ from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
 from gerl.run.timing import Stopwatch
 from gerl.run.tracking import Progress
-from gerl.run.validation import forget_pictures
-from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
+from gerl.trainer.credit import Metrics, Scored, credit_step
 from gerl.trainer.drawing import Drawn, Rolled, end_drawing, roll_out
 from gerl.trainer.durable import DurableRun
 from gerl.trainer.folder import RunFolder
+from gerl.trainer.held_out import HeldOut
 from gerl.trainer.owners import followers, share
-from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
+from gerl.trainer.pictures import training_sheet
 from gerl.trainer.recovery import WentBack
 from gerl.trainer.rollouts import Rollouts, meanwhile
 from gerl.trainer.update import Update
@@ -61,6 +61,7 @@ class RayDiffusionTrainer(DurableRun):
         self.drawn_ends: list[Pending[StepEnd]] = []  # of the step that is trained, from workers that only draw
         self.rewards: RewardManager
         self.update: Update
+        self.validations: HeldOut
 
     def fit(self, resume: RunFolder | None = None) -> None:
         """Train to `trainer.steps`, from the checkpoint of `resume` if it has one.
@@ -85,7 +86,7 @@ class RayDiffusionTrainer(DurableRun):
                         watch = Stopwatch() if self.state.unlogged else self.undisturbed(self.take_step)
                         reward = self.state.unlogged["reward/mean"]
                         self.conclude(watch)
-                        progress.update(reward, **self.postfix())
+                        progress.update(reward, **self.validations.postfix())
                         yield self.state.step
         except BaseException as error:
             self.rescue(error)
@@ -127,6 +128,7 @@ class RayDiffusionTrainer(DurableRun):
             self.tracker.alert(state.step, sentence)
         if _due(state.step, self.config.checkpoint.every, total):
             self.undisturbed(self.save)
+        self.validations.check()
 
     def log(self, step: int, row: Metrics) -> None:
         """Write a line of metrics; after the first one, say where.
@@ -141,13 +143,15 @@ class RayDiffusionTrainer(DurableRun):
 
     def setup(self, resume: RunFolder | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
+        config = self.config
         self.start(resumed=resume is not None and resume.checkpoint is not None)
         if resume is not None and resume.checkpoint is not None:
             self.load(resume.checkpoint)
             resume.carry_on()
-        self.update = Update(self.config, self.algorithm, self.roles.training, self.state, self.model.half_precision)
+        self.update = Update(config, self.algorithm, self.roles.training, self.state, self.model.half_precision)
         self.check_sampling()
         self.open_log()
+        self.validations = HeldOut(config, self.tracker, self.state.step, self.val_reward)
         self.recovery.remember(self.state.step, self.model.trained_parameters)
 
     def start(self, resumed: bool = False) -> None:
@@ -328,7 +332,7 @@ class RayDiffusionTrainer(DurableRun):
         if not self.held_out:
             return {}
         self.refresh(watch or Stopwatch())
-        scored, shown = Scored(), shown_prompts(len(self.held_out), self.config.validation.images)
+        scored = Scored()
         with (watch or Stopwatch())("validation"):
             batches, workers = plan_validation(self.config, self.held_out, step), self.roles.drawing
             owners = share([len(batch) for batch in batches], self.config, len(workers))
@@ -345,17 +349,9 @@ class RayDiffusionTrainer(DurableRun):
                 found = rollouts.finish()
             for batch, scores in zip(batches, found, strict=True):
                 scored.add(batch, scores)
-            pixels = chosen_pixels(rollouts.images, batches, shown)
-        keep_pictures(self.tracker, step, scored, pixels, shown, self.model, self.cluster.device)
-        if self.config.validation.keep is not None:
-            forget_pictures(self.run_dir, self.config.validation.keep)
-        metrics, self.val_reward = conclude_validation(self.config, scored, step)
-        self.validated_step = step
+            metrics = self.validations.conclude(step, scored, rollouts.images, batches, self.model, self.cluster.device)
+        self.val_reward, self.validated_step = self.validations.reward, step
         return metrics
-
-    def postfix(self) -> dict[str, str]:
-        """The entries of the progress bar besides the reward of the step."""
-        return {} if self.val_reward is None else {"held-out": f"{self.val_reward:.3f}"}
 
 
 def _due(step: int, every: int, total: int) -> bool:

@@ -41,6 +41,7 @@ from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.keeping import Keeping, Snapshot, restored
+from gerl.workers.looks import looks_of
 from gerl.workers.probing import probe
 from gerl.workers.rollout import Rollout, count_blank
 
@@ -197,8 +198,8 @@ class HybridWorker:
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
         """Draw held-out prompts with the averaged LoRA."""
-        start = time.perf_counter()
-        return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
+        start, pixels = time.perf_counter(), self.rollout.validate(samples)
+        return Images(task_id, pixels, time.perf_counter() - start, looks_of(pixels))
 
     def pool(self, credit: dict[int, torch.Tensor], sets: Sets = None) -> Pooled:
         """The part of this worker's tasks among those of `credit` in the losses of the others of their groups."""

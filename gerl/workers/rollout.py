@@ -173,10 +173,8 @@ class Rollout:
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
         """Images `[B, H, W, 3]` uint8 of the plain pipeline (ODE sampling), with the averaged LoRA."""
-        overrides = {
-            "num_inference_steps": self.validation.num_inference_steps,
-            "guidance_scale": self.validation.guidance_scale,
-        }
+        names = ("height", "width", "num_inference_steps", "guidance_scale")
+        overrides = {name: getattr(self.validation, name) for name in names}
 
         def drawn(way: Way) -> np.ndarray:
             def images(part: Sequence[Sample]) -> np.ndarray:

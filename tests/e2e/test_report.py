@@ -12,8 +12,9 @@ import pytest
 import tiny
 from PIL import Image
 
+from gerl.config import ValidationConfig
 from gerl.run.validation import load_validation
-from gerl.trainer.pictures import shown_prompts
+from gerl.trainer.pictures import shown_images
 
 Train = Callable[..., Any]
 SHORT = ("rollout.prompts_per_step=1", "rollout.n=2", "sampling.num_inference_steps=2", "actor.lr=0.02")
@@ -47,7 +48,11 @@ def test_the_printed_program_draws_the_picture_that_is_shown(
     with caplog.at_level(logging.INFO, logger="gerl"):
         run = train(tmp_path / "run", *SHORT, *settings, "logger.report=true", trainer__steps=2, **keys)
     shown = load_validation(run.folder, 2)
-    assert shown.shown == shown_prompts(4, 3) and shown.drawing is not None and len(shown.pixels) == 3
+    assert (
+        shown.shown == shown_images(4, ValidationConfig(images=3))
+        and shown.drawing is not None
+        and len(shown.pixels) == 3
+    )
     before = load_validation(run.folder, 0)
     assert not np.array_equal(before.pixels[0], shown.pixels[0])
     report = (run.folder / "report.html").read_text(encoding="utf-8")

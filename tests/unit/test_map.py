@@ -22,7 +22,7 @@ def test_the_picture_is_up_to_date(drawing: ModuleType) -> None:
     drawn = drawing.draw()
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawn, "the code has changed: run python docs/map.py"
     packages = {drawing.structure.package(path) for path in drawing.structure.files("gerl")} - {"__init__", "__main__"}
-    for words in (*packages, "Rollout.generate", "Actor.accumulate", "imports algorithms, run, cluster"):
+    for words in (*packages, "Rollout.generate", "Actor.accumulate", "imports algorithms, run, rewards"):
         assert f">{words}</text>" in drawn
 
 

@@ -48,6 +48,7 @@ SCORERS = {
     "unified_reward2": "unified_reward:UnifiedReward2",
     "deqa": "deqa:DeqaScorer",
     "remote": "remote:RemoteScorer",
+    "colour": "colour:Colour",
     "sharpness": "sharpness:Sharpness",
     "colourfulness": "colourfulness:Colourfulness",
     "jpeg_compressibility": "jpeg:JpegCompressibility",

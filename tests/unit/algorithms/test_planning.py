@@ -230,6 +230,13 @@ def test_validation_noise_depends_on_the_prompt_only() -> None:
     assert [s.seed for batch in other_run for s in batch] == [s.seed for batch in first for s in batch]
 
 
+def test_further_images_of_a_held_out_prompt_leave_the_first_as_it_is() -> None:
+    one, three = (replace(config(), validation=ValidationConfig(images_per_prompt=n)) for n in (1, 3))
+    first, all_of_them = ([s for batch in plan_validation(c, PROMPTS, 5) for s in batch] for c in (one, three))
+    assert all_of_them[::3] == first and [s.index for s in all_of_them[:4]] == [0, 1, 2, 0]
+    assert len({s.seed for s in all_of_them}) == 30 and len({s.group for s in all_of_them}) == 10
+
+
 # --- optimizer steps
 
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from gerl.errors import DataError
-from gerl.evaluate.comparison import Drawn, bootstrap, bootstrap_groups, compare
+from gerl.evaluate.comparison import Drawn, compare
 from gerl.evaluate.files import write_files
 from gerl.evaluate.names import BASE
 from gerl.evaluate.suite_results import SuiteResults, facts, measure, sheets, tasks_of, text, unfinished
 from gerl.evaluate.suites import Column, Pinned, PromptFile, Protocol, Published, Suite, Tasks
 from gerl.protocol import Prompt
 from gerl.rewards.rows import TOTAL
+from gerl.run.statistics import bootstrap, bootstrap_groups
 
 SUITE = Suite(
     title="Signs",

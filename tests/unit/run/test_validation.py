@@ -9,9 +9,11 @@ from gerl.api.runs import Run
 from gerl.errors import GerlError
 from gerl.run.validation import (
     Drawing,
+    Validation,
     forget_pictures,
     load_validation,
     load_validations,
+    paired_gains,
     save_validation,
     standard_error,
 )
@@ -35,6 +37,35 @@ def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
     assert loaded.shown == [1, 3] and np.array_equal(loaded.pixels, pictures(2))
     without = load_validation(tmp_path, 12, pictures=False)
     assert without.pixels == [] and without.rewards == loaded.rewards
+
+
+def test_images_of_a_prompt_are_averaged(tmp_path: Path) -> None:
+    ids, looks = [3, 3, 7, 7], {"red": [0.1, None, 0.3, float("nan")]}
+    save_validation(tmp_path, 1, ["a", "a", "b", "b"], pictures(2), [0.0, 1.0, 0.5, None], {}, ids=ids, looks=looks)
+    found = load_validation(tmp_path, 1)
+    assert found.ids == ids and found.first_rows == [0, 2] and found.looks == {"red": [0.1, None, 0.3, None]}
+    assert found.by_prompt(found.rewards) == [0.5, 0.5]
+    values = json.loads((tmp_path / "validation/step_000001.json").read_text())
+    (tmp_path / "validation/step_000001.json").write_text(json.dumps(values | {"ids": [1]}))
+    with pytest.raises(GerlError, match="not one reward an image"):
+        load_validation(tmp_path, 1)
+
+
+def test_a_gain_is_that_of_the_same_images() -> None:
+    def validation(
+        step: int, rewards: list[float | None], ids: list[int] | None = None, **columns: list[float | None]
+    ) -> Validation:
+        return Validation(step, PROMPTS, rewards, columns, [], [], None, ids or [])
+
+    first = validation(0, [0.0, 0.5, None, 1.0], ocr=[0.0, 0.5, 1.0, 1.0], gone=[0.0] * 4)
+    later = validation(5, [1.0, 0.5, 0.7, 0.5], ocr=[1.0, 1.0, None, 1.0], new=[0.0] * 4)
+    found = paired_gains(first, later)
+    assert set(found) == {"reward", "ocr"} and found["reward"].mean == pytest.approx((1.0 + 0.0 - 0.5) / 3)
+    assert (found["ocr"].mean, found["ocr"].count) == (pytest.approx(0.5), 3)
+    ids = [0, 0, 1, 1]  # two images each: the means of prompts are what is averaged
+    first, later = validation(0, [0.0, 0.5, None, 1.0], ids), validation(5, [1.0, 0.5, 0.7, 0.5], ids)
+    assert (paired_gains(first, later)["reward"].mean, paired_gains(first, later)["reward"].count) == (0.0, 2)
+    assert paired_gains(validation(0, [0.0] * 4), later) == {}
 
 
 def test_pictures_of_several_sizes(tmp_path: Path) -> None:

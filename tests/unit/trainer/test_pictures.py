@@ -4,22 +4,28 @@ import numpy as np
 import pytest
 
 from gerl.cluster import Pending
+from gerl.config import ValidationConfig
 from gerl.protocol import Images, Prompt, Sample
-from gerl.trainer.pictures import caption, chosen_pixels, shown_prompts
+from gerl.trainer.pictures import caption, chosen_pixels, shown_images
 from gerl.utils.dataset import load_prompts
 
 
 def test_the_pictures_are_spread_over_the_file_and_always_the_same() -> None:
-    shown = shown_prompts(128, 32)
-    assert [i // 4 for i in shown] == list(range(32)) and shown == shown_prompts(128, 32)
+    shown = shown_images(128, ValidationConfig())
+    assert [i // 4 for i in shown] == list(range(32)) and shown == shown_images(128, ValidationConfig())
     assert set(Counter(i % 4 for i in shown)) == {0, 1, 2, 3}  # also where kinds of prompts take turns
-    assert shown_prompts(5, 32) == shown_prompts(5, None) == list(range(5))
-    assert len(shown_prompts(100, 1)) == 1
+    assert shown_images(5, ValidationConfig()) == shown_images(5, ValidationConfig(images=None)) == list(range(5))
+    assert len(shown_images(100, ValidationConfig(images=1))) == 1
+
+
+def test_all_images_of_the_same_prompts_are_shown() -> None:
+    one, three = (shown_images(20 * n, ValidationConfig(images=4, images_per_prompt=n)) for n in (1, 3))
+    assert three == [3 * i + k for i in one for k in range(3)]
 
 
 def test_words_as_well_as_numbers_of_the_signs_are_shown() -> None:
     prompts = load_prompts("signs_val")
-    shown = [prompts[i].text.split('"')[1].isdigit() for i in shown_prompts(len(prompts), 32)]
+    shown = [prompts[i].text.split('"')[1].isdigit() for i in shown_images(len(prompts), ValidationConfig())]
     assert shown.count(True) == shown.count(False) == 16
 
 
@@ -27,10 +33,11 @@ def test_the_chosen_pictures_are_found_in_their_batches() -> None:
     samples = [Sample(Prompt(i, "x"), 0, i, 1) for i in range(5)]
     batches = [samples[:2], samples[2:4], samples[4:]]
     pixels = np.arange(5, dtype=np.uint8)[:, None, None, None].repeat(3, 3)
-    drawn = [Pending("w", value=Images(k, pixels[b[0].seed : b[-1].seed + 1], 0.0)) for k, b in enumerate(batches)]
-    assert [int(image[0, 0, 0]) for image in chosen_pixels(drawn, batches, [1, 4])] == [1, 4]
-    drawn[1] = Pending("w")  # nothing of it is wanted, so it is not fetched
-    assert len(chosen_pixels(drawn, batches, [0, 1, 4])) == 3
+    parts = [slice(batch[0].seed, batch[-1].seed + 1) for batch in batches]
+    red = np.arange(5.0)
+    drawn = [Pending("w", value=Images(k, pixels[s], 0.0, {"red": red[s]})) for k, s in enumerate(parts)]
+    found, looks = chosen_pixels(drawn, batches, [1, 4])
+    assert [int(image[0, 0, 0]) for image in found] == [1, 4] and list(looks["red"]) == list(red)  # of all images
 
 
 @pytest.mark.parametrize(

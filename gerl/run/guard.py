@@ -1,0 +1,246 @@
+"""The guard: whether a reward that rises is still what was wanted, by comparing held-out images with the first ones.
+
+Every threshold is measured on the run's own first validation, whose images have the same noise; none is a constant of
+some model. It cannot know the intention: it says how the images changed, and at which to look.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gerl.run.settings import get
+from gerl.run.statistics import bootstrap
+from gerl.run.validation import Validation, paired_gains
+from gerl.utils.files import finite, write_file, writing
+
+FILE = "guard.jsonl"
+CONFIDENCE = 0.999  # of an interval that counts: a run is looked at some ten times, in some ten ways
+RARE = 0.025  # share of the first images on each side that count as unusual
+SHOWN = 8  # images that are named
+FEWEST = 8  # prompts of which something can be said
+LOOKS = {
+    "sharpness": "sharpness (noise or halos raise it, blur lowers it)",
+    "colourfulness": "colourfulness",
+    "jpeg_kilobytes": "size as a JPEG",
+    "high_frequency": "share of fine detail (noise raises it)",
+    "grid": "regular pattern",
+    "red": "mean red",
+    "green": "mean green",
+    "blue": "mean blue",
+}
+UNLIKE = {
+    "unlike_own": "how unlike the images of a prompt are",
+    "unlike_others": "how unlike images of different prompts are",
+}
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A sign of reward hacking or collapse: a `value` beyond its `threshold`, and a sentence about it.
+
+    shown: rows of the validation that show it best.
+    """
+
+    name: str  # watched, disagreement, looks or diversity
+    column: str
+    step: int
+    value: float
+    threshold: float
+    text: str
+    shown: list[int]
+
+    @property
+    def key(self) -> str:
+        """As `guard.ignore` has it."""
+        return f"{self.name}/{self.column}"
+
+
+def signals(
+    first: Validation, later: Validation, config: Mapping[str, Any], peaks: Mapping[str, Validation] | None = None
+) -> list[Signal]:
+    """The signs of reward hacking or collapse in a validation, compared with the run's first one.
+
+    config: as in config.yaml. peaks: by column, the validation in which it was highest so far, with which a column that
+    is watched is compared as well: it may rise for a while before it falls. Validations of other prompts, or of fewer
+    than eight, cannot be compared.
+    """
+    if first.prompts != later.prompts or len(first.first_rows) < FEWEST or first.step >= later.step:
+        return []
+    found = [*_looks(first, later), *_diversity(first, later)]
+    for name in watched_columns(config, list(first.by_scorer)):
+        for before in (first, (peaks or {}).get(name, first)):
+            gain = paired_gains(before, later).get("reward")
+            if gain is None or not gain.low > 0:
+                continue
+            fell = [*_watched(before, later, name), *_disagreement(before, later, name)]
+            found += fell
+            if fell:
+                break
+    return found
+
+
+def raise_peaks(peaks: dict[str, Validation], validation: Validation) -> None:
+    """Let `validation` be the peak of the columns that are highest in it."""
+    for name, values in validation.by_scorer.items():
+        if name not in peaks or _mean(values) > _mean(peaks[name].by_scorer[name]):
+            peaks[name] = validation
+
+
+def watched_columns(config: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    """The columns that do not count in the reward: those of watched scorers, and further ones of all scorers.
+
+    Not how unsure a scorer is (`sigma`), of which neither more nor less is better.
+    """
+    scorers = get(config, "reward", "scorers") or {}
+    return [c for c in columns if ("/" in c or get(scorers, c, "weight") == 0) and not c.endswith("/sigma")]
+
+
+def _watched(first: Validation, later: Validation, name: str) -> Iterator[Signal]:
+    """A column that is watched and falls while the reward rises, by more than chance would have it."""
+    changes = _changes(first, later, name)
+    if len(changes) < FEWEST:
+        return
+    mean = float(np.mean(changes))
+    # had nothing changed: the mean of as many changes that are 0 on average
+    lowest, _ = bootstrap([change - mean for change in changes], CONFIDENCE)
+    if mean < min(lowest, 0.0):
+        before, after = (_mean(one.by_scorer[name]) for one in (first, later))
+        text = (
+            f"{name}, which is watched, fell from {before:.3f} at step {first.step} to {after:.3f} while the reward "
+            f"rose from {_mean(first.rewards):.3f} to {_mean(later.rewards):.3f} (chance alone: {lowest:+.3f})"
+        )
+        yield Signal("watched", name, later.step, mean, lowest, text, _largest(first, later, name, -1))
+
+
+def _disagreement(first: Validation, later: Validation, name: str) -> Iterator[Signal]:
+    """A column that is watched and fell on most of the prompts whose reward rose."""
+    reward = _by_prompt(first, later, first.rewards, later.rewards)
+    other = _by_prompt(first, later, first.by_scorer[name], later.by_scorer.get(name, []))
+    risen = [b for a, b in zip(reward, other, strict=False) if a is not None and b is not None and a > 0]
+    moved = [float(np.sign(b)) for b in risen if b != 0]
+    if len(moved) < FEWEST:
+        return
+    mean = float(np.mean(moved))
+    lowest, _ = bootstrap([one - mean for one in moved], CONFIDENCE)
+    if mean < min(lowest, 0.0):
+        fell = sum(one < 0 for one in moved)
+        text = (
+            f"the reward and {name} disagree: of {len(risen)} held-out prompts whose reward rose since step "
+            f"{first.step}, {name} fell on {fell} and rose on {len(moved) - fell}"
+        )
+        yield Signal("disagreement", name, later.step, mean, lowest, text, _largest(first, later, name, -1))
+
+
+def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
+    """Statistics whose mean is now where hardly any of the first images was."""
+    for name, words in LOOKS.items():
+        old, new = _known(first.looks.get(name)), _known(later.looks.get(name))
+        if len(old) < FEWEST or len(new) != len(old) or min(old) == max(old):
+            continue
+        low, high = (float(edge) for edge in np.quantile(old, [RARE, 1 - RARE]))
+        surely = bootstrap(new, CONFIDENCE)
+        mean = float(np.mean(new))
+        if surely[0] > high or surely[1] < low:
+            edge, sign = (high, 1) if mean > high else (low, -1)
+            side = "above" if sign > 0 else "below"
+            text = (
+                f"the images look unlike those of the beginning: {words} is {mean:.3g} on average, {side} "
+                f"{1 - RARE:.1%} of the first images ({edge:.3g})"
+            )
+            order = sorted(later.shown or range(len(new)), key=lambda i: -sign * new[i])
+            yield Signal("looks", name, later.step, mean, edge, text, order[:SHOWN])
+
+
+def _diversity(first: Validation, later: Validation) -> Iterator[Signal]:
+    """Images of a prompt, or of all prompts, that have become alike."""
+    for name, words in UNLIKE.items():
+        old, new = _known(first.looks.get(name)), _known(later.looks.get(name))
+        if len(old) < FEWEST or len(new) != len(old):
+            continue
+        edge = float(np.quantile(old, RARE))
+        mean = float(np.mean(new))
+        if bootstrap(new, CONFIDENCE)[1] < edge:
+            text = f"{words} has fallen from {np.mean(old):.3g} to {mean:.3g}, below {1 - RARE:.1%} of the first images"
+            order = sorted(later.shown or range(len(new)), key=lambda i: new[i])
+            yield Signal("diversity", name, later.step, mean, edge, text, order[:SHOWN])
+
+
+def _by_prompt(
+    first: Validation, later: Validation, old: Sequence[float | None], new: Sequence[float | None]
+) -> list[float | None]:
+    """The change of each prompt, None where it is not known."""
+    before, after = first.by_prompt(old), later.by_prompt(new) if new else []
+    return [None if a is None or b is None else b - a for a, b in zip(before, after, strict=False)]
+
+
+def _changes(first: Validation, later: Validation, name: str) -> list[float]:
+    found = _by_prompt(first, later, first.by_scorer[name], later.by_scorer.get(name, []))
+    return [change for change in found if change is not None]
+
+
+def _largest(first: Validation, later: Validation, name: str, sign: int) -> list[int]:
+    """The images that are here whose column changed most in that direction."""
+    old, new = first.by_scorer[name], later.by_scorer[name]
+    both = [i for i in later.shown or range(len(new)) if old[i] is not None and new[i] is not None]
+    changed = {i: (new[i] or 0.0) - (old[i] or 0.0) for i in both}
+    return sorted(changed, key=lambda i: -sign * changed[i])[:SHOWN]
+
+
+def _known(values: Sequence[float | None] | None) -> list[float]:
+    return [value for value in values or () if value is not None]
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = _known(values)
+    return sum(known) / len(known) if known else math.nan
+
+
+class GuardLog:
+    """`guard.jsonl` of a run folder: a row for each signal of each validation, up to `step`, after which it goes on."""
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        self.path = run_dir / FILE
+        rows = read_guard(run_dir)
+        kept = [row for row in rows if row["step"] <= step]
+        if len(kept) < len(rows):
+            write_file(self.path, "".join(f"{json.dumps(row)}\n" for row in kept))
+        self._said = {f"{row['signal']}/{row['column']}": int(row["step"]) for row in kept}
+
+    def add(self, found: Sequence[Signal], action: str) -> list[Signal]:
+        """Write the signals of a validation; returns those to be said: new ones, and old ones again now and then."""
+        due = [s for s in found if s.key not in self._said or s.step >= 2 * self._said[s.key]]
+        self._said |= {signal.key: signal.step for signal in due}
+        lines = []
+        for signal in found:
+            row = asdict(signal)
+            row = {"step": row.pop("step"), "signal": row.pop("name"), **row, "action": action}
+            lines.append(f"{json.dumps(finite(row))}\n")
+        if lines:
+            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
+        return due
+
+
+def read_guard(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of `guard.jsonl`; lines that cannot be read are passed over."""
+    try:
+        lines = (run_dir / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if (
+                isinstance(row, dict)
+                and isinstance(row.get("step"), int)
+                and {"signal", "column", "text"} <= row.keys()
+            ):
+                found.append(row)
+    return found

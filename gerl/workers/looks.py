@@ -1,0 +1,84 @@
+"""How images look, in numbers that need no model: what the guard compares with the base model's images."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from gerl.rewards.scorers.colourfulness import colourfulness
+from gerl.rewards.scorers.jpeg import jpeg_kilobytes
+from gerl.rewards.scorers.sharpness import LUMA, sharpness
+
+SIDE = 512  # pixels: of larger images the middle is looked at, whose noise and grids are those of the rest
+THUMBNAIL = 16  # pixels, in which images are compared with each other
+RINGS = 16  # of the spectrum, from no change to one every second pixel
+
+
+def looks_of(pixels: Sequence[np.ndarray] | np.ndarray) -> dict[str, np.ndarray]:
+    """Statistic -> its value for each of B images `[H, W, 3]` uint8 `[B]`, and `thumbnail` `[B, 16, 16, 3]` uint8.
+
+    Of a video `[F, H, W, 3]` the middle frame. `sharpness`, `colourfulness` and `jpeg_kilobytes` are as the scorers of
+    these names have them; `red`, `green` and `blue` means in [0, 1]; `high_frequency` and `grid` see `spectrum`.
+    """
+    stills = [image[len(image) // 2] if image.ndim == 4 else image for image in pixels]
+    rows = [_looks(still) for still in stills]
+    found = {name: np.array([row[name] for row in rows], dtype=np.float32) for name in rows[0]}
+    small = [Image.fromarray(still).resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX) for still in stills]
+    return found | {"thumbnail": np.stack([np.asarray(image) for image in small])}
+
+
+def _looks(still: np.ndarray) -> dict[str, float]:
+    top, left = (max(0, (length - SIDE) // 2) for length in still.shape[:2])
+    still = still[top : top + SIDE, left : left + SIDE]
+    image = Image.fromarray(still)
+    red, green, blue = still.reshape(-1, 3).mean(0) / 255
+    high_frequency, grid = spectrum(still @ LUMA / 255)
+    return {
+        "sharpness": sharpness(image),
+        "colourfulness": colourfulness(image),
+        "jpeg_kilobytes": jpeg_kilobytes(image),
+        "high_frequency": high_frequency,
+        "grid": grid,
+        "red": float(red),
+        "green": float(green),
+        "blue": float(blue),
+    }
+
+
+def spectrum(luma: np.ndarray) -> tuple[float, float]:
+    """Two numbers of the power spectrum of a luminance `[H, W]` in [0, 1], with a Hann window.
+
+    `high_frequency`: the share of the power, but for the mean, that lies beyond half of the highest frequency: noise
+    raises it. `grid`: the common logarithm of the largest power of a single frequency beyond a quarter of the highest
+    over the mean of its ring: a pattern that repeats every few pixels raises it, and neither noise nor edges do.
+    """
+    height, width = luma.shape
+    window = np.outer(np.hanning(height + 2)[1:-1], np.hanning(width + 2)[1:-1])
+    power = np.abs(np.fft.rfft2((luma - luma.mean()) * window)) ** 2
+    radius = 2 * np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])  # 1: every second pixel
+    ring = np.minimum((radius * RINGS).astype(int), RINGS).ravel()
+    flat, total = power.ravel(), power.sum()
+    if total < 1e-12:  # a single colour
+        return 0.0, 0.0
+    means = np.bincount(ring, flat, RINGS + 1) / np.maximum(np.bincount(ring, minlength=RINGS + 1), 1)
+    outer = ring >= RINGS // 4
+    peak = float((flat[outer] / np.maximum(means[ring[outer]], 1e-15 * total)).max()) if outer.any() else 1.0
+    return float(power[radius >= 0.5].sum() / total), float(np.log10(max(peak, 1e-12)))
+
+
+def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """How unlike an image is to others of its prompt, and to those of other prompts, `[B]` each; NaN without others.
+
+    Root mean square differences of `thumbnails` `[B, 16, 16, 3]` uint8, in parts of the range of a pixel.
+    """
+    flat = thumbnails.reshape(len(thumbnails), -1).astype(np.float64) / 255
+    squares = (flat**2).sum(1)
+    distances = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * flat @ flat.T, 0) / flat.shape[1])
+    same = np.equal.outer(np.asarray(ids), np.asarray(ids))
+    own = same & ~np.eye(len(flat), dtype=bool)
+
+    def mean(mask: np.ndarray) -> np.ndarray:
+        counts = mask.sum(1)
+        return np.where(counts > 0, (distances * mask).sum(1) / np.maximum(counts, 1), np.nan)
+
+    return mean(own), mean(~same)

@@ -1,0 +1,145 @@
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gerl.config import GuardConfig
+from gerl.errors import ConfigError
+from gerl.run.guard import GuardLog, Signal, raise_peaks, read_guard, signals, watched_columns
+from gerl.run.validation import Validation
+
+CONFIG = {"reward": {"scorers": {"mine": {"weight": 1.0}, "other": {"weight": 0.0}}}}
+N = 64
+
+
+def validation(step: int, seed: int = 0, shift: float = 0.0, **columns: Sequence[float]) -> Validation:
+    """Rewards of N prompts, and how their images look: the same ones but for `shift`, in deviations of the first."""
+    noise = np.random.default_rng(seed).normal(size=(4, N))
+    looks = {"sharpness": noise[0] + shift, "red": noise[1], "unlike_others": 5 + noise[2]}
+    rewards = list(columns.pop("reward", 0.5 + 0.1 * noise[3]))
+    by_scorer: dict[str, list[float | None]] = {"mine": list(rewards), "other": list(0.5 + 0.1 * noise[0])}
+    by_scorer |= {name: list(values) for name, values in columns.items()}
+    found = {name: [float(value) for value in values] for name, values in looks.items()}
+    prompts = [f"prompt {i}" for i in range(N)]
+    return Validation(step, prompts, list(rewards), by_scorer, [], [], None, [], found)  # type: ignore[arg-type]
+
+
+FIRST = validation(0)
+
+
+def risen(step: int = 5, **columns: Sequence[float]) -> Validation:
+    return validation(step, reward=[r + 0.2 for r in FIRST.rewards if r is not None], **columns)
+
+
+def keys(later: Validation, first: Validation = FIRST, config: Any = CONFIG) -> list[str]:
+    return [signal.key for signal in signals(first, later, config)]
+
+
+def test_a_reward_that_rises_alone_is_no_signal() -> None:
+    assert keys(risen()) == [] and keys(FIRST) == []
+
+
+def test_other_images_of_the_same_kind_are_no_signal() -> None:
+    """Chance alone: validations that are no better and no worse, each compared with another one."""
+    pairs = [(validation(0, seed), validation(5, 1000 + seed)) for seed in range(300)]
+    assert sum(bool(keys(later, first)) for first, later in pairs) <= 2
+
+
+def test_a_watched_scorer_that_falls_while_the_reward_rises() -> None:
+    lower = [v - 0.1 for v in FIRST.by_scorer["other"] if v is not None]
+    later = risen(other=lower)
+    assert keys(later) == ["watched/other", "disagreement/other"]
+    found = signals(FIRST, later, CONFIG)[0]
+    assert found.value == pytest.approx(-0.1) and found.threshold <= 0
+    assert "fell from 0." in found.text and "while the reward rose from 0." in found.text
+    assert keys(validation(5, other=lower)) == []  # the reward did not rise
+    trained = {"reward": {"scorers": {"mine": {"weight": 1.0}, "other": {"weight": 0.5}}}}
+    assert keys(later, config=trained) == []  # it is part of what was asked for
+
+
+def test_a_few_large_gains_do_not_hide_that_a_watched_scorer_fell_on_most_prompts() -> None:
+    known = [v for v in FIRST.by_scorer["other"] if v is not None]
+    changed = [v + 3.0 if i < 6 else v - 0.1 for i, v in enumerate(known)]  # higher on average
+    assert keys(risen(other=changed)) == ["disagreement/other"]
+
+
+def test_a_watched_scorer_that_first_rose_is_compared_with_its_peak() -> None:
+    known = [v for v in FIRST.by_scorer["other"] if v is not None]
+    peak = risen(5, other=[v + 0.3 for v in known])
+    rewards = [r + 0.4 for r in FIRST.rewards if r is not None]
+    later = validation(9, reward=rewards, other=[v + 0.1 for v in known])  # above the first validation still
+    peaks: dict[str, Validation] = {}
+    for one in (FIRST, peak):
+        raise_peaks(peaks, one)
+    assert keys(later) == [] and peaks["other"] is peak and peaks["mine"] is peak
+    (fell, disagree) = signals(FIRST, later, CONFIG, peaks)
+    assert (fell.key, disagree.key) == ("watched/other", "disagreement/other")
+    assert fell.value == pytest.approx(-0.2) and "at step 5" in fell.text
+
+
+def test_further_columns_of_a_trained_scorer_are_watched() -> None:
+    columns = ["mine", "mine/exact", "mine/sigma", "other", "other/part"]
+    assert watched_columns(CONFIG, columns) == ["mine/exact", "other", "other/part"]
+
+
+def test_images_that_look_as_hardly_any_did() -> None:
+    assert keys(validation(5, shift=1.0)) == []
+    (found,) = signals(FIRST, validation(5, shift=4.0), CONFIG)
+    assert found.key == "looks/sharpness" and found.value > found.threshold
+    assert found.threshold == pytest.approx(np.quantile(FIRST.looks["sharpness"], 0.975))
+    assert found.shown == sorted(range(N), key=lambda i: -FIRST.looks["sharpness"][i])[:8]
+    assert keys(validation(5, shift=-4.0)) == ["looks/sharpness"]
+
+
+def test_images_that_became_alike() -> None:
+    later = replace(FIRST, step=5, looks=FIRST.looks | {"unlike_others": [0.1] * N})
+    assert keys(later) == ["diversity/unlike_others"]
+
+
+def test_validations_of_other_or_of_few_prompts_are_not_compared() -> None:
+    wild = validation(5, shift=9.0)
+    assert keys(replace(wild, prompts=["another", *wild.prompts[1:]])) == []
+    few = [replace(v, prompts=v.prompts[:4], rewards=v.rewards[:4]) for v in (FIRST, wild)]
+    assert keys(few[1], few[0]) == []
+    assert keys(wild, replace(FIRST, looks={})) == []  # of an older version
+
+
+def signal(step: int, name: str = "looks", column: str = "red") -> Signal:
+    return Signal(name, column, step, 1.0, 0.5, "it is red", [3])
+
+
+def test_a_signal_is_said_when_it_is_new_and_then_seldom(tmp_path: Path) -> None:
+    log = GuardLog(tmp_path, 0)
+    said = [step for step in (4, 6, 8, 10, 12, 14, 16, 18) if log.add([signal(step)], "warn")]
+    assert said == [4, 8, 16]
+    assert log.add([signal(18, "watched", "ocr")], "warn")
+    rows = read_guard(tmp_path)
+    assert [row["step"] for row in rows] == [4, 6, 8, 10, 12, 14, 16, 18, 18]
+    assert rows[0] == {
+        "step": 4, "signal": "looks", "column": "red", "value": 1.0, "threshold": 0.5, "text": "it is red",
+        "shown": [3], "action": "warn",
+    }  # fmt: skip
+
+
+def test_a_run_that_goes_back_has_only_the_signals_up_to_there(tmp_path: Path) -> None:
+    log = GuardLog(tmp_path, 0)
+    for step in (2, 4, 6):
+        log.add([signal(step)], "warn")
+    with (tmp_path / "guard.jsonl").open("a") as file:
+        file.write('{"step": 8, "sig')  # a killed process
+    again = GuardLog(tmp_path, 4)
+    assert [row["step"] for row in read_guard(tmp_path)] == [2, 4]
+    assert not again.add([signal(6)], "warn") and again.add([signal(8)], "warn")
+    assert all(json.loads(line) for line in (tmp_path / "guard.jsonl").read_text().splitlines())
+
+
+def test_signals_that_are_ignored_are_named_in_words_that_there_are() -> None:
+    config = GuardConfig(ignore=["looks/red", "diversity"])
+    assert not config.counts("looks", "red") and not config.counts("diversity", "unlike_own")
+    assert config.counts("looks", "blue") and config.counts("watched", "ocr")
+    with pytest.raises(ConfigError, match=r"guard\.ignore: there is no signal 'colour', only watched"):
+        GuardConfig(ignore=["colour"])

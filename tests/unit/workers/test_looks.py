@@ -1,0 +1,43 @@
+import numpy as np
+import pytest
+
+from gerl.workers.looks import looks_of, spectrum, unlikeness
+
+
+def test_noise_has_more_fine_detail_than_a_ramp_and_a_pattern_stands_out_of_the_spectrum() -> None:
+    generator = np.random.default_rng(0)
+    ramp = np.linspace(0, 1, 64)[None].repeat(48, 0)
+    noise = ramp + 0.2 * generator.normal(size=ramp.shape)
+    pattern = ramp + 0.2 * np.sin(np.pi * np.arange(64) * 0.8)
+    fine, grids = zip(*(spectrum(luma) for luma in (ramp, noise, pattern)), strict=True)
+    assert fine[0] < 0.01 < 0.2 < fine[1]
+    assert grids[2] > grids[1] + 0.5
+    assert spectrum(np.full((8, 8), 0.5)) == (0.0, 0.0)
+
+
+def test_the_share_of_fine_detail_of_white_noise_is_that_of_its_frequencies() -> None:
+    share = np.mean([spectrum(np.random.default_rng(i).normal(size=(64, 64)))[0] for i in range(20)])
+    # all but a disc of half the highest frequency, of a square whose corners go beyond it
+    assert share == pytest.approx(1 - np.pi * 0.25**2, abs=0.02)
+
+
+def test_every_image_has_its_numbers_whatever_its_size() -> None:
+    generator = np.random.default_rng(0)
+    images = [generator.integers(0, 255, size, dtype=np.uint8) for size in ((16, 24, 3), (600, 700, 3), (3, 16, 16, 3))]
+    found = looks_of(images)
+    assert {values.shape[0] for values in found.values()} == {3} and found["thumbnail"].shape == (3, 16, 16, 3)
+    assert all(np.isfinite(values).all() for values in found.values())
+    assert found["red"][0] == pytest.approx(images[0][..., 0].mean() / 255, rel=1e-5)
+    middle = looks_of([images[1][44:556, 94:606], images[2][1]])
+    for name in ("sharpness", "grid", "blue"):  # the middle of a large image, and of a video
+        assert list(middle[name]) == pytest.approx([found[name][1], found[name][2]])
+
+
+def test_unlikeness_is_the_mean_distance_within_and_between_prompts() -> None:
+    levels = np.array([0, 51, 102, 255], np.uint8)
+    thumbnails = np.broadcast_to(levels[:, None, None, None], (4, 16, 16, 3))
+    own, others = unlikeness(thumbnails, [0, 0, 1, 1])
+    assert list(own) == pytest.approx([0.2, 0.2, 0.6, 0.6])
+    assert list(others) == pytest.approx([(0.4 + 1) / 2, (0.2 + 0.8) / 2, (0.4 + 0.2) / 2, (1 + 0.8) / 2])
+    alone, _ = unlikeness(thumbnails, [0, 1, 2, 3])
+    assert np.isnan(alone).all()
