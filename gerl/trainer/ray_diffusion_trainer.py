@@ -14,6 +14,7 @@ from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
+from gerl.commandline.command import watching
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.savings import saving_notes
@@ -21,12 +22,14 @@ from gerl.protocol import Images, Prompt, RolloutTask, Scores, StepEnd
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
+from gerl.run.timeline import append_spans
 from gerl.run.timing import Stopwatch
 from gerl.run.tracking import Progress
 from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
 from gerl.trainer.drawing import Drawn, Rolled, end_drawing, roll_out
 from gerl.trainer.durable import DurableRun
 from gerl.trainer.folder import RunFolder
+from gerl.trainer.live import keep_live
 from gerl.trainer.owners import followers, share
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
 from gerl.trainer.recovery import WentBack
@@ -76,14 +79,17 @@ class RayDiffusionTrainer(DurableRun):
         try:
             if self.state.step == 0 and self.held_out:
                 self.log(0, self.undisturbed(partial(self.validate, 0)))
+                self.record()
                 yield 0
             done = self.state.step - bool(self.state.unlogged)  # else the last step was stopped before its end
             with Progress(total, done, disable=not config.logger.progress) as progress:
                 while self.state.step < total or self.state.unlogged:
+                    self.control.stop(self.state.step)
                     with contextlib.suppress(WentBack):
-                        watch = Stopwatch() if self.state.unlogged else self.undisturbed(self.take_step)
+                        watch = Stopwatch(self.timeline) if self.state.unlogged else self.undisturbed(self.take_step)
                         reward = self.state.unlogged["reward/mean"]
                         self.conclude(watch)
+                        self.record()
                         progress.update(reward, **self.postfix())
                         yield self.state.step
         except BaseException as error:
@@ -94,7 +100,8 @@ class RayDiffusionTrainer(DurableRun):
 
     def take_step(self) -> Stopwatch:
         """Draw, score and train; returns what measures the step's time."""
-        state, watch = self.state, Stopwatch()
+        state, watch = self.state, Stopwatch(self.timeline)
+        self.timeline.step = state.step + 1
         if new := self.recovery.take_in():
             self.recovery.lost()
             self.abandon()
@@ -102,6 +109,9 @@ class RayDiffusionTrainer(DurableRun):
         with watch("step"):
             drawn = self.draw(state.step + 1, watch)
             metrics, credit = self.credit(drawn, watch)
+            if self.config.logger.live:
+                keep_live(self.run_dir, state.step + 1, drawn, credit)
+            drawn.images.clear()
             with signals.deferred():
                 state.unlogged = metrics | self.train(drawn, credit, watch) | watch.metrics()
                 state.step, state.algorithm = state.step + 1, self.algorithm.state()
@@ -112,7 +122,8 @@ class RayDiffusionTrainer(DurableRun):
         """End a step: validate, log its line, save."""
         state, total = self.state, self.config.trainer.steps
         self.patience = REMINDER
-        if _due(state.step, self.config.validation.every, total):
+        asked = self.control.validate(state.step, bool(self.held_out))
+        if asked or _due(state.step, self.config.validation.every, total):
             with watch("step"):
                 found = self.undisturbed(partial(self.validate, state.step, watch))
             state.unlogged |= found
@@ -124,7 +135,7 @@ class RayDiffusionTrainer(DurableRun):
         for sentence in self.health.observe({"step": state.step, **row}):
             logger.warning("%s", sentence)
             self.tracker.alert(state.step, sentence)
-        if _due(state.step, self.config.checkpoint.every, total):
+        if self.control.save(state.step) or _due(state.step, self.config.checkpoint.every, total):
             self.undisturbed(self.save)
 
     def log(self, step: int, row: Metrics) -> None:
@@ -136,7 +147,12 @@ class RayDiffusionTrainer(DurableRun):
         self.latest = row
         if not self.announced:
             logger.info("run folder: %s", self.run_dir)
+            logger.info("watch it: %s", watching(self.run_dir))
             self.announced = True
+
+    def record(self) -> None:
+        """Write what the workers did since the last time."""
+        append_spans(self.run_dir, self.timeline.take())
 
     def setup(self, resume: RunFolder | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
@@ -159,7 +175,7 @@ class RayDiffusionTrainer(DurableRun):
         per_epoch = prompt_schedule(config, self.prompts).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates_per_step
         logger.info("reward: %s", described(config.reward.scorers))
-        self.rewards = RewardManager(config.reward, cluster)
+        self.rewards = RewardManager(config.reward, cluster, self.timeline)
         self.workers = cluster.workers(
             "worker",
             HybridWorker,
@@ -317,7 +333,8 @@ class RayDiffusionTrainer(DurableRun):
         lora, self.update.state = self.config.model.train == "lora", self.state
         with watch("update"), waiting(f"updating the {'LoRA' if lora else 'weights'}", after=self.patience):
             lag = min(self.config.trainer.staleness, self.state.step)
-            with meanwhile(self.rewards, self.on_their_way):
+            trained = self.timeline.span("update", *(f"worker {i}" for i in self.roles.training.numbers))
+            with meanwhile(self.rewards, self.on_their_way), trained:
                 metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag, self.drawn_ends)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal)
@@ -326,9 +343,10 @@ class RayDiffusionTrainer(DurableRun):
         """Mean rewards on the held-out prompts: fixed noise, ODE sampling, averaged LoRA."""
         if not self.held_out:
             return {}
-        self.refresh(watch or Stopwatch())
+        watch = watch or Stopwatch(self.timeline)
+        self.refresh(watch)
         scored, shown = Scored(), shown_prompts(len(self.held_out), self.config.validation.images)
-        with (watch or Stopwatch())("validation"):
+        with watch("validation"):
             batches, workers = plan_validation(self.config, self.held_out, step), self.roles.drawing
             owners = share([len(batch) for batch in batches], self.config, len(workers))
 
@@ -339,7 +357,7 @@ class RayDiffusionTrainer(DurableRun):
                     workers.submit(process, HybridWorker.validate, k, batches[k])
                 return image
 
-            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.hang_after)
+            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.hang_after, what="validate")
             with waiting(f"validating {len(self.held_out)} prompts", self.progress_of(rollouts)):
                 found = rollouts.finish()
             for batch, scores in zip(batches, found, strict=True):
