@@ -1,4 +1,4 @@
-"""What somebody asks of a run that trains: files in `control/` of its folder, which the run looks for between steps."""
+"""Commands for a run that trains: files in `control/` of its folder, which the run looks for between steps."""
 
 import contextlib
 from pathlib import Path

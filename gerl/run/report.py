@@ -57,7 +57,7 @@ def write_report(run_dir: Path) -> Path:
         "report.html.j2",
         title=run_dir.resolve().parent.name,
         run=run_dir.resolve().name,
-        facts=_facts(rows, config),
+        facts=facts(rows, config),
         headline=_headline(rows, compared),
         main=reward_charts(rows, labels(config), errors),
         explanation=explanation(config),
@@ -166,7 +166,8 @@ def _replaced(rows: Rows) -> str | None:
     return f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None
 
 
-def _facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of name and value: how far the run is, and what it trains by which settings."""
     done = rows[-1]["step"] if rows else 0
     planned = get(config, "trainer", "steps")
     prompts, n = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")

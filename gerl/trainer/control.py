@@ -1,4 +1,4 @@
-"""What somebody asks of the run while it trains, from the page of `gerl watch` or by hand."""
+"""Follows what somebody asks of the run while it trains, from the page of `gerl watch` or by hand."""
 
 import logging
 from pathlib import Path
