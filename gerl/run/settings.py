@@ -76,7 +76,8 @@ def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
     """(key, value, value in `other`) of the keys that two runs do not share; "-" where one has no such key."""
     own, its = _flat(config), _flat(other)
     keys = [key for key in {**own, **its} if key not in own or key not in its or own[key] != its[key]]
-    return [(key, *(_show(values[key]) if key in values else "-" for values in (own, its))) for key in keys]
+    shown = [{key: _show(value) for key, value in values.items()} for values in (own, its)]
+    return [(key, shown[0].get(key, "-"), shown[1].get(key, "-")) for key in keys]
 
 
 @functools.cache

@@ -24,7 +24,7 @@ def append_spans(run_dir: Path, spans: Sequence[Span]) -> None:
 
 def read_spans(lines: Iterable[str]) -> list[Row]:
     """The spans in `lines`; one that is half-written, or no span, is passed over."""
-    found = []
+    found = list[Row]()
     for line in lines:
         try:
             row = json.loads(line)

@@ -5,7 +5,6 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,19 +15,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gerl.errors import GerlError
+from gerl.pages.page import page_assets, render
 from gerl.run.control import COMMANDS, ask
 from gerl.run.lock import alive_since
+from gerl.run.page.data import RunData
 from gerl.watch.access import Access, refused
 from gerl.watch.events import Watcher
 from gerl.watch.folders import Folders
-from gerl.watch.run import RunData
 
 logger = logging.getLogger("gerl")
-PAGE = {
-    "/": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-}
 FOREVER = "private, max-age=31536000, immutable"  # of pictures, whose address changes when they do
 BODY = 10_000  # bytes of a request
 
@@ -123,8 +118,11 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         names = request.query_params.get("names", "").split(",")[:200]
         return run.series(names, number(request, "since"), number(request, "width"), number(request, "generation"))
 
-    routes = [Route(path, asks(_asset(*given)), methods=["GET"]) for path, given in PAGE.items()]
-    routes += [
+    assets = page_assets()
+    routes = [
+        Route("/", _asset(render("live.html.j2"), "text/html"), methods=["GET"]),
+        Route("/page.css", _asset(assets["style"], "text/css"), methods=["GET"]),
+        Route("/page.js", _asset(assets["script"], "text/javascript"), methods=["GET"]),
         Route("/api/runs", asks(lambda _: site.runs()), methods=["GET"]),
         of_run("/api/run", lambda run, _: run.overview()),
         of_run("/api/series", series),
@@ -163,8 +161,7 @@ def _run(site: Site, request: Request) -> RunData:
     return site.run(request.query_params.get("run", ""))
 
 
-def _asset(name: str, media: str) -> Callable[[Request], Response]:
-    content = (Path(__file__).parent / name).read_bytes()
+def _asset(content: str, media: str) -> Callable[[Request], Response]:
     return lambda _: Response(content, media_type=media)
 
 

@@ -1,6 +1,7 @@
 "use strict";
 // The page of a run. Texts from a run only ever become text (textContent), never HTML.
 
+const SVG = ["http:", "", "www.w3.org", "2000", "svg"].join("/");
 const $ = (id) => document.getElementById(id);
 const COLOURS = [0, 1, 2, 3, 4, 5, 6, 7].map((i) => `var(--c${i})`);
 const KINDS = { load: 7, draw: 0, score: 2, update: 1, validate: 3, save: 4 };
@@ -8,7 +9,7 @@ const SIGNALS = [
   ["standard deviation of the step's rewards", "reward/std"],
   ["groups with equal rewards, share", "group/zero_std_fraction"],
   ["distance to the base model", "actor/kl"],
-  ["clipped, share of (image, timestep) pairs", "actor/clip_fraction"],
+  ["share of pairs that are clipped", "actor/clip_fraction"],
   ["norm of the gradient", "actor/grad_norm"],
   ["largest weight of the LoRA", "actor/lora_max"],
   ["learning rate", "actor/lr"],
@@ -33,7 +34,7 @@ function make(tag, options = {}, ...children) {
 }
 
 function draw(tag, attributes = {}, style = {}) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  const node = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   for (const [name, value] of Object.entries(style)) node.style.setProperty(name, value);
   return node;
@@ -42,7 +43,7 @@ function draw(tag, attributes = {}, style = {}) {
 function number(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return String(Number(value.toPrecision(Math.min(digits, 3)))).includes("e") ? String(Number(value.toPrecision(3))) : value.toExponential(digits > 3 ? 2 : 0);
   return String(Number(value.toPrecision(digits)));
 }
 
@@ -66,7 +67,7 @@ function tell(sentence) {
 
 async function get(path, parameters = {}) {
   const query = new URLSearchParams(parameters).toString();
-  if (FROZEN) return FROZEN.answers[path + (query && path !== "series" ? `?${query}` : "")] ?? null;
+  if (FROZEN) return FROZEN.answers[path === "prompt" ? `prompt/${parameters.row}` : path] ?? null;
   const answer = await fetch(`api/${path}${query ? `?${query}` : ""}`);
   const body = await answer.json();
   if (!answer.ok) throw new Error(body.error || `${answer.status}`);
@@ -305,13 +306,13 @@ async function showOverview() {
   document.title = `${alive ? `${step}/${steps ?? "?"} ` : ""}gerl: ${run}`;
   const per = overview.step_seconds, left = alive && per && steps ? `, ${duration((steps - step) * per)} left` : "";
   $("state").className = `state${alive ? " alive" : ""}`;
-  $("state").textContent = `step ${step}${steps ? ` of ${steps}` : ""}${alive ? left : done ? ", finished" : ", not running"}`;
+  $("state").textContent = `step ${step}${steps ? ` of ${steps}` : ""}${alive ? left : done ? ", finished" : FROZEN ? "" : ", not running"}`;
   $("progress").style.width = steps ? `${Math.min(100, (100 * step) / steps)}%` : "0";
   $("buttons").hidden = !overview.writable || Boolean(FROZEN);
   for (const button of document.querySelectorAll("[data-command]")) showButton(button);
   $("explanation").textContent = overview.explanation;
-  $("facts").replaceChildren(...overview.facts.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value }))));
-  $("settings").hidden = false;
+  $("about").replaceChildren(...overview.facts.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value }))));
+  $("settings").hidden = Boolean(FROZEN);
 }
 
 const SAID = { save: ["Save", "Saving"], validate: ["Validate", "Validating"], stop: ["Stop", "Stopping"] };
@@ -378,7 +379,7 @@ function showFigures() {
   if (recent.length) card("training reward", score(recent.reduce((a, b) => a + b, 0) / recent.length), `mean of the last ${recent.length} ${training.x.length > 1 && training.x[1] - training.x[0] > 1 ? "points" : "steps"}`);
   if (overview.step_seconds) card("a step", duration(overview.step_seconds), overview.images ? `${number(overview.images / overview.step_seconds, 3)} images a second` : "");
   if (overview.time) card(overview.alive ? "last step" : "ended", new Date(overview.time).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }), new Date(overview.time).toLocaleDateString());
-  $("figures").replaceChildren(...cards);
+  $("numbers").replaceChildren(...cards);
 }
 
 function changed() {
@@ -488,7 +489,7 @@ async function showHeldOut() {
 }
 
 function setPicture(id, step, row) {
-  const image = $(id), address = pictureAt(step, row);
+  const image = $(id).querySelector("img"), address = pictureAt(step, row);
   if (image.getAttribute("src") !== address) image.setAttribute("src", address);
   image.alt = `${state.heldOut.prompts[row]}, step ${step}`;
 }
@@ -599,10 +600,10 @@ async function showLive() {
   const groups = found.prompts.map((prompt) => ({ prompt, tiles: [] }));
   found.images.forEach(([group, index, total, advantage, scores], i) => {
     const column = i % found.columns, line = Math.floor(i / found.columns);
-    const image = make("div", { class: `image${found.width <= 128 ? " sharp" : ""}`, role: "img", "aria-label": `image ${index + 1} of ${found.prompts[group]}, reward ${score(total)}`, style: {
-      "background-image": `url("${address}")`, "aspect-ratio": `${found.width} / ${found.height}`, "background-size": `${found.columns * 100}% ${rows * 100}%`,
-      "background-position": `${found.columns > 1 ? (100 * column) / (found.columns - 1) : 0}% ${rows > 1 ? (100 * line) / (rows - 1) : 0}%`,
+    const sheet = make("img", { src: address, alt: `image ${index + 1} of ${found.prompts[group]}, reward ${score(total)}`, style: {
+      width: `${100 * found.columns}%`, height: `${100 * rows}%`, left: `${-100 * column}%`, top: `${-100 * line}%`,
     } });
+    const image = make("div", { class: `image${found.width <= 128 ? " sharp" : ""}`, style: { "aspect-ratio": `${found.width} / ${found.height}` } }, sheet);
     const share = Math.min(50, (50 * Math.abs(advantage ?? 0)) / reach), up = (advantage ?? 0) >= 0;
     const meter = make("div", { class: "meter" }, make("i", { style: { left: `${up ? 50 : 50 - share}%`, width: `${share}%`, background: up ? "var(--up)" : "var(--down)" } }));
     const each = Object.entries(scores).length > 1 ? make("div", { class: "each" }, ...Object.entries(scores).map(([name, value]) => make("div", {}, make("span", { text: name }), make("span", { text: score(value) })))) : null;
@@ -680,7 +681,7 @@ async function showRuns() {
 
 function showOthers() {
   const others = state.runs.filter((run) => run.name !== state.run).slice(0, 60);
-  $("compare").hidden = !others.length;
+  $("compare").hidden = !others.length || Boolean(FROZEN);
   $("others").replaceChildren(...others.map((run) => {
     const box = make("input", { type: "checkbox", value: run.name });
     box.checked = state.others.has(run.name);
@@ -710,12 +711,18 @@ async function showDifference() {
   if (found) table($("difference-table"), ["key", state.run, other], found.difference);
 }
 
-function showCompare() {
-  if (!state.overview) return;
+function showMetricChoice() {
   const metrics = state.overview.names.filter((name) => /^(reward|val)\/(.+\/)?mean$/.test(name) || name === "actor/kl" || name === "timing/step_s");
   if ($("metric").children.length !== metrics.length) $("metric").replaceChildren(...metrics.map((name) => make("option", { value: name, text: name })));
   if (!metrics.includes(state.metric)) state.metric = metrics.includes("val/reward/mean") ? "val/reward/mean" : metrics[0];
   $("metric").value = state.metric;
+}
+
+function showCompare() {
+  if (!state.overview) return;
+  showMetricChoice();
+  $("compare-chart").hidden = !state.others.size;
+  if (!state.others.size) return;
   const lines = [{ name: state.run, ...curve(state.metric) }, ...[...state.others].map(([name, keep]) => ({ name, ...(keep.series[state.metric] || { x: [], y: [] }) }))];
   chart($("compare-chart"), lines.map((line, i) => ({ ...line, colour: COLOURS[i % 8], low: undefined, pale: !state.metric.startsWith("val/"), dots: state.metric.startsWith("val/") })), { label: state.metric });
 }
@@ -796,7 +803,10 @@ function begin() {
   $("all").addEventListener("toggle", () => $("all").open && once("all", showAll));
   $("log-box").addEventListener("toggle", () => once("log", showLog));
   for (const button of document.querySelectorAll("[data-command]")) button.addEventListener("click", () => press(button).catch((error) => tell(String(error.message))));
-  for (const id of ["first", "now"]) $(id).addEventListener("load", () => $(id).classList.toggle("smooth", $(id).naturalWidth > 256));
+  for (const id of ["first", "now"]) {
+    const image = make("img", { alt: "", on: { load: () => image.classList.toggle("smooth", image.naturalWidth > 256) } });
+    $(id).prepend(image);
+  }
   document.addEventListener("visibilitychange", listen);
   once("runs", async () => {
     await showRuns();
@@ -813,4 +823,5 @@ function begin() {
   }, 10000);
 }
 
+if (FROZEN && CSS.supports("selector(&)")) document.documentElement.classList.add("scripted");
 begin();

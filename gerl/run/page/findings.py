@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gerl.run.health import Health
-from gerl.watch.files import signature
+from gerl.run.page.files import signature
 
 
 class Findings:

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from gerl.run import control
+from gerl.run.facts import facts
 from gerl.run.live import FOLDER as LIVE
 from gerl.run.live import live_steps
 from gerl.run.lock import alive_since
+from gerl.run.page.columns import Columns
+from gerl.run.page.files import content, last_lines, signature
+from gerl.run.page.findings import Findings
+from gerl.run.page.heldout import HeldOut
 from gerl.run.redaction import redact
-from gerl.run.report import facts
 from gerl.run.settings import changes, difference, explanation, get, labels, read_config
 from gerl.run.timeline import TIMELINE, chrome_trace, lanes, read_spans
-from gerl.watch.columns import Columns
-from gerl.watch.files import content, last_lines, signature
-from gerl.watch.findings import Findings
-from gerl.watch.heldout import HeldOut
 
 PARTS = {
     "metrics": "metrics.jsonl",

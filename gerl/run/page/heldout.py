@@ -11,8 +11,8 @@ import numpy as np
 
 from gerl.errors import GerlError
 from gerl.pages.images import enlarge
-from gerl.run.validation import load_validation, standard_error, validation_steps
-from gerl.watch.files import signature
+from gerl.run.page.files import signature
+from gerl.run.validation import load_validation, mean, standard_error, validation_steps
 
 STEPS = 100  # validations that are shown; of more, some are left out evenly
 DECODED, ENCODED = 4, 512  # validations whose pictures, and pictures whose bytes, are kept
@@ -44,7 +44,7 @@ class HeldOut:
         self.steps = steps
         rows = [found[step] for step in steps]
         shown = set(rows[0]["shown"]).intersection(*(row["shown"] for row in rows)) if rows else set()
-        errors = [standard_error(row["rewards"]) for row in rows]
+        errors = [standard_error(_by_prompt(row)) for row in rows]
         return {
             "prompts": self.prompts,
             "ids": rows[-1].get("ids") if rows else None,
@@ -123,3 +123,14 @@ def _checked(path: Path) -> dict[str, Any] | None:
 
 def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _by_prompt(row: dict[str, Any]) -> list[float | None]:
+    """The rewards of a validation, with the mean where a prompt has several images."""
+    ids = row.get("ids")
+    if not isinstance(ids, list) or len(ids) != len(row["rewards"]):
+        return list(row["rewards"])
+    groups: dict[Any, list[float | None]] = {}
+    for prompt, value in zip(ids, row["rewards"], strict=True):
+        groups.setdefault(prompt, []).append(value)
+    return [mean(values) for values in groups.values()]
