@@ -627,7 +627,7 @@ async function showTimeline() {
   $("trace").hidden = Boolean(FROZEN);
   $("trace").href = `trace.json?${new URLSearchParams({ run })}`;
   const figure = $("timeline");
-  figure.style.height = `${58 + 24 * found.lanes.length}px`;
+  figure.style.height = `${(figure.clientWidth < 480 ? 78 : 58) + 24 * found.lanes.length}px`;
   shown(figure, () => paintTimeline(figure, found));
 }
 
@@ -639,7 +639,7 @@ function paintTimeline(figure, { lanes, spans }) {
   if (!width || !spans.length) return;
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "what each worker did, over time" });
   const begin = Math.min(...spans.map((span) => span.start)), end = Math.max(...spans.map((span) => span.end));
-  const left = Math.min(width * 0.28, 14 + 6.4 * Math.max(...lanes.map((name) => lane(name).length))), right = 44, top = 26;
+  const left = Math.min(width * 0.28, 14 + 6.4 * Math.max(...lanes.map((name) => lane(name).length))), right = 44, top = height - 32 - 24 * lanes.length;
   const x = (time) => left + ((time - begin) / (end - begin || 1)) * (width - left - right);
   for (const value of ticks(0, end - begin, Math.max(2, Math.floor((width - left) / 90)))) {
     svg.append(draw("line", { class: "grid", x1: x(begin + value), x2: x(begin + value), y1: top, y2: height - 20 }));

@@ -71,7 +71,7 @@ def write_report(run_dir: Path) -> Path:
         starts=_starts(run_dir / CARD),
         changes=changes(config) if config else [],
         config_text=text,
-        frozen=frozen(run_dir),
+        frozen=frozen(run_dir, (text, config)),
         **page_assets("#page"),
     )
     path = run_dir / "report.html"

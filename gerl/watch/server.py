@@ -151,7 +151,7 @@ def number(request: Request, name: str, default: int = -1) -> int:
 
 
 def there(found: Any) -> Any:
-    """What was found; raises `Unknown` where nothing was."""
+    """Whatever was found; raises `Unknown` where nothing was."""
     if found is None:
         raise Unknown("there is no such step or prompt in this run")
     return found

@@ -38,8 +38,9 @@ GAIN = ("gain", "gain_low", "gain_high")  # of a scorer, paired, with its interv
 class RunData:
     """A run folder; every method may be called by several threads."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, name: str, folder: Path, config: tuple[str, dict[str, Any]] | None = None) -> None:
+        """`config`: text and values of config.yaml, where they are known and will not change."""
+        self.name, self.folder, self._config = name, folder, config
         self._lock = threading.RLock()
         self._kept: dict[str, tuple[object, Any]] = {}
         self._columns = Columns(folder / "metrics.jsonl")
@@ -61,6 +62,8 @@ class RunData:
 
     def config(self) -> tuple[str, dict[str, Any]]:
         """The text of config.yaml without secrets, and its values."""
+        if self._config is not None:
+            return self._config
 
         def make() -> tuple[str, dict[str, Any]]:
             text, values = read_config(self.folder / "config.yaml")
@@ -75,7 +78,7 @@ class RunData:
         return self._columns
 
     def overview(self) -> dict[str, Any]:
-        """What stands on top of the page, and what there is to be shown on it."""
+        """The facts on top of the page, and which metrics and scorers there are."""
         _, config = self.config()
         now = self.signatures()
         with self._lock:
@@ -160,7 +163,7 @@ class RunData:
         return chrome_trace(read_spans(last_lines(self.folder / TIMELINE, 2**28)), self.name)
 
     def warnings(self) -> dict[str, Any]:
-        """What the guard noticed, newest first, and what kept the run from learning."""
+        """The signals of the guard, newest first, and what kept the run from learning."""
         guard = [row for line in last_lines(self.folder / PARTS["guard"]) if (row := _row(line)) is not None]
         _, config = self.config()
         path = self.folder / "metrics.jsonl"

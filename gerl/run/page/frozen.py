@@ -14,9 +14,12 @@ LEFT_OUT = ("health/", "scorer/")
 PARTS = ("metrics", "validation", "live", "timeline", "guard")
 
 
-def frozen(run_dir: Path) -> dict[str, Any]:
-    """What the page would ask for, as `answers`, and its pictures as data URIs; the same for the same files."""
-    run = RunData(run_dir.resolve().name, run_dir)
+def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    """The answers to all that the page asks for, and its pictures as data URIs; the same for the same files.
+
+    config: its text and values.
+    """
+    run = RunData(run_dir.resolve().name, run_dir, config)
     overview = run.overview() | {"alive": False, "writable": False, "asked": [], "signatures": {}}
     names = [name for name in overview["names"] if not name.startswith(LEFT_OUT)]
     held_out, pictures = _held_out(run)
