@@ -18,7 +18,7 @@ from gerl.utils.files import finite, write_file, writing
 
 FOLDER = "live"
 WIDTH = 256  # pixels, the longer side of an image on the sheet
-EXACT = 128  # pixels of a side up to which a sheet is kept without loss
+EXACT = 128  # pixels of a side up to which a sheet is nearly exact; PNG would take ten times as long
 KEPT = 2  # steps
 MOST = 64  # images
 
@@ -44,24 +44,20 @@ def save_live(
     """
     tiles = [_small(still(image)) for image in pixels]
     width, height = max(tile.width for tile in tiles), max(tile.height for tile in tiles)
-    columns = math.ceil(math.sqrt(len(tiles) * height / width))
+    columns = min(len(tiles), math.ceil(math.sqrt(len(tiles) * height / width)))
     sheet = Image.new("RGB", (columns * width, math.ceil(len(tiles) / columns) * height))
     for i, tile in enumerate(tiles):
         sheet.paste(tile, (i % columns * width, i // columns * height))
-    kind = "png" if max(width, height) <= EXACT else "jpg"
-    buffer = io.BytesIO()
-    if kind == "png":
-        sheet.save(buffer, "png", compress_level=1)
-    else:
-        sheet.save(buffer, "jpeg", quality=85)
+    buffer, exact = io.BytesIO(), max(width, height) <= EXACT
+    sheet.save(buffer, "jpeg", quality=95 if exact else 85, subsampling=0 if exact else 2)
     path = run_dir / FOLDER / f"step_{step:06d}.json"
     shown = [[i.group, i.index, i.total, i.advantage, i.scores] for i in images]
     values: dict[str, Any] = {"step": step, "of": of, "prompts": list(prompts), "images": shown}
-    values |= {"sheet": f"step_{step:06d}.{kind}", "width": width, "height": height, "columns": columns}
+    values |= {"width": width, "height": height, "columns": columns}
     with writing(path):
         path.parent.mkdir(exist_ok=True)
     # The JSON comes last: where it is, the sheet is complete.
-    write_file(path.with_suffix(f".{kind}"), buffer.getvalue())
+    write_file(path.with_suffix(".jpg"), buffer.getvalue())
     write_file(path, json.dumps(finite(values)))
     forget_live(run_dir, KEPT)
 
@@ -76,7 +72,7 @@ def forget_live(run_dir: Path, keep: int = 0) -> None:
     """Remove the images of all steps but the last `keep`."""
     steps = live_steps(run_dir)
     for step in steps[: len(steps) - keep]:
-        for kind in ("json", "png", "jpg"):
+        for kind in ("json", "jpg"):
             with contextlib.suppress(OSError):
                 (run_dir / FOLDER / f"step_{step:06d}.{kind}").unlink(missing_ok=True)
 

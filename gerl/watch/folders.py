@@ -10,7 +10,6 @@ from gerl.errors import GerlError
 MARKS = ("config.yaml", "metrics.jsonl")
 DEPTH = 4  # outputs/EXPERIMENT/sweeps/TIME/RUN
 MOST = 2000  # run folders
-PASSED = {"checkpoints", "samples", "validation", "live", "tensorboard", "abandoned"}
 
 
 def is_run(folder: Path) -> bool:
@@ -55,5 +54,5 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
     except OSError:
         return
     for name in inside if depth else ():
-        if not name.startswith(".") and name not in PASSED:
+        if not name.startswith("."):
             yield from _below(folder / name, depth - 1)

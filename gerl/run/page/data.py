@@ -146,10 +146,8 @@ class RunData:
 
     def sheet(self, step: int) -> tuple[bytes, str] | None:
         """The sheet with the images of a step and its media type; None if there is none."""
-        for kind, media in (("png", "image/png"), ("jpg", "image/jpeg")):
-            if (found := content(self.folder, f"{LIVE}/step_{step:06d}.{kind}")) is not None:
-                return found, media
-        return None
+        found = content(self.folder, f"{LIVE}/step_{step:06d}.jpg")
+        return None if found is None else (found, "image/jpeg")
 
     def timeline(self, steps: int) -> dict[str, Any]:
         """The spans of the last `steps` steps that are in the file, and the lanes that they are drawn in."""
