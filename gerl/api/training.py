@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from gerl.api.notebook import Board, in_notebook
 from gerl.api.runs import Run
 from gerl.api.settings import Prompts, Reward, Scorers, nested, scorers_of, write_experiment, write_prompts
-from gerl.errors import ConfigError, GerlError
+from gerl.commandline.command import with_notes
+from gerl.errors import ConfigError, GerlError, Stopped
 from gerl.objects import offered
 from gerl.trainer.resuming import open_run
 from gerl.trainer.run import each_step
@@ -137,6 +138,8 @@ class Trainer:
                         if self.pipe is not None and not trainer.workers.remote:
                             self.policy = trainer.workers.workers[0].policy
                         yield step
+        except Stopped as stopped:  # somebody pressed a button: the run is what it has become
+            logger.info("%s", with_notes(str(stopped), stopped))
         finally:
             if made and self.folder.exists() and not (self.folder / "metrics.jsonl").exists():
                 shutil.rmtree(self.folder, ignore_errors=True)  # a start that failed leaves nothing

@@ -14,6 +14,7 @@ from gerl.commandline.imports import importing
 from gerl.errors import ConfigError, GerlError, Interrupted, Stopped
 
 logger = logging.getLogger("gerl")
+PAGE = 8765  # the port of the page of `gerl watch`, unless it is taken
 WITH_LEVELS = "%(levelname)s %(name)s: %(message)s"  # the log of a service
 
 
@@ -99,7 +100,9 @@ def watching(run_dir: Path) -> str:
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
-    program = "gerl watch" if shutil.which("gerl") else f"{python} -m gerl.watch"
+    found = shutil.which("gerl")
+    own = found is not None and Path(found).parent == Path(sys.executable).parent
+    program = "gerl watch" if own else f"{python} -m gerl.watch"
     return f"{program} run={shlex.quote(str(run_dir))}"
 
 

@@ -245,6 +245,7 @@ const state = {
   run: "", runs: [], signatures: {}, overview: null, series: {}, width: -1, generation: -1, heldOut: null,
   row: null, place: null, order: "most improved", spans: 3, others: new Map(), metric: "val/reward/mean", opened: new Set(),
 };
+let lost = false; // whether the page says that it could not be brought up to date
 const busy = new Map(); // part -> whether it has to be looked at once more
 
 async function once(part, work) {
@@ -257,8 +258,12 @@ async function once(part, work) {
       await work();
       if (run !== state.run) busy.set(part, true);
     } while (busy.get(part));
+    if (lost) tell("");
+    lost = false;
   } catch (error) {
-    tell(String(error.message || error));
+    lost = true;
+    state.signatures = {}; // the next news bring all that is missing
+    tell(`The page could not be brought up to date: ${error.message || error}`);
   } finally {
     busy.delete(part);
   }
@@ -673,7 +678,11 @@ async function showRuns() {
   state.runs = found.runs;
   if (!state.run) state.run = new URLSearchParams(location.search).get("run") || found.chosen || "";
   if (!found.runs.some((run) => run.name === state.run)) state.run = found.chosen || found.runs[0]?.name || "";
-  $("run").replaceChildren(...found.runs.map((run) => make("option", { value: run.name, text: `${run.alive ? "● " : ""}${run.name}` })));
+  const options = found.runs.map((run) => [run.name, `${run.alive ? "● " : ""}${run.name}`]);
+  if (JSON.stringify(options) !== $("run").dataset.shown) {
+    $("run").dataset.shown = JSON.stringify(options); // not while somebody chooses, where nothing is new
+    $("run").replaceChildren(...options.map(([value, text]) => make("option", { value, text })));
+  }
   $("run").value = state.run;
   if (!found.runs.length) tell("there is no run here yet: the page shows the first one as soon as it has begun");
   showOthers();
@@ -682,6 +691,9 @@ async function showRuns() {
 function showOthers() {
   const others = state.runs.filter((run) => run.name !== state.run).slice(0, 60);
   $("compare").hidden = !others.length || Boolean(FROZEN);
+  const now = JSON.stringify([others, state.run]);
+  if (now === $("others").dataset.shown) return;
+  $("others").dataset.shown = now;
   $("others").replaceChildren(...others.map((run) => {
     const box = make("input", { type: "checkbox", value: run.name });
     box.checked = state.others.has(run.name);

@@ -13,8 +13,9 @@ def keep_live(run_dir: Path, step: int, drawn: Drawn, credit: torch.Tensor) -> N
     """Write the first images of a step with their scores, and the advantage that each got from `credit` `[B, T]`."""
     scored, pixels = drawn.scored, list[object]()
     for images in drawn.images:
-        pixels += list(images.result().pixels)[: MOST - len(pixels)]
-        if len(pixels) == MOST:
+        found = list(images.result().pixels)
+        pixels += found[: MOST - len(pixels)]
+        if len(pixels) == MOST or found[0].ndim == 4:  # videos are large: those of one micro-batch are enough
             break
     drawn.images.clear()  # what is left of them need not wait for the end of the step
     groups: dict[Group, int] = {}

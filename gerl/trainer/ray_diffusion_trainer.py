@@ -14,7 +14,7 @@ from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
-from gerl.commandline.command import watching
+from gerl.commandline.command import PAGE, watching
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.savings import saving_notes
@@ -147,7 +147,7 @@ class RayDiffusionTrainer(DurableRun):
         self.latest = row
         if not self.announced:
             logger.info("run folder: %s", self.run_dir)
-            logger.info("watch it: %s", watching(self.run_dir))
+            logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(self.run_dir))
             self.announced = True
 
     def record(self) -> None:

@@ -14,13 +14,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import run_command
+from gerl.commandline.command import PAGE, run_command
 from gerl.commandline.imports import importing
 from gerl.errors import ConfigError, GerlError
 from gerl.watch.folders import Folders
 
 logger = logging.getLogger("gerl")
-PORT = 8765
 TOKEN = re.compile(r"[0-9A-Za-z_.~-]+")
 LOOK = 0.5  # seconds between looks at whether the server still runs
 CLOSING = 3.0  # seconds for the answers under way when the page is closed
@@ -32,7 +31,7 @@ class Request:
 
     run: Path = key("a run folder, or a folder with runs in it", Path("outputs"))
     port: int | None = key(
-        f"where to listen; 0 takes a free one; default: {PORT}, or a free one where that is taken",
+        f"where to listen; 0 takes a free one; default: {PAGE}, or a free one where that is taken",
         unit="a port, 0 to 65535",
         low=0,
     )
@@ -109,7 +108,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 
     Raises `ConfigError` if there cannot be one.
     """
-    for number in (PORT, 0) if port is None else (port,):
+    for number in (PAGE, 0) if port is None else (port,):
         try:
             family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][0]
             return socket.create_server((host, number), family=family, backlog=512)

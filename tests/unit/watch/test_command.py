@@ -11,8 +11,9 @@ import pytest
 import requests
 from watching import make_run
 
+from gerl.commandline.command import PAGE
 from gerl.errors import ConfigError
-from gerl.watch.command import PORT, addresses, listen, main
+from gerl.watch.command import addresses, listen, main
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_the_usual_port_or_a_free_one_and_never_another_than_was_asked_for() -> 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="port=0 takes a free one"):
         listen("127.0.0.1", taken.getsockname()[1])
     with listen("127.0.0.1", None) as first, listen("127.0.0.1", None) as second:
-        assert second.getsockname()[1] not in (PORT, first.getsockname()[1])
+        assert second.getsockname()[1] not in (PAGE, first.getsockname()[1])
 
 
 def test_addresses_have_the_token_where_there_is_one() -> None:
