@@ -4,6 +4,7 @@ It needs the package playwright and a Chromium that is installed (GERL_BROWSER n
 """
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 BROWSER = os.environ.get("GERL_BROWSER") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 WAIT = 10_000  # milliseconds
-SHADE = """image => {
+SHADE = """async (image) => {
+  await image.decode();
   const context = document.createElement("canvas").getContext("2d");
   context.drawImage(image, 0, 0);
   return context.getImageData(4, 4, 1, 1).data[0];
@@ -71,7 +73,6 @@ def test_a_run_is_watched_while_it_goes_on(page: Any, tmp_path: Path) -> None:
             page.locator("#slider").focus()
             page.keyboard.press("ArrowLeft")
             text(page, "#now-note", "step 10: 0.250 +0.250")
-            page.wait_for_function("document.querySelector('#now img').complete")
             assert page.eval_on_selector("#now img", SHADE) == 50  # the picture of step 10
             assert page.locator("#prompt option").all_inner_texts() == PROMPTS
             assert page.locator("img[onerror]").count() == 0
@@ -132,7 +133,7 @@ def test_the_page_comes_back_when_its_server_does(page: Any, tmp_path: Path) -> 
         text(page, "#slider-step", "step 20")
         assert "token" not in page.url
         threading.Timer(0.1, site.close).start()  # all streams end, as in a restart
-        page.wait_for_function("document.querySelector('#state').classList.contains('lost')")
+        sync_api.expect(page.locator("#state")).to_have_class(re.compile("lost"), timeout=WAIT)
         site.closing.clear()
         add_live(run, 21)
         text(page, "#live-step", "21")
