@@ -53,7 +53,7 @@ const signed = (value) => (value === null || value === undefined ? "" : `${value
 function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";
   if (seconds < 1) return `${number(seconds, 2)} s`;
-  if (seconds < 90) return `${number(seconds, 3)} s`;
+  if (seconds < 90) return `${seconds < 10 ? number(seconds, 3) : Math.round(seconds)} s`;
   const minutes = Math.round(seconds / 60);
   return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
@@ -513,6 +513,7 @@ function showPlace() {
   $("slider").value = place;
   $("slider-step").textContent = `step ${step}`;
   $("slider").setAttribute("aria-valuetext", `step ${step}`);
+  $("first").hidden = heldOut.steps.length < 2;
   setPicture("first", heldOut.steps[0], row);
   setPicture("now", step, row);
   $("first-note").textContent = `step ${heldOut.steps[0]}: ${score(a)}`;
