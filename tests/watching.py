@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
-from gerl.cluster.timeline import Span
 from gerl.run.live import LiveImage, save_live
 from gerl.run.timeline import append_spans
 from gerl.run.validation import save_validation
+from gerl.timeline import Span
 from gerl.watch.folders import Folders
 from gerl.watch.server import Site, build_site
 

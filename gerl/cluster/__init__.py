@@ -11,4 +11,3 @@ from gerl.cluster.health import rescuing as rescuing
 from gerl.cluster.machines import Cluster as Cluster
 from gerl.cluster.machines import own_host as own_host
 from gerl.cluster.machines import worker_share as worker_share
-from gerl.cluster.timeline import Timeline as Timeline

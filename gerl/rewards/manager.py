@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gerl.cluster import AGAIN, Cluster, Pending, Timeline, WorkerGroup, wait_any
+from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, wait_any
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
@@ -21,6 +21,7 @@ from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.total import applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
+from gerl.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gerl.cluster.timeline import DRIVER, Span
+from gerl.timeline import DRIVER, Span
 from gerl.utils.files import writing
 
 TIMELINE = "timeline.jsonl"

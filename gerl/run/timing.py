@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from gerl.cluster.timeline import Timeline, What
+from gerl.timeline import Timeline, What
 
 PHASES: dict[str, What] = {"rollout": "draw", "reward_wait": "score", "update": "update", "validation": "validate"}
 

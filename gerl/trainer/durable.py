@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gerl.algorithms import Algorithm, build_algorithm
-from gerl.cluster import AGAIN, Cluster, Timeline, WorkerGroup, rescuing, wait_all
+from gerl.cluster import AGAIN, Cluster, WorkerGroup, rescuing, wait_all
 from gerl.commandline import signals
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
@@ -22,6 +22,7 @@ from gerl.run.health import Health
 from gerl.run.live import forget_live
 from gerl.run.state import RunState
 from gerl.run.tracking import Tracker, read_metrics
+from gerl.timeline import Timeline
 from gerl.trainer.control import Control
 from gerl.trainer.folder import check_identity
 from gerl.trainer.recovery import NoRoom, Recovery, Roles, WentBack

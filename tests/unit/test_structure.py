@@ -17,7 +17,7 @@ LAYERS = (
     ("errors",),
     ("protocol",),
     ("config",),
-    ("objects", "utils"),
+    ("objects", "timeline", "utils"),
     ("commandline", "engine", "pages"),
     ("data", "cluster"),
     ("model", "rewards", "run"),

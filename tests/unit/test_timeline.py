@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gerl.cluster import Pending, Timeline
-from gerl.cluster.timeline import MOST, Span, joined
+from gerl.cluster import Pending
 from gerl.run.timeline import append_spans, chrome_trace, lanes, read_spans
+from gerl.timeline import MOST, Span, Timeline, joined
 
 
 def test_calls_of_a_worker_follow_each_other() -> None:

@@ -5,13 +5,21 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection, Iterator
-from typing import Any, Literal, NamedTuple
-
-from gerl.cluster.calls import Pending
+from typing import Literal, NamedTuple, Protocol
 
 What = Literal["draw", "score", "update", "validate", "save", "load"]
 MOST = 256  # spans of a step: in one with more, those of a worker that follow each other are one
 DRIVER = "run"  # the lane of the run as a whole
+
+
+class Call(Protocol):
+    """A call of a worker, as `gerl.cluster` has it: without a reference it was made in this process, and has ended."""
+
+    @property
+    def worker(self) -> str: ...
+
+    @property
+    def reference(self) -> object: ...
 
 
 class Span(NamedTuple):
@@ -32,7 +40,7 @@ class Timeline:
         self._zero = time.time() - time.perf_counter()
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._running: dict[Pending[Any], tuple[What, int, float]] = {}
+        self._running: dict[Call, tuple[What, int, float]] = {}
         self._free: dict[str, float] = {}  # worker -> the end of its last call
 
     def now(self) -> float:
@@ -54,7 +62,7 @@ class Timeline:
             for worker in workers or (DRIVER,):
                 self.add(worker, what, start)
 
-    def submitted(self, call: Pending[Any], what: What, start: float) -> None:
+    def submitted(self, call: Call, what: What, start: float) -> None:
         """A call was submitted at `start`; one in this process has ended by now."""
         if call.reference is None:
             self.add(call.worker, what, start)
@@ -62,7 +70,7 @@ class Timeline:
         with self._lock:
             self._running[call] = what, self.step, start
 
-    def ended(self, calls: Collection[Pending[Any]]) -> None:
+    def ended(self, calls: Collection[Call]) -> None:
         """These calls have ended; those that were never said to be submitted do not count."""
         now = self.now()
         with self._lock:
