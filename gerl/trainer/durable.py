@@ -19,12 +19,12 @@ from gerl.model.hub import Downloads
 from gerl.protocol import ModelFacts
 from gerl.run.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint, prune, save_checkpoint
 from gerl.run.health import Health
-from gerl.run.live import forget_live
 from gerl.run.state import RunState
 from gerl.run.tracking import Tracker, read_metrics
 from gerl.timeline import Timeline
 from gerl.trainer.control import Control
 from gerl.trainer.folder import check_identity
+from gerl.trainer.live import Onlookers
 from gerl.trainer.recovery import NoRoom, Recovery, Roles, WentBack
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.saving import Saving, ask, fill, hold, writers
@@ -61,6 +61,7 @@ class DurableRun:
         self.model: ModelFacts
         self.tracker: Tracker
         self.control: Control
+        self.onlookers: Onlookers
         self.health: Health
 
     def check_model(self) -> None:
@@ -103,7 +104,7 @@ class DurableRun:
         self.tracker = Tracker(self.run_dir, self.config.logger, start_step=kept)
         self.health = Health(asdict(self.config))
         self.control = Control(self.run_dir)
-        forget_live(self.run_dir)
+        self.onlookers = Onlookers(self.run_dir, self.config.logger.live)
         for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
             self.health.observe(row)
 

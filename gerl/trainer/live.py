@@ -1,12 +1,52 @@
-"""The images of the step that is trained, for who watches the run."""
+"""For those who watch a run: the images of the step that is trained, and what its workers did.
 
+A run does not end because of them: what cannot be written is said once, and left out.
+"""
+
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from gerl.errors import GerlError
 from gerl.protocol import Group
-from gerl.run.live import MOST, LiveImage, save_live
+from gerl.run.live import MOST, LiveImage, forget_live, save_live
+from gerl.run.timeline import append_spans
+from gerl.timeline import Span
 from gerl.trainer.drawing import Drawn
+
+logger = logging.getLogger(__name__)
+
+
+class Onlookers:
+    """Writes `live/` and `timeline.jsonl`."""
+
+    def __init__(self, run_dir: Path, live: bool) -> None:
+        self.run_dir, self.live = run_dir, live
+        self.said = False
+        forget_live(run_dir)
+
+    def images(self, step: int, drawn: Drawn, credit: torch.Tensor) -> None:
+        """Write the images of a step, unless `logger.live` is false; `drawn` has them no more."""
+        if self.live:
+            try:
+                keep_live(self.run_dir, step, drawn, credit)
+            except GerlError as error:
+                self._say(error)
+        drawn.images.clear()  # what is left of them need not wait for the end of the step
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Write what the workers did."""
+        try:
+            append_spans(self.run_dir, spans)
+        except GerlError as error:
+            self._say(error)
+
+    def _say(self, error: GerlError) -> None:
+        if not self.said:
+            self.said = True
+            logger.warning("the page of the run lacks something: %s", error)
 
 
 def keep_live(run_dir: Path, step: int, drawn: Drawn, credit: torch.Tensor) -> None:
@@ -17,7 +57,6 @@ def keep_live(run_dir: Path, step: int, drawn: Drawn, credit: torch.Tensor) -> N
         pixels += found[: MOST - len(pixels)]
         if len(pixels) == MOST or found[0].ndim == 4:  # videos are large: those of one micro-batch are enough
             break
-    drawn.images.clear()  # what is left of them need not wait for the end of the step
     groups: dict[Group, int] = {}
     prompts, shown = list[str](), list[LiveImage]()
     for i, sample in enumerate(scored.samples[: len(pixels)]):

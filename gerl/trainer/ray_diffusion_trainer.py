@@ -22,14 +22,12 @@ from gerl.protocol import Images, Prompt, RolloutTask, Scores, StepEnd
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
-from gerl.run.timeline import append_spans
 from gerl.run.timing import Stopwatch
 from gerl.run.tracking import Progress
 from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
 from gerl.trainer.drawing import Drawn, Rolled, end_drawing, roll_out
 from gerl.trainer.durable import DurableRun
 from gerl.trainer.folder import RunFolder
-from gerl.trainer.live import keep_live
 from gerl.trainer.owners import followers, share
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_prompts, training_sheet
 from gerl.trainer.recovery import WentBack
@@ -109,9 +107,7 @@ class RayDiffusionTrainer(DurableRun):
         with watch("step"):
             drawn = self.draw(state.step + 1, watch)
             metrics, credit = self.credit(drawn, watch)
-            if self.config.logger.live:
-                keep_live(self.run_dir, state.step + 1, drawn, credit)
-            drawn.images.clear()
+            self.onlookers.images(state.step + 1, drawn, credit)
             with signals.deferred():
                 state.unlogged = metrics | self.train(drawn, credit, watch) | watch.metrics()
                 state.step, state.algorithm = state.step + 1, self.algorithm.state()
@@ -152,7 +148,7 @@ class RayDiffusionTrainer(DurableRun):
 
     def record(self) -> None:
         """Write what the workers did since the last time."""
-        append_spans(self.run_dir, self.timeline.take())
+        self.onlookers.spans(self.timeline.take())
 
     def setup(self, resume: RunFolder | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
