@@ -24,8 +24,9 @@ from gerl.api.settings import (
     write_experiment,
     write_prompts,
 )
+from gerl.commandline.command import with_notes
 from gerl.commandline.hydra_options import quoted
-from gerl.errors import ConfigError, GerlError
+from gerl.errors import ConfigError, GerlError, Stopped
 from gerl.objects import offered
 from gerl.trainer.resuming import open_run
 from gerl.trainer.run import each_step
@@ -147,6 +148,8 @@ class Trainer:
                         if self.pipe is not None and step.number and not trainer.workers.remote:
                             self.policy = trainer.workers.workers[0].policy
                         yield step
+        except Stopped as stopped:  # somebody pressed a button: the run is what it has become
+            logger.info("%s", with_notes(str(stopped), stopped))
         finally:
             if made and self.folder.exists() and not (self.folder / "metrics.jsonl").exists():
                 shutil.rmtree(self.folder, ignore_errors=True)  # a start that failed leaves nothing

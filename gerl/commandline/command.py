@@ -1,6 +1,8 @@
 """The frame of every command line of gerl: help, log, signals, exit codes, output folder."""
 
 import logging
+import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -9,9 +11,10 @@ from pathlib import Path
 
 from gerl.commandline import signals
 from gerl.commandline.imports import importing
-from gerl.errors import ConfigError, GerlError, Interrupted
+from gerl.errors import ConfigError, GerlError, Interrupted, Stopped
 
 logger = logging.getLogger("gerl")
+PAGE = 8765  # the port of the page of `gerl watch`, unless it is taken
 WITH_LEVELS = "%(levelname)s %(name)s: %(message)s"  # the log of a service
 
 
@@ -72,6 +75,9 @@ def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
         except BaseException as error:
             # Ray, and others with C code, turn an interruption into an exception of their own: the signal counts
             number = signals.received()
+            if number is None and isinstance(error, Stopped):
+                logger.info("%s", with_notes(str(error), error))
+                return 0
             if number is None and isinstance(error, KeyboardInterrupt):
                 number = error.signal_number if isinstance(error, Interrupted) else signals.SIGINT
             signals.answered()
@@ -87,6 +93,17 @@ def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
                 if _said(error) is None:
                     traceback.print_exception(error)
             return 128 + number
+
+
+def watching(run_dir: Path) -> str:
+    """The command line that opens the page of a run, by the program `gerl` where the shell finds it."""
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    found = shutil.which("gerl")
+    own = found is not None and Path(found).parent == Path(sys.executable).parent
+    program = "gerl watch" if own else f"{python} -m gerl.watch"
+    return f"{program} run={shlex.quote(str(run_dir))}"
 
 
 def _said(error: BaseException) -> int | None:

@@ -305,6 +305,7 @@ class LoggerConfig(Block):
     )
     tags: list[str] = key([], "words that mark the run in the trackers, besides the algorithm's name")
     progress: bool = key(True, "show a progress bar")
+    live: bool = key(True, "keep small pictures of the step that is trained in live/, for gerl watch")
     report: bool = key(True, "write report.html at the end; `python -m gerl.run.report run=FOLDER` does it at any time")
 
     def check(self) -> None:

@@ -98,3 +98,12 @@ def render(template: str, **values: object) -> str:
     )
     environment.globals["show"] = show
     return environment.get_template(template).render(**values)
+
+
+def page_assets(own: str = "") -> dict[str, str]:
+    """`script` and `style` of the page that shows a run; with `own`, its rules are for what is in that element only."""
+    script, style = (
+        Path(__file__).parent.joinpath(f"live.{kind}").read_text(encoding="utf-8") for kind in ("js", "css")
+    )
+    shared, mark, rules = style.partition("/* all below")
+    return {"script": script, "style": f"{shared}{own} {{\n{mark}{rules}}}\n" if own else style}

@@ -37,6 +37,9 @@ COMMANDS = {
     "evaluate": Command("gerl.evaluate.command", "Compare the base model with LoRAs on the same noise."),
     "export": Command("gerl.export.command", "Write the LoRA of a run in the files of another program, or merge it."),
     "report": Command("gerl.run.report", "Write report.html of a run that is finished, was stopped, or still trains."),
+    "watch": Command(
+        "gerl.watch.command", "Watch a run in a browser while it trains, and ask it to save, validate or stop."
+    ),
     "serve": Command("reward_models.serve", "Serve a scorer over HTTP, for the scorer remote of a run.", WITH_LEVELS),
     "recipes": Command("gerl.program.recipes", "List the experiments that ship with gerl, or show the file of one."),
     "version": Command("gerl.program.version", "Print the versions and the hardware that a bug report needs."),

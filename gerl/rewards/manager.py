@@ -21,6 +21,7 @@ from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.total import applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
+from gerl.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning
@@ -122,8 +123,8 @@ class RewardManager:
     Several rounds of them may be under way: their calls are made in the order in which images were added.
     """
 
-    def __init__(self, config: RewardConfig, cluster: Cluster) -> None:
-        self.config = config
+    def __init__(self, config: RewardConfig, cluster: Cluster, timeline: Timeline | None = None) -> None:
+        self.config, self.timeline = config, timeline or Timeline()
         scorers = {name: known_scorer(name, scorer) for name, scorer in config.scorers.items()}
         cluster.send_by_value(given(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
@@ -166,6 +167,7 @@ class RewardManager:
             pool.queue.clear()
         for call in self.running.values():
             call.job.round.wanted = False
+        self.timeline.forget()
 
     @property
     def capacity(self) -> int:
@@ -177,7 +179,9 @@ class RewardManager:
         for pool in self._pools():
             while pool.queue and pool.idle:
                 job, process = pool.queue.popleft(), pool.idle.pop(0)
+                started = self.timeline.now()
                 pending = job.round.score(job, pool, process)
+                self.timeline.submitted(pending, "score", started)
                 now = time.perf_counter()
                 self.load[job.scorer].queued += now - job.queued
                 self.running[pending] = Call(job, pool, process, now)
@@ -200,6 +204,7 @@ class RewardManager:
         """
         if self.failure is not None:
             raise self.failure
+        self.timeline.ended(ended)
         for pool in self._pools():
             for pending in [p for p in pool.starting if p in ended]:
                 pool.started(pending)

@@ -23,13 +23,15 @@ from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.errors import GerlError
-from gerl.pages.page import render
+from gerl.pages.page import page_assets, render
 from gerl.run.before_after import BeforeAfter
 from gerl.run.card import CARD, read_sessions
-from gerl.run.charts import TIMING_TOTALS, Rows, best_step, reward_charts, series, small_charts, timing_parts
+from gerl.run.charts import Rows, best_step, reward_charts, series, small_charts
+from gerl.run.facts import facts
 from gerl.run.guard import read_guard
 from gerl.run.health import Health
-from gerl.run.settings import changes, explanation, get, labels, learning_rate, read_config
+from gerl.run.page.frozen import frozen
+from gerl.run.settings import changes, explanation, labels, read_config
 from gerl.run.statistics import estimate
 from gerl.run.tracking import read_metrics
 from gerl.run.usage import usage
@@ -59,7 +61,7 @@ def write_report(run_dir: Path) -> Path:
         "report.html.j2",
         title=run_dir.resolve().parent.name,
         run=run_dir.resolve().name,
-        facts=_facts(rows, config),
+        facts=facts(rows, config),
         headline=_headline(rows, compared),
         main=reward_charts(rows, labels(config), errors),
         explanation=explanation(config),
@@ -71,6 +73,8 @@ def write_report(run_dir: Path) -> Path:
         starts=_starts(run_dir / CARD),
         changes=changes(config) if config else [],
         config_text=text,
+        frozen=frozen(run_dir, (text, config)),
+        **page_assets("#page"),
     )
     path = run_dir / "report.html"
     write_file(path, html)
@@ -151,49 +155,6 @@ def _headline_of(
 ) -> dict[str, str | None]:
     show = [None if v is None else f"{v:.3f}" for v in (before, after)]
     return {"label": label, "before": show[0], "after": show[1], "change": change, "note": note, "counts": counts}
-
-
-def _seconds(rows: Rows) -> float:
-    """Time of all steps: a step's total where it has one, else the sum of its parts."""
-    parts = timing_parts(rows)
-    totals = [next((row[name] for name in TIMING_TOTALS if row.get(name) is not None), None) for row in rows]
-    added = [sum(row.get(name) or 0.0 for name in parts) for row in rows]
-    return float(sum(a if total is None else total for total, a in zip(totals, added, strict=True)))
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def _replaced(rows: Rows) -> str | None:
-    """Workers that died and were replaced, and the time that took."""
-    restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
-    return f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None
-
-
-def _facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    done = rows[-1]["step"] if rows else 0
-    planned = get(config, "trainer", "steps")
-    prompts, n = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
-    scorers = get(config, "reward", "scorers")
-    train = get(config, "model", "train") or "lora"
-    lora = train == "lora"
-    facts = [
-        ("steps", f"{done} of {planned}" if planned and planned != done else str(done)),
-        ("time", _duration(_seconds(rows)) if _seconds(rows) else None),
-        ("replaced", _replaced(rows)),
-        ("images a step", f"{prompts} prompts x {n}" if prompts and n else None),
-        ("model", get(config, "model", "path")),
-        ("algorithm", get(config, "algorithm", "name")),
-        ("scorers", ", ".join(map(str, scorers)) if isinstance(scorers, dict) else None),
-        ("trained", None if lora else "all weights" if train == "full" else f"weights {train}"),
-        ("LoRA rank", get(config, "model", "lora_rank") if lora else None),
-        ("learning rate", learning_rate(config)),
-        ("seed", get(config, "trainer", "seed")),
-    ]
-    return [(name, str(value)) for name, value in facts if value is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

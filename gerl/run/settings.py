@@ -72,6 +72,14 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
     ]
 
 
+def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
+    """(key, value, value in `other`) of the keys that two runs do not share; "-" where one has no such key."""
+    own, its = _flat(config), _flat(other)
+    keys = [key for key in {**own, **its} if key not in own or key not in its or own[key] != its[key]]
+    shown = [{key: _show(value) for key, value in values.items()} for values in (own, its)]
+    return [(key, shown[0].get(key, "-"), shown[1].get(key, "-")) for key in keys]
+
+
 @functools.cache
 def _defaults(algorithm: str) -> Config:
     """Those of `experiment=plain`; nothing of it may be changed. Raises `ConfigError`."""

@@ -24,6 +24,7 @@ class Drawn:
     sets: list[list[int]] | None = None  # ids of the tasks trained on at the same time; None: not in lockstep
     repeats: list[tuple[int, int]] = field(default_factory=list)  # (id, process that has a repetition of the task)
     scored: Scored = field(default_factory=Scored)
+    images: list[Pending[Images]] = field(default_factory=list)  # of the first tasks
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Rolled:
         for call in self.others:
             call.result()
         tasks = self.tasks
+        if not drawn.tasks:
+            drawn.images += self.rollouts.images
         drawn.tasks += tasks
         drawn.owners += self.holders.processes
         if config.lockstep:

@@ -21,7 +21,10 @@ from gerl.run.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint, p
 from gerl.run.health import Health
 from gerl.run.state import RunState
 from gerl.run.tracking import Tracker, read_metrics
+from gerl.timeline import Timeline
+from gerl.trainer.control import Control
 from gerl.trainer.folder import check_identity
+from gerl.trainer.live import Onlookers
 from gerl.trainer.recovery import NoRoom, Recovery, Roles, WentBack
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.saving import Saving, ask, fill, hold, writers
@@ -49,6 +52,7 @@ class DurableRun:
         self.saved_step: int | None = None
         self.downloads = Downloads()  # of the scorers' models, too
         self.saving = Saving()
+        self.timeline = Timeline()
         self.starting = max(STARTING, config.cluster.hang_after)  # seconds without a word of workers that start
         self.sent = 0  # the step of which the weights are that workers draw with that do nothing else
         self.workers: WorkerGroup[HybridWorker]
@@ -56,6 +60,8 @@ class DurableRun:
         self.recovery: Recovery
         self.model: ModelFacts
         self.tracker: Tracker
+        self.control: Control
+        self.onlookers: Onlookers
         self.health: Health
 
     def check_model(self) -> None:
@@ -86,7 +92,8 @@ class DurableRun:
         if count > 1 and self.workers.remote:
             with waiting(f"starting {count} processes, which have to meet"):
                 self.roles.meet(self.config.lockstep, self.starting)
-        with waiting(f"loading {self.config.model.path} on {len(new)} process(es)", self.downloads):
+        loading = waiting(f"loading {self.config.model.path} on {len(new)} process(es)", self.downloads)
+        with loading, self.timeline.span("load"):
             calls = [self.workers.submit(i, HybridWorker.setup) for i in new]
             return wait_all(calls, self.starting, self.downloads)
 
@@ -96,6 +103,8 @@ class DurableRun:
         kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
         self.tracker = Tracker(self.run_dir, self.config.logger, start_step=kept)
         self.health = Health(asdict(self.config))
+        self.control = Control(self.run_dir)
+        self.onlookers = Onlookers(self.run_dir, self.config.logger.live)
         for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
             self.health.observe(row)
 
@@ -222,7 +231,7 @@ class DurableRun:
         waited for.
         """
         step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
-        with signals.deferred(), waiting(f"saving the checkpoint of step {step}"):
+        with signals.deferred(), waiting(f"saving the checkpoint of step {step}"), self.timeline.span("save"):
             self.saving.finish()
             files, members = dict[str, bytes](), writers(self.config, worker)
             if self.config.model.train == "lora":

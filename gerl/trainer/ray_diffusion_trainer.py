@@ -14,6 +14,7 @@ from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
+from gerl.commandline.command import PAGE, watching
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.savings import saving_notes
@@ -78,14 +79,17 @@ class RayDiffusionTrainer(DurableRun):
         try:
             if self.state.step == 0 and self.held_out:
                 self.log(0, self.undisturbed(partial(self.validate, 0)))
+                self.record()
                 yield 0
             done = self.state.step - bool(self.state.unlogged)  # else the last step was stopped before its end
             with Progress(total, done, disable=not config.logger.progress) as progress:
                 while self.state.step < total or self.state.unlogged:
+                    self.control.stop(self.state.step)
                     with contextlib.suppress(WentBack):
-                        watch = Stopwatch() if self.state.unlogged else self.undisturbed(self.take_step)
+                        watch = Stopwatch(self.timeline) if self.state.unlogged else self.undisturbed(self.take_step)
                         reward = self.state.unlogged["reward/mean"]
                         self.conclude(watch)
+                        self.record()
                         progress.update(reward, **self.validations.postfix())
                         yield self.state.step
         except BaseException as error:
@@ -96,7 +100,8 @@ class RayDiffusionTrainer(DurableRun):
 
     def take_step(self) -> Stopwatch:
         """Draw, score and train; returns what measures the step's time."""
-        state, watch = self.state, Stopwatch()
+        state, watch = self.state, Stopwatch(self.timeline)
+        self.timeline.step = state.step + 1
         if new := self.recovery.take_in():
             self.recovery.lost()
             self.abandon()
@@ -104,6 +109,7 @@ class RayDiffusionTrainer(DurableRun):
         with watch("step"):
             drawn = self.draw(state.step + 1, watch)
             metrics, credit = self.credit(drawn, watch)
+            self.onlookers.images(state.step + 1, drawn, credit)
             with signals.deferred():
                 state.unlogged = metrics | self.train(drawn, credit, watch) | watch.metrics()
                 state.step, state.algorithm = state.step + 1, self.algorithm.state()
@@ -114,7 +120,8 @@ class RayDiffusionTrainer(DurableRun):
         """End a step: validate, log its line, save."""
         state, total = self.state, self.config.trainer.steps
         self.patience = REMINDER
-        if _due(state.step, self.config.validation.every, total):
+        asked = self.control.validate(state.step, bool(self.held_out))
+        if asked or _due(state.step, self.config.validation.every, total):
             with watch("step"):
                 found = self.undisturbed(partial(self.validate, state.step, watch))
             state.unlogged |= found
@@ -126,7 +133,7 @@ class RayDiffusionTrainer(DurableRun):
         for sentence in self.health.observe({"step": state.step, **row}):
             logger.warning("%s", sentence)
             self.tracker.alert(state.step, sentence)
-        if _due(state.step, self.config.checkpoint.every, total):
+        if self.control.save(state.step) or _due(state.step, self.config.checkpoint.every, total):
             self.undisturbed(self.save)
         self.validations.check()
 
@@ -139,7 +146,12 @@ class RayDiffusionTrainer(DurableRun):
         self.latest = row
         if not self.announced:
             logger.info("run folder: %s", self.run_dir)
+            logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(self.run_dir))
             self.announced = True
+
+    def record(self) -> None:
+        """Write what the workers did since the last time."""
+        self.onlookers.spans(self.timeline.take())
 
     def setup(self, resume: RunFolder | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
@@ -164,7 +176,7 @@ class RayDiffusionTrainer(DurableRun):
         per_epoch = prompt_schedule(config, self.prompts).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates
         logger.info("reward: %s", described(config.reward.scorers))
-        self.rewards = RewardManager(config.reward, cluster)
+        self.rewards = RewardManager(config.reward, cluster, self.timeline)
         self.workers = cluster.workers(
             "worker",
             HybridWorker,
@@ -322,7 +334,8 @@ class RayDiffusionTrainer(DurableRun):
         lora, self.update.state = self.config.model.train == "lora", self.state
         with watch("update"), waiting(f"updating the {'LoRA' if lora else 'weights'}", after=self.patience):
             lag = min(self.config.trainer.staleness, self.state.step)
-            with meanwhile(self.rewards, self.on_their_way):
+            trained = self.timeline.span("update", *(f"worker {i}" for i in self.roles.training.numbers))
+            with meanwhile(self.rewards, self.on_their_way), trained:
                 metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag, self.drawn_ends)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal)
@@ -331,9 +344,10 @@ class RayDiffusionTrainer(DurableRun):
         """Mean rewards on the held-out prompts: fixed noise, ODE sampling, averaged LoRA."""
         if not self.held_out:
             return {}
-        self.refresh(watch or Stopwatch())
+        watch = watch or Stopwatch(self.timeline)
+        self.refresh(watch)
         scored = Scored()
-        with (watch or Stopwatch())("validation"):
+        with watch("validation"):
             batches, workers = plan_validation(self.config, self.held_out, step), self.roles.drawing
             owners = share([len(batch) for batch in batches], self.config, len(workers))
 
@@ -344,7 +358,7 @@ class RayDiffusionTrainer(DurableRun):
                     workers.submit(process, HybridWorker.validate, k, batches[k])
                 return image
 
-            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.hang_after)
+            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.hang_after, what="validate")
             with waiting(f"validating {len(self.held_out)} prompts", self.progress_of(rollouts)):
                 found = rollouts.finish()
             for batch, scores in zip(batches, found, strict=True):

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from gerl.cluster import Pending, silence, wait_any
 from gerl.protocol import Images, Scores
@@ -30,12 +30,14 @@ class Rollouts:
         hang_after: float | None = None,
         ahead: int = 0,
         done: Callable[[int], None] = lambda _: None,
+        what: Literal["draw", "validate"] = "draw",
     ) -> None:
         """`hang_after`: seconds without an answer of the workers after which they count as dead.
 
-        `ahead`: steps that these images are drawn before they are trained on, so that more of them may wait.
+        `ahead`: steps that these images are drawn before they are trained on, so that more of them may wait. `what`:
+        they are drawn for, in the timeline.
         """
-        self.hang_after, self.silent, self.done = hang_after, 0.0, done
+        self.hang_after, self.silent, self.done, self.what = hang_after, 0.0, done, what
         self.manager, self.draw, self.owners, self.count = manager, draw, owners, len(samples)
         self.sizes = [len(batch) for batch in samples]
         self.total = sum(self.sizes)
@@ -78,10 +80,13 @@ class Rollouts:
             i = len(self.images)
             if len([k for k in range(i) if self.owners[k] == self.owners[i] and k not in self.drawn]) >= AHEAD:
                 break
+            started = self.manager.timeline.now()
             self.images.append(self.draw(i))
+            self.manager.timeline.submitted(self.images[i], self.what, started)
 
     def take(self, ended: Collection[Pending[Any]]) -> None:
         """Give the scorers what has `ended`."""
+        self.manager.timeline.ended(ended)
         for i, image in enumerate(self.images):
             if i not in self.drawn and image in ended:
                 self.drawn.add(i)

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = {"torch", "diffusers", "ray", "transformers", "peft", "matplotlib", "scipy", "torchvision", "fastapi"}
+HEAVY = {
+    "torch",
+    "diffusers",
+    "ray",
+    "transformers",
+    "peft",
+    "matplotlib",
+    "scipy",
+    "torchvision",
+    "fastapi",
+    "starlette",
+}
 COMMANDS = {  # the module, and where its command line is
     "gerl.trainer.main_flowgrpo": "gerl.trainer.main_flowgrpo",
     "gerl.score": "gerl.score.command",
@@ -19,6 +30,7 @@ COMMANDS = {  # the module, and where its command line is
     "gerl.export": "gerl.export.command",
     "gerl.preflight": "gerl.preflight.arguments",
     "gerl.run.report": "gerl.run.report",
+    "gerl.watch": "gerl.watch.command",
     "reward_models.serve": "reward_models.serve",
 }
 # What each says before anything large is imported: a missing key, or a value that cannot be.
@@ -29,6 +41,7 @@ MISSING = {
     "gerl.export": (["run=nowhere", "out=x"], "run=nowhere "),
     "gerl.preflight": (["out=nowhere.txt"], "out=nowhere.txt: "),
     "gerl.run.report": ([], "run is missing"),
+    "gerl.watch": (["port=many"], "port=many: "),
     "reward_models.serve": ([], "scorer is missing"),
 }
 

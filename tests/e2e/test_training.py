@@ -77,7 +77,7 @@ def test_metrics_have_their_names_and_mean_what_they_say(rising: Any) -> None:
 def test_the_run_folder(rising: Any) -> None:
     folder = rising.folder
     names = {"config.yaml", "metrics.jsonl", "report.html", "samples", "checkpoints", "validation"}
-    names |= {"log.txt", "run.json"}
+    names |= {"log.txt", "run.json", "live", "timeline.jsonl"}
     assert {path.name for path in folder.iterdir()} == names
     pictures = {f"validation_{step:06d}.png" for step in (0, 6, 12)} | {f"train_{k:06d}.png" for k in (1, 6, 12)}
     assert {path.name for path in (folder / "samples").iterdir()} == pictures

@@ -32,6 +32,7 @@ MODULES = {
     "export": "gerl.export.command",
     "preflight": "gerl.preflight.arguments",
     "report": "gerl.run.report",
+    "watch": "gerl.watch.command",
     "serve": "reward_models.serve",
     "gerl": "gerl.program.commands",
 }

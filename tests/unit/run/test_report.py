@@ -2,6 +2,7 @@ import json
 import re
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from html_page import Page
 
 from gerl.run import charts
 from gerl.run.card import Card
+from gerl.run.page import frozen as page_data
 from gerl.run.report import main, write_report
 from gerl.run.validation import save_validation
 
@@ -17,10 +19,19 @@ PROMPTS = ['a sign that reads "<b>&482"', "a sign that reads 12", "a sign that r
 
 
 def read(run_dir: Path) -> tuple[str, Page]:
+    """The report as it is read without JavaScript, whose scripts are data and those of `gerl watch`."""
     text = write_report(run_dir).read_text(encoding="utf-8")
     page = Page(text)
-    assert "script" not in page.tags
-    return text, page
+    assert page.tags.count("script") == 2 and page.tags.index("script") > page.tags.index("pre")
+    return re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL), page
+
+
+def frozen(run_dir: Path) -> dict[str, Any]:
+    """The data that the page in the report shows."""
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    (data,) = re.findall(r'<script type="application/json" id="frozen">(.*?)</script>', text)
+    assert "<" not in data
+    return json.loads(data)  # type: ignore[no-any-return]
 
 
 def write_metrics(run_dir: Path, steps: int) -> None:
@@ -188,6 +199,29 @@ def test_long_run_is_thinned(tmp_path: Path) -> None:
     rows = [{"step": i, "actor/ratio_deviation": 1e-3 if i == 777 else 1e-8} for i in range(5000)]
     x, y = charts._binned(*charts.series(rows, "actor/ratio_deviation"), reduce=np.max)
     assert len(x) == charts.MAX_POINTS and y.max() == 1e-3
+
+
+def test_the_live_page_is_in_the_report_with_its_data(run_dir: Path) -> None:
+    for step, reward in ((0, 0.1), (10, 0.2), (20, 0.3)):
+        validate(run_dir, step, [reward] * 4)
+    found = frozen(run_dir)
+    answers = found["answers"]
+    assert answers["held_out"]["steps"] == [0, 10, 20] and answers["held_out"]["shown"] == [0, 1, 2]
+    assert answers["held_out"]["prompts"] == PROMPTS  # HTML in them is text
+    assert set(found["pictures"]) == {f"{step}/{row}" for step in (0, 10, 20) for row in range(3)}
+    assert all(uri.startswith("data:image/png;base64,") for uri in found["pictures"].values())
+    assert answers["prompt/1"]["scores"] == {"ocr": [0.1, 0.2, 0.3]}
+    assert answers["series"]["series"]["val/reward/mean"]["x"] == [0, 5, 10, 15, 20]
+    assert answers["run"]["step"] == 20 and not answers["run"]["alive"] and not answers["run"]["writable"]
+
+
+def test_a_report_has_room_for_some_pictures_of_many(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_data, "STEPS", 3)
+    for step in range(8):
+        validate(run_dir, step, [0.1] * 4)
+    assert frozen(run_dir)["answers"]["held_out"]["steps"] == [0, 4, 7]
+    monkeypatch.setattr(page_data, "BYTES", 1)
+    assert frozen(run_dir)["answers"]["held_out"]["shown"] == [0]
 
 
 def test_command_line(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

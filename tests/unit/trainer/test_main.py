@@ -12,7 +12,7 @@ import pytest
 
 from gerl.commandline import signals
 from gerl.config import Config, TrainerConfig
-from gerl.errors import ConfigError, GerlError, Interrupted, ModelError
+from gerl.errors import ConfigError, GerlError, Interrupted, ModelError, Stopped
 from gerl.run.validation import save_validation
 from gerl.trainer.closing import closing_screen
 from gerl.trainer.main_flowgrpo import main
@@ -37,6 +37,7 @@ def test_help_is_shown_and_nothing_started(
         (Interrupted(signal.SIGINT), 130, ""),
         (Interrupted("made anew by a library from its class and a text"), 130, ""),
         (KeyboardInterrupt(), 130, ""),
+        (Stopped(3), 0, ""),
     ],
 )
 def test_exit_codes(

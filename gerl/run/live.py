@@ -1,0 +1,86 @@
+"""`live/` of a run: the images of the step that is trained, small and on one sheet, with what they scored."""
+
+import contextlib
+import io
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from gerl.pages.images import still
+from gerl.utils.files import finite, write_file, writing
+
+FOLDER = "live"
+WIDTH = 256  # pixels, the longer side of an image on the sheet
+EXACT = 128  # pixels of a side up to which a sheet is nearly exact; PNG would take ten times as long
+KEPT = 2  # steps
+MOST = 64  # images
+
+
+@dataclass(frozen=True)
+class LiveImage:
+    """An image of the step: number `index` of the `group`-th group, with its scores; None: it has none."""
+
+    group: int
+    index: int
+    total: float | None
+    scores: dict[str, float | None]
+    advantage: float | None  # mean over the trained timesteps
+
+
+def save_live(
+    run_dir: Path, step: int, prompts: Sequence[str], images: Sequence[LiveImage], pixels: Sequence[np.ndarray], of: int
+) -> None:
+    """Write `live/step_N.json` and its sheet, and remove those of earlier steps.
+
+    prompts: of each group. pixels: `[H, W, 3]` uint8, or videos, one an image. of: images of the whole step. Raises
+    `GerlError` if they cannot be written.
+    """
+    tiles = [_small(still(image)) for image in pixels]
+    width, height = max(tile.width for tile in tiles), max(tile.height for tile in tiles)
+    columns = min(len(tiles), math.ceil(math.sqrt(len(tiles) * height / width)))
+    sheet = Image.new("RGB", (columns * width, math.ceil(len(tiles) / columns) * height))
+    for i, tile in enumerate(tiles):
+        sheet.paste(tile, (i % columns * width, i // columns * height))
+    buffer, exact = io.BytesIO(), max(width, height) <= EXACT
+    sheet.save(buffer, "jpeg", quality=95 if exact else 85, subsampling=0 if exact else 2)
+    path = run_dir / FOLDER / f"step_{step:06d}.json"
+    shown = [[i.group, i.index, i.total, i.advantage, i.scores] for i in images]
+    values: dict[str, Any] = {"step": step, "of": of, "prompts": list(prompts), "images": shown}
+    values |= {"width": width, "height": height, "columns": columns}
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+    # The JSON comes last: where it is, the sheet is complete.
+    write_file(path.with_suffix(".jpg"), buffer.getvalue())
+    write_file(path, json.dumps(finite(values)))
+    forget_live(run_dir, KEPT)
+
+
+def live_steps(run_dir: Path) -> list[int]:
+    """The steps that there are images of, in order."""
+    names = (re.fullmatch(r"step_(\d+)\.json", path.name) for path in (run_dir / FOLDER).glob("step_*.json"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def forget_live(run_dir: Path, keep: int = 0) -> None:
+    """Remove the images of all steps but the last `keep`."""
+    steps = live_steps(run_dir)
+    for step in steps[: len(steps) - keep]:
+        for kind in ("json", "jpg"):
+            with contextlib.suppress(OSError):
+                (run_dir / FOLDER / f"step_{step:06d}.{kind}").unlink(missing_ok=True)
+
+
+def _small(image: np.ndarray) -> Image.Image:
+    picture = Image.fromarray(np.ascontiguousarray(image))
+    factor = max(picture.size) / WIDTH
+    if factor > 1:
+        size = tuple(max(1, round(side / factor)) for side in picture.size)
+        picture = picture.resize((size[0], size[1]), Image.Resampling.BILINEAR, reducing_gap=2.0)
+    return picture

@@ -1,0 +1,226 @@
+"""The page's server: its files, the runs as JSON and pictures, a stream of what changed, and the buttons."""
+
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from gerl.errors import GerlError
+from gerl.pages.page import page_assets, render
+from gerl.run.control import COMMANDS, ask
+from gerl.run.lock import alive_since
+from gerl.run.page.data import RunData
+from gerl.watch.access import Access, refused
+from gerl.watch.events import Watcher
+from gerl.watch.folders import Folders
+
+logger = logging.getLogger("gerl")
+FOREVER = "private, max-age=31536000, immutable"  # of pictures, whose address changes when they do
+BODY = 10_000  # bytes of a request
+
+
+class Unknown(Exception):
+    """There is no such run, step or prompt."""
+
+
+class Site:
+    """The runs below a folder, and what is asked of them."""
+
+    def __init__(self, folders: Folders) -> None:
+        self.folders = folders
+        self.closing = threading.Event()
+        self._runs: dict[str, RunData] = {}
+        self._watchers: dict[str, Watcher] = {}
+        self._answers: dict[str, tuple[object, bytes]] = {}
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End all streams."""
+        self.closing.set()
+        for watcher in list(self._watchers.values()):
+            watcher.wake()
+
+    def run(self, name: str) -> RunData:
+        """The run of this name, which `Folders` found: no path is made from what a request says."""
+        if name not in self._runs:
+            found = self.folders.found()
+            if name not in found:
+                raise Unknown(f"there is no run {name[:200]!r} below the folder that is watched")
+            self._runs.setdefault(name, RunData(name, found[name]))
+        return self._runs[name]
+
+    def watcher(self, name: str) -> Watcher:
+        """Who looks at a run for all of its pages."""
+        run = self.run(name)
+        with self._lock:
+            return self._watchers.setdefault(name, Watcher(run))
+
+    def runs(self) -> dict[str, Any]:
+        """All runs, those that were written to last first, and the one to begin with."""
+        found = [self.run(name).summary() for name in self.folders.found()]
+        found.sort(key=lambda run: (run["alive"], run["time"] or "", run["name"]), reverse=True)
+        return {"runs": found, "chosen": self.folders.chosen or (found[0]["name"] if found else None)}
+
+    def answer(self, key: str, now: object, make: Callable[[], Any]) -> bytes:
+        """The JSON of what `make` returns; many pages that ask for the same thing get the same bytes."""
+        with self._lock:
+            known = self._answers.get(key)
+            if known is not None and known[0] == now:
+                return known[1]
+        body = json.dumps(make(), separators=(",", ":"), allow_nan=False).encode()
+        with self._lock:
+            while len(self._answers) > 200:
+                del self._answers[next(iter(self._answers))]
+            self._answers[key] = now, body
+        return body
+
+
+def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
+    """The ASGI application, and what ends its streams."""
+    site = Site(folders)
+
+    def asks(work: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                found = await run_in_threadpool(work, request)
+            except Unknown as error:
+                return refused(404, str(error))
+            except GerlError as error:
+                return refused(409, str(error))
+            return found if isinstance(found, Response) else JSONResponse(found)
+
+        return endpoint
+
+    def of_run(path: str, make: Callable[[RunData, Request], Any]) -> Route:
+        """JSON about a run, made anew when any of its files has changed."""
+
+        def work(request: Request) -> Response:
+            run = site.run(request.query_params.get("run", ""))
+            key, now = f"{path}?{request.url.query}", tuple(run.signatures().values())
+            return Response(site.answer(key, now, lambda: make(run, request)), media_type="application/json")
+
+        return Route(path, asks(work), methods=["GET"])
+
+    def other(run: RunData, request: Request) -> Any:
+        name = request.query_params.get("other")
+        return run.settings(site.run(name) if name else None)
+
+    def series(run: RunData, request: Request) -> Any:
+        names = request.query_params.get("names", "").split(",")[:200]
+        return run.series(names, number(request, "since"), number(request, "width"), number(request, "generation"))
+
+    assets = page_assets()
+    routes = [
+        Route("/", _asset(render("live.html.j2"), "text/html"), methods=["GET"]),
+        Route("/page.css", _asset(assets["style"], "text/css"), methods=["GET"]),
+        Route("/page.js", _asset(assets["script"], "text/javascript"), methods=["GET"]),
+        Route("/api/runs", asks(lambda _: site.runs()), methods=["GET"]),
+        of_run("/api/run", lambda run, _: run.overview()),
+        of_run("/api/series", series),
+        of_run("/api/held_out", lambda run, _: run.held_out()),
+        of_run("/api/prompt", lambda run, request: there(run.prompt(number(request, "row")))),
+        of_run("/api/live", lambda run, _: run.live()),
+        of_run("/api/timeline", lambda run, request: run.timeline(min(number(request, "steps", 3), 100))),
+        of_run("/api/warnings", lambda run, _: run.warnings()),
+        of_run("/api/settings", other),
+        of_run("/api/log", lambda run, _: run.log()),
+        Route("/trace.json", asks(lambda request: _trace(_run(site, request))), methods=["GET"]),
+        Route("/held_out", asks(lambda request: _picture(site, request)), methods=["GET"]),
+        Route("/sheet", asks(lambda request: _sheet(site, request)), methods=["GET"]),
+        Route("/api/events", partial(_events, site), methods=["GET"]),
+        Route("/api/control", partial(_control, site), methods=["POST"]),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Access, token=token)]), site
+
+
+def number(request: Request, name: str, default: int = -1) -> int:
+    """A whole number of the query; raises `Unknown` for anything else."""
+    text = request.query_params.get(name, str(default))
+    if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdigit() or len(text) > 12:
+        raise Unknown(f"{name}={text[:40]!r} is no whole number")
+    return int(text)
+
+
+def there(found: Any) -> Any:
+    """Whatever was found; raises `Unknown` where nothing was."""
+    if found is None:
+        raise Unknown("there is no such step or prompt in this run")
+    return found
+
+
+def _run(site: Site, request: Request) -> RunData:
+    return site.run(request.query_params.get("run", ""))
+
+
+def _asset(content: str, media: str) -> Callable[[Request], Response]:
+    return lambda _: Response(content, media_type=media)
+
+
+def _picture(site: Site, request: Request) -> Response:
+    body, media = there(_run(site, request).picture(number(request, "step"), number(request, "row")))
+    return Response(body, media_type=media, headers={"Cache-Control": FOREVER})
+
+
+def _sheet(site: Site, request: Request) -> Response:
+    body, media = there(_run(site, request).sheet(number(request, "step")))
+    return Response(body, media_type=media, headers={"Cache-Control": FOREVER})
+
+
+def _trace(run: RunData) -> Response:
+    name = f"gerl-{run.folder.name}-trace.json".encode("ascii", "replace").decode().replace('"', "_")
+    body = json.dumps(run.trace(), separators=(",", ":"))
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(body, media_type="application/json", headers=headers)
+
+
+async def _events(site: Site, request: Request) -> Response:
+    try:
+        watcher = await run_in_threadpool(site.watcher, request.query_params.get("run", ""))
+    except Unknown as error:
+        return refused(404, str(error))
+
+    async def stream() -> AsyncIterator[str]:
+        yield "retry: 2000\n\n"
+        async for signatures in watcher.changes(site.closing):
+            yield ": still here\n\n" if signatures is None else f"data: {json.dumps(signatures)}\n\n"
+
+    return StreamingResponse(stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+async def _control(site: Site, request: Request) -> Response:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > BODY:
+            return refused(413, f"a request has at most {BODY} bytes")
+    try:
+        given = json.loads(body)
+        name, command = str(given["run"]), given["command"]
+    except (ValueError, KeyError, TypeError):
+        return refused(400, "expected a JSON object with run and command")
+    if command not in COMMANDS:
+        return refused(400, f"command: expected one of {', '.join(COMMANDS)}")
+    try:
+        return await run_in_threadpool(_ask, site, name, command)
+    except Unknown as error:
+        return refused(404, str(error))
+    except GerlError as error:
+        return refused(409, str(error))
+
+
+def _ask(site: Site, name: str, command: Any) -> Response:
+    run = site.run(name)
+    if alive_since(run.folder) is None:
+        return refused(409, "the run is not training: there is nobody who could do this")
+    ask(run.folder, command)
+    logger.info("%s: asked to %s", name, command)
+    return JSONResponse({"asked": command})

@@ -1,0 +1,44 @@
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gerl.run.live import KEPT, LiveImage, forget_live, live_steps, save_live
+
+ONE = LiveImage(0, 0, 0.5, {"ocr": None}, None)
+
+
+def sheet(run_dir: Path, step: int) -> tuple[dict[str, int], np.ndarray]:
+    path = run_dir / "live" / f"step_{step:06d}.json"
+    return json.loads(path.read_text()), np.asarray(Image.open(io.BytesIO(path.with_suffix(".jpg").read_bytes())))
+
+
+def test_images_are_on_a_sheet_in_their_order(tmp_path: Path) -> None:
+    pixels = [np.full((32, 64, 3), 40 * i, np.uint8) for i in range(5)]
+    save_live(tmp_path, 3, ["p"], [ONE] * 5, pixels, 12)
+    values, found = sheet(tmp_path, 3)
+    assert (values["of"], values["width"], values["height"]) == (12, 64, 32)
+    for i in range(5):
+        x, y = i % values["columns"] * 64, i // values["columns"] * 32
+        assert abs(found[y : y + 32, x : x + 64].astype(int) - 40 * i).max() <= 2
+
+
+@pytest.mark.parametrize(("shape", "size"), [((1024, 512, 3), (128, 256)), ((3, 40, 40, 3), (120, 40))])
+def test_large_images_are_small_and_videos_are_stills(
+    shape: tuple[int, ...], size: tuple[int, int], tmp_path: Path
+) -> None:
+    save_live(tmp_path, 1, ["p"], [ONE], [np.zeros(shape, np.uint8)], 1)
+    values, found = sheet(tmp_path, 1)
+    assert (values["width"], values["height"]) == size == found.shape[1::-1]
+
+
+def test_only_the_last_steps_are_kept(tmp_path: Path) -> None:
+    for step in range(5):
+        save_live(tmp_path, step, ["p"], [LiveImage(0, 0, float("nan"), {}, 1.0)], [np.zeros((4, 4, 3), np.uint8)], 1)
+    assert live_steps(tmp_path) == [3, 4] and len(list((tmp_path / "live").iterdir())) == 2 * KEPT
+    assert sheet(tmp_path, 4)[0]["images"] == [[0, 0, None, 1.0, {}]]  # type: ignore[comparison-overlap]
+    forget_live(tmp_path)
+    assert live_steps(tmp_path) == [] and not list((tmp_path / "live").iterdir())

@@ -1,0 +1,57 @@
+"""Spans of workers: those of calls in this process and over Ray, one after the other, and never too many."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from gerl.cluster import Pending
+from gerl.run.timeline import append_spans, chrome_trace, lanes, read_spans
+from gerl.timeline import MOST, Span, Timeline, joined
+
+
+def test_calls_of_a_worker_follow_each_other() -> None:
+    timeline, reference = Timeline(), object()
+    remote: list[Pending[Any]] = [Pending("worker 1", reference=reference) for _ in range(2)]  # type: ignore[arg-type]
+    timeline.step = 3
+    start = timeline.now()
+    for call in remote:  # both are given to the worker at once
+        timeline.submitted(call, "draw", start)
+    here = Pending("worker 0", value=1)
+    timeline.submitted(here, "validate", start)
+    for call in remote:
+        time.sleep(0.01)
+        timeline.ended([call, here])
+    timeline.ended(remote)  # said twice
+    spans = timeline.take()
+    own = [span for span in spans if span.worker == "worker 1"]
+    assert len(own) == 2 and own[0].end == own[1].start and all(span.end - span.start > 0.009 for span in own)
+    assert [span.what for span in spans if span.worker == "worker 0"] == ["validate"]
+    assert {span.step for span in spans} == {3} and timeline.take() == []
+
+
+def test_calls_that_are_given_up_leave_no_span() -> None:
+    timeline, call = Timeline(), Pending[Any]("worker 1", reference=object())  # type: ignore[arg-type]
+    timeline.submitted(call, "score", timeline.now())
+    timeline.forget()
+    timeline.ended([call])
+    assert timeline.take() == []
+
+
+def test_a_step_has_a_bounded_number_of_spans_that_cover_the_same_time() -> None:
+    spans = [Span(f"worker {i % 2}", "draw", 1, float(i // 2), i // 2 + 0.9) for i in range(6000)]
+    few = joined(spans)
+    assert len(few) <= MOST and {span.worker for span in few} == {"worker 0", "worker 1"}
+    assert min(span.start for span in few) == 0 and max(span.end for span in few) == 2999.9
+    assert joined(spans[:10]) == spans[:10]
+
+
+def test_the_file_and_the_chrome_trace(tmp_path: Path) -> None:
+    spans = [Span("scorer ocr, process 10", "score", 1, 5.0, 6.0), Span("scorer ocr, process 2", "score", 1, 5.5, 6.0)]
+    append_spans(tmp_path, [*spans, Span("worker 10", "draw", 1, 4.0, 5.0)])
+    append_spans(tmp_path, [Span("run", "update", 1, 6.00004, 7.5), Span("worker 2", "update", 1, 6.0, 7.5)])
+    lines = (tmp_path / "timeline.jsonl").read_text().splitlines()
+    rows = read_spans([*lines, "{", '{"step": 1}', '{"worker": "w", "what": "x", "step": 1, "start": "a", "end": 2}'])
+    assert len(rows) == 5 and rows[3]["start"] == 6.0
+    assert lanes(rows) == ["run", "worker 2", "worker 10", "scorer ocr, process 2", "scorer ocr, process 10"]
+    events = chrome_trace(rows, "x")["traceEvents"]
+    assert [e["ts"] for e in events if e["ph"] == "X"] == [1e6, 1.5e6, 0, 2e6, 2e6]

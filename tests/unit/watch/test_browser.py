@@ -1,0 +1,153 @@
+"""The page in a browser: slider, phone, dark mode, buttons, and prompts with HTML; skipped where there is no browser.
+
+It needs the package playwright and a Chromium that is installed (GERL_BROWSER names it, else one on the PATH).
+"""
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watching import PROMPTS, add_live, add_rows, add_validation, make_run, serving
+
+from gerl.run.control import asked
+from gerl.run.lock import RunLock
+from gerl.run.report import write_report
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+BROWSER = os.environ.get("GERL_BROWSER") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+WAIT = 10_000  # milliseconds
+SHADE = """async (image) => {
+  await image.decode();
+  const context = document.createElement("canvas").getContext("2d");
+  context.drawImage(image, 0, 0);
+  return context.getImageData(4, 4, 1, 1).data[0];
+}"""  # of a picture that has one colour
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that has raised nothing and asked no other server."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: asked_for.append(request.url))
+    asked_for: list[str] = []
+    yield page
+    context.close()
+    assert errors == []
+    assert all(url.startswith(("http://127.0.0.1:", "data:", "file:")) for url in asked_for)
+
+
+def text(page: Any, selector: str, expected: str) -> None:
+    sync_api.expect(page.locator(selector)).to_have_text(expected, timeout=WAIT)
+
+
+def test_a_run_is_watched_while_it_goes_on(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "x" / "one")
+    lock = RunLock(run)
+    lock.acquire()
+    try:
+        with serving(tmp_path / "outputs") as (url, _):
+            page.goto(url)
+            text(page, "#slider-step", "step 20")
+            assert "step 20 of 40" in page.locator("#state").inner_text()
+            page.select_option("#prompt", "0")  # its HTML is text
+            text(page, "#now-note", "step 20: 0.500 +0.500")
+            page.locator("#slider").focus()
+            page.keyboard.press("ArrowLeft")
+            text(page, "#now-note", "step 10: 0.250 +0.250")
+            assert page.eval_on_selector("#now img", SHADE) == 50  # the picture of step 10
+            assert page.locator("#prompt option").all_inner_texts() == PROMPTS
+            assert page.locator("img[onerror]").count() == 0
+            assert page.locator("#groups .group").count() == 2 and page.locator("#groups .tile").count() == 4
+            assert page.locator("#timeline rect").count() == 3
+            # the run goes on, and the page with it
+            add_rows(run, 21, 30)
+            add_validation(run, 30)
+            add_live(run, 30)
+            text(page, "#live-step", "30")
+            page.locator("#slider").focus()
+            page.keyboard.press("End")
+            text(page, "#now-note", "step 30: 0.750 +0.750")
+            page.get_by_role("button", name="most worsened").click()
+            sync_api.expect(page.locator("#extreme-list p").first).to_contain_text("a red fox")
+            # the buttons
+            page.get_by_role("button", name="Save").click()
+            text(page, "[data-command=save]", "Saving after this step …")
+            assert asked(run) == ["save"]
+            (run / "control" / "save").unlink()
+            text(page, "[data-command=save]", "Save")
+            page.get_by_role("button", name="Stop").click()
+            assert asked(run) == []  # asks once more
+            page.get_by_role("button", name="Stop for sure?").click()
+            text(page, "[data-command=stop]", "Stopping after this step …")
+            assert asked(run) == ["stop"]
+            lock.release()
+            sync_api.expect(page.locator("#buttons")).to_be_hidden()
+    finally:
+        lock.release()
+
+
+def test_phone_dark_mode_and_another_run(browser: Any, tmp_path: Path) -> None:
+    make_run(tmp_path / "outputs" / "x" / "one")
+    make_run(tmp_path / "outputs" / "x" / "two", 10)
+    with serving(tmp_path / "outputs") as (url, _):
+        context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True)
+        page = context.new_page()
+        page.goto(url)
+        text(page, "#slider-step", "step 20")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        assert max(red, green, blue) < 60
+        page.locator("#others input").check()
+        sync_api.expect(page.locator("#compare-chart path")).to_have_count(2)
+        page.select_option("#run", "x/two")
+        text(page, "#slider-step", "step 10")
+        assert page.url.endswith("run=x%2Ftwo")
+        page.reload()
+        text(page, "#slider-step", "step 10")
+        context.close()
+
+
+def test_the_page_comes_back_when_its_server_does(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "x" / "one")
+    with serving(tmp_path / "outputs", token="t") as (url, site):
+        page.goto(f"{url}/?token=t")
+        text(page, "#slider-step", "step 20")
+        assert "token" not in page.url
+        threading.Timer(0.1, site.close).start()  # all streams end, as in a restart
+        sync_api.expect(page.locator("#state")).to_have_class(re.compile("lost"), timeout=WAIT)
+        site.closing.clear()
+        add_live(run, 21)
+        text(page, "#live-step", "21")
+
+
+def test_the_report_is_the_page_frozen_into_a_file(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "x" / "one")
+    page.goto(write_report(run).as_uri())
+    text(page, "#slider-step", "step 20")
+    assert page.locator("#page").is_visible() and not page.locator(".still").is_visible()
+    page.locator("#slider").focus()
+    page.keyboard.press("Home")
+    text(page, "#slider-step", "step 0")
+    assert page.locator("#groups .tile").count() == 4 and page.locator("#reward-chart path").count() >= 2
+    assert (
+        page.get_by_role("heading", name="Before and after").is_visible() and not page.locator("#buttons").is_visible()
+    )
