@@ -36,6 +36,7 @@ COMMANDS = {
     "score": Command("gerl.score.command", "Score images that exist with a reward, before training on it."),
     "evaluate": Command("gerl.evaluate.command", "Compare the base model with LoRAs on the same noise."),
     "export": Command("gerl.export.command", "Write the LoRA of a run in the files of another program, or merge it."),
+    "vote": Command("gerl.vote.command", "Train on what people prefer: a page asks them while the run goes on."),
     "report": Command("gerl.run.report", "Write report.html of a run that is finished, was stopped, or still trains."),
     "serve": Command("reward_models.serve", "Serve a scorer over HTTP, for the scorer remote of a run.", WITH_LEVELS),
     "recipes": Command("gerl.program.recipes", "List the experiments that ship with gerl, or show the file of one."),

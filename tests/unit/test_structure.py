@@ -24,7 +24,7 @@ LAYERS = (
     ("algorithms",),
     ("workers",),
     ("trainer",),
-    ("export", "preflight", "evaluate", "score"),
+    ("export", "preflight", "evaluate", "score", "vote"),
     ("api",),
     ("program",),
     ("__init__", "__main__"),

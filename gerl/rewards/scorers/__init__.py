@@ -46,6 +46,7 @@ SCORERS = {
     "unified_reward2": "unified_reward:UnifiedReward2",
     "deqa": "deqa:DeqaScorer",
     "remote": "remote:RemoteScorer",
+    "vote": "vote:VoteScorer",
     "sharpness": "sharpness:Sharpness",
     "colourfulness": "colourfulness:Colourfulness",
     "jpeg_compressibility": "jpeg:JpegCompressibility",
