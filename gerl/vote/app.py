@@ -99,7 +99,6 @@ def build_app(ballots: Ballots, access: Access) -> FastAPI:
     app.add_exception_handler(RewardError, _wrong)
     app.add_exception_handler(GerlError, _broken)
     _add_run(app, ballots, access)
-    _add_page(app)
 
     @app.get("/events")
     async def events(request: Request) -> Response:
@@ -131,6 +130,7 @@ def build_app(ballots: Ballots, access: Access) -> FastAPI:
         ballots.sign(request.state.voter)
         return JSONResponse({})
 
+    _add_page(app)  # last: its paths are any other word
     return app
 
 

@@ -126,6 +126,7 @@ function card(url, i) {
   button.append(image, key, place);
   button.addEventListener("click", () => choose(i));
   button.addEventListener("pointerdown", press);
+  button.addEventListener("pointerup", () => setTimeout(() => button.blur())); // Enter is for the ranking
   return button;
 }
 
