@@ -107,7 +107,7 @@ def _draw_tasks(
     def submit(i: int) -> Pending[Images]:
         return workers.submit(i % count, EvaluationWorker.draw, i, *tasks[i])
 
-    rollouts = Rollouts(manager, [samples for _, samples in tasks], submit, [i % count for i in range(len(tasks))], held_out=True)
+    rollouts = Rollouts(manager, [samples for _, samples in tasks], submit, [i % count for i in range(len(tasks))])
     scored = rollouts.finish()
     return [
         row

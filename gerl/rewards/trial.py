@@ -31,8 +31,9 @@ class Overdue(BaseException):
 def try_scorers(manager: RewardManager, config: Config, prompts: Sequence[Prompt]) -> None:
     """Call every scorer once as training will, on grey images with rows of `prompts`; nothing if `reward.trial` is off.
 
-    People are not asked; only whether they can be. The call has a micro-batch of images, of a groupwise scorer a group; in training's way it is repeated
-    (`reward.retries`) and checked. A scorer with weight 0 that fails is only warned of.
+    The call has a micro-batch of images, of a groupwise scorer a group; in training's way it is repeated
+    (`reward.retries`) and checked. A scorer with weight 0 that fails is only warned of. People are not asked, only
+    whether they can be is looked at.
 
     Raises:
         RewardError: a scorer with a weight has no score for any image, hangs, or ends its process.

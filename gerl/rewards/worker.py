@@ -122,7 +122,7 @@ class RewardWorker:
 
         try:
             said = scorer.ask(pictures, prompts[0], copy.deepcopy(metadata[0]), occasion)
-        except Exception as error:  # noqa: BLE001 - as in `_attempt`
+        except Exception as error:
             log.debug("scorer %s raised", name, exc_info=True)
             failure = ScorerFailure(name, _reason(error, scorer))
             return Answer([{name: failure} for _ in places], time.perf_counter() - start, [], [])

@@ -141,7 +141,8 @@ def conclude_validation(config: Config, scored: Scored, step: int) -> tuple[Metr
     metrics, count, failed = scored.metrics(config.reward, validation=True), scored.measured, scored.unscored
     if not count:
         logger.info(
-            "step %d: %d held-out prompts are drawn; no scorer with a weight looks at them, people are asked in training only",
+            "step %d: %d held-out prompts are drawn; no scorer with a weight looks at them, people are asked in "
+            "training only",
             *(step, len(scored.samples)),
         )
         return metrics, None
@@ -154,7 +155,9 @@ def conclude_validation(config: Config, scored: Scored, step: int) -> tuple[Metr
         "step %d: reward on %d of %d held-out prompts %.3f, %d not scored; it is compared with no other validation; %s",
         *(step, count - failed, count, mean(scored.totals), failed, first),
     )
-    totals = [scored.totals[k] for k in range(len(scored.samples)) if scored.totals[k] is not None or k in scored.failed]
+    totals = [
+        scored.totals[k] for k in range(len(scored.samples)) if scored.totals[k] is not None or k in scored.failed
+    ]
     check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be left out")
     return metrics, None
 

@@ -55,7 +55,7 @@ class Access:
 
     def keep(self) -> None:
         """Write the tokens for the services after this one, readable by this user only."""
-        if self.run is None or self.path.exists() and _read(self.path) == self._values():
+        if self.run is None or (self.path.exists() and _read(self.path) == self._values()):
             return
         with writing(self.path):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,9 @@ class Gate:
         refused = self._foreign(headers, scope["method"]) or _wrong_body(headers, scope["method"], path)
         if refused is None and path.startswith("/v1/"):
             if access.run is not None and not access.is_run(headers.get("authorization", "")):
-                words = "the token of this service is wanted, and none or another came: name it in token_file or token_env"
+                words = (
+                    "the token of this service is wanted, and none or another came: name it in token_file or token_env"
+                )
                 refused = error(401, words, {"WWW-Authenticate": "Bearer"})
         elif refused is None:
             voter, path = self._voter(path)

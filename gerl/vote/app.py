@@ -84,7 +84,11 @@ class News:
     def tell(self) -> None:
         """Wake all pages."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(lambda: [event.set() for event in self._pages])
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        for event in self._pages:
+            event.set()
 
 
 def build_app(ballots: Ballots, access: Access) -> FastAPI:

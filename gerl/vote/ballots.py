@@ -120,7 +120,9 @@ class Ballots:
         if not self._decided(ballot) or not self._complete(group):
             return "votes"
         if not ballot.taken:
-            names = [name for key in group.together if (name := self.newest.get(key)) and self._decided(self.ballots[name])]
+            names = [
+                name for key in group.together if (name := self.newest.get(key)) and self._decided(self.ballots[name])
+            ]
             self._write({"kind": "taken", "groups": list(dict.fromkeys([*names, ballot.id]))})
             self.write_preferences()
         return mean_scores([vote.ranks for vote in ballot.votes.values() if vote.used])
@@ -212,7 +214,9 @@ class Ballots:
 
     def progress(self) -> dict[str, Any]:
         """How far the run is and what there is to do, for the page."""
-        current = {b.id: b for b in self.ballots.values() if b.asked.step == self.step and self.newest[b.asked.key] == b.id}
+        current = {
+            b.id: b for b in self.ballots.values() if b.asked.step == self.step and self.newest[b.asked.key] == b.id
+        }
         count = len(next((b.asked.together for b in reversed(current.values())), ())) if current else 0
         return {
             "step": self.step,

@@ -14,10 +14,10 @@ from gerl.commandline.hydra_options import hydra_options
 from gerl.errors import ConfigError
 from gerl.rewards.scorers import require
 from gerl.rewards.scorers.http import is_loopback
+from gerl.run.session import VOTES
 from gerl.trainer.resuming import folder_to_resume, read_configuration
 
 logger = logging.getLogger("gerl")
-FOLDER = "votes"  # in the run folder
 NAME = re.compile(r"[\w.@+-]{1,64}")
 ALL = ("0.0.0.0", "::")
 
@@ -61,7 +61,9 @@ def run(arguments: Sequence[str]) -> None:
     """Check the command line, then serve, and train unless another run is served."""
     hydra = hydra_options(arguments)
     if hydra.multirun or hydra.shown:
-        raise ConfigError(f"{'-m' if hydra.multirun else '--cfg'}: people vote on one run at a time; use it with gerl train")
+        raise ConfigError(
+            f"{'-m' if hydra.multirun else '--cfg'}: people vote on one run at a time; use it with gerl train"
+        )
     options, overrides = PARSER.parse(hydra.arguments)
     names = voters(options.voters)
     if options.port > 65535:
@@ -81,7 +83,9 @@ def voters(text: str | None) -> list[str]:
     names = [name.strip() for name in (text or "").strip("[]").split(",")] if text else []
     for name in names:
         if not NAME.fullmatch(name) or not name.isascii():
-            raise ConfigError(f"voters={text}: {name!r} is no name for a link; use letters of ASCII, digits and . @ + - _")
+            raise ConfigError(
+                f"voters={text}: {name!r} is no name for a link; use letters of ASCII, digits and . @ + - _"
+            )
     if len(set(names)) < len(names):
         raise ConfigError(f"voters={text}: a name comes twice; give each voter another one")
     return names
@@ -92,7 +96,9 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
     if rest:
         raise ConfigError(f"{rest[0]}: with serve_only=true nothing is trained; give this key to the run")
     if options.folder is None:
-        raise ConfigError("folder is missing: give folder=FOLDER for the votes, or the votes/ of a run to serve it again")
+        raise ConfigError(
+            "folder is missing: give folder=FOLDER for the votes, or the votes/ of a run to serve it again"
+        )
     from gerl.vote.access import Access
     from gerl.vote.ballots import Ballots, Rules
     from gerl.vote.service import address, listen, serving
@@ -105,7 +111,7 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
         _say(access.links(address(listener, _public(options.host))))
         url, token = address(listener, _public(options.host)), ""
         if access.run is not None:
-            token = f", token_file: FILE with the token \"run\" of {access.path}"
+            token = f', token_file: FILE with the token "run" of {access.path}'
         logger.info("the run: gerl train 'reward.scorers={vote: {kwargs: {url: %s%s}}}' ...", url, token)
         while server.is_alive():
             server.join(1.0)
@@ -119,7 +125,7 @@ def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> No
     from gerl.vote.service import address, listen, serving
     from gerl.vote.training import TOKEN, train
 
-    folder = run_dir / FOLDER
+    folder = run_dir / VOTES
     access = Access.of(folder, options.host, names)
     ballots = Ballots(folder, Rules(options.votes, options.lease, options.undo, steps))
     listener = listen(options.host, options.port)

@@ -79,7 +79,7 @@ class PeopleScorer(Scorer):
 
     @abstractmethod
     def reach(self) -> str:
-        """"" if people can be asked, else what is wrong meanwhile; raises `RewardError` as `ask` does."""
+        """ "" if people can be asked, else what is wrong meanwhile; raises `RewardError` as `ask` does."""
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
         raise NotImplementedError("people are asked about groups: call ask")

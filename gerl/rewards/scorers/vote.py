@@ -1,9 +1,10 @@
 """People as the reward: the images of a group go to a vote service (`python -m gerl.vote`), and ranks come back.
 
-The protocol is that of reward services with two additions. `POST {url}/v1/score` takes {"scorer": "vote", "images": [PNG
-in base64] [B] or [], "prompts": [text], "metadata": [{}], "group": {key, run, step, prompt, seeds [B], digests [B],
-together}} and answers 200 {"scores": {"vote": [number]}, "version": "1"} once people have voted, before that 202
+The protocol is that of reward services with two additions. `POST {url}/v1/score` takes {"scorer": "vote", "images":
+[PNG in base64] [B] or [], "prompts": [text], "metadata": [{}], "group": {key, run, step, prompt, seeds [B], digests
+[B], together}} and answers 200 {"scores": {"vote": [number]}, "version": "1"} once people have voted, before that 202
 {"waiting": "images" | "votes", "version": "1"}: images are sent when they are asked for. Who waits, asks again.
+`POST {url}/v1/hello` answers {"scorers": ["vote"], "version": "1"}: the service is there, and the token is right.
 """
 
 import hashlib
@@ -83,7 +84,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
             return f"{error}; the run waits"
 
     def reach(self) -> str:
-        """"" if the service is there; raises `RewardError` if it is none, or refuses the token."""
+        """ "" if the service is there; raises `RewardError` if it is none, or refuses the token."""
         try:
             with self.client(self.url) as client:
                 checked_answer(client, client.post("/v1/hello", {"scorer": NAME}))

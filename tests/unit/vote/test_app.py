@@ -91,16 +91,26 @@ def test_html_in_a_prompt_stays_text(url: str) -> None:
     page = requests.get(f"{url}/", timeout=5)
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
-    assert "<script>" not in page.text and "onerror" not in page.text and "http" not in page.text.replace("http://www.w3.org", "")
+    assert (
+        "<script>" not in page.text
+        and "onerror" not in page.text
+        and "http" not in page.text.replace("http://www.w3.org", "")
+    )
 
 
 @pytest.mark.parametrize("name", ["", "vote.js", "vote.css", "order.js"])
 def test_the_parts_of_the_page(shared: str, name: str) -> None:
     found = requests.get(f"{shared}/{name}", timeout=5)
-    assert found.ok and found.headers["x-content-type-options"] == "nosniff" and found.headers["referrer-policy"] == "no-referrer"
+    assert (
+        found.ok
+        and found.headers["x-content-type-options"] == "nosniff"
+        and found.headers["referrer-policy"] == "no-referrer"
+    )
 
 
-@pytest.mark.parametrize("path", ["other", "access.py", "images/../journal.jsonl", "images/0/0.png", "docs", "openapi.json"])
+@pytest.mark.parametrize(
+    "path", ["other", "access.py", "images/../journal.jsonl", "images/0/0.png", "docs", "openapi.json"]
+)
 def test_there_is_no_other_file(shared: str, path: str) -> None:
     assert requests.get(f"{shared}/{path}", timeout=5).status_code == 404
 
@@ -155,7 +165,15 @@ def test_a_run_that_sends_nonsense_is_told(shared: str, content: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "content", [{"ranks": [1]}, {"ranks": [0, 1, 2]}, {"ranks": "123"}, {"group": "x"}, {"group": "0" * 16}, {"ranks": [1.5, 1, 1]}]
+    "content",
+    [
+        {"ranks": [1]},
+        {"ranks": [0, 1, 2]},
+        {"ranks": "123"},
+        {"group": "x"},
+        {"group": "0" * 16},
+        {"ranks": [1.5, 1, 1]},
+    ],
 )
 def test_a_vote_that_is_none_is_refused(shared: str, content: dict[str, Any]) -> None:
     voter = Voter(f"{shared}/")
@@ -202,7 +220,12 @@ def test_bound_wider_than_the_loopback_everybody_needs_a_token(tmp_path: Path) -
 def test_tokens_are_compared_whole() -> None:
     access = Access(Path("x"), run="abc", voters={"anna": "secret"})
     assert access.is_voter("anna", "secret") and not access.is_voter("anna", "secre") and not access.is_voter("", "")
-    assert access.is_run("Bearer abc") and access.is_run("bearer abc") and not access.is_run("") and not access.is_run("abc")
+    assert (
+        access.is_run("Bearer abc")
+        and access.is_run("bearer abc")
+        and not access.is_run("")
+        and not access.is_run("abc")
+    )
 
 
 def test_a_service_that_is_restarted_in_the_middle_goes_on(tmp_path: Path) -> None:

@@ -177,7 +177,9 @@ def test_a_service_that_starts_anew_knows_what_the_one_before_knew(tmp_path: Pat
         with pytest.raises(Refused, match="too late"):
             after.undo("anna")
     else:
-        assert ask(after, 1, 2) == ["votes", "votes"] and shown(after) == ("prompt 2" if when == "voted" else "prompt 1")
+        assert ask(after, 1, 2) == ["votes", "votes"] and shown(after) == (
+            "prompt 2" if when == "voted" else "prompt 1"
+        )
 
 
 def test_images_that_changed_are_asked_about_anew(ballots: Ballots) -> None:
@@ -212,7 +214,16 @@ def test_progress(ballots: Ballots, clock: Clock) -> None:
     ballots.sign("anna")
     ballots.sign("ben", active=False)
     vote(ballots, [1, 2, 2])
-    expected = {"step": 1, "steps": 20, "waiting": 2, "decided": 1, "groups": 3, "voters": 2, "votes": 1, "asking": True}
+    expected = {
+        "step": 1,
+        "steps": 20,
+        "waiting": 2,
+        "decided": 1,
+        "groups": 3,
+        "voters": 2,
+        "votes": 1,
+        "asking": True,
+    }
     assert ballots.progress() == expected | {"ended": ""}
     clock.now += 61
     assert ballots.progress()["voters"] == 0 and not ballots.progress()["asking"]
