@@ -185,6 +185,7 @@ def view(ballots: Ballots, voter: str) -> dict[str, Any]:
         "group": _shown(shown),
         "next": _shown(after),
         "undo": undo,
+        "idle": ballots.idle(voter),
         "progress": ballots.progress(),
     }
 
@@ -197,7 +198,7 @@ def _shown(ballot: Ballot | None) -> dict[str, Any] | None:
 
 async def _stream(ballots: Ballots, voter: str, news: News) -> AsyncIterator[str]:
     event, sent = news.page(), ""
-    ballots.sign(voter, active=False)
+    ballots.sign(voter)
     try:
         while True:
             event.clear()

@@ -53,7 +53,8 @@ class Ballots:
         self.ballots: dict[str, Ballot] = {}  # by id, in the order in which they came
         self.newest: dict[str, str] = {}  # key -> id: a group drawn anew with other pixels takes its place
         self.last: dict[str, list[str]] = {}  # voter -> ids voted on, the newest last
-        self.voters: dict[str, float] = {}  # when there was a sign of each
+        self.voters: dict[str, float] = {}  # when there was a sign of the page of each
+        self.active: dict[str, float] = {}  # and of the person
         self.asking = -HERE  # when the run asked the last time
         self.voted = 0.0  # when the last vote came
         self.step, self.ended = 0, ""
@@ -143,13 +144,20 @@ class Ballots:
     # --- for voters
 
     def sign(self, voter: str, active: bool = True) -> None:
-        """A voter is there; an `active` one keeps the group that is shown."""
-        now, joined = self.clock(), voter not in self.present()
+        """A voter's page is open; an `active` one does something, and keeps the group that is shown."""
+        now, news = self.clock(), voter not in self.present() or (active and self.idle(voter))
         self.voters[voter] = now
-        if active and (held := self._held(voter)) is not None:
-            held.until = now + self.rules.lease
-        if joined:
+        if active:
+            self.active[voter] = now
+            if (held := self._held(voter)) is not None:
+                held.until = now + self.rules.lease
+        if news:
             self.changed()
+
+    def idle(self, voter: str) -> bool:
+        """Whether there was no sign of a voter for so long that others come first, if there are others."""
+        away = self.clock() - self.active.get(voter, -self.rules.lease) >= self.rules.lease
+        return away and any(other != voter for other in self.present())
 
     def present(self) -> list[str]:
         """The voters who are there."""
@@ -175,7 +183,7 @@ class Ballots:
         """The group to show to a voter, who holds it from now on, and the one that is likely to come after it."""
         now, held = self.clock(), self._held(voter)
         free = [b for b in self.open() if voter not in b.votes and (b.holder in (None, voter) or b.until <= now)]
-        if held is None and free:
+        if held is None and free and not self.idle(voter):
             held = free[0]
             held.holder, held.until = voter, now + self.rules.lease
         return held, next((ballot for ballot in free if ballot is not held), None)

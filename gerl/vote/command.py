@@ -19,7 +19,7 @@ from gerl.trainer.resuming import folder_to_resume, read_configuration
 
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.@+-]{1,64}")
-ALL = ("0.0.0.0", "::")
+ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # every address of a machine, and the one under which it reaches itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,6 @@ def run(arguments: Sequence[str]) -> None:
     names = voters(options.voters)
     if options.port > 65535:
         raise ConfigError(f"port={options.port}: it must be a port, 0 to 65535")
-    for module in ("fastapi", "uvicorn"):
-        require(module, "vote")
     if options.serve_only:
         serve(options, names, overrides)
         return
@@ -99,6 +97,7 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
         raise ConfigError(
             "folder is missing: give folder=FOLDER for the votes, or the votes/ of a run to serve it again"
         )
+    _require()
     from gerl.vote.access import Access
     from gerl.vote.ballots import Ballots, Rules
     from gerl.vote.service import address, listen, serving
@@ -120,6 +119,7 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
 def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> None:
     """Serve, and train on the votes."""
     run_dir, steps, given = prepare(overrides)
+    _require()
     from gerl.vote.access import Access
     from gerl.vote.ballots import Ballots, Rules
     from gerl.vote.service import address, listen, serving
@@ -130,7 +130,7 @@ def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> No
     ballots = Ballots(folder, Rules(options.votes, options.lease, options.undo, steps))
     listener = listen(options.host, options.port)
     with serving(listener, ballots, access) as server:
-        own = "127.0.0.1" if options.host in ALL else None
+        own = ALL.get(options.host)
         kwargs = f"url: '{address(listener, own)}'" + (f", token_env: {TOKEN}" if access.run is not None else "")
         scorer = f"reward.scorers={{vote: {{kwargs: {{{kwargs}}}}}}}"
         _say(access.links(address(listener, _public(options.host))))
@@ -162,6 +162,11 @@ def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
         return run_dir, config.trainer.steps, given
     settings = read_configuration(run_dir / "config.yaml")[0]
     return run_dir, compose_changes(settings, [example, *overrides]).trainer.steps, given
+
+
+def _require() -> None:
+    for module in ("fastapi", "uvicorn"):
+        require(module, "vote")
 
 
 def _public(host: str) -> str | None:

@@ -1,5 +1,6 @@
 """People as the reward of whole runs: a program votes at the page's own requests."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -118,3 +119,34 @@ def test_nothing_is_lost_when_trainer_and_service_are_killed_in_the_middle_of_vo
     assert (run.lora(2) == expected.lora(2)).all() and run.lora(2).any()
     table = parquet.read_table(folder / "votes" / "preferences.parquet").to_pylist()
     assert [row["voter"] for row in table] == ["anna"] * 4 and all(row["used"] for row in table)
+
+
+def test_one_ctrl_c_ends_service_and_run_with_a_checkpoint(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+    """As a terminal sends it, to the whole group of processes; the page is told."""
+    folder, port = tmp_path / "run", free_port()
+    given = arguments(folder, scorer="", checkpoint__every=0, trainer__steps=5)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gerl.vote", *given, "undo=0", f"port={port}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        voter = Voter(f"http://127.0.0.1:{port}/")
+        while len(voter.votes) < 3:
+            assert process.poll() is None
+            with contextlib.suppress(requests.ConnectionError):
+                if (group := voter.state()["group"]) is not None:
+                    voter.post("vote", group=group["id"], ranks=voter.choose(voter.images(group)))
+                    voter.votes.append(group["id"])
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130 and "Traceback" not in said, said
+    assert said.count("stopped by SIGINT") == 2 and "checkpoint" in said, said
+    assert (folder / "checkpoints" / "step_1").is_dir()
+    assert len(parquet.read_table(folder / "votes" / "preferences.parquet")) == 3

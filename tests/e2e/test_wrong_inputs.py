@@ -33,6 +33,7 @@ MODULES = {
     "preflight": "gerl.preflight.arguments",
     "report": "gerl.run.report",
     "serve": "reward_models.serve",
+    "vote": "gerl.vote.command",
     "gerl": "gerl.program.commands",
 }
 

@@ -48,14 +48,14 @@ function receive(next) {
   if (next.next) for (const url of next.next.images) new Image().src = url;
   if (next.group === null) {
     shown = null;
-    rest(...words(next.progress));
+    rest(...(next.idle ? ["Still there?", "Move the mouse or touch the page to go on voting."] : words(next.progress)));
   } else if (shown?.id !== next.group.id) {
     show(next.group);
   }
 }
 
 function touch() {
-  if (Date.now() - touched < TOUCH || shown === null) return;
+  if (Date.now() - touched < (state?.idle ? 1000 : TOUCH)) return;
   touched = Date.now();
   fetch("touch", {method: "POST", headers: {"Content-Type": "application/json"}, body: "{}"}).catch(() => {});
 }
@@ -282,6 +282,7 @@ function release() {
   marks();
 }
 
+addEventListener("pointerdown", touch);
 addEventListener("pointermove", move);
 addEventListener("pointerup", release);
 addEventListener("pointercancel", () => { if (!drag?.on) release(); });

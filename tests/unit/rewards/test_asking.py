@@ -16,7 +16,7 @@ from gerl.rewards.asking import LATE, Asleep, occasions
 from gerl.rewards.checks import without_people
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.trial import try_scorers
-from gerl.trainer.rollouts import Rollouts
+from gerl.trainer.rollouts import Rollouts, advance
 
 GROUPS, N = 3, 4
 BATCHES = [[Sample(Prompt(g, f"prompt {g}"), k, 10 * g + k, 1) for k in range(N)] for g in range(GROUPS)]
@@ -106,7 +106,9 @@ def test_calls_that_were_given_up_are_asked_no_more(tmp_path: Path) -> None:
         people = manager(url)
         begun = rollouts(people)
         begun.wait_until_drawn()
-        assert len(people.asleep) == GROUPS and begun.scoring.left == GROUPS
+        while len(people.asleep) < GROUPS:
+            advance([begun])
+        assert begun.scoring.left == GROUPS
         people.give_up()
         assert not people.asleep and not any(pool.queue for pool in people.pools.values())
 

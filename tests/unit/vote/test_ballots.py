@@ -44,11 +44,13 @@ def ask(ballots: Ballots, *numbers: int, **more: Any) -> list[list[float] | str]
 
 
 def shown(ballots: Ballots, voter: str = "anna") -> str | None:
+    ballots.active.setdefault(voter, ballots.clock())
     ballot, _ = ballots.next(voter)
     return None if ballot is None else ballot.text
 
 
 def vote(ballots: Ballots, ranks: list[int], voter: str = "anna") -> None:
+    ballots.sign(voter)
     ballot, _ = ballots.next(voter)
     assert ballot is not None
     ballots.vote(voter, ballot.id, ranks)
@@ -80,10 +82,29 @@ def test_groups_are_shown_to_one_voter_at_a_time_until_the_lease_expires(ballots
     ask(ballots, 1, 2)
     assert (shown(ballots, "anna"), shown(ballots, "ben"), shown(ballots, "cleo")) == ("prompt 1", "prompt 2", None)
     clock.now += ballots.rules.lease - 1
-    ballots.sign("anna")  # is there, and keeps it
+    for voter in ("anna", "cleo"):
+        ballots.sign(voter)  # anna is there, and keeps hers
     clock.now += 2
     assert (shown(ballots, "cleo"), shown(ballots, "anna")) == ("prompt 2", "prompt 1")
     assert shown(ballots, "ben") is None
+
+
+def test_a_page_that_was_left_open_takes_no_group_from_those_who_vote(ballots: Ballots, clock: Clock) -> None:
+    for voter in ("anna", "ben"):
+        ballots.sign(voter)
+    ask(ballots, 1, 2, 3)
+    assert (shown(ballots, "anna"), shown(ballots, "ben")) == ("prompt 1", "prompt 2")
+    clock.now += ballots.rules.lease + 1
+    ballots.sign("anna", active=False)
+    vote(ballots, [1, 2, 2], "ben")
+    vote(ballots, [1, 2, 2], "ben")  # the one that anna has left, too
+    assert shown(ballots, "anna") is None and ballots.idle("anna")
+    ballots.sign("anna")  # is back
+    assert shown(ballots, "anna") == "prompt 3"
+    clock.now += ballots.rules.lease + 1
+    ballots.sign("anna", active=False)
+    assert not ballots.idle("anna")  # who is alone takes nothing from anybody
+    assert shown(ballots, "anna") == "prompt 3"
 
 
 def test_the_next_group_is_known_before_the_vote(ballots: Ballots) -> None:

@@ -64,16 +64,16 @@ def test_a_token_that_is_wrong_ends_the_waiting(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv("VOTE", "wrong")
         wrong = VoteScorer(url=url, token_env="VOTE")
         for call in (wrong.reach, lambda: wrong.ask(Drawn(IMAGES), "a", {}, occasion())):
-            with pytest.raises(RewardError, match="401 .*the token of token_env=VOTE is not accepted"):
+            with pytest.raises(RewardError, match=r"401 .*the token of token_env=VOTE is not accepted"):
                 call()
-        with pytest.raises(RewardError, match="401 .*name its file in token_file"):
+        with pytest.raises(RewardError, match=r"401 .*name its file in token_file"):
             VoteScorer(url=url).reach()
 
 
 def test_another_service_is_told_apart(tmp_path: Path) -> None:
     from reward_service import serving
 
-    with serving() as url, pytest.raises(RewardError, match="404 .*correct the address"):
+    with serving() as url, pytest.raises(RewardError, match=r"404 .*correct the address"):
         VoteScorer(url=url).reach()
 
 
