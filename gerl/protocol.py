@@ -135,7 +135,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Occasion:
-    """What the images of a group were drawn for, told to people who are asked about them.
+    """The origin of the images of a group, told to people who are asked about them.
 
     `key` stands for run, step, prompt and seeds, so a step that is repeated asks the same; `together` has the keys of
     all groups that are asked about at the same time.

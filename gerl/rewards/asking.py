@@ -71,7 +71,7 @@ def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[
 
 
 def occasions(run: str, groups: Mapping[Group, Sequence[Drawn]]) -> dict[Group, Occasion]:
-    """What each of the groups that are scored together was drawn for."""
+    """The origin of each of the groups that are scored together."""
     keys = {}
     for group, members in groups.items():
         named = [run, members[0].step, *group, [sample.seed for sample in members]]

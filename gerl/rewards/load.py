@@ -1,4 +1,4 @@
-"""What a scorer had to do since it was last asked."""
+"""The work of a scorer since it was last asked for."""
 
 from dataclasses import dataclass
 

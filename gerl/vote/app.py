@@ -71,7 +71,7 @@ class News:
         self._pages: set[asyncio.Event] = set()
 
     def page(self) -> asyncio.Event:
-        """What a page waits for."""
+        """An event for a page to wait for."""
         self._loop = asyncio.get_running_loop()
         event = asyncio.Event()
         self._pages.add(event)
@@ -174,7 +174,7 @@ def _file(name: str) -> Response:
 
 
 def view(ballots: Ballots, voter: str) -> dict[str, Any]:
-    """What the page of a voter shows: the group, the one after it, progress, and whether a vote can be taken back."""
+    """The content of a voter's page: the group, the one after it, progress, and whether a vote can be taken back."""
     shown, after = ballots.next(voter)
     last = ballots.undoable(voter)
     undo = None

@@ -4,12 +4,13 @@ import logging
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
-from gerl.commandline.composition import asked_for, compose_changes, compose_run
+from gerl.commandline.composition import CHOICES, asked_for, compose_changes, compose_run
 from gerl.commandline.hydra_options import hydra_options
 from gerl.errors import ConfigError
 from gerl.rewards.scorers import require
@@ -65,6 +66,10 @@ def run(arguments: Sequence[str]) -> None:
             f"{'-m' if hydra.multirun else '--cfg'}: people vote on one run at a time; use it with gerl train"
         )
     options, overrides = PARSER.parse(hydra.arguments)
+    for name in (override.partition("=")[0] for override in overrides):
+        near = get_close_matches(name, [field.name for field in fields(Options)], n=1)
+        if near and name not in CHOICES:
+            raise ConfigError(f"{name}: there is no such key, did you mean {near[0]!r}; --help lists those of voting")
     names = voters(options.voters)
     if options.port > 65535:
         raise ConfigError(f"port={options.port}: it must be a port, 0 to 65535")

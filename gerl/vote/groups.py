@@ -16,7 +16,7 @@ MOST = 256  # images of a group, and groups of a step: more is no work for peopl
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the run says of a group; see `gerl.protocol.Occasion`. `digests`: of the content of its images."""
+    """A group as the run describes it; see `gerl.protocol.Occasion`. `digests`: of the content of its images."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
