@@ -222,14 +222,16 @@ class Ballots:
 
     def progress(self) -> dict[str, Any]:
         """How far the run is and what there is to do, for the page."""
+        waiting = self.open()
+        step = waiting[0].asked.step if waiting else self.step
         current = {
-            b.id: b for b in self.ballots.values() if b.asked.step == self.step and self.newest[b.asked.key] == b.id
+            b.id: b for b in self.ballots.values() if b.asked.step == step and self.newest[b.asked.key] == b.id
         }
         count = len(next((b.asked.together for b in reversed(current.values())), ())) if current else 0
         return {
-            "step": self.step,
+            "step": step,
             "steps": self.rules.steps,
-            "waiting": len(self.open()),
+            "waiting": len(waiting),
             "decided": sum(self._decided(ballot) for ballot in current.values()),
             "groups": max(count, len(current)),
             "voters": len(self.present()),

@@ -44,7 +44,7 @@ function connect() {
 function receive(next) {
   state = next;
   progress(next.progress);
-  $("undo").disabled = next.undo === null;
+  $("undo").disabled = next.undo === null || Boolean(next.progress.ended);
   if (next.next) for (const url of next.next.images) new Image().src = url;
   if (next.group === null) {
     shown = null;
