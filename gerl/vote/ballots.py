@@ -224,9 +224,7 @@ class Ballots:
         """How far the run is and what there is to do, for the page."""
         waiting = self.open()
         step = waiting[0].asked.step if waiting else self.step
-        current = {
-            b.id: b for b in self.ballots.values() if b.asked.step == step and self.newest[b.asked.key] == b.id
-        }
+        current = {b.id: b for b in self.ballots.values() if b.asked.step == step and self.newest[b.asked.key] == b.id}
         count = len(next((b.asked.together for b in reversed(current.values())), ())) if current else 0
         return {
             "step": step,

@@ -101,6 +101,23 @@ def test_a_whole_validation_has_its_mean(caplog: pytest.LogCaptureFixture) -> No
     assert metrics["val/b/mean"] == 7.0 and reward == 3.5
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_held_out_prompts_that_only_people_could_score_have_no_reward_and_no_failure(
+    asked: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`asked`: so many of them have another scorer with a weight, by their `data_source`."""
+    c, found = config(), Scored()
+    samples = plan_samples(c, PROMPTS, 1, 0)[:4]
+    totals: list[float | None] = [3.0] * asked + [None] * (4 - asked)
+    found.add(samples, Scores(totals, {"b": [7.0] * 4}, [[] for _ in totals]))
+    with caplog.at_level("INFO"):
+        metrics, reward = conclude_validation(c, found, 6)
+    expected = {"val/failures": 0.0, "val/b/mean": 7.0} | ({"val/reward/mean": 3.0} if asked else {})
+    assert metrics == expected and reward == (3.0 if asked else None)
+    said = "reward on 1 held-out prompts 3.000" if asked else "4 held-out prompts are drawn; no scorer with a weight"
+    assert len(caplog.messages) == 1 and f"step 6: {said}" in caplog.messages[0]
+
+
 def test_a_validation_stops_the_run_as_a_step_does() -> None:
     c = config()
     with pytest.raises(

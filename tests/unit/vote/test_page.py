@@ -86,7 +86,7 @@ def test_clicks_and_keys_pick_skip_and_take_back(browser: Any, place: tuple[str,
     page.wait_for_selector("#toast.on")
     assert "step 1 has been trained" in page.locator("#toast").inner_text()
     ballots.end("The run is finished. Thank you.")
-    page.wait_for_function("document.querySelector('#state').textContent.startsWith('The run is finished')")
+    page.wait_for_function("() => document.querySelector('#state').textContent.startsWith('The run is finished')")
     assert len(ranks(ballots)) == 4
     assert [p for p in page.problems if "409" not in p] == []
     page.context.close()
@@ -178,7 +178,7 @@ def test_two_voters_see_different_groups_and_a_lost_service_is_said(browser: Any
         anna.wait_for_selector("#rest:not([hidden])")
         assert anna.locator("#state").inner_text() == "The others have the rest"
         assert "2 voters" in ben.locator("#people").inner_text()
-    ben.wait_for_function("document.querySelector('#state').textContent.includes('does not answer')")
+    ben.wait_for_function("() => document.querySelector('#state').textContent.includes('does not answer')")
     port = int(url.rsplit(":", 1)[1])
     with service(tmp_path, ["anna", "ben"], port):
         settled(ben, "prompt 2")  # by itself
