@@ -31,12 +31,16 @@ async function post(what, body = {}) {
   return null;
 }
 
+let source = null;
+
 function connect() {
-  const source = new EventSource("events");
+  if (document.hidden) return; // a browser has six connections to a service, for all its tabs
+  source?.close();
+  source = new EventSource("events");
   source.onmessage = (event) => { document.body.classList.remove("lost"); receive(JSON.parse(event.data)); };
   source.onerror = () => {
     document.body.classList.add("lost");
-    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
+    if (source?.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
     if (!state?.progress.ended) rest("The vote service does not answer", "This page goes on as soon as it is back; your votes are kept.");
   };
 }
@@ -317,6 +321,12 @@ $("explain").addEventListener("click", () => $("help").showModal());
 for (const button of document.querySelectorAll("footer button")) button.addEventListener("pointerup", () => button.blur());
 new ResizeObserver(fit).observe($("stage"));
 addEventListener("resize", fit);
+
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) return connect();
+  source?.close();
+  source = null;
+});
 
 controls();
 connect();
