@@ -83,8 +83,7 @@ def test_clicks_and_keys_pick_skip_and_take_back(browser: Any, place: tuple[str,
     for number in range(1, 5):  # the run has the scores
         ballots.ask(group(number, together=[1, 2, 3, 4], images=4), "", [])
     page.keyboard.press("u")
-    page.wait_for_selector("#toast.on")
-    assert "step 1 has been trained" in page.locator("#toast").inner_text()
+    page.wait_for_function("() => document.querySelector('#toast.on')?.textContent.includes('step 1 has been trained')")
     ballots.end("The run is finished. Thank you.")
     page.wait_for_function("() => document.querySelector('#state').textContent.startsWith('The run is finished')")
     assert len(ranks(ballots)) == 4
