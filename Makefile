@@ -34,9 +34,9 @@ test: $(STAMP)
 
 test-lowest: $(STAMP)
 	$(PYTHON) -m venv $(LOWEST)
-	$(BIN)/python tests/lowest.py parquet > $(LOWEST)/lowest.txt
+	$(BIN)/python tests/lowest.py parquet quantize hub > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(LOWEST)/lowest.txt pytest hypothesis
-	PYTHONPATH=. $(LOWEST)/bin/python -m pytest -p no:cacheprovider $(if $(ARGS),$(ARGS),$(shell sed -n 's/^# tests: //p' tests/lowest.py))
+	PYTHONPATH=$(CURDIR) $(LOWEST)/bin/python -m pytest -p no:cacheprovider $(if $(ARGS),$(ARGS),$(shell sed -n 's/^# tests: //p' tests/lowest.py))
 
 check: $(STAMP)
 	$(BIN)/ruff check .

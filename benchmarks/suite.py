@@ -35,6 +35,8 @@ NEUTRAL = {
     ("data", "cache"): None,
     ("data", "cache_gb"): 2.0,
     ("actor", "step_batch"): 1,
+    ("actor", "epochs"): 1,
+    ("validation", "keep"): None,
     ("sampling", "cache"): "none",
     ("sampling", "cache_threshold"): 0.05,
     ("sampling", "cache_interval"): 2,

@@ -3,12 +3,16 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r'\]\(\s*([^)\s#]+)[^)]*\)|(?:src|href)="([^"#]+)')
+CELL = re.compile(r"<td.*?</td>", re.S)
+CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+PART = re.compile(r"(?:[./_]|::)(?=\w)")
 
 
 def pages() -> list[Path]:
@@ -36,3 +40,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keys and paths in tables are broken behind a dot, slash or underscore where a column is narrow, not anywhere."""
+    return CELL.sub(lambda cell: CODE.sub(lambda code: PART.sub(r"\g<0><wbr>", code[0]), cell[0]), html)

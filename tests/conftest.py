@@ -1,15 +1,19 @@
 """Settings of the whole suite: one thread (the tensors are tiny, and sums keep their order), reproducible examples."""
 
+import os
+
 import pytest
 from hypothesis import settings
 
 from gerl.commandline.imports import importing
 
-with importing():  # the libraries that most tests need
-    import diffusers.models.transformers  # noqa: F401
-    import peft  # noqa: F401
+with importing():
     import torch
-    import transformers  # noqa: F401
+
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the libraries that most tests need; who only hands them out does without
+        import diffusers.models.transformers  # noqa: F401
+        import peft  # noqa: F401
+        import transformers  # noqa: F401
 
 torch.set_num_threads(1)
 

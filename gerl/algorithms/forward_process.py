@@ -122,7 +122,7 @@ class ForwardProcess(Algorithm):
         self.rollout_decay = self.settings.rollout_decay
         _, start, slope, limit = self.settings.old_decay
         follows = start == 0 and slope * limit == 0  # it is the trained policy again after every trainer step
-        self.old_differs = not follows or self.settings.old_every > 1 or config.actor.updates_per_step > 1
+        self.old_differs = not follows or self.settings.old_every > 1 or config.actor.updates > 1
 
     @property
     def compares_with_base(self) -> bool:

@@ -1,4 +1,4 @@
-"""`gerl.score`, `gerl.export` and `gerl.preflight`: the commands of these names, with objects of the program."""
+"""`gerl.evaluate`, `gerl.score`, `gerl.export` and `gerl.preflight`: these commands, with objects of the program."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from gerl.api.pipelines import path_of
 from gerl.api.runs import Run
-from gerl.api.settings import Prompts, Reward, nested, scorers_of, write_experiment
+from gerl.api.settings import (
+    Prompts,
+    Reward,
+    Scorers,
+    nested,
+    overrides_of,
+    scorers_of,
+    spelled,
+    write_experiment,
+    write_prompts,
+)
 from gerl.api.training import Trainer
 from gerl.commandline.composition import compose_run
 from gerl.errors import DataError
@@ -22,9 +33,70 @@ from gerl.utils.files import write_file
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+    from gerl.evaluate.command import Evaluation
     from gerl.preflight.findings import Report
 
+Adapter = str | Path | Run  # a LoRA
 Pictures = str | Path | Sequence[str | Path | Image.Image]
+
+
+def evaluate(
+    model: str | Path | DiffusionPipeline | None = None,
+    lora: Adapter | Sequence[Adapter] | Mapping[str, Adapter] = (),
+    prompts: Prompts | None = None,
+    out: str | Path | None = None,
+    *,
+    reward: Reward | None = None,
+    images: int | None = None,
+    suite: str | None = None,
+    suite_prompts: str | Path | None = None,
+    suite_protocol: str | None = None,
+    experiment: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    **keys: Any,
+) -> Evaluation:
+    """Draw the same prompts from the same noise with the base model and with each LoRA, score and compare them.
+
+    The arguments are those of the command line, see docs/evaluate.md. `model`: also a pipeline in memory, which is
+    looked at as files. `lora`: one, several, or by name; a run stands for its best checkpoint. `reward`, `prompts` and
+    `keys`: as for `gerl.train`, in place of what the configuration says. `out`: nothing is written without it.
+    `overrides`: keys as on a command line.
+
+    Raises:
+        GerlError: something is wrong with model, LoRAs, prompts or scorers, or no image has a total; what
+            was finished before is written to `out`, also after a KeyboardInterrupt.
+    """
+    from gerl.evaluate.command import Options, prepare, run  # in here: it needs the reward's packages
+
+    scorers = Scorers() if reward is None else scorers_of(reward)
+    chosen = [f"experiment={experiment}"] if experiment else []
+    chosen += [f"reward.scorers={spelled(scorers.keys)}"] if scorers.keys else []
+    chosen += [*overrides_of(nested(keys)), *overrides]
+    with tempfile.TemporaryDirectory() as folder, offered(scorers.functions, {}):
+        here = Path(folder)
+        if model is not None and not isinstance(model, str | Path):
+            chosen.append(f"model.dtype={str(model.dtype).removeprefix('torch.')}")
+            model = path_of(model, here / "base", may_differ=True)
+        options = Options(
+            model=None if model is None else str(model),
+            lora=_named(lora),
+            prompts=None if prompts is None else write_prompts(prompts, here / "prompts.jsonl"),
+            out=None if out is None else Path(out).expanduser(),
+            images=images,
+            suite=suite,
+            suite_prompts=None if suite_prompts is None else str(suite_prompts),
+            suite_protocol=suite_protocol,
+        )
+        return run(prepare(options, chosen))
+
+
+def _named(lora: Adapter | Sequence[Adapter] | Mapping[str, Adapter]) -> list[tuple[str | None, str]]:
+    """LoRAs by name, where they have one."""
+    if isinstance(lora, Mapping):
+        pairs: list[tuple[str | None, Adapter]] = list(lora.items())
+    else:
+        pairs = [(None, one) for one in ([lora] if isinstance(lora, str | Path | Run) else lora)]
+    return [(name, str(one.folder if isinstance(one, Run) else one)) for name, one in pairs]
 
 
 def score(
@@ -82,7 +154,9 @@ def _listed(
     return file
 
 
-def export(run: Run | str | Path, out: str | Path, format: str = "diffusers", **options: Any) -> list[Path]:
+def export(
+    run: Run | str | Path, out: str | Path | None = None, format: str | None = None, **options: Any
+) -> list[Path]:
     """Write the LoRA of a run for another program; returns the files.
 
     `format` and `options` are the keys of the command: `python -m gerl.export --help`. Raises `GerlError`, as it does.
@@ -91,9 +165,14 @@ def export(run: Run | str | Path, out: str | Path, format: str = "diffusers", **
     from gerl.export.command import run as write
 
     folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
-    given = {"run": folder, "out": Path(out).expanduser(), "format": format, **options}
-    texts = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
-    return write(PARSER.parse([text for text in texts if not text.endswith("=None")])[0])
+    place = None if out is None else Path(out).expanduser()
+    given = {"run": folder, "out": place, "format": format, **options}
+    texts = [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in given.items()
+        if value is not None
+    ]
+    return write(PARSER.parse(texts)[0])
 
 
 def preflight(
@@ -101,7 +180,7 @@ def preflight(
     reward: Reward | None = None,
     prompts: Prompts | None = None,
     *,
-    experiment: str | None = None,
+    experiment: str | Path | None = None,
     **keys: Any,
 ) -> Report:
     """Draw and train on one prompt, and say whether, and how fast, the run of `gerl.train` with these could train.

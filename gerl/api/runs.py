@@ -82,13 +82,15 @@ class Run:
     def images(self, step: int | None = None) -> list[Picture]:
         """The held-out pictures of the validation after `step`, by default the last one.
 
-        Raises `GerlError` if there is no such validation.
+        Raises `GerlError` if there is no such validation, or if its pictures are no longer kept.
         """
         steps = self.validated
         if not steps or (step is not None and step not in steps):
-            known = f"only after steps {', '.join(map(str, steps))}" if steps else "so far"
-            raise GerlError(f"{self.folder} has no validation {'' if step is None else f'after step {step} '}{known}")
+            known = f", only after steps {', '.join(map(str, steps))}" if steps else " so far"
+            raise GerlError(f"{self.folder} has no validation{'' if step is None else f' after step {step}'}{known}")
         found = load_validation(self.folder, steps[-1] if step is None else step)
+        if not found.shown:
+            raise GerlError(f"the pictures of step {found.step} are no longer kept (validation.keep), its rewards are")
         return [
             Picture(Image.fromarray(pixels), found.prompts[i], found.rewards[i])
             for i, pixels in zip(found.shown, found.pixels, strict=True)

@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from gerl.commandline.experiments import SUFFIXES, own_file
+from gerl.commandline.hydra_options import quoted
 from gerl.config import did_you_mean, keys
 from gerl.errors import ConfigError, DataError
 from gerl.objects import PREFIX
@@ -116,10 +118,26 @@ def plain(value: object) -> Any:
     raise ConfigError(f"{value!r:.80} is {type(value).__name__}: keys are numbers, texts, lists and dictionaries")
 
 
+def overrides_of(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The arguments of a command line that set the keys in these blocks."""
+    return [f"{block}.{key}={spelled(value)}" for block, part in values.items() for key, value in part.items()]
+
+
+def spelled(value: object) -> str:
+    """A value as Hydra's command line has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {spelled(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(spelled, value)) + "]"
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
 def write_prompts(prompts: Prompts, file: Path) -> str:
     """The prompt file of `prompts`: they are its name, or are written to `file`; raises `DataError` for no prompts."""
     if isinstance(prompts, str | Path):
         return str(prompts)
+    if not isinstance(prompts, Iterable):
+        raise DataError(f"prompts are {type(prompts).__name__}: give a list of texts, or the name of a file")
     rows: list[dict[str, Any]] = []
     for i, prompt in enumerate(prompts):
         row = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt) if isinstance(prompt, Mapping) else None
@@ -136,12 +154,23 @@ def write_prompts(prompts: Prompts, file: Path) -> str:
     return str(file)
 
 
-def write_experiment(folder: Path, name: str, base: str | None, algorithm: str | None, values: dict[str, Any]) -> Path:
-    """An experiment file in `folder` that composes what is asked for, and can be used again on a command line."""
-    defaults: list[object] = [] if base is None else [base]
+def write_experiment(
+    folder: Path, name: str, base: str | Path | None, algorithm: str | None, values: dict[str, Any]
+) -> Path:
+    """An experiment file in `folder` that composes what is asked for, and can be used again on a command line.
+
+    `base` and `algorithm`: names, or yaml files. Raises `ConfigError` if there is no such one.
+    """
+    defaults: list[object] = [] if base is None else [_entry("experiment", base)]
     if algorithm is not None:
-        defaults.append({"override /algorithm": algorithm})
+        defaults.append({"override /algorithm": _entry("algorithm", algorithm)})
     file = folder / f"{name}.yaml"
     content = {**({"defaults": [*defaults, "_self_"]} if defaults else {}), **values}
     write_file(file, "# @package _global_\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return file
+
+
+def _entry(group: str, given: str | Path) -> str:
+    """A name or file as the `defaults` of an experiment file have it, wherever that lies."""
+    own_file(f"{group}={given}")  # says what is wrong with it
+    return str(Path(given).expanduser().absolute()) if str(given).endswith(SUFFIXES) else str(given)

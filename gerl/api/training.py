@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -13,8 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gerl.api.notebook import Board, in_notebook
+from gerl.api.pipelines import path_of
 from gerl.api.runs import Run
-from gerl.api.settings import Prompts, Reward, Scorers, nested, scorers_of, write_experiment, write_prompts
+from gerl.api.settings import (
+    Prompts,
+    Reward,
+    Scorers,
+    nested,
+    overrides_of,
+    scorers_of,
+    write_experiment,
+    write_prompts,
+)
+from gerl.commandline.hydra_options import quoted
 from gerl.errors import ConfigError, GerlError
 from gerl.objects import offered
 from gerl.trainer.resuming import open_run
@@ -73,7 +83,7 @@ class Trainer:
         held_out: Prompts | None = None,
         algorithm: str | None = None,
         steps: int | None = None,
-        experiment: str | None = None,
+        experiment: str | Path | None = None,
         workers: int | None = None,
         seed: int | None = None,
         name: str = "python",
@@ -134,7 +144,7 @@ class Trainer:
                         step = Step(trainer.state.step, dict(trainer.latest))
                         if board is not None:
                             board.update(step.number, step.metrics)
-                        if self.pipe is not None and not trainer.workers.remote:
+                        if self.pipe is not None and step.number and not trainer.workers.remote:
                             self.policy = trainer.workers.workers[0].policy
                         yield step
         finally:
@@ -145,7 +155,13 @@ class Trainer:
         """The command line of the run, whose files are written, and the value of model.path."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        path = "" if self.pipe is None else self._path()
+        in_place = self.keys["cluster"].get("launcher") == "local"
+        path = ""
+        if self.pipe is not None:
+            from gerl.model.denoisers import check_offered  # in here: with a path nothing of diffusers is needed
+
+            check_offered(self.pipe)
+            path = path_of(self.pipe, self.folder / "base", in_place)
         values = dict(self.keys)
         if path:
             dtype = str(self.pipe.dtype).removeprefix("torch.")  # type: ignore[union-attr]
@@ -153,9 +169,8 @@ class Trainer:
         if self.scorers.keys:
             values["reward"] = {**values.get("reward", {}), "scorers": self.scorers.keys}
         if self.resumes:
-            given = [(f"{block}.{key}", value) for block, part in self.keys.items() for key, value in part.items()]
-            changes = [f"{key}={_spelled(value)}" for key, value in given]
-            return [f"checkpoint.resume={self.folder}", f"hydra.run.dir={self.folder}", *changes], path
+            folder = [f"checkpoint.resume={quoted(str(self.folder))}", f"hydra.run.dir={quoted(str(self.folder))}"]
+            return [*folder, *overrides_of(self.keys)], path
         data: dict[str, Any] = dict(values.get("data", {}))
         if self.prompts is not None:
             data["train"] = write_prompts(self.prompts, self.folder / "prompts.jsonl")
@@ -165,31 +180,24 @@ class Trainer:
             validation.setdefault("data", held_out)
         values |= {"data": data, "validation": validation}
         file = write_experiment(self.folder, self.name, self.base, self.algorithm, values)
-        return [f"experiment={file}", f"hydra.run.dir={self.folder}"], path
-
-    def _path(self) -> str:
-        """Where the pipeline in memory lies as files; it is saved over Ray, and if it was not read from a folder."""
-        from gerl.model.denoisers import check_offered  # in here: with a path nothing of diffusers is needed
-
-        check_offered(self.pipe)
-        assert self.pipe is not None
-        known = getattr(self.pipe, "name_or_path", None) or ""
-        if self.keys["cluster"].get("launcher") == "local" and Path(known).is_dir() and known:
-            return str(known)
-        saved = self.folder / "base"
-        if not saved.exists():
-            self.pipe.save_pretrained(str(saved))
-        return str(saved)
+        return [f"experiment={file}", f"hydra.run.dir={quoted(str(self.folder))}"], path
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """The pipeline in memory gets back what training sets aside, and keeps the LoRA, its average."""
+        """The pipeline in memory gets back what training sets aside, and keeps the LoRA, its average.
+
+        Where no step was finished it keeps none: another attempt would be refused for it.
+        """
         if self.pipe is None:
             yield
             return
+        from gerl.model.denoisers import find_denoisers, has_lora
+        from gerl.model.lora import remove_lora
         from gerl.model.prompts import detach
 
-        components = dict(self.pipe.components)
+        components, bar = dict(self.pipe.components), getattr(self.pipe, "_progress_bar_config", {})
+        modules = [component for component in components.values() if hasattr(component, "parameters")]
+        open_to_training = [p for module in modules for p in module.parameters() if p.requires_grad]
         try:
             yield
         finally:
@@ -197,17 +205,14 @@ class Trainer:
             for name in ("scheduler", "safety_checker"):
                 if name in components and getattr(self.pipe, name, None) is not components[name]:
                     setattr(self.pipe, name, components[name])
+            self.pipe.set_progress_bar_config(**bar)
+            for p in open_to_training:
+                p.requires_grad_()
             if self.policy is not None:
                 self.policy.keep_average()
-
-
-def _spelled(value: object) -> str:
-    """A value as Hydra's command line has it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_spelled(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_spelled, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+            else:
+                for denoiser in filter(has_lora, find_denoisers(self.pipe).values()):
+                    remove_lora(denoiser)
 
 
 def train(

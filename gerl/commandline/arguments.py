@@ -14,6 +14,7 @@ from gerl.errors import ConfigError
 T = TypeVar("T")
 Option = Field[Any]  # a key of a command
 WIDTH = 110  # characters of a line of the help
+FOLDER_HELP = "  --config-dir DIR  a folder with experiments of your own, for experiment=NAME"
 
 
 def key(text: str, default: Any = None, *, required: bool = False, unit: str = "", low: int = 0) -> Any:
@@ -75,6 +76,10 @@ class Parser(Generic[T]):
         own = {option.name: option for option in self._keys()}
         given: dict[str, list[tuple[str | None, object]]] = {}
         overrides: list[str] = []
+        if self.composes:
+            from gerl.commandline.hydra_options import without_options  # in here: it imports Hydra
+
+            arguments = without_options(arguments)
         arguments = [f"{self.bare}={a}" if self._is_bare(a) else a for a in arguments]
         check_form(arguments, self._nearest, "experiment" if self.rest else self._keys()[0].name)
         for argument in arguments:
@@ -94,6 +99,11 @@ class Parser(Generic[T]):
                 raise ConfigError(f"{option.name} is missing: give {_advice(option)}; --help shows all")
         values = {name: entries if _is_named(own[name]) else entries[0][1] for name, entries in given.items()}
         return values, overrides
+
+    @property
+    def composes(self) -> bool:
+        """Whether it takes an experiment."""
+        return self.rest or "experiment" in self.passed
 
     def _keys(self) -> tuple[Option, ...]:
         return fields(self.options)  # type: ignore[arg-type]
@@ -141,6 +151,7 @@ class Parser(Generic[T]):
             shown = "" if default in (None, MISSING) else f" (default: {default})"
             text = f"  {option.name:<{width}}{option.metadata['help']}{shown}"
             lines.append(textwrap.fill(text, WIDTH, subsequent_indent=" " * (width + 2)))
+        lines += [FOLDER_HELP] if self.composes else []
         lines += ["", textwrap.fill(self.notes, WIDTH)] if self.notes else []
         lines += [f"  {name}\n      {f.metadata['help']}" for name, f in keys() if self._is_passed(name)]
         return "\n".join(lines) + "\n"

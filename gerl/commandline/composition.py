@@ -20,11 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gerl.commandline.experiments import (
+    CHOICES,
     NO_SCORERS,
     algorithm_of,
     config_folder,
     no_such,
-    own_experiment,
+    own_file,
     preset_of,
     shipped,
 )
@@ -39,7 +40,6 @@ FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")
 HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[\]]*\])+\]""")
 PROMPTS = ("data.train", "validation.data")
 TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
-CHOICES = ("experiment", "algorithm")  # what `NAME=VALUE` picks a shipped yaml file by
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
 SCORERS = re.compile(r"(\+\+)?reward\.scorers(?P<entry>[.=])")  # set or changed; a single plus adds, ~ takes away
@@ -141,7 +141,7 @@ def _compose(name: str, settings: Mapping[str, Any], overrides: Sequence[str]) -
     register(settings)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        given = [part for override in overrides for part in hydra_overrides(own_experiment(override))]
+        given = [part for override in overrides for part in hydra_overrides(own_file(override))]
         composed = compose(name, given, return_hydra_config=True)
     if name == "config":
         _check_algorithm(overrides, str(composed.algorithm.name))

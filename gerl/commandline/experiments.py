@@ -1,5 +1,6 @@
 """The experiments and algorithm presets that there are: those that ship with gerl, and files of the user."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from gerl.commandline.files import either, near_names, read_yaml
 from gerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+CHOICES = ("experiment", "algorithm")  # what `NAME=VALUE` picks a yaml file by
 NO_SCORERS = "_no_scorers"  # composed between an experiment that names its scorers and what that is based on
 SUFFIXES = (".yaml", ".yml")
 
@@ -22,40 +24,47 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else PACKAGE.parent / "configs"
 
 
-def own_experiment(override: str) -> str:
-    """`experiment=path/to/mine.yaml` as an override by name, after making the file known to Hydra."""
-    name, _, value = override.partition("=")
-    if name != "experiment":
+def own_file(override: str) -> str:
+    """`experiment=path/to/mine.yaml`, or `algorithm=`, as an override by name, after making the file known to Hydra."""
+    group, _, value = override.partition("=")
+    if group not in CHOICES:
         return override
     if not value.endswith(SUFFIXES):
-        if value not in experiments():  # Hydra would also find a file that this process has made known before
-            raise ConfigError(no_such(name, value))
+        # Hydra would also find a file that this process has made known before, and says what several values are
+        if value not in shipped(group) and "," not in value:
+            raise ConfigError(no_such(group, value))
         return override
     path = Path(value).expanduser()
-    stem = re.sub(r"[^\w.-]", "_", path.stem)  # a name that Hydra takes without quotes, and a fit folder name
+    stem = _plain(path)
     if not path.is_file():
         beside = {file.stem: str(path.with_name(file.name)) for file in path.absolute().parent.glob("*.y*ml")}
-        near = [stem] if stem in experiments() else [beside[name] for name in near_names(path.stem, list(beside))]
+        near = [stem] if stem in shipped(group) else [beside[name] for name in near_names(path.stem, list(beside))]
         hint = f"did you mean {either(near)}?" if near else "correct the path, or give the name of one of gerl's"
-        raise ConfigError(f"experiment={value}: there is no such file {path.absolute()}; {hint}")
-    if stem in experiments():
+        raise ConfigError(f"{group}={value}: there is no such file {path.absolute()}; {hint}")
+    if stem in shipped(group):
         raise ConfigError(
-            f"experiment={value}: gerl has an experiment of this name; give the file another, or use experiment={stem}"
+            f"{group}={value}: gerl has an {group} of this name; give the file another, or use {group}={stem}"
         )
-    _make_known(path.absolute(), "experiment", stem, f"experiment={value}", [])
-    return f"experiment={stem}"
+    _make_known(path.absolute(), group, stem, f"{group}={value}", [])
+    return f"{group}={stem}"
 
 
-def _make_known(path: Path, group: str, name: str, where: str, known: list[Path]) -> None:
+def _plain(path: Path) -> str:
+    """The name of a file as Hydra takes it without quotes, and as it is fit for a folder."""
+    return re.sub(r"[^\w.-]", "_", path.stem)
+
+
+def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple[Path, str]]) -> None:
     """Store a file as `group/name` for Hydra, with the files of the user that its `defaults` name; `known` are done."""
-    if path in known:
+    if (path, name) in known:
         return
-    known.append(path)
+    known.append((path, name))
     content = read_yaml(path, where)
     if group == "experiment":
         for key in ("experiment", "preset"):  # in the config.yaml of a run they name what the run was composed from
             content.pop(key, None)
     _check_keys(content, where)
+    _by_path(content, group, path, where, known)
     for other_group, other in _named(content, group):
         places = (path.parent,) if other_group == group else (path.parent / other_group, path.parents[1] / other_group)
         files = (place / f"{other}{suffix}" for place in places for suffix in SUFFIXES)
@@ -64,6 +73,23 @@ def _make_known(path: Path, group: str, name: str, where: str, known: list[Path]
     if group == "experiment":
         _replace_scorers(content)
     ConfigStore.instance().store(name, content, group=group, package="_global_")
+
+
+def _by_path(content: DictConfig, group: str, path: Path, where: str, known: list[tuple[Path, str]]) -> None:
+    """Make the files known whose paths are in the `defaults`, relative to the file, and put names in their place."""
+    defaults = content.get("defaults")
+    for i, entry in enumerate(defaults if isinstance(defaults, ListConfig) else ()):
+        key, value = next(iter(entry.items())) if isinstance(entry, DictConfig) else ("", entry)
+        if not isinstance(value, str) or not value.endswith(SUFFIXES):
+            continue
+        file = (path.parent / Path(value).expanduser()).absolute()
+        if not file.is_file():
+            raise ConfigError(
+                f"{where}: defaults name {value}, and there is no such file {file}; correct the path there"
+            )
+        name = f"{_plain(file)}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # gerl may have one of that name
+        _make_known(file, str(key).removeprefix("override ").strip("/") or group, name, str(file), known)
+        defaults[i] = {key: name} if key else name
 
 
 def _named(content: DictConfig, group: str) -> Iterator[tuple[str, str]]:

@@ -24,6 +24,9 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         "  experiment=NAME        one of " + ", ".join(experiments()),
         "  algorithm=NAME         one of " + ", ".join(shipped("algorithm")),
         "  hydra.run.dir=FOLDER   where the run writes (default: outputs/EXPERIMENT/TIME)",
+        "  -m                     train once for each combination of values, such as trainer.seed=1,2",
+        "  --cfg job              print the configuration, and end",
+        "  --config-dir DIR       experiment=NAME and algorithm=NAME may be files in DIR",
         "",
     ]
     rows: Iterator[tuple[str, Field, object, str]]

@@ -1,4 +1,7 @@
-"""Hydra's own options of training: `-m` for sweeps, `--cfg job` to look, `--config-dir` for experiments of your own."""
+"""Hydra's own options: `-m` for sweeps, `--cfg job` to look, `--config-dir` for experiments of your own.
+
+The first two are of training, the last one of every command that takes an experiment.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from gerl.commandline.experiments import experiments
+from gerl.commandline.experiments import CHOICES, shipped
 from gerl.commandline.files import either, near_names
 from gerl.errors import ConfigError
 
@@ -30,7 +33,8 @@ class HydraOptions:
 def hydra_options(given: Sequence[str]) -> HydraOptions:
     """Take Hydra's options out of the arguments of a command line; raises `ConfigError` for what they cannot be.
 
-    With `--config-dir DIR`, `experiment=NAME` becomes the path of a file in DIR/experiment or DIR.
+    With `--config-dir DIR`, `experiment=NAME` becomes the path of a file in DIR/experiment or DIR, and `algorithm=NAME`
+    that of one in DIR/algorithm.
     """
     rest, values = list[str](), dict[str, str]()
     waiting = iter(given)
@@ -60,6 +64,16 @@ def hydra_options(given: Sequence[str]) -> HydraOptions:
     return HydraOptions(rest, MULTIRUN[-1] in values, shown is not None)
 
 
+def without_options(given: Sequence[str]) -> list[str]:
+    """As `hydra_options`, for the commands that do not train; raises `ConfigError` for what only training has."""
+    options = hydra_options(given)
+    if options.multirun or options.shown:
+        name = next(argument for argument in given if argument.partition("=")[0] in MULTIRUN + SHOW)
+        does = "trains with several values" if options.multirun else "prints a configuration"
+        raise ConfigError(f"{name}: only gerl train {does}; leave it out here")
+    return options.arguments
+
+
 def quoted(value: str) -> str:
     """A text as Hydra reads it back, whatever is in it."""
     return QuotedString(value, Quote.single).with_quotes()
@@ -68,26 +82,37 @@ def quoted(value: str) -> str:
 def _from_folder(arguments: Sequence[str], folder: Path) -> list[str]:
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {folder}: there is no such folder; give the one that has your experiments")
-    return [_own(argument, folder) if argument.startswith("experiment=") else argument for argument in arguments]
+    return [_own(argument, folder) for argument in arguments]
 
 
 def _own(argument: str, folder: Path) -> str:
-    """`experiment=NAME[,NAME ...]` with the paths of those that are files in the folder."""
-    names = argument.removeprefix("experiment=").split(",")
-    return "experiment=" + ",".join(_path(name, folder) for name in names)
+    """`experiment=NAME[,NAME ...]`, or `algorithm=`, with the paths of those that are files in the folder."""
+    group, _, names = argument.partition("=")
+    return (
+        f"{group}={','.join(_path(group, name, folder) for name in names.split(','))}" if group in CHOICES else argument
+    )
 
 
-def _path(name: str, folder: Path) -> str:
-    places = (folder / "experiment", folder)
+def files_in(group: str, folder: Path) -> list[str]:
+    """The names by which `group=NAME` finds the files of a `--config-dir`."""
+    return sorted({file.stem for place in _places(group, folder) for file in place.glob("*.y*ml")})
+
+
+def _places(group: str, folder: Path) -> tuple[Path, ...]:
+    return (folder / "experiment", folder) if group == "experiment" else (folder / group,)
+
+
+def _path(group: str, name: str, folder: Path) -> str:
+    places = _places(group, folder)
     files = [place / f"{name}{suffix}" for place in places for suffix in ("", ".yaml", ".yml")]
     if name and not Path(name).is_file():  # a path of its own stays one
         if (
             file := next((file for file in files if file.suffix in (".yaml", ".yml") and file.is_file()), None)
         ) is not None:
             return str(file)
-        if not name.endswith((".yaml", ".yml")) and name not in experiments():
-            there = sorted({file.stem for place in places for file in place.glob("*.y*ml")})
-            near = near_names(name, [*there, *experiments()])
+        if not name.endswith((".yaml", ".yml")) and name not in shipped(group):
+            there = files_in(group, folder)
+            near = near_names(name, [*there, *shipped(group)])
             hint = f"did you mean {either(near)}?" if near else f"it has {', '.join(there) or 'none'}"
-            raise ConfigError(f"experiment={name}: there is no such file in --config-dir {folder}; {hint}")
+            raise ConfigError(f"{group}={name}: there is no such file in --config-dir {folder}; {hint}")
     return name

@@ -190,14 +190,14 @@ class Config:
                 f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {together} images "
                 f"of a {what} in one micro-batch; raise it"
             )
-        if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates_per_step > 1:
+        if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates > 1:
             raise ConfigError(
-                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.cfg=off what the rollout recorded is "
+                f"{actor.said}: with algorithm.cfg=off what the rollout recorded is "
                 "not that of the unguided policy, so only the first update is on policy; use 1"
             )
-        if isinstance(algorithm, AWMConfig) and not algorithm.off_policy and actor.updates_per_step > 1:
+        if isinstance(algorithm, AWMConfig) and not algorithm.off_policy and actor.updates > 1:
             raise ConfigError(
-                f"actor.updates_per_step={actor.updates_per_step}: with algorithm.off_policy=false the ratio is 1 in "
+                f"{actor.said}: with algorithm.off_policy=false the ratio is 1 in "
                 "later updates too, which are off-policy; use 1, or off_policy=true"
             )
 

@@ -42,6 +42,9 @@ class ActorConfig(Block):
     weight_decay: float = key(1e-4, "AdamW weight decay", low=0)
     max_grad_norm: float = key(1.0, "gradient norm is clipped to this", above=0)
     updates_per_step: int = main_key(1, "optimizer steps per trainer step; all but the first are off-policy", low=1)
+    epochs: int = key(
+        1, "times that a step's images are trained on, each time in actor.updates_per_step optimizer steps", low=1
+    )
     micro_batch_size: int | None = main_key(
         None, "images per forward and backward; null: as in the rollout. It changes memory, never the gradient", low=1
     )
@@ -57,6 +60,17 @@ class ActorConfig(Block):
         "with base weights in half precision, where another batch size rounds differently",
         above=0,
     )
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a trainer step."""
+        return self.updates_per_step * self.epochs
+
+    @property
+    def said(self) -> str:
+        """The keys that make `updates` more than one, with their values."""
+        chosen = {"updates_per_step": self.updates_per_step, "epochs": self.epochs}
+        return " ".join(f"actor.{name}={value}" for name, value in chosen.items() if value > 1)
 
     def rate(self, train: str) -> float:
         """The learning rate for `model.train`."""
@@ -164,6 +178,9 @@ class ValidationConfig(Block):
     max_prompts: int | None = key(None, "use only the first so many prompts; null: all", low=1)
     images: int | None = key(
         32, "prompts whose pictures are kept and shown, spread evenly over the file; null: all", low=1
+    )
+    keep: int | None = key(
+        None, "newest validations whose pictures are kept, besides the first and the best; null: all", low=1
     )
     num_inference_steps: int | None = key(None, "denoising steps; null: as in sampling", low=1, high=10**4)
     guidance_scale: float | None = key(None, "guidance scale; null: as in sampling", low=0)

@@ -94,8 +94,8 @@ NAMES = {
     "actor.max_grad_norm": """grad_clip clip_grad train.max_grad_norm train_max_grad_norm policy.max_grad_norm
         gradient_clipping gradient_clip_val""",
     "actor.updates_per_step": """ppo_mini_batch_size mini_batch_size gradient_accumulation_steps
-        gradient_step_per_epoch train_gradient_accumulation_steps steps_per_generation num_iterations ppo_epochs
-        num_inner_epochs train_num_inner_epochs""",
+        gradient_step_per_epoch train_gradient_accumulation_steps steps_per_generation""",
+    "actor.epochs": "num_iterations ppo_epochs num_inner_epochs train_num_inner_epochs",
     "actor.micro_batch_size": """ppo_micro_batch_size ppo_micro_batch_size_per_gpu train.batch_size
         train_micro_batch_size""",
     "actor.ema_decay": "ema train.ema use_ema ema_rate",

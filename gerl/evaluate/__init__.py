@@ -2,4 +2,4 @@
 
 from gerl.commandline.callable_package import make_callable
 
-make_callable(__name__, "gerl.evaluate.command:evaluate")
+make_callable(__name__, "gerl.api.commands:evaluate")

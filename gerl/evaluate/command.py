@@ -1,7 +1,7 @@
 """The base model against LoRAs on the same noise: `python -m gerl.evaluate lora=FOLDER out=FOLDER [key=value ...]`."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,41 +111,8 @@ def _work(arguments: list[str]) -> None:
         run(parse(arguments))
 
 
-def evaluate(
-    model: str | None = None,
-    lora: str | Path | Sequence[str | Path] | Mapping[str, str | Path] = (),
-    prompts: str | None = None,
-    out: str | Path | None = None,
-    *,
-    images: int | None = None,
-    suite: str | None = None,
-    suite_prompts: str | Path | None = None,
-    suite_protocol: str | None = None,
-    experiment: str | None = None,
-    overrides: Sequence[str] = (),
-) -> Evaluation:
-    """Draw the same prompts from the same noise with the base model and with each LoRA, score and compare them.
-
-    The arguments are those of the command line, see docs/evaluate.md. lora: one, several, or by name. out: nothing is
-    written without it. overrides: further keys, such as `["cluster.launcher=local"]`.
-
-    Raises:
-        GerlError: something is wrong with model, LoRAs, prompts or scorers, or no image has a total; what
-            was finished before is written to `out`, also after a KeyboardInterrupt.
-    """
-    if isinstance(lora, Mapping):
-        given: list[tuple[str | None, str]] = [(name, str(path)) for name, path in lora.items()]
-    else:
-        given = [(None, str(path)) for path in ([lora] if isinstance(lora, str | Path) else lora)]
-    chosen = [*([f"experiment={experiment}"] if experiment else []), *overrides]
-    place = None if out is None else Path(out).expanduser()
-    file = None if suite_prompts is None else str(suite_prompts)
-    named = {"suite": suite, "suite_prompts": file, "suite_protocol": suite_protocol}
-    return run(prepare(Options(model=model, lora=given, prompts=prompts, out=place, images=images, **named), chosen))
-
-
 def run(request: Request) -> Evaluation:
-    """Check everything that can be checked, draw and score, write; see `evaluate`."""
+    """Check everything that can be checked, draw and score, write; see `gerl.evaluate`."""
     config, out = request.config, request.out
     resolve(config.model.path)
     prompts = _prompts(request)
@@ -196,12 +163,11 @@ def _prompts(request: Request) -> list[Prompt]:
     """The prompts to draw, all of them fit for the scorers."""
     validation, pinned = request.config.validation, request.suite
     assert validation.data is not None
-    if pinned is None or not (pinned.suite.prompts and pinned.suite.prompts.distinct):
-        key = "prompts" if pinned is None else "suite_prompts"
-        return read_prompts(request.config, key, validation.data, validation.max_prompts)
-    found = read_prompts(request.config, "suite_prompts", validation.data)
-    first = {prompt.text: prompt.id for prompt in reversed(found)}
-    return [prompt for prompt in found if first[prompt.text] == prompt.id][: validation.max_prompts]
+    if pinned is None:
+        return read_prompts(request.config, "prompts", validation.data, validation.max_prompts)
+    assert pinned.suite.prompts is not None  # it is not missing
+    arrange = pinned.suite.prompts.arrange
+    return read_prompts(request.config, "suite_prompts", validation.data, validation.max_prompts, arrange)
 
 
 def _measured(request: Request, tasks: dict[int, str], rows: "list[Drawn]") -> "SuiteResults | None":

@@ -116,7 +116,7 @@ def unfinished(pinned: Pinned, tasks: Mapping[int, str], rows: Sequence[Drawn]) 
     for name, column in pinned.suite.columns.items():
         scored = sum(row.values.get(name) is not None for row in rows)
         if 0 < scored < len(rows):
-            found.append(f"{len(rows) - scored} of {len(rows)} images without {column.name}")
+            found.append(f"{len(rows) - scored} of {len(rows)} images without {column.measured}")
     return found
 
 
@@ -129,6 +129,7 @@ def remarks(results: SuiteResults) -> list[str]:
     lines += [] if results.measured else ["none of its columns was scored"]
     lines += [f"not measured: {text}" for text in pinned.absent]
     lines += [f"differs in gerl: {text}" for text in suite.differs]
+    lines += [f"no published rows: {suite.unpublished}"] if suite.unpublished else []
     lines += [f"DEVIATION, not the published protocol: {text}" for text in results.deviations]
     return lines
 
@@ -156,10 +157,13 @@ def sheets(results: SuiteResults) -> list[Sheet]:
 
 def _line(suite: Suite, measured: Measured) -> tuple[str, ...]:
     column = suite.columns[measured.column]
-    over = f"{column.name}, mean over tasks" if column.over == "tasks" else column.name
+    over = f"{column.measured}, mean over tasks" if column.over == "tasks" else column.measured
     mean, gain = measured.mean, measured.difference
     gained = ("", "") if gain is None else (show(gain.mean, "+"), interval(gain, "+"))
-    name = f"  {measured.task}" if measured.task else over
+    task = measured.task
+    if task is not None and task.isdigit() and suite.tasks is not None:
+        task = f"{suite.tasks.column} {task}"
+    name = f"  {task}" if task else over
     return (name, measured.variant, str(mean.count), show(mean.mean), interval(mean), *gained)
 
 
@@ -191,4 +195,5 @@ def facts(results: SuiteResults) -> dict[str, object]:
         "not_measured": list(pinned.absent),
         "measured": [asdict(m) for m in results.measured],
         "published": [asdict(row) for row in suite.published],
+        "unpublished": suite.unpublished,
     }

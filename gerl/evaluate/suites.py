@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from gerl.commandline.files import either, near_names, read_yaml
 from gerl.config import Config
 from gerl.config.changes import Change, Settings, changes, flat_settings, scorers_of, settings_of, shown
 from gerl.errors import ConfigError, DataError
+from gerl.protocol import Prompt
 from gerl.utils.files import reason
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "suites"
@@ -33,6 +34,7 @@ FREE = re.compile(
 )
 FREE_KWARGS = (
     *("device", "batch_size", "threads", "concurrency", "retries", "backoff", "timeout", "api_key"),
+    *("token_file", "token_env"),
     "repository",  # what comes from there is known by its digest
 )
 EXACT = {"sampling.cache": "none", "model.quantize": "none", "model.quantize_encoders": "none"}  # of every suite
@@ -44,28 +46,73 @@ ALWAYS = ("validation.data", "validation.max_prompts", "data.prompt_key", "rewar
 class PromptFile:
     """The prompts of a suite: `file` in `source`, or beside the suite, known by the SHA-256 of its bytes.
 
-    distinct: the file repeats its prompts, and each is drawn as if it stood there once. count: of the prompts then.
+    git_blob: in its place, the name that git gives to a file with these bytes. key: the column of the prompts.
+    distinct: the file repeats its prompts, and each is drawn as if it stood there once. gather: all rows with the same
+    value in this column are one prompt, whose `questions` are these rows. count: of the prompts then.
     """
 
     __pydantic_config__ = FORBID
 
     source: str
     file: str
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     count: Annotated[int, Field(ge=1)]
     licence: str
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    git_blob: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None = None
+    key: str = "prompt"
     distinct: bool = False
+    gather: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.sha256 is None) == (self.git_blob is None):
+            raise ValueError("the prompts need a digest, either sha256 or git_blob")
+
+    @property
+    def digest(self) -> str:
+        """The digest that the file must have, in words."""
+        return f"the SHA-256 {self.sha256}" if self.sha256 is not None else f"the git blob {self.git_blob}"
+
+    def digest_of(self, content: bytes) -> str:
+        """The digest of `content`, of the same kind."""
+        if self.sha256 is not None:
+            return hashlib.sha256(content).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+    def arrange(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts to draw, of all rows of the file; raises `DataError` for a row without the column `gather`."""
+        if self.distinct:
+            return list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
+        if self.gather is None:
+            return prompts
+        groups: dict[object, list[Prompt]] = {}
+        for prompt in prompts:
+            if self.gather not in prompt.metadata:
+                raise DataError(f"prompt {prompt.id}: {prompt.text!r:.80} has no {self.gather!r}: get the suite's file")
+            groups.setdefault(prompt.metadata[self.gather], []).append(prompt)
+        return [
+            replace(rows[0], metadata={self.gather: name, "questions": [row.metadata for row in rows]})
+            for name, rows in groups.items()
+        ]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A number of the publication: a scorer's column times `factor`, over prompts, or over tasks and their prompts."""
+    """A number of the publication: a scorer's column times `factor`, over prompts, or over tasks and their prompts.
+
+    here: what it is called where gerl measured it, if that is something else than what was published.
+    """
 
     __pydantic_config__ = FORBID
 
     name: str
     over: Literal["prompts", "tasks"] = "prompts"
     factor: float = 1.0
+    here: str = ""
+
+    @property
+    def measured(self) -> str:
+        """Its name where gerl measured it."""
+        return self.here or self.name
 
 
 @dataclass(frozen=True)
@@ -105,7 +152,12 @@ class Published:
 
 @dataclass(frozen=True)
 class Suite:
-    """A published benchmark. needs: scorer -> the kwarg without which it is left out; missing: why it cannot be run."""
+    """A published benchmark.
+
+    needs: scorer -> the kwarg without which it is left out. images: of each prompt where no protocol is for the model.
+    differs: how gerl's way of measuring differs. deviates: what is no longer the published protocol, for every model.
+    unpublished: why there are no published rows. missing: why it cannot be run.
+    """
 
     __pydantic_config__ = FORBID
 
@@ -117,8 +169,11 @@ class Suite:
     columns: dict[str, Column] = field(default_factory=dict)
     tasks: Tasks | None = None
     protocols: dict[str, Protocol] = field(default_factory=dict)
+    images: Annotated[int, Field(ge=1)] = 1
     differs: tuple[str, ...] = ()
+    deviates: tuple[str, ...] = ()
     published: tuple[Published, ...] = ()
+    unpublished: str = ""
     missing: str = ""
 
     def __post_init__(self) -> None:
@@ -153,7 +208,7 @@ class Pinned:
     @property
     def images(self) -> int:
         """Images of each prompt."""
-        return 1 if self.protocol is None else self.suite.protocols[self.protocol].images
+        return self.suite.images if self.protocol is None else self.suite.protocols[self.protocol].images
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -205,11 +260,16 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
     asked = "\n".join(given)
     absent = {s: kwarg for s, kwarg in suite.needs.items() if f"reward.scorers.{s}." not in asked}
     scorers = {scorer: entry for scorer, entry in suite.scorers.items() if scorer not in absent}
+    if _measured(suite) <= set(absent):
+        wanted = " and ".join(f"reward.scorers.{s}.kwargs.{kwarg}" for s, kwarg in absent.items())
+        raise ConfigError(f"suite={name}: it has nothing to measure with; give {wanted}, see docs/rewards.md")
     file = _prompt_file(name, suite, prompts)
-    pinned: dict[str, Any] = {"validation.data": str(file), "validation.max_prompts": None, "data.prompt_key": "prompt"}
+    assert suite.prompts is not None  # it is not missing
+    pinned: dict[str, Any] = {"validation.data": str(file), "validation.max_prompts": None}
+    pinned["data.prompt_key"] = suite.prompts.key
     pinned |= {"sampling.cache": "none", **keys, "reward.scorers": scorers}
     left_out = tuple(
-        f"{suite.columns[s].name if s in suite.columns else s}: give reward.scorers.{s}.kwargs.{kwarg}"
+        f"{suite.columns[s].measured if s in suite.columns else s}: give reward.scorers.{s}.kwargs.{kwarg}"
         for s, kwarg in absent.items()
     )
     overrides = tuple(f"{key}={argument(value)}" for key, value in pinned.items())
@@ -229,12 +289,12 @@ def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
         )
     path = beside if given is None else Path(given).expanduser()
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = wanted.digest_of(path.read_bytes())
     except OSError as error:
         raise DataError(f"suite_prompts={path}: it cannot be read ({reason(error)}); get {where}") from None
-    if digest != wanted.sha256:
+    if digest not in (wanted.sha256, wanted.git_blob):
         raise DataError(
-            f"suite_prompts={path}: expected the SHA-256 {wanted.sha256} of {where}, got {digest}; get that file, or "
+            f"suite_prompts={path}: expected {wanted.digest} of {where}, got {digest}; get that file, or "
             "give prompts=FILE without suite for an evaluation with prompts of your own"
         )
     if path.suffix != Path(wanted.file).suffix:
@@ -256,7 +316,8 @@ def deviations(pinned: Pinned, plain: Config, config: Config, images: int) -> li
     """How `config` differs from the suite, which with nothing given besides is `plain`; one text each."""
     before, after = _prescribed(pinned.suite, plain), _prescribed(pinned.suite, config)
     found: dict[str, str] = {}
-    if pinned.protocol is None:
+    found |= {text: text for text in pinned.suite.deviates}
+    if pinned.protocol is None and pinned.suite.protocols:
         found["protocol"] = f"no protocol is published for {config.model.path}: size, steps and guidance are your own"
     elif pinned.chosen:
         found["protocol"] = f"the protocol {pinned.protocol}, which is not published for {config.model.path}"
@@ -284,7 +345,7 @@ def _said(change: Change) -> str:
 def _prescribed(suite: Suite, config: Config) -> Settings:
     """The settings that count: without scorers that are only watched, and without what says where a model is."""
     settings = settings_of(config)
-    measured = {column.split("/")[0] for column in suite.columns}
+    measured = _measured(suite)
     scorers = {}
     for name, entry in scorers_of(settings).items():
         if name not in measured and entry["weight"] == 0:
@@ -293,6 +354,11 @@ def _prescribed(suite: Suite, config: Config) -> Settings:
         scorers[name] = {**entry, "kwargs": {k: v for k, v in entry["kwargs"].items() if k not in free}}
     settings["reward"]["scorers"] = scorers
     return settings
+
+
+def _measured(suite: Suite) -> set[str]:
+    """The scorers whose columns are its numbers."""
+    return {column.split("/")[0] for column in suite.columns}
 
 
 def listing() -> str:
@@ -306,8 +372,11 @@ def listing() -> str:
             continue
         own = suite.prompts
         lines += [f"  prompts: {own.count}, suite_prompts={own.file} of {own.source}; licence: {own.licence}"]
-        lines += [f"  measured: {', '.join(c.name for c in suite.columns.values())}"]
-        lines += [f"  needs: reward.scorers.{s}.kwargs.{kwarg}, else left out" for s, kwarg in suite.needs.items()]
+        lines += [f"  measured: {', '.join(c.measured for c in suite.columns.values())}"]
+        left = ", else left out" if _measured(suite) - set(suite.needs) else ""
+        lines += [f"  needs: reward.scorers.{s}.kwargs.{kwarg}{left}" for s, kwarg in suite.needs.items()]
+        lines += [f"  not the published protocol: {text}" for text in suite.deviates]
+        lines += [f"  no published rows: {suite.unpublished}"] if suite.unpublished else []
         lines += [f"  protocol {p}: {' '.join(entry.models)}" for p, entry in suite.protocols.items()]
         lines.append("")
     return "\n".join(lines).rstrip()

@@ -56,5 +56,10 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
     if config.quantize != "none" or config.quantize_encoders != "none" or config.merge_lora:
         raise ModelError("model.quantize and model.merge_lora change weights as they are read: give the path instead")
     for name, denoiser in find_denoisers(pipe).items():
-        if any("lora_" in key for key, _ in denoiser.named_parameters()):
+        if has_lora(denoiser):
             raise ModelError(f"{name} has a LoRA already: call pipe.unload_lora_weights() or pipe.fuse_lora() before")
+
+
+def has_lora(denoiser: torch.nn.Module) -> bool:
+    """Whether a LoRA is on it, trained or not."""
+    return any("lora_" in name for name, _ in denoiser.named_parameters())

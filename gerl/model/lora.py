@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
+from diffusers.utils import recurse_remove_peft_layers
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -97,6 +98,16 @@ def add_lora(
     for p in parameters.values():
         p.data = p.data.float()
     return parameters
+
+
+def remove_lora(denoiser: torch.nn.Module) -> None:
+    """Take a LoRA off again: `denoiser` has its own layers, as before `add_lora`."""
+    if isinstance(denoiser, PeftAdapterMixin):
+        denoiser.unload_lora()
+    else:
+        recurse_remove_peft_layers(denoiser)
+        if hasattr(denoiser, "peft_config"):
+            del denoiser.peft_config
 
 
 def _mistaken(denoiser: torch.nn.Module, targets: set[str]) -> list[str]:

@@ -23,7 +23,7 @@ from gerl.model.skeletons import skeletons
 PACKAGES: dict[Quantisation, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 EXTRAS = {"torchao": "quantize", "bitsandbytes": "bitsandbytes"}  # of gerl, which install them
 # diffusers' quantiser reads `FqnToConfig`, which came with this version
-OLDEST = {"torchao": (0, 15), "bitsandbytes": (0, 46)}
+OLDEST = {"torchao": (0, 16), "bitsandbytes": (0, 46)}
 
 
 def check_quantisation(config: ModelConfig, device: str) -> None:

@@ -62,7 +62,7 @@ def examine(config: Config, report: Report, folder: Path) -> None:
     machines = Cluster(config.cluster)  # not entered: nothing is started
     report.device, report.workers = machines.device, machines.num_workers
     prompts = read_prompts(config, report)
-    total_updates = config.trainer.steps * config.actor.updates_per_step
+    total_updates = config.trainer.steps * config.actor.updates
     worker = HybridWorker(config, 0, machines.worker_device(0), machines.threads, total_updates)
     half = load(worker, report)
     bench = Bench(worker, max(prompts, key=lambda p: len(p.text), default=Prompt(0, TEXT)))

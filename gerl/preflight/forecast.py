@@ -82,9 +82,9 @@ def busiest(tasks: Sequence[RolloutTask], workers: int) -> int:
 def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int, run: Run, share: float) -> Seconds:
     """A step of `tasks` on `workers` like the one that did `run`; `share`: of the images that are trained on.
 
-    Every image is in one of the step's updates; each update waits for the worker with most to do.
+    Every image is in one of the updates of an epoch; each update waits for the worker with most to do.
     """
-    parts = update_parts(tasks, config.actor.updates_per_step, config.algorithm.whole_groups)
+    parts = update_parts(tasks, config.actor.updates_per_step, config.algorithm.whole_groups) * config.actor.epochs
     drawn, trained = busiest(tasks, workers), sum(busiest(part, workers) for part in parts)
     rollout = drawn * run.rollout.seconds / run.images
     update = trained * share * run.update.seconds / run.images + len(parts) * run.step_seconds

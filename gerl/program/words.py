@@ -5,14 +5,14 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gerl.commandline.arguments import Parser
 from gerl.commandline.command import run_command
-from gerl.commandline.composition import CHOICES
-from gerl.commandline.experiments import algorithm_of, shipped
-from gerl.commandline.hydra_options import MULTIRUN, SHOW
+from gerl.commandline.experiments import CHOICES, algorithm_of, shipped
+from gerl.commandline.hydra_options import FOLDER, MULTIRUN, SHOW, files_in
 from gerl.config import ScorerConfig, keys
 from gerl.config.algorithm import BY_NAME
 from gerl.program.commands import COMMANDS
@@ -24,8 +24,8 @@ TRAINING = {
     "hydra.sweep.dir=": "where the runs of a sweep write",
     "-m": "train once for each combination of values",
     "--cfg": "job: print the configuration",
-    "--config-dir": "a folder with experiments of your own",
 }
+FOLDER_WORD = (FOLDER[-1], "a folder with experiments of your own")
 NAMED = "reward.scorers."  # keys of scorers have their name behind it
 
 
@@ -47,7 +47,7 @@ def fitting(words: Sequence[str]) -> list[Word]:
         found = []
     elif "=" in current:
         key, _, _ = current.partition("=")
-        found = [(f"{key}={value}", "") for value in values(before[0], key)]
+        found = [(f"{key}={value}", "") for value in values(before[0], key, before)]
     else:
         found = [*after(before, current)]
     return [(word, _brief(text)) for word, text in found if word.startswith(current)]
@@ -59,6 +59,8 @@ def after(before: Sequence[str], current: str) -> Iterator[Word]:
     if before[-1] in SHOW:
         yield "job", "the configuration of the run"
         return
+    if before[-1] in FOLDER:  # files are the shell's
+        return
     parser = _parser(command)
     if parser is not None and parser.bare:
         yield from ((value, "") for value in values(command, parser.bare))
@@ -67,8 +69,10 @@ def after(before: Sequence[str], current: str) -> Iterator[Word]:
             yield f"{option.name}=", option.metadata["help"]
     elif not set(before) & set(MULTIRUN) or current:
         yield from TRAINING.items()
+    if parser is None or parser.composes:
+        yield FOLDER_WORD
     known = _passed(parser, before)
-    if parser is None or parser.rest or "experiment" in parser.passed:
+    if parser is None or parser.composes:
         yield from ((f"{choice}=", f"NAME of gerl's {choice}s, or a file" if choice == "experiment" else "a preset")
                     for choice in CHOICES if parser is None or parser.rest or choice in parser.passed)  # fmt: skip
     depth = current.count(".") + 1
@@ -95,8 +99,8 @@ def _passed(parser: Parser[Any] | None, before: Sequence[str]) -> list[Word]:
     return [pair for pair in found if pair[0] in parser.passed or pair[0].split(".")[0] in parser.blocks]
 
 
-def values(command: str, key: str) -> list[str]:
-    """The values of a key that is a choice; none for others."""
+def values(command: str, key: str, before: Sequence[str] = ()) -> list[str]:
+    """The values of a key that is a choice, also those in the folder that `before` names; none for others."""
     parser = _parser(command)
     own = {option.name: option for option in fields(parser.options)} if parser is not None else {}  # type: ignore[arg-type]
     if parser is not None and key in own:
@@ -105,7 +109,9 @@ def values(command: str, key: str) -> list[str]:
         return _choices(get_type_hints(parser.options)[key])
     if key in CHOICES:
         beside = [path.name for path in Path().glob("[!.]*.y*ml")] if key == "experiment" else []
-        return [*shipped(key), *sorted(beside)]
+        folder = next((b for a, b in pairwise(before) if a in FOLDER), None)
+        there = files_in(key, Path(folder).expanduser()) if folder is not None else []
+        return [*shipped(key), *there, *sorted(beside)]
     if key.startswith(NAMED):
         kinds: dict[str, Field[Any]] = {f.name: f for f in fields(ScorerConfig)}
         found = kinds.get(key.rpartition(".")[2])

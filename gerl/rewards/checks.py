@@ -1,6 +1,6 @@
 """The check of the reward before any work, and of a step's samples for groups without all their scores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
@@ -23,12 +23,22 @@ def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
         known_scorer(name, scorer).check_prompts([prompt for prompt in prompts if applies(scorer, prompt)])
 
 
-def read_prompts(config: Config, key: str, given: object, most: int | None = None) -> list[Prompt]:
-    """The prompts that `given`, the value of `key`, stands for, or the first `most`, all fit for the scorers."""
-    prompts = load(given, config.data, key)[:most]
+def read_prompts(
+    config: Config,
+    key: str,
+    given: object,
+    most: int | None = None,
+    arrange: Callable[[list[Prompt]], list[Prompt]] = list,
+) -> list[Prompt]:
+    """The prompts that `given`, the value of `key`, stands for, or the first `most`, all fit for the scorers.
+
+    arrange: makes the prompts of those that the file has in its rows.
+    """
+    prompts = load(given, config.data, key)
     if key == "data.train":
-        check_mixture(config, prompts)
+        check_mixture(config, prompts[:most])
     try:
+        prompts = arrange(prompts)[:most]
         check_reward(config.reward, prompts)
     except DataError as error:
         raise DataError(f"{key}={named(given)}: {error}") from None

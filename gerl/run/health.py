@@ -171,7 +171,7 @@ class Health:
             text = (
                 f"{begin} more than {BOUND:.0%} of their ratios lay outside the {region}, which takes the gradient "
                 f"from most of what still improves ({measured}): raise {keys}, lower actor.lr="
-                f"{get(self.config, 'actor', 'lr')}, or set actor.updates_per_step=1"
+                f"{get(self.config, 'actor', 'lr')}, or set actor.updates_per_step=1 actor.epochs=1"
             )
             return [("clip always binds", text)]
         if max(self._outside) == 0:

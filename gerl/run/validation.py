@@ -1,5 +1,6 @@
 """Validations on disk: the reward of every held-out prompt, and the pictures of some of them."""
 
+import contextlib
 import io
 import json
 import logging
@@ -92,6 +93,27 @@ def save_validation(
     write_file(path, json.dumps(finite(values)))
 
 
+def forget_pictures(run_dir: Path, newest: int) -> None:
+    """Delete the pictures of validations other than the first, the best and the `newest` so many; rewards stay.
+
+    One that is damaged is left as it is. Raises `GerlError` if a file cannot be written or deleted.
+    """
+    means: dict[int, float] = {}
+    for step in validation_steps(run_dir):
+        if (_path(run_dir, step).with_suffix(".npz")).exists():
+            with contextlib.suppress(GerlError):
+                rewards = load_validation(run_dir, step, pictures=False).rewards
+                means[step] = -math.inf if None in rewards else mean(rewards) or 0.0
+    steps = sorted(means)
+    best = max(steps, key=lambda step: (means[step], step), default=0)
+    for step in set(steps) - {*steps[:1], best, *steps[-newest:]}:
+        path = _path(run_dir, step)
+        values = json.loads(path.read_bytes())
+        write_file(path, json.dumps({**values, "shown": [], "drawing": None}))  # complete at any moment
+        with writing(path.with_suffix(".npz")):
+            path.with_suffix(".npz").unlink()
+
+
 def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validation:
     """The validation of `step` that `save_validation` kept, without pixels unless `pictures`.
 
@@ -100,7 +122,7 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     path = _path(run_dir, step)
     try:
         values = json.loads(path.read_bytes())
-        pixels = _read_pixels(path.with_suffix(".npz")) if pictures else []
+        pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
         # runs of older versions keep the pictures of the first prompts
         values = {"shown": list(range(len(pixels))), "drawing": None, **values, "pixels": pixels}
         found = TypeAdapter(Validation).validate_python(values)

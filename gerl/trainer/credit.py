@@ -1,6 +1,7 @@
 """From the scores of a step to the credit of its samples, and the metrics that describe both."""
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,10 +13,11 @@ from gerl.algorithms.planning import group_ids
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.protocol import Group, Sample, ScorerFailure, Scores
 from gerl.rewards.checks import check_failures, unscored, usable_groups
-from gerl.rewards.total import applies, shaped
+from gerl.rewards.total import DATA_SOURCE, applies, shaped
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
+NO_NAME = re.compile(r"[^\w .:-]")  # what trackers do not take in the name of a metric, and the slash between its parts
 
 
 @dataclass
@@ -55,7 +57,18 @@ class Scored:
                 metrics[f"{key}/best_of_n"] = mean(self._best(values))
             if (scorer := config.scorers.get(name)) is not None and scorer.success is not None:
                 metrics[f"{key}/success_rate"] = mean([None if v is None else v >= scorer.success for v in values])
-        return metrics
+        return metrics | (self._by_source() if validation else {})
+
+    def _by_source(self) -> Metrics:
+        """The mean total of each kind of held-out prompts, by their column `data_source`, if there are several."""
+        found: dict[str, list[float | None]] = {}
+        for sample, total, failures in zip(self.samples, self.totals, self.failures, strict=True):
+            if total is None and not failures:  # nobody is asked about it
+                continue
+            if (source := sample.prompt.metadata.get(DATA_SOURCE)) is not None:
+                found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
+        means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
+        return means if len(means) > 1 else {}
 
     @property
     def unscored(self) -> int:

@@ -23,6 +23,7 @@ from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
 from gerl.run.timing import Stopwatch
 from gerl.run.tracking import Progress
+from gerl.run.validation import forget_pictures
 from gerl.trainer.credit import Metrics, Scored, conclude_validation, credit_step
 from gerl.trainer.drawing import Drawn, Rolled, end_drawing, roll_out
 from gerl.trainer.durable import DurableRun
@@ -157,7 +158,7 @@ class RayDiffusionTrainer(DurableRun):
             # those that only train call nothing but the denoiser: what else there is stays in main memory
             spared = replace(whole, model=replace(whole.model, offload="encoders"))
         per_epoch = prompt_schedule(config, self.prompts).steps_per_epoch
-        total_updates = config.trainer.steps * config.actor.updates_per_step
+        total_updates = config.trainer.steps * config.actor.updates
         logger.info("reward: %s", described(config.reward.scorers))
         self.rewards = RewardManager(config.reward, cluster, "/".join(self.run_dir.absolute().parts[-2:]))
         self.workers = cluster.workers(
@@ -346,6 +347,8 @@ class RayDiffusionTrainer(DurableRun):
                 scored.add(batch, scores)
             pixels = chosen_pixels(rollouts.images, batches, shown)
         keep_pictures(self.tracker, step, scored, pixels, shown, self.model, self.cluster.device)
+        if self.config.validation.keep is not None:
+            forget_pictures(self.run_dir, self.config.validation.keep)
         metrics, self.val_reward = conclude_validation(self.config, scored, step)
         self.validated_step = step
         return metrics

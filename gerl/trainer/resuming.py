@@ -9,7 +9,6 @@ from pathlib import Path
 import yaml
 
 from gerl.commandline.composition import Asked, Composed, asked_for, compose_changes, compose_run
-from gerl.commandline.experiments import algorithm_of
 from gerl.config import Config
 from gerl.config.changes import (
     CONTENT,
@@ -188,7 +187,7 @@ def _is_null(settings: Settings, key: str) -> bool:
 
 def _check_choices(asked: Asked, file: Path, experiment: str, preset: str, algorithm: str) -> None:
     """Raise `ConfigError` if `experiment=` or `algorithm=` is not that of the run; the same ones are no change."""
-    chosen = asked.preset if preset else algorithm_of(asked.preset)
+    chosen = asked.preset if preset else str(asked.values["algorithm"]["name"])
     for key, given, own in (("experiment", asked.experiment, experiment), ("algorithm", chosen, preset or algorithm)):
         if key in asked.given and own and given != own:
             raise ConfigError(

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 
 from hydra import version
@@ -22,13 +23,13 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gerl.commandline import signals
-from gerl.commandline.composition import CHOICES, check_arguments, compose_run, hydra_overrides, register, sentences
-from gerl.commandline.experiments import config_folder, own_experiment
+from gerl.commandline.composition import check_arguments, compose_run, hydra_overrides, register, sentences
+from gerl.commandline.experiments import CHOICES, config_folder, own_file
 from gerl.commandline.hydra_options import quoted
 from gerl.errors import ConfigError, GerlError, TrainingError
 from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
@@ -38,6 +39,7 @@ logger = logging.getLogger("gerl")
 PROGRAM = "gerl.trainer.main_flowgrpo"
 PLAIN = re.compile(r"[\w.+-]+")  # values that can be a part of a folder's name
 MOST_NAMED = 6  # keys in the name of a folder
+MOST_TRIED = 32  # values of a key, and combinations of the other keys' values with one of them
 # Hydra's settings of a sweep, where the command line has no others: gerl's log stays, and a run that fails is no end
 SETTINGS = {"hydra/hydra_logging": "none", "hydra/job_logging": "none", "hydra.output_subdir": "null"}
 OPTUNA = {"hydra.sweeper.direction": "maximize", "hydra.sweeper.max_failure_rate": "1.0"}
@@ -45,26 +47,30 @@ OPTUNA = {"hydra.sweeper.direction": "maximize", "hydra.sweeper.max_failure_rate
 
 @dataclass(frozen=True)
 class Plan:
-    """The overrides that Hydra sweeps over, experiment files by the names it knows them by, and what runs get.
+    """The overrides that Hydra sweeps over, the user's files by what it knows them by, and what runs get.
 
-    fixed: keys that are the same in all. batch: the overrides of each run, if they can be told beforehand.
+    fixed: keys that are the same in all. batch: the overrides of each run, if they can be told beforehand. Otherwise
+    choices: for each key, what it may be; of many values the first and last, of an interval both ends.
     """
 
     overrides: list[str]
-    experiments: Mapping[str, str]
+    files: Mapping[str, str]
     fixed: list[str]
     batch: list[list[str]] | None
+    choices: list[list[str]] = field(default_factory=list)
 
 
 def sweep(arguments: Sequence[str]) -> Path:
     """Train once for each combination; returns the folder of the sweep, with `sweep.csv` and `sweep.json`.
 
-    Raises `ConfigError` before the first run if a combination cannot be composed, and `TrainingError` at the end if a
+    Raises `ConfigError` before the first run if a combination cannot be composed, or if a plugin that chooses from
+    values might choose one that cannot, whatever the other keys are, and `TrainingError` at the end if a
     run has failed, which ends no other.
     """
     plan = _plan(arguments)
     for run in plan.batch or ():
         compose_run(_arguments(run, plan))
+    _check_choices(plan)
     register({})
     before = time.time()
     hydra = _hydra()
@@ -126,13 +132,14 @@ def _plan(arguments: Sequence[str]) -> Plan:
     check_arguments(arguments)
     given = {_key(argument): argument.partition("=")[2] for argument in arguments}
     _check(given)
-    overrides, experiments = list[str](), dict[str, str]()
+    overrides, files = list[str](), dict[str, str]()
     with sentences():
         for argument in arguments:
-            if argument.startswith("experiment="):
-                argument = _experiments(argument, experiments)
+            if argument.startswith(tuple(f"{group}=" for group in CHOICES)):
+                argument = _by_name(argument, files)
             overrides += hydra_overrides(argument)
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        loader = _hydra().config_loader if any("glob(" in override for override in overrides) else None
+        parsed = OverridesParser.create(loader).parse_overrides(overrides)
     swept = [override for override in parsed if override.is_sweep_override()]
     sweeper = given.get("hydra/sweeper", "basic")
     if not swept:
@@ -146,12 +153,50 @@ def _plan(arguments: Sequence[str]) -> Plan:
         )
     settings = SETTINGS | (OPTUNA if sweeper == "optuna" else {}) | _names(swept)
     settings = {key: value for key, value in settings.items() if key not in given}
+    batch = None if sweeper != "basic" or any(key.startswith("hydra.sweeper.") for key in given) else _batch(parsed)
+    same = [o.input_line or "" for o in parsed if o not in swept and not o.is_hydra_override()]
     return Plan(
         overrides=[*overrides, *(f"{key}={value}" for key, value in settings.items()), "hydra.mode=MULTIRUN"],
-        experiments=experiments,
+        files=files,
         fixed=[_key(override.input_line or "") for override in parsed if override not in swept],
-        batch=None if sweeper != "basic" or any(key.startswith("hydra.sweeper.") for key in given) else _batch(parsed),
+        batch=batch,
+        choices=[] if batch is not None else [[given] for given in same] + [_choices(override) for override in swept],
     )
+
+
+def _choices(override: Override) -> list[str]:
+    """The arguments that one with several values stands for; of more than `MOST_TRIED` the first and the last."""
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        found = [str(value.start), str(value.end)]
+    else:
+        found = list(override.sweep_string_iterator())
+    if len(found) > MOST_TRIED:
+        found = [found[0], found[-1]]
+    return [f"{override.get_key_element()}={each}" for each in found]
+
+
+def _check_choices(plan: Plan) -> None:
+    """Raise `ConfigError` for a value that cannot be trained with, whatever the other keys are."""
+    swept = [i for i, values in enumerate(plan.choices) if len(values) > 1]
+    for i in swept:
+        for value in plan.choices[i]:
+            runs = product(*plan.choices[:i], [value], *plan.choices[i + 1 :])
+            if (refusal := _refusal(list(islice(runs, MOST_TRIED + 1)), plan)) is not None:
+                raise refusal
+
+
+def _refusal(runs: Sequence[Sequence[str]], plan: Plan) -> ConfigError | None:
+    """Why none of `runs` can be composed; None where one can, or where they are more than `MOST_TRIED`."""
+    first = None
+    for run in runs[:MOST_TRIED]:
+        try:
+            compose_run(_arguments(run, plan))
+        except ConfigError as error:
+            first = first or error
+        else:
+            return None
+    return first if len(runs) <= MOST_TRIED else None
 
 
 def _batch(parsed: Sequence[Override]) -> list[list[str]]:
@@ -176,15 +221,18 @@ def _check(given: Mapping[str, str]) -> None:
         )
 
 
-def _experiments(argument: str, known: dict[str, str]) -> str:
-    """`experiment=A[,B ...]` by the names that Hydra has for files; these are noted in `known`."""
+def _by_name(argument: str, known: dict[str, str]) -> str:
+    """`experiment=A[,B ...]`, or `algorithm=`, by the names that Hydra has for files; these are noted in `known`."""
+    group, _, values = argument.partition("=")
+    if "(" in values:  # choice(...) or glob(...), of gerl's own
+        return argument
     names = []
-    for value in argument.removeprefix("experiment=").split(","):
-        name = own_experiment(f"experiment={value}").removeprefix("experiment=")
-        if name != value:
-            known[name] = str(Path(value).expanduser().absolute())
-        names.append(name)
-    return f"experiment={','.join(names)}"
+    for value in values.split(","):
+        override = own_file(f"{group}={value}")
+        if override != f"{group}={value}":
+            known[override] = f"{group}={Path(value).expanduser().absolute()}"
+        names.append(override.removeprefix(f"{group}="))
+    return f"{group}={','.join(names)}"
 
 
 def _names(swept: Sequence[Override]) -> dict[str, str]:
@@ -208,12 +256,7 @@ def _names(swept: Sequence[Override]) -> dict[str, str]:
 
 def _arguments(overrides: Sequence[str], plan: Plan) -> list[str]:
     """The command line of a run from Hydra's overrides."""
-
-    def restored(override: str) -> str:
-        name, _, value = override.partition("=")
-        return f"experiment={plan.experiments.get(value, value)}" if name == "experiment" else override
-
-    return [restored(override) for override in overrides]
+    return [plan.files.get(override, override) for override in overrides]
 
 
 def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:

@@ -83,8 +83,9 @@ class Update:
         given_to = [Rows((task.id, by_task[task.id]) for task in part) for part in parts]
         # decided here for all workers, which must take the same steps
         learned = [n for n, given in enumerate(given_to) if self.has_signal(torch.cat(list(given.values())))]
+        learned *= self.config.actor.epochs
         results: list[StepResult] = []  # of an optimizer step, by worker
-        for number in learned:
+        for turn, number in enumerate(learned, start=1):
             part, given = parts[number], given_to[number]
             pairs = count_pairs((task, given[task.id]) for task in part)
             at_once = (
@@ -93,7 +94,7 @@ class Update:
             pools = self.algorithm.pools
             pooled = pooled_sum(self.workers.run(HybridWorker.pool, given, at_once)) if pools else None
             new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled, at_once), UpdateStats())
-            if number == 0 and not late and new.ratio_deviation is not None:
+            if number == 0 and turn == 1 and not late and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)
             if late or self.state.policy_version > started:
@@ -102,7 +103,7 @@ class Update:
             if len(self.workers) > 1 and not together:  # in this process there is no collective
                 total = torch.stack(self.workers.run(HybridWorker.flat_gradient)).sum(0)
                 self.workers.run(HybridWorker.set_flat_gradient, total)
-            results = self.workers.run(HybridWorker.step, self.state.step, together, number == learned[-1])
+            results = self.workers.run(HybridWorker.step, self.state.step, together, turn == len(learned))
             self.count(results[0])
             stats += new
         ends = [result.end for result in results if result.end is not None]

@@ -20,6 +20,7 @@ SMALL: dict[str, Any] = {
     "sampling.guidance_scale": 1.0, "rollout.n": 4, "rollout.micro_batch_size": 4, "model.lora_rank": 4,
     "actor.lr": 0.02, "cluster.threads_per_worker": 1, "logger": {"tensorboard": False, "report": False},
 }  # fmt: skip
+STOP: dict[str, Any] = {"reward.on_error": "stop", "reward.retries": 0}
 CALL = {"height": 16, "width": 16, "num_inference_steps": 4, "guidance_scale": 1.0, "max_sequence_length": 8}
 
 
@@ -109,6 +110,36 @@ def test_a_trainer_is_one_run_and_wrong_arguments_leave_nothing(model: Path, tmp
         gerl.Run(tmp_path / "typo")
 
 
+def test_a_start_that_fails_leaves_the_pipeline_as_it_was(pipe: DiffusionPipeline, tmp_path: Path) -> None:
+    before, scheduler, calls = drawn(pipe), pipe.scheduler, list[int]()
+
+    def fails(images: list[Image.Image]) -> list[float]:
+        calls.append(len(images))
+        if len(calls) > 2:  # the trial, and the pictures before the first step
+            raise ValueError("no more")
+        return bright(images)
+
+    with pytest.raises(RewardError, match="no more"):
+        gerl.train(pipe, fails, PROMPTS, held_out=PROMPTS, steps=1, out=tmp_path / "a", **SMALL, **STOP)
+    assert not [name for name, _ in tiny.denoiser_of(pipe).named_parameters() if "lora" in name]
+    assert all(p.requires_grad for p in tiny.denoiser_of(pipe).parameters()) and pipe.scheduler is scheduler
+    assert torch.equal(drawn(pipe), before)
+    assert gerl.train(pipe, bright, PROMPTS, steps=1, out=tmp_path / "b", **SMALL).column("reward/mean")
+    assert [name for name, _ in tiny.denoiser_of(pipe).named_parameters() if "lora" in name]
+
+
+def test_a_run_is_evaluated_with_its_function_and_other_prompts(pipe: DiffusionPipeline, tmp_path: Path) -> None:
+    run = gerl.train(pipe, bright, PROMPTS, steps=1, out=tmp_path / "run", **SMALL)
+    with pytest.raises(RewardError, match="reward=FUNCTION"):
+        gerl.evaluate(lora=run, prompts=PROMPTS[:1])
+    keys = {"sampling.num_inference_steps": 2, "logger": {"progress": False}}
+    found = gerl.evaluate(pipe, run, [{"prompt": "a"}, "b"], reward={"mine": bright}, **keys)
+    assert found.complete and [row.prompt for row in found.rows] == ["a", "b"] * 2
+    assert {row.variant for row in found.rows} == {"base", "run"} and set(found.rows[0].values) == {"total", "mine"}
+    named = gerl.evaluate(str(pipe.name_or_path), {"mine": run.lora}, ["a"], reward=bright, **SMALL)
+    assert set(named.results["total"]) == {"base", "mine"}
+
+
 def test_score_export_and_preflight_take_objects(model: Path, tmp_path: Path) -> None:
     images = [Image.new("RGB", (16, 16), (v, v, v)) for v in (51, 204)]
     rows = gerl.score(
@@ -124,6 +155,10 @@ def test_score_export_and_preflight_take_objects(model: Path, tmp_path: Path) ->
     run = gerl.train(model, bright, PROMPTS, steps=1, out=tmp_path / "run", **SMALL)
     (file,) = gerl.export(run, tmp_path / "lora")
     assert file.name == "pytorch_lora_weights.safetensors"
+    with pytest.raises(ConfigError, match="out is missing"):
+        gerl.export(run)
+    with pytest.raises(ConfigError, match="push=name: give owner/name"):
+        gerl.export(run, push="name")
     report = gerl.preflight(model, bright, PROMPTS, **SMALL)
     assert report.pipeline == "StableDiffusion3Pipeline" and report.problems == [] and report.prompts == 3
     assert callable(gerl.evaluate) and gerl.score.__doc__

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from gerl.evaluate.command import evaluate
+from gerl.api.commands import evaluate
 from gerl.export.command import main as export
 from gerl.model.lora_weights import collect_loras
 

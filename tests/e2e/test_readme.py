@@ -19,6 +19,7 @@ import pytest
 from gerl.commandline.composition import compose_run
 from gerl.commandline.help import help_text
 from gerl.commandline.hydra_options import hydra_options
+from gerl.errors import GerlError
 from gerl.evaluate import command as evaluate
 from gerl.export import command as export
 from gerl.preflight import arguments as preflight
@@ -31,6 +32,7 @@ from reward_models import serve
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 TRAIN = "python -m gerl.trainer.main_flowgrpo"
+FILE = re.compile(r"# ([\w-]+\.(?:yaml|py))\n")  # the first line of a block that is a file
 
 
 class Block(NamedTuple):
@@ -62,15 +64,21 @@ def commands(document: Path = README) -> Iterator[tuple[int, str]]:
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 LINKING += sorted(page for name in ("benchmarks", "gerl", "reward_models") for page in (ROOT / name).rglob("*.md"))
-PYTHON = [b for page in PAGES for b in blocks(page) if b.language == "python"]
-YAML = [b for page in PAGES for b in blocks(page) if b.language == "yaml"]
-TRAINING = [(line, command) for page in PAGES for line, command in commands(page) if command.startswith(TRAIN)]
+PYTHON = [b for page in LINKING for b in blocks(page) if b.language == "python"]
+YAML = [b for page in LINKING for b in blocks(page) if b.language == "yaml"]
+SHELL = [(page, b) for page in LINKING for b in blocks(page) if b.language in ("bash", "sh", "console")]
+TRAINING = [(line, command) for page in LINKING for line, command in commands(page) if command.startswith(TRAIN)]
 
 
 def test_the_pages_have_what_is_checked_here() -> None:
     assert not [page.name for page in PAGES if "@@" in page.read_text(encoding="utf-8")], "a placeholder was left in"
     assert PYTHON and TRAINING
     assert {"make demo", "make test"} <= {command for _, command in commands()}
+
+
+def test_own_pipeline_reward_and_prompts_are_a_few_lines() -> None:
+    (block,) = (b.text for b in blocks() if "gerl.train(" in b.text)
+    assert len([line for line in block.splitlines() if line.strip()]) <= 8 and "from_pretrained" in block
 
 
 def test_the_numbers_of_the_demo_are_on_record() -> None:
@@ -107,6 +115,12 @@ def test_python_blocks_run(
                 assert numbers[:2] == pytest.approx(said[name][:2], abs=0.05)
 
 
+def test_an_own_pipeline_reward_and_prompts_are_eight_lines() -> None:
+    (block,) = [b for b in blocks(README) if "import gerl, numpy" in b.text]
+    assert "gerl.train(pipe, bright, prompts" in block.text
+    assert len([line for line in block.text.splitlines() if line.strip()]) <= 8
+
+
 def table(text: str) -> dict[str, list[float]]:
     """The numbers of the first table in the text, as `gerl.score` prints it, by column: images, mean, and so on."""
     rows = re.search(r" images .* max\n((?:\w.*\n)+)", text)
@@ -120,7 +134,7 @@ def named_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The current folder, with the shipped examples and the blocks of the pages that begin with `# NAME`."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for block in [*YAML, *PYTHON]:
-        if name := re.match(r"# ([\w-]+\.(?:yaml|py))\n", block.text):
+        if name := FILE.match(block.text):
             (tmp_path / name[1]).write_text(block.text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -143,6 +157,37 @@ def test_training_commands_compose(line: int, command: str) -> None:
     else:
         scorers = compose_run(overrides).config.reward.scorers
         assert all(Path(scorer.path).is_file() for scorer in scorers.values() if scorer.path)
+
+
+@pytest.mark.parametrize("block", [b for b in YAML if not FILE.match(b.text)], ids=lambda block: f"line {block.line}")
+@pytest.mark.usefixtures("named_files")
+def test_parts_of_experiment_files_compose(block: Block) -> None:
+    Path("part.yaml").write_text(f"# a part of an experiment file\n{block.text}")
+    assert compose_run(["experiment=part.yaml"]).config.reward.scorers
+
+
+def test_shell_blocks_are_shell_and_what_they_start_is_there() -> None:
+    assert len(SHELL) > 40
+    text = "\n".join(f"( # {page.name}, line {block.line}\n{block.text}\n)" for page, block in SHELL)
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    named = re.findall(r"(?<![\w/])examples/[\w./-]+\.(?:sh|py|yaml|ipynb)", text)
+    assert len(named) > 5 and not [path for path in named if not (ROOT / path).is_file()]
+
+
+ANSWERED = [  # a command and its answer, as a terminal shows them
+    match.groups()
+    for page in LINKING
+    for block in blocks(page)
+    if not block.language and (match := re.fullmatch(r"\$ (.+)\nerror: (.+)\n", block.text))
+]
+
+
+@pytest.mark.parametrize(("command", "answer"), ANSWERED)
+def test_wrong_commands_are_answered_as_shown(command: str, answer: str) -> None:
+    with pytest.raises(GerlError) as raised:
+        compose_run(shlex.split(command.removeprefix(TRAIN)))
+    assert str(raised.value) == answer
 
 
 def test_the_command_that_logs_in_to_the_hub_exists() -> None:

@@ -147,7 +147,7 @@ def drills(
 # over Ray a start with two workers costs half as much again as one with one
 @pytest.mark.parametrize(
     ("workers", "launchers"),
-    [(1, ["ray"] * (SIGNALS - SIGNALS // 10)), (2, ["ray"] * (SIGNALS // 10) + ["local"] * 3)],
+    [(1, ["ray"] * (SIGNALS - SIGNALS // 10)), (2, ["ray"] * (SIGNALS // 10) + ["local"] * 2)],
     ids=["one worker", "two workers"],
 )
 def test_signals_at_random_moments(

@@ -145,6 +145,12 @@ def test_the_public_names_have_their_docstrings(site: dict[str, Page]) -> None:
         assert first and first in reference
 
 
+def test_keys_in_tables_are_broken_between_words(site: dict[str, Page]) -> None:
+    page = site["docs/coming_from.html"].text
+    assert "<code>actor.<wbr>max_<wbr>grad_<wbr>norm</code>" in page and "<code>actor.max_grad_norm</code>" not in page
+    assert page.count("<code>actor.ema_decay=0</code>") == 1, "not in a table"
+
+
 def test_pages_look_as_on_github(site: dict[str, Page]) -> None:
     """As many lists, tables, pictures and pieces of code as CommonMark makes: its rules for lists are others."""
     commonmark, wrong = MarkdownIt("commonmark").enable("table"), []

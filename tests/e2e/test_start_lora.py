@@ -11,7 +11,7 @@ import tiny
 import torch
 import yaml
 
-from gerl.evaluate.command import evaluate
+from gerl.api.commands import evaluate
 from gerl.export.command import main as export
 from gerl.model.lora_weights import collect_loras
 from gerl.trainer.main_flowgrpo import main

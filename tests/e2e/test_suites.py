@@ -4,11 +4,13 @@ import csv
 import hashlib
 import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import yaml
+from http_service import Answer, Asked, judge_says, judge_was_asked, serving
 
 import gerl
 from gerl.evaluate.command import main
@@ -90,6 +92,36 @@ def test_deviations_are_named_in_log_summary_and_gallery(
     assert next(r.levelname for r in caplog.records if "sampling.width=48" in r.message) == "WARNING"  # before the work
 
 
+def test_questions_that_another_judge_answers_are_named_so_everywhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [["a", "a red sign", 1, "0", "Is there a sign?"], ["a", "a red sign", 2, "1", "Is it red?"]]
+    with (tmp_path / "graph.csv").open("w", newline="") as file:
+        names = ["item_id", "text", "proposition_id", "dependency", "question_natural_language"]
+        csv.writer(file).writerows([names, *rows, ["b", "a blue sign", 1, "0", "Is there a sign?"]])
+    suite = asdict(load("dpg"))
+    suite["prompts"] |= {"source": "a test", "file": "graph.csv", "count": 2}
+    suite["prompts"]["git_blob"] = load("dpg").prompts.digest_of((tmp_path / "graph.csv").read_bytes())
+    del suite["scorers"]["pickscore"]  # a large model
+    (tmp_path / "dpg.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(suite))))
+
+    def answer(asked: Asked) -> Answer:
+        return judge_says("No" if "Is it red" in judge_was_asked(asked)[1] else "Yes")[0]
+
+    out = tmp_path / "out"
+    with serving(answer) as service, caplog.at_level(logging.INFO, "gerl"):
+        judge = f"reward.scorers.dpg.kwargs.base_url={service.url}/v1"
+        size = ["sampling.height=32", "sampling.width=64", "validation.num_inference_steps=1"]
+        assert main([f"suite={tmp_path / 'dpg.yaml'}", f"out={out}", judge, *size, *LOCAL]) == 0
+    assert len(service.asked) == 12  # three questions of four images
+    said = json.loads((out / "summary.json").read_text())["suite"]
+    assert not said["protocol_kept"] and [m["mean"]["mean"] for m in said["measured"]] == [75.0]
+    assert len(said["deviations"]) == 1 and "not by mPLUG-large" in said["deviations"][0]
+    for text in (caplog.text, (out / "gallery.html").read_text()):
+        assert f"DEVIATION, not the published protocol: {said['deviations'][0]}" in text
+        assert "DPG-Bench by another judge" in text and "judged by mPLUG-large" in text
+
+
 def test_from_python_its_numbers_are_at_hand(suite: str) -> None:
     overrides = ["cluster.launcher=local", "cluster.threads_per_worker=1", "logger.progress=false"]
     found = gerl.evaluate(suite=suite, images=1, overrides=[*overrides, "validation.num_inference_steps=1"])
@@ -103,4 +135,4 @@ def test_the_suites_are_listed(caplog: pytest.LogCaptureFixture, capsys: pytest.
         assert main(["suite=?"]) == 0
     assert "t2i_compbench_nonspatial" in caplog.text and "not to be run" in caplog.text
     assert main(["--help"]) == 0
-    assert "geneval, ocr" in " ".join(capsys.readouterr().out.split())
+    assert "geneval, geneval2, ocr" in " ".join(capsys.readouterr().out.split())

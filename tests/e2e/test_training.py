@@ -123,6 +123,18 @@ def test_the_second_update_of_a_step_is_off_policy(train: Train, tmp_path: Path)
     assert sum(scaled.column("actor/off_policy/outside_fraction")) < sum(outside)
 
 
+def test_images_are_trained_on_once_an_epoch(train: Train, tmp_path: Path) -> None:
+    keys = {"actor__lr": 0.01, "actor__updates_per_step": 1, "rollout__prompts_per_step": 4, "trainer__steps": 1}
+    keys |= {"algorithm__clip_low": 1, "algorithm__clip_high": 1}  # nothing is clipped, so every pair counts
+    once, twice = (train(tmp_path / str(n), **keys, actor__epochs=n) for n in (1, 2))
+    assert (once.column("actor/policy_version"), twice.column("actor/policy_version")) == ([1], [2])
+    assert twice.column("actor/ratio_deviation") == once.column("actor/ratio_deviation")
+    # the same images again, after a step that raised what they were rewarded for
+    assert once.column("actor/log_ratio_mean") == pytest.approx([0], abs=1e-6)
+    assert twice.column("actor/off_policy/log_ratio_abs")[0] > 1e-5
+    assert twice.column("actor/loss")[0] < once.column("actor/loss")[0]
+
+
 @pytest.mark.parametrize(
     "keys",
     [

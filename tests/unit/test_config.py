@@ -159,6 +159,7 @@ BAD = [
         "kl_coef=0",
     ),
     ({"algorithm": {"cfg": "off"}, "actor": {"updates_per_step": 2}}, "actor.updates_per_step=2", "use 1"),
+    ({"algorithm": {"cfg": "off"}, "actor": {"epochs": 2}}, "actor.epochs=2", "use 1"),
     ({"algorithm": {"kl_type": "k1"}}, "algorithm.kl_type=k1", "kl_in_reward=true"),
     ({"algorithm": {"kl_in_reward": True, "kl_type": "velocity"}}, "algorithm.kl_in_reward=true", "kl_type=gaussian"),
     ({"sampling": {"window_schedule": "decay"}}, "sampling.window_schedule=decay", "sampling.window_size"),

@@ -38,6 +38,8 @@ SCORERS = {
     "videoalign": "videoalign:VideoAlign",
     "geneval": "geneval:GenEvalScorer",
     "geneval2": "geneval2:GenEval2",
+    "dpg": "dpg:DpgScorer",
+    "blip_vqa": "blip_vqa:BlipVqa",
     "image_similarity": "image_similarity:ImageSimilarity",
     "dino_similarity": "dino_similarity:DinoSimilarity",
     "diversity": "diversity:Diversity",

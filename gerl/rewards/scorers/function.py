@@ -25,8 +25,8 @@ class FunctionScorer(Scorer):
         found = function(path)
         if found is None:
             raise RewardError(
-                f"{key}.path={path}: this was a function of a Python program; carry the run on there, with "
-                "gerl.train(..., resume=FOLDER), or give the file of a function"
+                f"{key}.path={path}: this was a function of a Python program; give it again there, with "
+                "gerl.train(..., resume=FOLDER) or gerl.evaluate(..., reward=FUNCTION), or give the file of a function"
             )
         self.function: Function = found
         self.kwargs = kwargs

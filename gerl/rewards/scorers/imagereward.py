@@ -107,14 +107,14 @@ class ImageRewardNetwork(torch.nn.Module):
         import transformers
 
         vision_tensors, text_tensors, head = (
-            _part(tensors, f"{name}.") for name in ("blip.visual_encoder", "blip.text_encoder", "mlp")
+            part(tensors, f"{name}.") for name in ("blip.visual_encoder", "blip.text_encoder", "mlp")
         )
         text_tensors.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: a buffer, not a weight
         with loading("model", source, "ImageReward with its med_config.json"):
-            vision_config = _vision_config(vision_tensors)
+            vision_config = vision_config_of(vision_tensors)
             self.image_size: int = vision_config.image_size
             self.vision = transformers.BlipVisionModel(vision_config)
-            self.vision.load_state_dict({_vision_name(name): value for name, value in vision_tensors.items()})
+            self.vision.load_state_dict({vision_name(name): value for name, value in vision_tensors.items()})
             text_config = _text_config(text, vision_config.hidden_size)
             self.text = transformers.BlipTextModel(text_config, add_pooling_layer=False)
             self.text.load_state_dict(text_tensors)
@@ -129,17 +129,17 @@ class ImageRewardNetwork(torch.nn.Module):
         return ((ratings - MEAN) / STD).cpu()
 
 
-def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _vision_name(name: str) -> str:
+def vision_name(name: str) -> str:
     for pattern, replacement in VISION_NAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
-def _vision_config(tensors: dict[str, torch.Tensor]) -> "BlipVisionConfig":
+def vision_config_of(tensors: dict[str, torch.Tensor]) -> "BlipVisionConfig":
     """The sizes of the image encoder, which only its tensors tell."""
     import transformers
 

@@ -42,6 +42,12 @@ def config(name: str, **keys: Any) -> Config:
 
 
 @functools.cache
+def shared() -> Policy:
+    """One for all that change nothing of it."""
+    return training.new_policy()
+
+
+@functools.cache
 def plain(name: str) -> "Drawn":
     """Without any saving."""
     return Drawn(config(name))
@@ -55,7 +61,7 @@ class Drawn:
     """What a configuration draws, and the gradient of fixed rewards."""
 
     def __init__(self, c: Config, policy: Policy | None = None, shares: bool = True) -> None:
-        self.made = made = training.Training(c, policy)
+        self.made = made = training.Training(c, policy or shared())
         if not shares:
             made.rollout = Rollout(made.policy, c.sampling, made.rollout.validation, shares=False)
             found = [(task, *made.rollout.generate(task, made.algorithm)) for task, *_ in made.tasks]

@@ -67,7 +67,7 @@ def test_prompts_are_written_as_rows(tmp_path: Path) -> None:
         {"prompt": "c", "text": "d"},
     ]
     assert write_prompts("mine.txt", file) == "mine.txt"
-    for wrong in ([], [3], [{"prompt": "a", "x": object()}]):
+    for wrong in ([], [3], 3, [{"prompt": "a", "x": object()}]):
         with pytest.raises(DataError):
             write_prompts(wrong, file)  # type: ignore[arg-type]
 
@@ -78,6 +78,14 @@ def test_the_experiment_file_composes_what_was_asked_for(tmp_path: Path) -> None
     composed = compose_run([f"experiment={file}"])
     assert (composed.config.sampling.height, composed.preset) == (32, "flow_grpo_fast")
     assert composed.config.validation.data is None and yaml.safe_load(file.read_text())["sampling"] == {"height": 32}
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    mine = write_experiment(folder, "python", str(file), None, {"trainer": {"steps": 3}})
+    config = compose_run([f"experiment={mine}"]).config
+    assert (config.sampling.height, config.trainer.steps, config.algorithm.name) == (32, 3, "flow_grpo_fast")
+    for wrong, said in (("sings", "'signs'"), (folder / "pyton.yaml", r"python\.yaml")):
+        with pytest.raises(ConfigError, match=f"^experiment=.*{said}"):
+            write_experiment(tmp_path, "other", wrong, None, {})
     again = write_experiment(tmp_path, "other", "sd15_aesthetic", None, {"trainer": {"steps": 3}})
     config = compose_run([f"experiment={again}"]).config
     assert (config.trainer.steps, list(config.reward.scorers)) == (3, ["aesthetic"])

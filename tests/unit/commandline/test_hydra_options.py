@@ -6,8 +6,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gerl.commandline.composition import compose_run
-from gerl.commandline.hydra_options import hydra_options, quoted
+from gerl.commandline.hydra_options import files_in, hydra_options, quoted, without_options
 from gerl.errors import ConfigError
+from gerl.evaluate.command import parse as evaluation
+from gerl.preflight.arguments import parse as preflight
+from gerl.score.command import parse as scoring
 
 MINE = """# @package _global_
 defaults:
@@ -65,6 +68,42 @@ def test_a_file_at_the_top_of_the_folder_and_one_of_gerl(folder: Path) -> None:
     assert compose_run(flat).config.actor.lr == 0.007
     shipped = hydra_options(["experiment=plain", "-cd", str(folder)]).arguments
     assert shipped[0] == "experiment=plain" and compose_run(shipped).experiment == "plain"
+
+
+def test_a_preset_of_the_folder(folder: Path) -> None:
+    composed = compose_run(hydra_options(["algorithm=special", "--config-dir", str(folder)]).arguments)
+    assert (composed.config.algorithm.kl_coef, composed.preset, composed.experiment) == (0.5, "", "signs")
+    assert files_in("algorithm", folder) == ["special"] and files_in("experiment", folder) == ["base", "flat", "mine"]
+    with pytest.raises(ConfigError, match=r"algorithm=speical: .*'special'"):
+        hydra_options(["algorithm=speical", "--config-dir", str(folder)])
+
+
+def test_the_other_commands_find_experiments_there_too(folder: Path, tmp_path: Path) -> None:
+    given = ["--config-dir", str(folder), "experiment=mine"]
+    assert preflight([*given, "algorithm=special"])[0].trainer.steps == 7
+    assert scoring([*given, "images=x", "out=y"])[1].trainer.steps == 7
+    prompts = tmp_path / "prompts.txt"
+    assert evaluation([*given, f"out={tmp_path}", f"prompts={prompts}"]).config.actor.lr == 0.007
+
+
+def test_defaults_name_files_by_their_paths_too(folder: Path) -> None:
+    other = folder / "other" / "mine.yaml"  # gerl, or the folder, may have others of these names
+    other.parent.mkdir()
+    other.write_text(
+        "defaults:\n  - ../experiment/mine.yaml\n  - override /algorithm: ../algorithm/special.yaml\n"
+        "  - _self_\ntrainer:\n  seed: 4\n"
+    )
+    config = compose_run([f"experiment={other}"]).config
+    assert (config.trainer.steps, config.trainer.seed, config.algorithm.kl_coef) == (7, 4, 0.5)
+    other.write_text("defaults:\n  - mien.yaml\n")
+    with pytest.raises(ConfigError, match=r"defaults name mien\.yaml, and there is no such file"):
+        compose_run([f"experiment={other}"])
+
+
+@pytest.mark.parametrize("given", [["-m", "a.b=1,2"], ["--cfg", "job"], ["a.b=1", "--cfg=job"]])
+def test_what_only_training_has_is_said(given: list[str]) -> None:
+    with pytest.raises(ConfigError, match="only gerl train"):
+        without_options(given)
 
 
 def test_several_experiments_of_a_sweep(folder: Path) -> None:

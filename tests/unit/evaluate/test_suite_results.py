@@ -20,7 +20,7 @@ from gerl.rewards.rows import TOTAL
 SUITE = Suite(
     title="Signs",
     source="a test",
-    prompts=PromptFile("a test", "mine.jsonl", "0" * 64, 4, "CC0"),
+    prompts=PromptFile("a test", "mine.jsonl", 4, "CC0", sha256="0" * 64),
     scorers={"ocr": {"weight": 1.0}},
     columns={"ocr": Column("OCR", "tasks", 10.0), "ocr/exact": Column("exact")},
     tasks=Tasks("kind", ("even", "odd", "none")),

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import yaml
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, DataError
 from gerl.evaluate.command import Request, parse
-from gerl.evaluate.suites import FOLDER, Suite, argument, listing, load, names
+from gerl.evaluate.suites import FOLDER, PromptFile, Suite, argument, listing, load, names
+from gerl.protocol import Prompt
 from gerl.rewards.scorers import SCORERS
+from gerl.rewards.scorers.dpg import DpgScorer
+from gerl.utils.dataset import load_prompts
 
 RUNNABLE = [name for name in names() if not load(name).missing]
 
@@ -47,7 +51,9 @@ def request_of(tmp_path: Path) -> Callable[..., Request]:
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_a_shipped_suite_is_complete(name: str) -> None:
     suite = load(name)
-    assert suite.prompts is not None and suite.protocols and suite.published and suite.differs
+    assert suite.prompts is not None and suite.differs
+    assert suite.protocols or any("prescribes no size, steps and guidance" in text for text in suite.differs)
+    assert bool(suite.published) != bool(suite.unpublished)
     assert "at commit" in suite.prompts.source and suite.prompts.licence
     assert set(suite.scorers) <= set(SCORERS) and set(suite.needs) <= set(suite.scorers)
     assert sum(entry["weight"] for entry in suite.scorers.values()) == 1  # the others are watched
@@ -63,7 +69,7 @@ def test_a_shipped_suite_is_complete(name: str) -> None:
 def test_a_file_that_ships_with_a_suite_has_its_digest(name: str) -> None:
     prompts = load(name).prompts
     if prompts is not None and (FOLDER / prompts.file).exists():
-        assert hashlib.sha256((FOLDER / prompts.file).read_bytes()).hexdigest() == prompts.sha256
+        assert prompts.digest_of((FOLDER / prompts.file).read_bytes()) in (prompts.sha256, prompts.git_blob)
     assert {path.suffix for path in FOLDER.iterdir()} == {".yaml"}  # no prompts of others ship
 
 
@@ -75,7 +81,9 @@ def test_genevals_published_rows_are_the_means_of_their_tasks() -> None:
 def test_the_listing_names_every_suite_its_licence_and_what_is_missing() -> None:
     text = listing()
     assert all(f"\n{name}\n" in f"\n{text}" for name in names())
-    assert "mPLUG" in text and "MIT (LICENSE" in text and "reward.scorers.deqa.kwargs.url" in text
+    assert "not the published protocol: the questions are answered by" in text and "no published rows: " in text
+    assert "MIT (LICENSE" in text and "reward.scorers.deqa.kwargs.url, else left out" in text
+    assert "needs: reward.scorers.dpg.kwargs.base_url\n" in text
 
 
 @pytest.mark.parametrize("value", [None, 3, 0.5, True, "a 'b' \\ {c: d}", [1, 2], {"a": {"b": "x/y", "c": [0.5]}}, {}])
@@ -160,6 +168,64 @@ def test_a_scorer_that_needs_an_address_is_left_out_until_it_has_one(tmp_path: P
     assert given.config.reward.scorers["deqa"].kwargs == {"url": "http://localhost:1"}
 
 
+def test_without_what_it_measures_with_a_suite_is_refused() -> None:
+    for name, scorer in (("dpg", "dpg"), ("geneval2", "geneval2")):
+        with pytest.raises(ConfigError, match=rf"suite={name}: .* give reward\.scorers\.{scorer}\.kwargs\.base_url"):
+            parse([f"suite={name}", "out=o"])
+
+
+def test_a_suite_with_another_judge_is_never_the_published_protocol(tmp_path: Path) -> None:
+    columns = {"sharpness": {"name": "Sharpness", "here": "Sharpness by another judge"}}
+    keys = {"columns": columns, "tasks": None, "published": [], "deviates": ["another judge"]}
+    found = parse([f"suite={suite_file(tmp_path, **keys)}", "out=o"])
+    assert found.deviations == ("another judge",)
+    assert load("dpg").deviates and load("dpg").columns["dpg"].measured != load("dpg").columns["dpg"].name
+
+
+def test_where_no_protocol_is_published_the_settings_are_free_and_the_images_are_not(tmp_path: Path) -> None:
+    suite = suite_file(tmp_path, protocols={}, images=4)
+    free = parse([f"suite={suite}", "out=o", "sampling.width=48", "validation.num_inference_steps=7"])
+    assert (free.images, free.deviations) == (4, ())
+    assert parse([f"suite={suite}", "out=o", "images=1"]).deviations == ("images=1 (pinned: 4)",)
+
+
+def graph_of_questions(folder: Path) -> PromptFile:
+    """Two prompts with two questions and one, in rows that are not in one piece."""
+    rows = [("p", "a cat", "1", "0", "Cat?"), ("q", "a dog", "1", "0", "Dog?"), ("p", "a cat", "2", "1", "Red?")]
+    names = "item_id,text,proposition_id,dependency,question_natural_language"
+    (folder / "graph.csv").write_text("\n".join([names, *map(",".join, rows)]) + "\n")
+    return PromptFile("here", "graph.csv", 2, "CC0", git_blob="0" * 40, key="text", gather="item_id")
+
+
+def test_rows_of_one_prompt_are_gathered_to_its_questions(tmp_path: Path) -> None:
+    file = graph_of_questions(tmp_path)
+    first, second = file.arrange(load_prompts(str(tmp_path / "graph.csv"), "text"))
+    assert (first.text, second.text, first.id, second.id) == ("a cat", "a dog", 0, 1)
+    assert [row["question_natural_language"] for row in first.metadata["questions"]] == ["Cat?", "Red?"]
+    scorer = DpgScorer(base_url="http://127.0.0.1:1/v1")
+    scorer.check_prompts([first, second])
+    assert scorer.questions(first.text, first.metadata)[2].parents == (1,)
+    with pytest.raises(DataError, match=r"prompt 3: 'a sign' has no 'item_id': get the suite's file"):
+        file.arrange([Prompt(3, "a sign")])
+
+
+def test_a_file_may_be_known_by_its_name_in_git(tmp_path: Path) -> None:
+    graph_of_questions(tmp_path)
+    content = (tmp_path / "graph.csv").read_bytes()
+    git = ["git", "hash-object", "--no-filters", str(tmp_path / "graph.csv")]
+    blob = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    assert PromptFile("here", "graph.csv", 2, "CC0", git_blob=blob).digest_of(content) == blob
+    prompts = {"source": "here", "file": "mine.jsonl", "count": 5, "licence": "CC0", "git_blob": blob}
+    with pytest.raises(DataError, match=rf"expected the git blob {blob} of mine\.jsonl of here, got [0-9a-f]{{40}};"):
+        parse([f"suite={suite_file(tmp_path, prompts=prompts)}", "out=o"])
+
+
+@pytest.mark.parametrize("task", ["spatial", "numeracy"])
+def test_parts_of_t2i_compbench_without_a_scorer_are_refused_with_the_reason(task: str) -> None:
+    with pytest.raises(ConfigError, match=rf"suite=t2i_compbench_{task} cannot be run: .*UniDet.*{task}_val\.txt"):
+        parse([f"suite=t2i_compbench_{task}", "out=o"])
+
+
 def test_another_file_than_the_suites_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"prompt": "a cat"}\n')
     digest = hashlib.sha256((tmp_path / "other.jsonl").read_bytes()).hexdigest()
@@ -179,6 +245,7 @@ def test_another_file_than_the_suites_is_refused(tmp_path: Path) -> None:
         ({"published": [{"model": "M", "source": "P", "values": {"zzz": 1.0}}]}, "a published row has zzz"),
         ({"zzz": 1}, "zzz: "),
         ({"prompts": None}, "says in missing why it cannot be run"),
+        ({"prompts": {"source": "s", "file": "f", "count": 1, "licence": "l"}}, "either sha256 or git_blob"),
     ],
 )
 def test_a_suite_that_is_not_complete_is_refused(tmp_path: Path, changes: dict[str, object], sentence: str) -> None:

@@ -155,7 +155,7 @@ def test_a_missing_or_old_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch)
     config = ModelConfig(quantize="int8")
     check_quantisation(config, "cpu")
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.9.1")
-    with pytest.raises(ConfigError, match=r"model\.quantize=int8 needs the package torchao, 0\.15 or newer.*gerl\["):
+    with pytest.raises(ConfigError, match=r"model\.quantize=int8 needs the package torchao, 0\.16 or newer.*gerl\["):
         load_pipeline(config, "cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"model\.quantize_encoders=nf4 .*gerl\[bitsandbytes\].*=none"):

@@ -63,6 +63,11 @@ def test_values_of_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert words("train", "data.train=") == words("train", "trainer.steps=") == []  # files are the shell's
     (tmp_path / "mine.yaml").touch()
     assert words("preflight", "experiment=mi") == ["experiment=mine.yaml"]
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mint.yaml").touch()
+    assert words("evaluate", "--config-dir", "there", "experiment=mi") == ["experiment=mint", "experiment=mine.yaml"]
+    assert words("score", "--c") == ["--config-dir"] and words("export", "--c") == []
+    assert words("train", "--config-dir", "") == []
 
 
 def test_other_commands_have_the_keys_that_they_take() -> None:

@@ -5,8 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gerl.api.runs import Run
 from gerl.errors import GerlError
-from gerl.run.validation import Drawing, load_validation, load_validations, save_validation, standard_error
+from gerl.run.validation import (
+    Drawing,
+    forget_pictures,
+    load_validation,
+    load_validations,
+    save_validation,
+    standard_error,
+)
 from gerl.run.validation import validation_steps as steps_of
 
 PROMPTS = ["a", "b", "c", "d"]
@@ -69,6 +77,25 @@ def test_the_ends_have_pictures_and_a_damaged_end_gives_way_to_its_neighbour(
     assert [m.split("step_0000")[1][:2] for m in caplog.messages] == ["10", "00", "15"]
     with pytest.raises(GerlError, match=r"step_000015.*delete it"):
         load_validation(tmp_path, 15)
+
+
+def test_pictures_between_the_first_and_the_newest_go_but_those_of_the_best(tmp_path: Path) -> None:
+    drawing = Drawing([5, 7], [{}, {}], "cpu")
+    for step, reward in enumerate((0.1, 0.2, 0.9, 0.3, 0.4, 0.5)):
+        save_validation(tmp_path, step, PROMPTS, pictures(2), [reward] * 4, {}, [1, 3], drawing)
+    before = [v.rewards for v in load_validations(tmp_path)]
+    for _ in range(2):
+        forget_pictures(tmp_path, newest=2)
+        assert sorted(path.stem for path in (tmp_path / "validation").glob("*.npz")) == [
+            f"step_{step:06d}" for step in (0, 2, 4, 5)
+        ]
+    assert [v.rewards for v in load_validations(tmp_path)] == before
+    assert load_validation(tmp_path, 2).shown == [1, 3] and len(load_validation(tmp_path, 2).pixels) == 2
+    gone = load_validation(tmp_path, 3)
+    assert (gone.shown, gone.pixels, gone.drawing, gone.rewards) == ([], [], None, [0.3] * 4)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(GerlError, match=r"step 3 .*validation\.keep"):
+        Run(tmp_path).images(3)
 
 
 def test_the_standard_error_is_that_of_the_scored() -> None:

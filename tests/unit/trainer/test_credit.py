@@ -118,6 +118,24 @@ def test_held_out_prompts_that_only_people_could_score_have_no_reward_and_no_fai
     assert len(caplog.messages) == 1 and f"step 6: {said}" in caplog.messages[0]
 
 
+def test_each_kind_of_held_out_prompts_has_its_mean() -> None:
+    c = config()
+    found = scored(c, [1.0, 3.0, 5.0, 6.0])
+    assert not [name for name in found.metrics(c.reward, validation=True) if name.count("/") > 2]
+    sources = ("signs/short", "signs/short", "photos", None)
+    for i, source in enumerate(sources):
+        prompt = replace(found.samples[i].prompt, metadata={} if source is None else {"data_source": source})
+        found.samples[i] = replace(found.samples[i], prompt=prompt)
+    metrics = found.metrics(c.reward, validation=True)
+    assert {name: value for name, value in metrics.items() if name.startswith("val/reward/")} == {
+        "val/reward/mean": 3.75, "val/reward/signs_short/mean": 2.0, "val/reward/photos/mean": 5.0
+    }  # fmt: skip
+    found.totals[0], found.failures[0] = None, [ScorerFailure("a", "it broke")]
+    # a mean of other prompts is not compared
+    metrics = found.metrics(c.reward, validation=True)
+    assert math.isnan(metrics["val/reward/signs_short/mean"]) and metrics["val/reward/photos/mean"] == 5.0
+
+
 def test_a_validation_stops_the_run_as_a_step_does() -> None:
     c = config()
     with pytest.raises(

@@ -8,7 +8,7 @@ import pytest
 
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError
-from gerl.trainer.sweep import _arguments, _plan
+from gerl.trainer.sweep import _arguments, _check_choices, _plan
 from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
 
 LAST = "reward.scorers.ocr.weight=2"
@@ -40,6 +40,13 @@ def test_algorithms_and_experiment_files_are_swept_over_by_name(tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("values", ["choice(awm,awm_fast)", "glob(awm*)"])
+def test_presets_by_functions_of_hydra(values: str) -> None:
+    plan = _plan(["experiment=plain", f"algorithm={values}"])
+    assert plan.batch is not None
+    assert [run[-1] for run in plan.batch] == ["algorithm=awm", "algorithm=awm_fast"]
+
+
 def test_values_that_make_no_name_are_left_out_of_it() -> None:
     plan = _plan(["data.train=a/b.txt,c.txt", "trainer.seed=1"])
     assert "hydra.sweep.subdir=${hydra.job.num}" in plan.overrides
@@ -63,6 +70,45 @@ def test_a_plugin_chooses_its_values_itself_and_is_told_that_more_is_better() ->
             ["hydra/sweeper=optuna", "hydra.sweeper.direction=minimize", "actor.lr=interval(1e-5,1e-2)"]
         ).overrides
     )
+
+
+def test_a_preset_in_a_file_is_swept_over(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("algorithm:\n  name: flow_grpo\n  kl_coef: 0.5\n")
+    plan = _plan([f"algorithm={mine},awm", "experiment=plain"])
+    assert plan.batch is not None
+    assert [_arguments(run, plan) for run in plan.batch] == [
+        [f"algorithm={mine}", "experiment=plain"],
+        ["algorithm=awm", "experiment=plain"],
+    ]
+    assert compose_run(_arguments(plan.batch[0], plan)).config.algorithm.kl_coef == 0.5
+
+
+OPTUNA = ("hydra/sweeper=optuna", "experiment=plain")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["actor.lr=interval(-1,1)", "trainer.seed=choice(1,2)"], r"^actor\.lr=-1\.0: "),
+        (["actor.lr=interval(1e-5,1e-3)", "model.lora_rank=choice(8,0)"], r"^model\.lora_rank=0: "),
+        (["trainer.seed=range(1,99)", "model.dtype=choice(bfloat16,bfloat61)"], r"^model\.dtype=.?bfloat61"),
+        (["trainer.seed=1,2", "trainer.steps=0"], r"^trainer\.steps=0: "),
+    ],
+)
+def test_a_value_that_a_plugin_might_choose_and_no_run_can_have_is_refused_at_first(
+    given: list[str], said: str
+) -> None:
+    plan = _plan([*OPTUNA, *given])
+    with pytest.raises(ConfigError, match=said):
+        _check_choices(plan)
+
+
+def test_a_value_that_goes_with_some_of_the_others_is_left_to_the_plugin() -> None:
+    plan = _plan([*OPTUNA, "trainer.staleness=choice(0,1)", "algorithm.dynamic_sampling=choice(2,0)"])
+    with pytest.raises(ConfigError, match=r"trainer\.staleness=1"):
+        compose_run(["experiment=plain", "trainer.staleness=1", "algorithm.dynamic_sampling=2"])
+    _check_choices(plan)
 
 
 def test_nothing_to_sweep_over_is_said() -> None:

@@ -34,6 +34,7 @@ def build(name: str, **kwargs: Any) -> Any:
         ("geneval", {"threshold": 0.5}),
         ("unified_reward2", {"base_url": CHAT["base_url"]}),
         ("geneval2", {**CHAT, "mean": "arithmetic"}),
+        ("dpg", {**CHAT, "metadata_key": "graph"}),
         ("vlm_judge", {**CHAT, "sources": ["image"]}),
         ("dino_similarity", {"model": "facebook/dinov2-large", "metadata_key": "source"}),
     ],
@@ -94,6 +95,9 @@ def test_kwargs_as_a_configuration_gives_them_are_taken(name: str, kwargs: dict[
         ("unified_reward2", {**CHAT, "image_size": 0}, "image_size=0 is wrong"),
         ("geneval2", {**CHAT, "mean": "median"}, "mean='median' is wrong"),
         ("geneval2", {**CHAT, "min_mass": 0}, "min_mass=0 is wrong"),
+        ("dpg", {**CHAT, "image_size": 0}, "image_size=0 is wrong"),
+        ("blip_vqa", {"batch_size": 0}, "batch_size=0 is wrong"),
+        ("blip_vqa", {"spacy": "x"}, "spacy='x' is wrong.*takes model, tokenizer, spacy_model"),
         ("dino_similarity", {"batch_size": 0}, "batch_size=0 is wrong"),
         ("dino_similarity", {"processor": "x"}, "processor='x' is wrong.*takes model, metadata_key"),
         ("aesthetic", {"head": None}, "head=None is wrong"),
@@ -114,6 +118,7 @@ def test_wrong_kwargs_are_named_when_the_scorer_is_built(name: str, kwargs: dict
         ("ocr", {}, "rapidocr", "ocr"),
         ("ocr", {"backend": "paddleocr"}, "paddle", "paddleocr"),
         ("hpsv2", {}, "open_clip", "clip"),
+        ("blip_vqa", {}, "spacy", "compbench"),
     ],
 )
 def test_a_package_that_is_not_installed_names_its_extra(
