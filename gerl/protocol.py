@@ -135,6 +135,22 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Occasion:
+    """The origin of the images of a group, told to people who are asked about them.
+
+    `key` stands for run, step, prompt and seeds, so a step that is repeated asks the same; `together` has the keys of
+    all groups that are asked about at the same time.
+    """
+
+    key: str
+    run: str
+    step: int
+    prompt: int  # its id
+    seeds: tuple[int, ...]  # [B]
+    together: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StepEnd:
     """The end of a trainer step, as a worker tells of it."""
 

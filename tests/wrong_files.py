@@ -22,6 +22,7 @@ FILES: dict[str, str | bytes] = {
     "captions.csv": "caption\na\n",
     "notparquet.parquet": "hello",
     # experiments
+    "voted/journal.jsonl": '{"vote": 1}\n',
     "stepz.yaml": "trainer:\n  stepz: 3\n",
     "typed.yaml": "actor:\n  lr: fast\n",
     "broken.yaml": "trainer: [\n",

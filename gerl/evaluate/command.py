@@ -17,7 +17,7 @@ from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_
 from gerl.evaluate.suites import Pinned, deviations, listing, names, pin
 from gerl.model.paths import SHIPPED, resolve
 from gerl.protocol import Prompt
-from gerl.rewards.checks import read_prompts
+from gerl.rewards.checks import read_prompts, without_people
 from gerl.rewards.rows import check_any_scored, check_columns, stop_at_failure
 from gerl.run.tracking import image_progress
 
@@ -210,6 +210,7 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
         )
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen[-1]} has no validation.data: give prompts=FILE")
+    config = replace(config, reward=without_people(config.reward))
     check_columns(config.reward, COLUMNS)
     images = options.images or (config.validation.images_per_prompt if pinned is None else pinned.images)
     return Request(config, chosen[-1], files, options.out, images, pinned, differing)

@@ -27,7 +27,7 @@ from gerl.preflight.agreement import clearly_above, combined, cosine, inner_prod
 from gerl.preflight.findings import write_json
 from gerl.preflight.signal_report import Choice, Signal, StepSignal
 from gerl.protocol import RolloutTask, Sample, StepFacts
-from gerl.rewards.checks import read_prompts
+from gerl.rewards.checks import read_prompts, without_people
 from gerl.run.timing import Stopwatch
 from gerl.trainer.drawing import Drawn
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
@@ -49,6 +49,7 @@ class Measured:
 
 def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     """Measure with so many `batches`, log the report and write it to `out`."""
+    config = replace(config, reward=without_people(config.reward))
     resolve(config.model.path)
     prompts = read_prompts(config, "data.train", config.data.train)
     machines = Cluster(config.cluster, config.reward.gpu_shares)

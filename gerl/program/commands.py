@@ -36,6 +36,7 @@ COMMANDS = {
     "score": Command("gerl.score.command", "Score images that exist with a reward, before training on it."),
     "evaluate": Command("gerl.evaluate.command", "Compare the base model with LoRAs on the same noise."),
     "export": Command("gerl.export.command", "Write the LoRA of a run in the files of another program, or merge it."),
+    "vote": Command("gerl.vote.command", "Train on what people prefer: a page asks them while the run goes on."),
     "report": Command("gerl.run.report", "Write report.html of a run that is finished, was stopped, or still trains."),
     "watch": Command(
         "gerl.watch.command", "Watch a run in a browser while it trains, and ask it to save, validate or stop."

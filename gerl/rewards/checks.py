@@ -1,12 +1,13 @@
 """The check of the reward before any work, and of a step's samples for groups without all their scores."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
 from gerl.data.sources import check_mixture, load, named
-from gerl.errors import DataError, RewardError
+from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
-from gerl.rewards.scorers import known_scorer
+from gerl.rewards.scorers import asks_people, known_scorer
 from gerl.rewards.total import applies, check_routes
 
 
@@ -42,6 +43,23 @@ def read_prompts(
     except DataError as error:
         raise DataError(f"{key}={named(given)}: {error}") from None
     return prompts
+
+
+def without_people(config: RewardConfig) -> RewardConfig:
+    """The reward without people, who are asked while a run trains and never else.
+
+    Raises `ConfigError` if no scorer with a weight is left.
+    """
+    asked = [name for name, scorer in config.scorers.items() if scorer.path is None and asks_people(name)]
+    if not asked:
+        return config
+    scorers = {name: scorer for name, scorer in config.scorers.items() if name not in asked}
+    if not any(scorer.weight for scorer in scorers.values()):
+        raise ConfigError(
+            f"reward.scorers.{asked[0]}: people are asked in training only; name a scorer that measures instead, such "
+            "as reward.scorers.clipscore.weight=1"
+        )
+    return replace(config, scorers=scorers)
 
 
 def usable_groups(

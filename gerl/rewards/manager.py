@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, wait_any
+from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
 from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
+from gerl.rewards.asking import Asleep, occasions, wait
+from gerl.rewards.load import Load
 from gerl.rewards.scorers import known_scorer
+from gerl.rewards.scorers.base import PeopleScorer
 from gerl.rewards.total import applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
 from gerl.timeline import Timeline
@@ -28,13 +31,19 @@ SHOWN = 3  # prompts named in a warning
 
 
 class Scorable(Protocol):
-    """An image that is to be scored: a `Sample`, or anything with these two."""
+    """An image that is to be scored: a `Sample`, or anything with these."""
 
     @property
     def prompt(self) -> Prompt: ...
 
     @property
     def group(self) -> Group: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
 
 
 @dataclass(eq=False)
@@ -46,6 +55,8 @@ class Job:
     places: list[tuple[int, int]]  # (micro-batch, row)
     attempts: int = 0
     queued: float = field(default_factory=time.perf_counter)
+    polls: int = 0  # times that people had not answered yet
+    wake: float = 0.0  # when they are asked again
 
 
 @dataclass
@@ -98,19 +109,6 @@ class Call:
     started: float
 
 
-@dataclass
-class Load:
-    """The work of a scorer since it was last asked."""
-
-    calls: int = 0
-    images: int = 0
-    seconds: float = 0.0
-    queued: float = 0.0
-    retries: int = 0
-    restarts: int = 0
-    warnings: int = 0
-
-
 def given(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
     """The functions of this program that are scorers, by name."""
     paths = [scorer.path for scorer in scorers.values() if scorer.path is not None and scorer.path.startswith(PREFIX)]
@@ -120,14 +118,16 @@ def given(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
 class RewardManager:
     """The processes of all scorers; `open` begins the scoring of a step's micro-batches, or of a validation's.
 
-    Several rounds of them may be under way: their calls are made in the order in which images were added.
+    Of several rounds under way calls are made in the order in which images were added. `run`: its name, for people.
     """
 
-    def __init__(self, config: RewardConfig, cluster: Cluster, timeline: Timeline | None = None) -> None:
-        self.config, self.timeline = config, timeline or Timeline()
+    def __init__(self, config: RewardConfig, cluster: Cluster, run: str = "", timeline: Timeline | None = None) -> None:
+        self.config, self.run, self.timeline = config, run, timeline or Timeline()
         scorers = {name: known_scorer(name, scorer) for name, scorer in config.scorers.items()}
         cluster.send_by_value(given(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
+        self.people = {name for name, scorer in scorers.items() if isinstance(scorer, PeopleScorer)}
+        self.asleep: Asleep[Job] = Asleep()
         self.load = {name: Load() for name in scorers}
         self.running: dict[Pending[Answer], Call] = {}
         self.pools: dict[str, Pool] = {}  # by scorer; those that share a model have the same one
@@ -155,14 +155,18 @@ class RewardManager:
                 pool.start(process)
             self.pools |= dict.fromkeys(names, pool)
 
-    def open(self, samples: Sequence[Sequence[Scorable]]) -> "ScoringRound":
-        """Begin to score micro-batches of `samples`, whose images are added as they are drawn."""
-        return ScoringRound(self, samples)
+    def open(self, samples: Sequence[Sequence[Scorable]], held_out: bool = False) -> "ScoringRound":
+        """Begin to score micro-batches of `samples`, whose images are added as they are drawn.
+
+        `held_out`: images of a validation, about which people are not asked.
+        """
+        scorers = {name: s for name, s in self.config.scorers.items() if not (held_out and name in self.people)}
+        return ScoringRound(self, samples, scorers)
 
     def give_up(self) -> None:
         """Drop all rounds: calls that are at work end for nothing."""
-        if not isinstance(self.failure, RewardError):  # of what is dropped
-            self.failure = None
+        self.failure = self.failure if isinstance(self.failure, RewardError) else None  # of what is dropped
+        self.asleep.clear()
         for pool in self._pools():
             pool.queue.clear()
         for call in self.running.values():
@@ -176,14 +180,15 @@ class RewardManager:
 
     def submit(self) -> None:
         """Give idle processes the calls at the heads of their queues."""
+        for job in self.asleep.awake():
+            self.pools[job.scorer].queue.append(job)
         for pool in self._pools():
             while pool.queue and pool.idle:
                 job, process = pool.queue.popleft(), pool.idle.pop(0)
-                started = self.timeline.now()
+                started, now = self.timeline.now(), time.perf_counter()
                 pending = job.round.score(job, pool, process)
                 self.timeline.submitted(pending, "score", started)
-                now = time.perf_counter()
-                self.load[job.scorer].queued += now - job.queued
+                self.load[job.scorer].queued += 0.0 if job.polls else now - job.queued
                 self.running[pending] = Call(job, pool, process, now)
 
     @property
@@ -192,9 +197,10 @@ class RewardManager:
         return any(pool.workers.remote for pool in self._pools())
 
     def awaited(self) -> tuple[list[Pending[Any]], float | None]:
-        """Starts and calls whose end moves a round on, and the seconds after which one of the calls hangs."""
+        """Starts and calls whose end moves a round on, and the seconds after which one hangs, or is made again."""
         starting = [pending for pool in self._pools() for pending in pool.starting]
         deadlines = [call.started + call.pool.timeout for call in self.running.values()]
+        deadlines += [job.wake for job in self.asleep]
         return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
 
     def collect(self, ended: Collection[Pending[Any]]) -> None:
@@ -239,9 +245,13 @@ class RewardManager:
                 raise
             return
         call.pool.idle.append(call.process)
+        if answer.waiting is not None:
+            if job.round.wanted:
+                self.asleep.put(job, answer.waiting)
+            return
         load.calls += 1
         load.images += len(job.places)
-        load.seconds += answer.seconds
+        load.seconds += time.perf_counter() - job.queued if job.polls else answer.seconds
         load.retries += len(answer.retried)
         load.warnings += len(answer.warnings)
         for message in answer.warnings:
@@ -274,15 +284,7 @@ class RewardManager:
         """Of each scorer since the last time: seconds a call took and waited, images a second, and what went wrong."""
         metrics: dict[str, float] = {}
         for name, load in self.load.items():
-            calls = max(load.calls, 1)
-            metrics |= {
-                f"scorer/{name}/latency_s": load.seconds / calls,
-                f"scorer/{name}/queue_s": load.queued / calls,
-                f"scorer/{name}/images_per_s": load.images / load.seconds if load.seconds else 0.0,
-                f"scorer/{name}/retries": float(load.retries),
-                f"scorer/{name}/restarts": float(load.restarts),
-                f"scorer/{name}/warnings": float(load.warnings),
-            }
+            metrics |= load.metrics(name)
             self.load[name] = Load()
         return metrics
 
@@ -290,8 +292,10 @@ class RewardManager:
 class ScoringRound:
     """Micro-batches on their way through the scorers; what is added is scored while the next ones are drawn."""
 
-    def __init__(self, manager: RewardManager, samples: Sequence[Sequence[Scorable]]) -> None:
-        self.manager, self.samples = manager, samples
+    def __init__(
+        self, manager: RewardManager, samples: Sequence[Sequence[Scorable]], scorers: Mapping[str, ScorerConfig]
+    ) -> None:
+        self.manager, self.samples, self.scorers = manager, samples, scorers
         self.wanted = True
         self.images: dict[int, Pending[Images]] = {}  # of the micro-batches that are drawn
         self.rows: list[list[Row]] = [[{} for _ in batch] for batch in samples]
@@ -301,6 +305,8 @@ class ScoringRound:
             for row, sample in enumerate(batch):
                 self.groups.setdefault(sample.group, []).append((i, row))
         self.partial = dict.fromkeys(self.groups)  # groups with images still to be drawn
+        members = {group: [samples[i][row] for i, row in places] for group, places in self.groups.items()}
+        self.occasions = occasions(manager.run, members) if manager.people & scorers.keys() else {}
 
     @property
     def queued(self) -> int:
@@ -314,7 +320,7 @@ class ScoringRound:
         whole = [group for group in self.partial if all(i in self.images for i, _ in self.groups[group])]
         for group in whole:
             del self.partial[group]
-        for name, scorer in self.manager.config.scorers.items():
+        for name, scorer in self.scorers.items():
             parts = [[(batch, row) for row in range(len(self.samples[batch]))]]
             if name in self.manager.groupwise:
                 parts = [self.groups[group] for group in whole]
@@ -332,7 +338,7 @@ class ScoringRound:
         while self.left:
             self.manager.submit()
             awaited, seconds = self.manager.awaited()
-            self.manager.collect(set(wait_any(awaited, seconds)))
+            self.manager.collect(wait(awaited, seconds))
         return self.scores()
 
     def scores(self) -> list[Scores]:
@@ -346,6 +352,11 @@ class ScoringRound:
         prompts = [self.samples[i][row].prompt for i, row in job.places]
         texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
         images = [self.images[i].later() for i in batches]
+        if job.scorer in self.manager.people:
+            i, row = job.places[0]
+            occasion = self.occasions[self.samples[i][row].group]
+            arguments = (job.scorer, places, texts, metadata, occasion)
+            return pool.workers.submit(process, RewardWorker.ask, *arguments, *images)
         return pool.workers.submit(process, RewardWorker.score, job.scorer, places, texts, metadata, *images)
 
     def take(self, job: Job, rows: Sequence[Row]) -> None:
@@ -368,7 +379,7 @@ class ScoringRound:
         return None
 
     def _scores(self, batch: Sequence[Scorable], rows: list[Row]) -> Scores:
-        scorers = self.manager.config.scorers
+        scorers = self.scorers
         sums = [total(scorers, sample.prompt, row) for sample, row in zip(batch, rows, strict=True)]
         totals = [None if isinstance(value, ScorerFailure) else value for value in sums]
         found = list(dict.fromkeys(label for row in rows for label in row))

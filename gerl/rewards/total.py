@@ -28,7 +28,8 @@ def total(
 ) -> float | ScorerFailure | None:
     """Weighted sum of the shaped scores of the scorers that apply to `prompt`; None if one of them failed.
 
-    A scorer of weight 0 is only watched: its failure changes nothing. What float32 cannot hold is a failure.
+    None as well if none with a weight applies, as in a validation without the people who score. A scorer of weight 0
+    is only watched: its failure changes nothing. What float32 cannot hold is a failure.
     """
     parts: dict[str, float] = {}
     for name, scorer in scorers.items():
@@ -41,6 +42,8 @@ def total(
         parts[name] = scorer.weight * counted
         if max(abs(counted), abs(parts[name])) > LARGEST:
             return _too_large(name, counted if abs(counted) > abs(parts[name]) else parts[name])
+    if not parts:
+        return None
     value = math.fsum(parts.values())
     return value if abs(value) <= LARGEST else _too_large(max(parts, key=lambda name: abs(parts[name])), value)
 

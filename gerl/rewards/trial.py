@@ -32,7 +32,8 @@ def try_scorers(manager: RewardManager, config: Config, prompts: Sequence[Prompt
     """Call every scorer once as training will, on grey images with rows of `prompts`; nothing if `reward.trial` is off.
 
     The call has a micro-batch of images, of a groupwise scorer a group; in training's way it is repeated
-    (`reward.retries`) and checked. A scorer with weight 0 that fails is only warned of.
+    (`reward.retries`) and checked. A scorer with weight 0 that fails is only warned of. People are not asked, only
+    whether they can be is looked at.
 
     Raises:
         RewardError: a scorer with a weight has no score for any image, hangs, or ends its process.
@@ -45,12 +46,24 @@ def try_scorers(manager: RewardManager, config: Config, prompts: Sequence[Prompt
     calls: dict[str, Pending[Answer] | str] = {}
     for name, scorer in config.reward.scorers.items():
         rows = [prompt for prompt in prompts if applies(scorer, prompt)]
-        if rows:
+        if rows and name in manager.people:
+            _reach(manager.pools[name], name)
+        elif rows:
             count = config.rollout.n if name in manager.groupwise else config.rollout.micro_batch_size
             rows = rows[:1] * count if name in manager.groupwise else [rows[i % len(rows)] for i in range(count)]
             calls[name] = _submit(manager.pools[name], name, rows, _grey(config, count))
     for name, call in calls.items():  # those of a process one after the other: each waits its whole time-out
         _conclude(manager.pools[name], name, config.reward.scorers[name], call)
+
+
+def _reach(pool: Pool, name: str) -> None:
+    """Say whether people can be asked; one may begin to wait for them before that is so."""
+    try:
+        said = pool.workers.submit(0, RewardWorker.reach, name).result()
+    except RewardError as error:
+        raise RewardError(f"reward.scorers.{name}: {error}") from None
+    if said:
+        logger.warning("scorer %s: %s", name, said)
 
 
 def _grey(config: Config, count: int) -> Images:

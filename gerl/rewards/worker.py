@@ -17,9 +17,9 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.objects import Function, offer
-from gerl.protocol import Images, ScorerFailure
+from gerl.protocol import Images, Occasion, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
-from gerl.rewards.scorers.base import Metadata, ReturnError
+from gerl.rewards.scorers.base import Metadata, PeopleScorer, ReturnError
 from gerl.rewards.total import LARGEST
 from gerl.utils.logs import capture_logs
 
@@ -30,12 +30,16 @@ FRAMES = 8  # of a video are shown to a scorer that knows images only
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a call for images [B]: a row each, its seconds, the reasons of its retries, its warnings."""
+    """The result of a call for images [B]: a row each, its seconds, the reasons of its retries, its warnings.
+
+    `waiting`: people have not answered yet, so there are no rows; "", or what is wrong meanwhile.
+    """
 
     rows: list[Row]
     seconds: float
     retried: list[str]
     warnings: list[str]
+    waiting: str | None = None
 
 
 class RewardWorker:
@@ -100,6 +104,41 @@ class RewardWorker:
                 again = self._attempt(name, pixels, prompts, metadata)
                 rows = [_filled(row, new) for row, new in zip(rows, again, strict=True)]
         return Answer(rows, time.perf_counter() - start, retried, warnings)
+
+    def ask(
+        self,
+        name: str,
+        places: Sequence[tuple[int, int]],
+        prompts: list[str],
+        metadata: list[Metadata],
+        occasion: Occasion,
+        *images: Images,
+    ) -> Answer:
+        """As `score`, by people and of one group; what they said, or that they have not answered yet."""
+        start, scorer = time.perf_counter(), self._people(name)
+
+        def pictures() -> list[Any]:
+            return [shown for i, row in places for shown in _pictures(images[i].pixels[row], whole=True)]
+
+        try:
+            said = scorer.ask(pictures, prompts[0], copy.deepcopy(metadata[0]), occasion)
+        except Exception as error:
+            log.debug("scorer %s raised", name, exc_info=True)
+            failure = ScorerFailure(name, _reason(error, scorer))
+            return Answer([{name: failure} for _ in places], time.perf_counter() - start, [], [])
+        if isinstance(said, str):
+            return Answer([], time.perf_counter() - start, [], [], said)
+        rows: list[Row] = [{name: _checked(name, value, "")} for value in said]
+        return Answer(rows, time.perf_counter() - start, [], [])
+
+    def reach(self, name: str) -> str:
+        """As `PeopleScorer.reach`."""
+        return self._people(name).reach()
+
+    def _people(self, name: str) -> PeopleScorer:
+        scorer = self.scorers[name]
+        assert isinstance(scorer, PeopleScorer)
+        return scorer
 
     def _attempt(self, name: str, pixels: list[np.ndarray], prompts: list[str], metadata: list[Metadata]) -> list[Row]:
         """Call a scorer once; whatever goes wrong is a `ScorerFailure` of the images concerned.

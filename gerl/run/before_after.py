@@ -83,7 +83,7 @@ class BeforeAfter:
     @cached_property
     def sections(self) -> list[Section]:
         """All pairs with pictures: those that gained, those that lost, each the largest change first, and the rest."""
-        if self.last is None:
+        if self.last is None or not self.known:
             return [Section("all", "", [self._card(i) for i in self.pictured])] if self.pictured else []
         by_index = {gain.index: gain for gain in self.gains}
         shown = [by_index[i] for i in self.pictured]

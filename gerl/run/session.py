@@ -14,6 +14,7 @@ from gerl.utils.files import reason
 
 logger = logging.getLogger("gerl")
 METRICS = "metrics.jsonl"
+VOTES = "votes"  # the folder of what people said, which nobody can compute again
 STOPS = Interrupted | KeyboardInterrupt | GeneratorExit  # a program that asks for no further step
 
 
@@ -23,7 +24,7 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
 
     The block calls it once the folder is there and the run may write into it: one that is refused leaves no trace. The
     log then has what was logged before, and the card when the block began. A folder that was made in the block goes
-    again if the block ends by an error before the first metrics or checkpoint.
+    again if the block ends by an error before the first metrics, checkpoint or vote.
     """
     missing = [folder for folder in (run_dir, *run_dir.absolute().parents) if not folder.exists()]
     how: End = "error"
@@ -46,7 +47,7 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
         log.failure(error)
         raise
     finally:
-        if why is not None and run_dir in missing and not has_results(run_dir):
+        if why is not None and run_dir in missing and not has_results(run_dir) and not (run_dir / VOTES).exists():
             remove(missing)
         elif card is not None and run_dir.is_dir():
             _complete(card, how, why)

@@ -45,10 +45,12 @@ class Scored:
         """Mean of the total and of each score, the share of successes, and the mean best image of a group.
 
         Each over the samples that have one. In validation, where a prompt has one image and so no best, means are
-        compared with those of other steps: one that lacks a failed prompt would be of other prompts, and is NaN.
+        compared with those of other steps: one that lacks a failed prompt would be of other prompts, and is NaN. There
+        is no total where only people score, who are asked in training only.
         """
         metrics: Metrics = {"val/failures": float(self.unscored)} if validation else {}
-        for name, values in {"reward": self.totals, **self.by_scorer}.items():
+        total = {"reward": self.totals} if self.measured else {}
+        for name, values in {**total, **self.by_scorer}.items():
             key = f"val/{name}" if validation else "reward" if name == "reward" else f"reward/{name}"
             if validation and not self._whole(config, name, values):
                 values = []
@@ -62,7 +64,9 @@ class Scored:
     def _by_source(self) -> Metrics:
         """The mean total of each kind of held-out prompts, by their column `data_source`, if there are several."""
         found: dict[str, list[float | None]] = {}
-        for sample, total in zip(self.samples, self.totals, strict=True):
+        for sample, total, failures in zip(self.samples, self.totals, self.failures, strict=True):
+            if total is None and not failures:  # nobody is asked about it
+                continue
             if (source := sample.prompt.metadata.get(DATA_SOURCE)) is not None:
                 found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
         means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
@@ -70,14 +74,26 @@ class Scored:
 
     @property
     def unscored(self) -> int:
-        """The samples without a total."""
-        return sum(total is None for total in self.totals)
+        """The samples whose total failed."""
+        return len(self.failed)
+
+    @property
+    def failed(self) -> list[int]:
+        """Those samples; one that no scorer is asked about has neither a total nor a failure."""
+        return [i for i, total in enumerate(self.totals) if total is None and self.failures[i]]
+
+    @property
+    def measured(self) -> int:
+        """The samples that have, or should have, a total."""
+        return sum(total is not None for total in self.totals) + self.unscored
 
     def _whole(self, config: RewardConfig, column: str, values: Sequence[float | None]) -> bool:
         """Whether all samples have a value in `column` to which its scorer applies."""
-        scorer = config.scorers.get(column.split("/")[0])  # None: the total, which every sample has
+        scorer = config.scorers.get(column.split("/")[0])  # None: the total
+        if scorer is None:
+            return not self.failed
         prompts = (sample.prompt for sample, value in zip(self.samples, values, strict=True) if value is None)
-        return not any(scorer is None or applies(scorer, prompt) for prompt in prompts)
+        return not any(applies(scorer, prompt) for prompt in prompts)
 
     def _best(self, values: Sequence[float | None]) -> list[float]:
         groups: dict[Group, list[float]] = {}
@@ -140,7 +156,14 @@ def conclude_validation(
     gain: of the reward over the first validation. Raises `RewardError` if too many have none, or any has with
     `reward.on_error=stop`.
     """
-    metrics, count, failed = scored.metrics(config.reward, validation=True), len(scored.samples), scored.unscored
+    metrics, count, failed = scored.metrics(config.reward, validation=True), scored.measured, scored.unscored
+    if not count:
+        logger.info(
+            "step %d: %d held-out prompts are drawn; no scorer with a weight looks at them, people are asked in "
+            "training only",
+            *(step, len(scored.samples)),
+        )
+        return metrics, None
     if not failed:
         over = ""
         if gain is not None and not math.isnan(gain.low):
@@ -149,15 +172,16 @@ def conclude_validation(
             "step %d: reward on %s %.3f%s", step, held_out_words(config, count), metrics["val/reward/mean"], over
         )
         return metrics, metrics["val/reward/mean"]
-    i = scored.totals.index(None)
+    i = scored.failed[0]
     first = unscored(f"held-out {scored.samples[i].prompt.text!r}", scored.failures[i])
     logger.warning(
         "step %d: reward on %d of %s %.3f, %d not scored; it is compared with no other validation; %s",
         *(step, count - failed, held_out_words(config, count), mean(scored.totals), failed, first),
     )
-    check_failures(
-        scored.totals, first, config.reward, f"held-out images of step {step}", "let such prompts be left out"
-    )
+    totals = [
+        scored.totals[k] for k in range(len(scored.samples)) if scored.totals[k] is not None or k in scored.failed
+    ]
+    check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be left out")
     return metrics, None
 
 

@@ -78,7 +78,8 @@ def keep_pictures(
     save_validation(tracker.run_dir, step, texts, stills, scored.totals, scored.by_scorer, shown, drawing, ids, columns)
     firsts = [k for k, i in enumerate(shown) if scored.samples[i].index == 0]
     sheet = [firsts[k] for k in drawn_steps(range(len(firsts)), SHEET, "sheet", VALIDATION_SEED)]
-    captions = [caption(texts[shown[k]], scored.totals[shown[k]]) for k in sheet]
+    failed = set(scored.failed)
+    captions = [caption(texts[i], scored.totals[i], i in failed) for i in (shown[k] for k in sheet)]
     tracker.images(step, "validation", grid([stills[k] for k in sheet], captions, columns=4))
     return Validation(step, texts, scored.totals, scored.by_scorer, [], [], None, ids, columns)
 
@@ -98,7 +99,11 @@ def training_sheet(tracker: Tracker, samples: Sequence[Sample], pixels: Sequence
     tracker.images(samples[0].step, "train", grid(stills, captions[:SHEET], columns=4))
 
 
-def caption(text: str, total: float | None) -> str:
-    """The reward and the text to be drawn, which says more than the beginning of the prompt; else the prompt."""
+def caption(text: str, total: float | None, failed: bool = True) -> str:
+    """The reward and the text to be drawn, which says more than the beginning of the prompt; else the prompt.
+
+    `failed`: what is meant by a total of None; else that nothing scores the picture.
+    """
     quoted = QUOTED.search(text)
-    return f"{'failed' if total is None else f'{total:.2f}'} {quoted[1] if quoted else text}"
+    reward = f"{total:.2f} " if total is not None else "failed " if failed else ""
+    return f"{reward}{quoted[1] if quoted else text}"

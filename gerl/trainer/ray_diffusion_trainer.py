@@ -176,7 +176,8 @@ class RayDiffusionTrainer(DurableRun):
         per_epoch = prompt_schedule(config, self.prompts).steps_per_epoch
         total_updates = config.trainer.steps * config.actor.updates
         logger.info("reward: %s", described(config.reward.scorers))
-        self.rewards = RewardManager(config.reward, cluster, self.timeline)
+        name = "/".join(self.run_dir.absolute().parts[-2:])
+        self.rewards = RewardManager(config.reward, cluster, name, self.timeline)
         self.workers = cluster.workers(
             "worker",
             HybridWorker,
@@ -358,7 +359,7 @@ class RayDiffusionTrainer(DurableRun):
                     workers.submit(process, HybridWorker.validate, k, batches[k])
                 return image
 
-            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.hang_after, what="validate")
+            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.hang_after, held_out=True)
             with waiting(f"validating {len(self.held_out)} prompts", self.progress_of(rollouts)):
                 found = rollouts.finish()
             for batch, scores in zip(batches, found, strict=True):

@@ -83,6 +83,11 @@ def _new_run(arguments: Sequence[str], asked: Asked) -> RunFolder:
     return RunFolder(composed, RunLock(composed.run_dir))
 
 
+def folder_to_resume(asked: Asked) -> Path | None:
+    """The folder of the run that a command line carries on; None: it starts a new one. Raises `CheckpointError`."""
+    return _place(asked)[0]
+
+
 def _place(asked: Asked) -> tuple[Path | None, Path | None]:
     """The folder of the run to carry on, if any, and the checkpoint in it, if one is named."""
     if asked.resume == "never":

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
-from gerl.cluster import Pending, silence, wait_any
+from gerl.cluster import Pending, silence
 from gerl.protocol import Images, Scores
+from gerl.rewards.asking import wait
 from gerl.rewards.manager import RewardManager, Scorable
 
 MOMENT = 0.1  # seconds after which it is seen that nothing is to be done meanwhile any more
@@ -30,19 +31,20 @@ class Rollouts:
         hang_after: float | None = None,
         ahead: int = 0,
         done: Callable[[int], None] = lambda _: None,
-        what: Literal["draw", "validate"] = "draw",
+        held_out: bool = False,
     ) -> None:
         """`hang_after`: seconds without an answer of the workers after which they count as dead.
 
-        `ahead`: steps that these images are drawn before they are trained on, so that more of them may wait. `what`:
-        they are drawn for, in the timeline.
+        `ahead`: steps that these images are drawn before they are trained on, so that more of them may wait.
+        `held_out`: people are not asked about them.
         """
-        self.hang_after, self.silent, self.done, self.what = hang_after, 0.0, done, what
+        self.hang_after, self.silent, self.done = hang_after, 0.0, done
+        self.what: Literal["draw", "validate"] = "validate" if held_out else "draw"
         self.manager, self.draw, self.owners, self.count = manager, draw, owners, len(samples)
         self.sizes = [len(batch) for batch in samples]
         self.total = sum(self.sizes)
-        self.scorers = list(manager.config.scorers)
-        self.scoring = manager.open(samples)
+        self.scoring = manager.open(samples, held_out)
+        self.scorers = list(self.scoring.scorers)
         self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
         self.drawn: set[int] = set()
         self.limit = (1 + ahead) * (len(set(owners)) + manager.capacity)  # something is always there to be scored
@@ -117,9 +119,10 @@ def advance(rollouts: Sequence[Rollouts], most: float | None = None) -> None:
     hang_after = [each.hang_after for each in rollouts if each.drawing]
     limits = [limit for limit in (seconds, most, *hang_after) if limit is not None]
     started = time.monotonic()
-    ended = set(wait_any([*drawing, *awaited], min(limits, default=None)))
+    ended = wait([*drawing, *awaited], min(limits, default=None))
+    heard = not ended.isdisjoint(drawing) if manager.asleep else bool(ended)  # people are asked all the time
     for each in rollouts:
-        each.check_silence(bool(ended), time.monotonic() - started)
+        each.check_silence(heard, time.monotonic() - started)
     for each in rollouts:
         each.take(ended)
     manager.collect(ended)

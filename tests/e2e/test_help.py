@@ -32,6 +32,7 @@ COMMANDS = {  # the module, and where its command line is
     "gerl.run.report": "gerl.run.report",
     "gerl.watch": "gerl.watch.command",
     "reward_models.serve": "reward_models.serve",
+    "gerl.vote": "gerl.vote.command",
 }
 # What each says before anything large is imported: a missing key, or a value that cannot be.
 MISSING = {
@@ -43,6 +44,7 @@ MISSING = {
     "gerl.run.report": ([], "run is missing"),
     "gerl.watch": (["port=many"], "port=many: "),
     "reward_models.serve": ([], "scorer is missing"),
+    "gerl.vote": (["serve_only=true"], "folder is missing"),
 }
 
 
@@ -110,6 +112,7 @@ def test_ctrl_c_while_a_command_is_imported_is_one_sentence(module: str, argumen
         ("gerl.preflight", "experiment=NAME|FILE.yaml out=FILE.json"),
         ("gerl.run.report", "run=FOLDER"),
         ("reward_models.serve", "scorer=NAME host token_env"),
+        ("gerl.vote", "voters votes host port undo lease serve_only folder"),
     ],
 )
 def test_help_explains_every_key(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

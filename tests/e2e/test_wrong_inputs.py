@@ -34,6 +34,7 @@ MODULES = {
     "report": "gerl.run.report",
     "watch": "gerl.watch.command",
     "serve": "reward_models.serve",
+    "vote": "gerl.vote.command",
     "gerl": "gerl.program.commands",
 }
 

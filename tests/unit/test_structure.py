@@ -24,7 +24,7 @@ LAYERS = (
     ("algorithms",),
     ("workers",),
     ("trainer",),
-    ("export", "preflight", "evaluate", "score", "watch"),
+    ("export", "preflight", "evaluate", "score", "vote", "watch"),
     ("api",),
     ("program",),
     ("__init__", "__main__"),

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.objects import PREFIX
-from gerl.rewards.scorers.base import Elsewhere, Scorer, columns_of, number_of, require
+from gerl.rewards.scorers.base import Elsewhere, PeopleScorer, Scorer, columns_of, number_of, require
 from gerl.rewards.scorers.custom import CustomScorer
 from gerl.rewards.scorers.function import FunctionScorer
 
@@ -16,6 +16,7 @@ __all__ = [
     "SCORERS",
     "Elsewhere",
     "Scorer",
+    "asks_people",
     "build_scorer",
     "columns_of",
     "known_scorer",
@@ -49,6 +50,7 @@ SCORERS = {
     "deqa": "deqa:DeqaScorer",
     "remote": "remote:RemoteScorer",
     "colour": "colour:Colour",
+    "vote": "vote:VoteScorer",
     "sharpness": "sharpness:Sharpness",
     "colourfulness": "colourfulness:Colourfulness",
     "jpeg_compressibility": "jpeg:JpegCompressibility",
@@ -60,6 +62,11 @@ def scorer_class(name: str) -> type[Scorer]:
     """The class of gerl's scorer `name`, one of `SCORERS`."""
     found: type[Scorer] = pkgutil.resolve_name(f"{__name__}.{SCORERS[name]}")
     return found
+
+
+def asks_people(name: str) -> bool:
+    """Whether gerl's scorer `name` asks people; False where gerl has none of this name."""
+    return name in SCORERS and issubclass(scorer_class(name), PeopleScorer)
 
 
 def build_scorer(name: str, config: ScorerConfig) -> Scorer:

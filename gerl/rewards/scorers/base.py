@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -10,7 +10,7 @@ from PIL import Image
 from pydantic import ConfigDict
 
 from gerl.errors import DataError, RewardError
-from gerl.protocol import Prompt
+from gerl.protocol import Occasion, Prompt
 
 Metadata = dict[str, Any]  # the other columns of a prompt's row
 Columns = dict[str, list[float]]  # name of a column -> [B]
@@ -60,6 +60,29 @@ class Scorer(ABC):
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:  # noqa: B027  most scorers take any prompt
         """Raise `DataError` if images of this row could not be scored; does nothing unless a scorer overrides it."""
+
+
+class PeopleScorer(Scorer):
+    """Asks people, who take their time: only about groups of training, and again and again until they have answered."""
+
+    groupwise = True
+    takes_frames = True
+
+    @abstractmethod
+    def ask(
+        self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: Occasion
+    ) -> list[float] | str:
+        """Scores [B] of the `images` of a group; a text while there are none: "", or what is wrong meanwhile.
+
+        Returns at once. Raises `RewardError` for what waiting does not mend.
+        """
+
+    @abstractmethod
+    def reach(self) -> str:
+        """ "" if people can be asked, else what is wrong meanwhile; raises `RewardError` as `ask` does."""
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
+        raise NotImplementedError("people are asked about groups: call ask")
 
 
 class Elsewhere(Scorer):

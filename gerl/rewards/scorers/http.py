@@ -38,7 +38,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class _Transient(RewardError):
+class Transient(RewardError):
     """A request failed in a way that may pass; `wait` is the number of seconds the service asked for."""
 
     def __init__(self, message: str, wait: float = 0.0) -> None:
@@ -150,9 +150,9 @@ class Client:
         for attempt in range(self.config.retries + 1):
             try:
                 return self._once(self.url + path, body)
-            except _Transient as error:
+            except Transient as error:
                 if attempt == self.config.retries:
-                    raise RewardError(f"{error} ({attempt + 1} attempts)") from None
+                    raise Transient(f"{error} ({attempt + 1} attempts)") from None
                 if error.wait > LONGEST_WAIT:
                     raise RewardError(f"{error} (it asks to wait {error.wait:.0f} s, which is not done)") from None
                 # Scattered, so that requests refused together do not come back together.
@@ -174,7 +174,7 @@ class Client:
                 if not late and isinstance(error, requests.exceptions.SSLError):
                     raise RewardError(f"{asked}: no secure connection ({_cause(error)}): correct the address") from None
                 if not late:
-                    raise _Transient(
+                    raise Transient(
                         f"{asked}: no connection, or a broken one ({_cause(error)}): start the service or correct the "
                         "address"
                     ) from None
@@ -183,7 +183,7 @@ class Client:
             except requests.RequestException as error:
                 raise RewardError(f"{asked} cannot be asked ({_cause(error)}): correct the address") from None
         if late:
-            raise _Transient(
+            raise Transient(
                 f"{asked} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
                 "if the service is overloaded"
             )
@@ -230,7 +230,7 @@ class Client:
         remedy = self._remedy(status, response.headers.get("Location", ""))
         message = f"{asked} answered {status} {responses.get(status, '')}: {text}: {remedy}"
         if status in (408, 429) or status >= 500:
-            raise _Transient(message, _retry_after(response.headers.get("Retry-After", "")))
+            raise Transient(message, _retry_after(response.headers.get("Retry-After", "")))
         raise RewardError(message)
 
     def _remedy(self, status: int, location: str) -> str:
@@ -282,7 +282,12 @@ def png_base64(image: Image.Image) -> str:
     buffer = io.BytesIO()
     # Lossless at any level; 1 is several times as fast as the default and hardly larger.
     image.convert("RGB").save(buffer, "PNG", compress_level=1)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return to_base64(buffer.getvalue())
+
+
+def to_base64(content: bytes) -> str:
+    """A file as text."""
+    return base64.b64encode(content).decode()
 
 
 def at_most(image: Image.Image, size: int | None) -> Image.Image:

@@ -50,7 +50,7 @@ class ServiceScorer(HttpScorer):
                     "prompts": [prompt for _, prompt, _ in batch],
                     "metadata": [row for _, _, row in batch],
                 }
-                return _columns(client, client.post("/v1/score", payload), len(batch))
+                return checked_columns(client, client.post("/v1/score", payload), len(batch))
 
             parts = client.map(ask, [items[i : i + self.batch_size] for i in range(0, len(items), self.batch_size)])
         for part in parts:
@@ -89,7 +89,8 @@ def _check_json(prompt: str, metadata: Metadata) -> None:
             ) from None
 
 
-def _checked(client: Client, answer: JSON) -> dict[str, JSON]:
+def checked_answer(client: Client, answer: JSON) -> dict[str, JSON]:
+    """An answer that is of this protocol; raises `RewardError` for another."""
     if isinstance(answer, dict) and answer.get("version") == VERSION:
         return answer
     raise RewardError(
@@ -98,9 +99,9 @@ def _checked(client: Client, answer: JSON) -> dict[str, JSON]:
     )
 
 
-def _columns(client: Client, answer: JSON, size: int) -> Columns:
+def checked_columns(client: Client, answer: JSON, size: int) -> Columns:
     """The checked columns [size] of an answer."""
-    scores = _checked(client, answer).get("scores")
+    scores = checked_answer(client, answer).get("scores")
     if not isinstance(scores, dict) or not scores:
         raise RewardError(
             f"{client.url} answered {client.quoted(answer)}, expected scores by column: correct the service"

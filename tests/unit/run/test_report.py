@@ -67,6 +67,14 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
+def test_pictures_that_nothing_scores_are_neither_better_nor_equal(run_dir: Path) -> None:
+    for step in (0, 20):
+        validate(run_dir, step, [None] * 4)
+    text, page = read(run_dir)
+    assert "Before and after" in text and page.tags.count("img") >= 6 and "not scored" in text
+    assert "equal" not in text.split("<h2>Before and after</h2>")[1].split("<h2>")[0]
+
+
 def test_whole_run(run_dir: Path) -> None:
     validate(run_dir, 0, [0.2, 0.9, None, 0.3])
     validate(run_dir, 10, [0.5, 0.5, 0.5, 0.5])

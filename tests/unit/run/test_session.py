@@ -51,6 +51,14 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path: Path, error: BaseExceptio
     assert list(tmp_path.iterdir()) == []
 
 
+def test_votes_of_people_stay_where_nothing_else_came_of_a_run(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted), a_session(tmp_path / "run"):
+        (tmp_path / "run" / "votes").mkdir()
+        (tmp_path / "run" / "votes" / "journal.jsonl").write_text("{}\n")
+        raise Interrupted(2)
+    assert (tmp_path / "run" / "votes" / "journal.jsonl").exists()
+
+
 def test_other_runs_beside_it_stay(tmp_path: Path) -> None:
     with pytest.raises(GerlError), a_session(tmp_path / "outputs" / "one"):
         (tmp_path / "outputs" / "two").mkdir()

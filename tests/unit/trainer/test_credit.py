@@ -101,6 +101,23 @@ def test_a_whole_validation_has_its_mean(caplog: pytest.LogCaptureFixture) -> No
     assert metrics["val/b/mean"] == 7.0 and reward == 3.5
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_held_out_prompts_that_only_people_could_score_have_no_reward_and_no_failure(
+    asked: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`asked`: so many of them have another scorer with a weight, by their `data_source`."""
+    c, found = config(), Scored()
+    samples = plan_samples(c, PROMPTS, 1, 0)[:4]
+    totals: list[float | None] = [3.0] * asked + [None] * (4 - asked)
+    found.add(samples, Scores(totals, {"b": [7.0] * 4}, [[] for _ in totals]))
+    with caplog.at_level("INFO"):
+        metrics, reward = conclude_validation(c, found, 6)
+    expected = {"val/failures": 0.0, "val/b/mean": 7.0} | ({"val/reward/mean": 3.0} if asked else {})
+    assert metrics == expected and reward == (3.0 if asked else None)
+    said = "reward on 1 held-out prompts 3.000" if asked else "4 held-out prompts are drawn; no scorer with a weight"
+    assert len(caplog.messages) == 1 and f"step 6: {said}" in caplog.messages[0]
+
+
 def test_each_kind_of_held_out_prompts_has_its_mean() -> None:
     c = config()
     found = scored(c, [1.0, 3.0, 5.0, 6.0])
@@ -113,7 +130,8 @@ def test_each_kind_of_held_out_prompts_has_its_mean() -> None:
     assert {name: value for name, value in metrics.items() if name.startswith("val/reward/")} == {
         "val/reward/mean": 3.75, "val/reward/signs_short/mean": 2.0, "val/reward/photos/mean": 5.0
     }  # fmt: skip
-    found.totals[0] = None  # a mean of other prompts is not compared
+    found.totals[0], found.failures[0] = None, [ScorerFailure("a", "it broke")]
+    # a mean of other prompts is not compared
     metrics = found.metrics(c.reward, validation=True)
     assert math.isnan(metrics["val/reward/signs_short/mean"]) and metrics["val/reward/photos/mean"] == 5.0
 

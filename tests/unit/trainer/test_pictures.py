@@ -53,3 +53,4 @@ def test_the_chosen_pictures_are_found_in_their_batches() -> None:
 )
 def test_the_caption_is_the_text_to_be_drawn(text: str, shown: str) -> None:
     assert caption(text, 0.126) == f"0.13 {shown}" and caption(text, None) == f"failed {shown}"
+    assert caption(text, None, failed=False) == shown

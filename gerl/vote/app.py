@@ -1,0 +1,252 @@
+"""The HTTP side of a vote service: the scores for the run, and the page with its votes for people.
+
+Paths: `POST /v1/score`, `POST /v1/hello` for the run (the protocol of `gerl.rewards.scorers.vote`); below a voter's
+link the page, `events` (server-sent: the state as JSON after each change), `images/ID/N.png`, and `POST vote`, `undo`
+and `touch`. Errors are {"error": sentence, "version": "1"}.
+"""
+
+import asyncio
+import base64
+import binascii
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from gerl.errors import GerlError, RewardError
+from gerl.rewards.scorers.remote import VERSION
+from gerl.rewards.scorers.vote import NAME
+from gerl.vote.access import Access, Gate, error
+from gerl.vote.ballots import Ballots, Refused
+from gerl.vote.groups import MOST, Ballot, asked
+
+logger = logging.getLogger("gerl")
+PAGE = Path(__file__).parent / "page"
+KINDS = {"index.html": "text/html", "vote.css": "text/css", "vote.js": "text/javascript", "order.js": "text/javascript"}
+LOOK = 5.0  # seconds after which a page is told what has changed by time alone
+PNG = b"\x89PNG\r\n\x1a\n"
+SAFE = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",  # links have tokens in them
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+Strict = ConfigDict(extra="forbid", strict=True)
+
+
+class Score(BaseModel):
+    """A group to be voted on, as the scorer sends it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    scorer: Literal["vote"]
+    images: Annotated[list[str], Field(max_length=MOST)]
+    prompts: Annotated[list[str], Field(min_length=1, max_length=1)]
+    metadata: list[dict[str, Any]]
+    group: dict[str, Any]
+
+
+class Ranks(BaseModel):
+    """A vote: a rank from 1 for each image of a group; all 1 where it is skipped."""
+
+    model_config = Strict
+
+    group: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    ranks: Annotated[list[int], Field(max_length=MOST)]
+
+
+class News:
+    """Wakes the pages when something has changed; may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pages: set[asyncio.Event] = set()
+
+    def page(self) -> asyncio.Event:
+        """An event for a page to wait for."""
+        self._loop = asyncio.get_running_loop()
+        event = asyncio.Event()
+        self._pages.add(event)
+        return event
+
+    def gone(self, event: asyncio.Event) -> None:
+        """The page is closed."""
+        self._pages.discard(event)
+
+    def tell(self) -> None:
+        """Wake all pages."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        for event in self._pages:
+            event.set()
+
+
+def build_app(ballots: Ballots, access: Access) -> FastAPI:
+    """The service of `ballots`; everything that changes them is called in its event loop."""
+    app = FastAPI(title="gerl vote", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    news = News()
+    ballots.changed = news.tell
+    app.add_middleware(Gate, access=access)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(Refused, _late)
+    app.add_exception_handler(RewardError, _wrong)
+    app.add_exception_handler(GerlError, _broken)
+    _add_run(app, ballots, access)
+
+    @app.get("/events")
+    async def events(request: Request) -> Response:
+        return StreamingResponse(
+            _stream(ballots, request.state.voter, news), media_type="text/event-stream", headers=SAFE
+        )
+
+    @app.get("/images/{group}/{file}")
+    async def image(group: str, file: str) -> Response:
+        ballot = ballots.ballots.get(group)
+        path = f"images/{group}/{file}"
+        if ballot is None or path not in ballot.images:
+            raise HTTPException(404, "there is no such image")
+        headers = {**SAFE, "Cache-Control": "private, max-age=86400, immutable"}
+        return FileResponse(ballots.folder / path, media_type="image/png", headers=headers)
+
+    @app.post("/vote")
+    async def vote(request: Request, given: Ranks) -> Response:
+        ballots.vote(request.state.voter, given.group, given.ranks)
+        return JSONResponse(view(ballots, request.state.voter))
+
+    @app.post("/undo")
+    async def undo(request: Request) -> Response:
+        ballots.undo(request.state.voter)
+        return JSONResponse(view(ballots, request.state.voter))
+
+    @app.post("/touch")
+    async def touch(request: Request) -> Response:
+        ballots.sign(request.state.voter)
+        return JSONResponse({})
+
+    _add_page(app)  # last: its paths are any other word
+    return app
+
+
+def _add_run(app: FastAPI, ballots: Ballots, access: Access) -> None:
+    @app.post("/v1/hello")
+    async def hello() -> Response:
+        return JSONResponse({"scorers": [NAME], "version": VERSION})
+
+    @app.post("/v1/score")
+    async def score(given: Score) -> Response:
+        group = asked(given.group)
+        files = await asyncio.to_thread(_decoded, given.images)
+        if files and len(files) != len(group.seeds):
+            raise RewardError(f"{len(files)} images came for {len(group.seeds)} seeds: send one each")
+        if files:
+            access.keep()
+        found = ballots.ask(group, given.prompts[0], files)
+        if isinstance(found, str):
+            return JSONResponse({"waiting": found, "version": VERSION}, 202)
+        return JSONResponse({"scores": {NAME: found}, "version": VERSION})
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.get("/")
+    async def index() -> Response:
+        return _file("index.html")
+
+    @app.get("/{name}")
+    async def part(name: str) -> Response:
+        if name not in KINDS:
+            raise HTTPException(404, "there is no such page")
+        return _file(name)
+
+
+def _file(name: str) -> Response:
+    return Response((PAGE / name).read_bytes(), media_type=KINDS[name], headers=SAFE)
+
+
+def view(ballots: Ballots, voter: str) -> dict[str, Any]:
+    """The content of a voter's page: the group, the one after it, progress, and whether a vote can be taken back."""
+    shown, after = ballots.next(voter)
+    last = ballots.undoable(voter)
+    undo = None
+    if last is not None:
+        undo = {"step": last.asked.step, "late": last.votes[voter].used}
+    return {
+        "voter": voter,
+        "group": _shown(shown),
+        "next": _shown(after),
+        "undo": undo,
+        "idle": ballots.idle(voter),
+        "progress": ballots.progress(),
+    }
+
+
+def _shown(ballot: Ballot | None) -> dict[str, Any] | None:
+    if ballot is None:
+        return None
+    return {"id": ballot.id, "prompt": ballot.text, "step": ballot.asked.step, "images": ballot.images}
+
+
+async def _stream(ballots: Ballots, voter: str, news: News) -> AsyncIterator[str]:
+    event, sent = news.page(), ""
+    ballots.sign(voter)
+    try:
+        while True:
+            event.clear()
+            text = json.dumps(view(ballots, voter))
+            yield f"data: {text}\n\n" if text != sent else ": still here\n\n"
+            sent = text
+            try:
+                await asyncio.wait_for(event.wait(), LOOK)
+            except TimeoutError:
+                ballots.sign(voter, active=False)
+    finally:
+        news.gone(event)
+
+
+def _decoded(images: list[str]) -> list[bytes]:
+    files = []
+    for i, text in enumerate(images):
+        try:
+            files.append(base64.b64decode(text, validate=True))
+        except (binascii.Error, ValueError):
+            raise RewardError(f"image {i} of {len(images)} is not base64: encode the bytes of its file") from None
+        if not files[-1].startswith(PNG):
+            raise RewardError(f"image {i} of {len(images)} is no PNG: send it as one")
+    return files
+
+
+async def _invalid(_: Request, problem: Exception) -> Response:
+    assert isinstance(problem, RequestValidationError)
+    first = problem.errors()[0]
+    if first["type"] == "json_invalid":
+        return error(400, "the body is not JSON: correct the client")
+    where = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
+    return error(422, f"{where}: {first['msg']}")
+
+
+async def _refused(_: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    return error(problem.status_code, str(problem.detail))
+
+
+async def _late(_: Request, problem: Exception) -> Response:
+    return error(409, str(problem))
+
+
+async def _wrong(_: Request, problem: Exception) -> Response:
+    return error(422, str(problem))
+
+
+async def _broken(_: Request, problem: Exception) -> Response:
+    logger.error("%s", problem)
+    return error(500, str(problem))

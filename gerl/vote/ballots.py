@@ -1,0 +1,271 @@
+"""The state of a vote service: which groups are to be voted on, who looks at which, and what was said.
+
+Everything is in the journal before it is answered, so a service that starts anew knows what the one before it knew.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gerl.errors import GerlError, RewardError
+from gerl.utils.files import writing
+from gerl.vote.groups import Asked, Ballot, Vote, asked, write_images
+from gerl.vote.journal import Journal
+from gerl.vote.preferences import Preference, write_preferences
+from gerl.vote.ranks import checked, mean_scores
+
+logger = logging.getLogger("gerl")
+HERE = 60.0  # seconds without a sign after which a voter, or who asks about a group, counts as gone
+UNASKED = 600.0  # seconds after which groups that the run announced and did not ask about are waited for no longer
+
+
+class Refused(GerlError):
+    """A vote or undo that cannot be, in words for the voter."""
+
+
+@dataclass
+class Rules:
+    """votes: on a group, of different people, before it counts. lease: seconds for which a group is one voter's alone.
+
+    undo: seconds after the last vote of a step in which it can be taken back. steps: of the run, if they are known.
+    """
+
+    votes: int = 1
+    lease: float = 120.0
+    undo: float = 3.0
+    steps: int | None = None
+
+
+@dataclass
+class Ballots:
+    """Groups and votes in `folder`; `changed` is called after each change, `clock` counts seconds."""
+
+    folder: Path
+    rules: Rules = field(default_factory=Rules)
+    changed: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.folder)
+        self.ballots: dict[str, Ballot] = {}  # by id, in the order in which they came
+        self.newest: dict[str, str] = {}  # key -> id: a group drawn anew with other pixels takes its place
+        self.last: dict[str, list[str]] = {}  # voter -> ids voted on, the newest last
+        self.voters: dict[str, float] = {}  # when there was a sign of the page of each
+        self.active: dict[str, float] = {}  # and of the person
+        self.asking = -HERE  # when the run asked the last time
+        self.voted = 0.0  # when the last vote came
+        self.step, self.ended = 0, ""
+        for row in self.journal.replay():
+            self._apply(row)
+
+    def _apply(self, row: dict[str, Any]) -> None:
+        """Do what a line of the journal says; raises `GerlError` for a line that cannot be."""
+        try:
+            match row["kind"]:
+                case "group":
+                    self._add(Ballot(asked(row["group"]), row["text"], row["images"], seen=self.clock()))
+                case "vote":
+                    ballot = self.ballots[row["group"]]
+                    ballot.votes[row["voter"]] = Vote(row["voter"], row["ranks"], row["time"])
+                    self._forget(row["voter"], ballot.id).append(ballot.id)
+                case "undo":
+                    del self.ballots[row["group"]].votes[row["voter"]]
+                    self._forget(row["voter"], row["group"])
+                case "taken":
+                    for name in row["groups"]:
+                        self._take(self.ballots[name])
+        except (KeyError, TypeError, RewardError) as error:
+            raise GerlError(f"{self.journal.path} has a line that fits no other ({error}): move it away") from None
+
+    def _add(self, ballot: Ballot) -> None:
+        self.ballots[ballot.id] = ballot
+        self.newest[ballot.asked.key] = ballot.id
+        self.step = max(self.step, ballot.asked.step)
+
+    def _forget(self, voter: str, name: str) -> list[str]:
+        given = self.last.setdefault(voter, [])
+        if name in given:
+            given.remove(name)
+        return given
+
+    def _take(self, ballot: Ballot) -> None:
+        ballot.taken = True
+        ballot.votes = {v.voter: Vote(v.voter, v.ranks, v.time, used=True) for v in ballot.votes.values()}
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.journal.append({**row, "time": row.get("time", time.time())})
+        self._apply(row)
+        self.changed()
+
+    # --- for the run
+
+    def ask(self, group: Asked, text: str, files: Sequence[bytes]) -> list[float] | str:
+        """The scores `[B]` of a group, or what is waited for: "images" or "votes".
+
+        Scores are given out when all groups that are asked about together have theirs: until then votes can be taken
+        back. Raises `GerlError` if something cannot be written.
+        """
+        self.asking, self.step = self.clock(), group.step
+        if group.id not in self.ballots:
+            if not files:
+                return "images"
+            with writing(self.folder / "images"):
+                paths = write_images(self.folder, group, list(files))
+            self._write(Ballot(group, text, paths).row())
+        ballot = self.ballots[group.id]
+        ballot.seen = self.clock()
+        self.newest[group.key] = ballot.id
+        if not self._decided(ballot) or not self._complete(group):
+            return "votes"
+        if not ballot.taken:
+            names = [
+                name for key in group.together if (name := self.newest.get(key)) and self._decided(self.ballots[name])
+            ]
+            self._write({"kind": "taken", "groups": list(dict.fromkeys([*names, ballot.id]))})
+            self.write_preferences()
+        return mean_scores([vote.ranks for vote in ballot.votes.values() if vote.used])
+
+    def _decided(self, ballot: Ballot) -> bool:
+        return ballot.taken or len(ballot.votes) >= self.rules.votes
+
+    def _complete(self, group: Asked) -> bool:
+        """Whether all groups that `group` is asked about with have their votes, and none is to be taken back."""
+        known = [self.newest.get(key) for key in group.together]
+        now, since = self.clock(), self.voted
+        if any(name is not None and not self._decided(self.ballots[name]) for name in known):
+            return False
+        if any(name is not None and self.ballots[name].taken for name in known):
+            return True
+        return now - since >= (UNASKED if None in known else self.rules.undo)
+
+    # --- for voters
+
+    def sign(self, voter: str, active: bool = True) -> None:
+        """A voter's page is open; an `active` one does something, and keeps the group that is shown."""
+        now, news = self.clock(), voter not in self.present() or (active and self.idle(voter))
+        self.voters[voter] = now
+        if active:
+            self.active[voter] = now
+            if (held := self._held(voter)) is not None:
+                held.until = now + self.rules.lease
+        if news:
+            self.changed()
+
+    def idle(self, voter: str) -> bool:
+        """Whether there was no sign of a voter for so long that others come first, if there are others."""
+        away = self.clock() - self.active.get(voter, -self.rules.lease) >= self.rules.lease
+        return away and any(other != voter for other in self.present())
+
+    def present(self) -> list[str]:
+        """The voters who are there."""
+        return [voter for voter, seen in self.voters.items() if self.clock() - seen < HERE]
+
+    def open(self) -> list[Ballot]:
+        """The groups that want votes, the oldest step first."""
+        now = self.clock()
+        asking = now - self.asking < HERE
+        wanted = [
+            ballot
+            for ballot in self.ballots.values()
+            if not self._decided(ballot)
+            and self.newest[ballot.asked.key] == ballot.id
+            and not (asking and now - ballot.seen > HERE)
+        ]
+        return sorted(wanted, key=lambda ballot: ballot.asked.step)
+
+    def _held(self, voter: str) -> Ballot | None:
+        return next((b for b in self.open() if b.holder == voter and voter not in b.votes), None)
+
+    def next(self, voter: str) -> tuple[Ballot | None, Ballot | None]:
+        """The group to show to a voter, who holds it from now on, and the one that is likely to come after it."""
+        now, held = self.clock(), self._held(voter)
+        free = [b for b in self.open() if voter not in b.votes and (b.holder in (None, voter) or b.until <= now)]
+        if held is None and free and not self.idle(voter):
+            held = free[0]
+            held.holder, held.until = voter, now + self.rules.lease
+        return held, next((ballot for ballot in free if ballot is not held), None)
+
+    def vote(self, voter: str, name: str, ranks: Sequence[int]) -> None:
+        """Keep the vote on group `name`; one by the same voter before is replaced. Raises `Refused`."""
+        ballot = self.ballots.get(name)
+        if ballot is None:
+            raise Refused("there is no such group: reload the page")
+        try:
+            given = checked(ranks, len(ballot.images))
+        except RewardError as error:
+            raise Refused(str(error)) from None
+        if voter in ballot.votes and ballot.votes[voter].used:
+            raise Refused(f"step {ballot.asked.step} has been trained with your vote on it already")
+        self.sign(voter)
+        ballot.holder, self.voted = None, self.clock()
+        self._write({"kind": "vote", "group": name, "voter": voter, "ranks": given, "time": time.time()})
+
+    def undoable(self, voter: str) -> Ballot | None:
+        """The group of the voter's last vote; it is too late to take it back where that is `taken`."""
+        given = self.last.get(voter)
+        return self.ballots[given[-1]] if given else None
+
+    def undo(self, voter: str) -> None:
+        """Take the last vote of a voter back, who is shown the group again; raises `Refused` if it is too late."""
+        ballot = self.undoable(voter)
+        if ballot is None:
+            raise Refused("there is no vote to take back")
+        if ballot.votes[voter].used:
+            raise Refused(f"too late: step {ballot.asked.step} has been trained with that vote")
+        if (held := self._held(voter)) is not None:
+            held.holder = None
+        ballot.holder, ballot.until = voter, self.clock() + self.rules.lease
+        self._write({"kind": "undo", "group": ballot.id, "voter": voter})
+
+    def progress(self) -> dict[str, Any]:
+        """How far the run is and what there is to do, for the page."""
+        waiting = self.open()
+        step = waiting[0].asked.step if waiting else self.step
+        current = {b.id: b for b in self.ballots.values() if b.asked.step == step and self.newest[b.asked.key] == b.id}
+        count = len(next((b.asked.together for b in reversed(current.values())), ())) if current else 0
+        return {
+            "step": step,
+            "steps": self.rules.steps,
+            "waiting": len(waiting),
+            "decided": sum(self._decided(ballot) for ballot in current.values()),
+            "groups": max(count, len(current)),
+            "voters": len(self.present()),
+            "votes": sum(len(ballot.votes) for ballot in self.ballots.values()),
+            "asking": self.clock() - self.asking < HERE,
+            "ended": self.ended,
+        }
+
+    def end(self, said: str) -> None:
+        """The run is over; `said` tells voters how."""
+        self.ended = said
+        self.changed()
+
+    def preferences(self) -> list[Preference]:
+        """All votes, in the order of the groups."""
+        return [
+            Preference(
+                run=ballot.asked.run,
+                step=ballot.asked.step,
+                prompt_id=ballot.asked.prompt,
+                prompt=ballot.text,
+                images=ballot.images,
+                seeds=ballot.asked.seeds,
+                ranks=vote.ranks,
+                voter=vote.voter,
+                time=vote.time,
+                used=vote.used,
+            )
+            for ballot in self.ballots.values()
+            for vote in ballot.votes.values()
+        ]
+
+    def write_preferences(self) -> Path | None:
+        """Write the votes as a preference file, if there are any; a failure is only warned of: the journal has all."""
+        try:
+            return write_preferences(self.folder, self.preferences())
+        except GerlError as error:
+            logger.warning("%s", error)
+            return None

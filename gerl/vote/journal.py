@@ -1,0 +1,58 @@
+"""The journal of a vote service: what happened, a line each, on disk before anybody is told of it."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gerl.errors import GerlError
+from gerl.utils.files import reason, writing
+
+logger = logging.getLogger("gerl")
+NAME = "journal.jsonl"
+
+
+class Journal:
+    """Lines of JSON in `folder`, which is made with the first one; a service that starts anew reads them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self._file: BinaryIO | None = None
+
+    def replay(self) -> list[dict[str, Any]]:
+        """All rows so far; what a power cut left of a last line is taken off.
+
+        Raises `GerlError` if the file cannot be read.
+        """
+        if not self.path.exists():
+            return []
+        try:
+            content = self.path.read_bytes()
+            end = content.rfind(b"\n") + 1
+            if end < len(content):
+                logger.warning("%s ends in the middle of a line, which is left out", self.path)
+                with self.path.open("r+b") as file:
+                    file.truncate(end)
+            rows = [json.loads(line) for line in content[:end].splitlines()]
+        except (OSError, ValueError) as error:
+            raise GerlError(f"{self.path} cannot be read ({reason(error)}): repair it, or move it away") from None
+        if any(not isinstance(row, dict) or "kind" not in row for row in rows):
+            raise GerlError(f"{self.path} is no journal of votes: move it away")
+        return rows
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row; when this returns it is on disk. Raises `GerlError` if it cannot be written."""
+        with writing(self.path):
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab")
+            self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
