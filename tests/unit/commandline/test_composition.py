@@ -29,7 +29,7 @@ def test_the_demo_is_what_runs_without_arguments() -> None:
     composed = compose_run([])
     assert composed.experiment == "signs"
     assert composed.config.model.path == "signs"
-    assert list(composed.config.reward.scorers) == ["ocr"]
+    assert list(composed.config.reward.scorers) == ["ocr", "colour"]
 
 
 @pytest.mark.parametrize("name", experiments())
@@ -81,7 +81,7 @@ def test_entries_of_dictionaries_need_no_plus_sign(plus: str) -> None:
 
 def test_a_scorer_is_added_to_those_of_the_experiment() -> None:
     scorers = compose_run(["reward.scorers.jpeg_compressibility.weight=0.1"]).config.reward.scorers
-    assert list(scorers) == ["ocr", "jpeg_compressibility"]
+    assert list(scorers) == ["ocr", "colour", "jpeg_compressibility"]
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_a_scorer_is_added_to_those_of_the_experiment() -> None:
         (["reward.scorers={mine: {path: a.py}}"], ["mine"]),
         (["++reward.scorers={mine: {path: a.py}}"], ["mine"]),
         (["reward.scorers={mine: {path: a.py}, ocr: {weight: 2}}"], ["mine", "ocr"]),
-        (["+reward.scorers={mine: {path: a.py}}"], ["ocr", "mine"]),
-        (["+reward.scorers.mine={path: a.py}"], ["ocr", "mine"]),
-        (["reward.scorers.mine.path=a.py"], ["ocr", "mine"]),
-        (["+reward.scorers.mine={path: a.py}", "~reward.scorers.ocr"], ["mine"]),
+        (["+reward.scorers={mine: {path: a.py}}"], ["ocr", "colour", "mine"]),
+        (["+reward.scorers.mine={path: a.py}"], ["ocr", "colour", "mine"]),
+        (["reward.scorers.mine.path=a.py"], ["ocr", "colour", "mine"]),
+        (["+reward.scorers.mine={path: a.py}", "~reward.scorers.ocr"], ["colour", "mine"]),
         # in the order in which they stand
         (["reward.scorers={mine: {path: a.py}}", "reward.scorers.sharpness.weight=0"], ["mine", "sharpness"]),
         (["reward.scorers={mine: {path: a.py}}", "+reward.scorers.ocr={}"], ["mine", "ocr"]),
@@ -147,7 +147,7 @@ def test_an_experiment_of_your_own_replaces_the_scorers_of_what_it_is_composed_f
 def test_an_experiment_of_your_own_may_come_before_what_it_is_composed_from(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("defaults: [_self_, signs]\nreward: {scorers: {sharpness: {weight: 2}}}\n")
-    assert list(compose_run([f"experiment={path}"]).config.reward.scorers) == ["sharpness", "ocr"]
+    assert list(compose_run([f"experiment={path}"]).config.reward.scorers) == ["sharpness", "ocr", "colour"]
 
 
 def test_an_experiment_of_your_own(tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ def test_the_same_command_changes_nothing(made: Made, arguments: tuple[str, ...]
     folder.carry_on()
     assert content(run) == before
     config = folder.composed.config
-    assert (config.actor.lr, config.algorithm.name, list(config.reward.scorers)) == (1e-3, "flow_grpo", ["ocr", "mine"])
+    assert (config.actor.lr, config.algorithm.name, list(config.reward.scorers)) == (
+        1e-3,
+        "flow_grpo",
+        ["ocr", "colour", "mine"],
+    )
 
 
 @pytest.mark.parametrize(("old", "new"), [(True, "encoders"), (False, "none")])
