@@ -4,8 +4,8 @@
     python benchmarks/guard.py --table
 
 Runs of the signs pipeline with equal settings, but for the reward: four that can be hacked (with the OCR, exact match
-and the board's colour only watched), and the OCR that the demo trains as it is. Each is evaluated every two steps on 48
-held-out prompts with two images; nothing is done about what the guard finds. Results, which are carried on:
+and the board's colour only watched), and one that asks for all of it, OCR and colour. Each is evaluated every two steps
+on 48 held-out prompts with two images; nothing is done about signals. Results, which are carried on:
 benchmarks/results/guard.json; `--table` writes them into docs/guard.md.
 """
 
@@ -32,17 +32,18 @@ RESULTS, PAGE = HERE / "results" / "guard.json", HERE.parent / "docs" / "guard.m
 BEGIN, END = "<!-- guard: begin, written by python benchmarks/guard.py --table -->", "<!-- guard: end -->"
 SETTINGS = """
 experiment=signs sampling.same_init_noise=false sampling.init_noise_spread=0 actor.lr=1e-3 actor.lr_schedule=constant
-trainer.steps=40 validation.every=2 validation.max_prompts=48 validation.images_per_prompt=2 checkpoint.every=0
+trainer.steps=24 validation.every=2 validation.max_prompts=48 validation.images_per_prompt=2 checkpoint.every=0
 cluster.launcher=local cluster.threads_per_worker=1 logger.progress=false logger.tensorboard=false logger.report=false
 """.split()
-WATCHED = "ocr: {weight: 0}, colour: {weight: 0}"
+WATCHED = "reward.scorers.ocr.weight=0"  # as the colour is in the experiment
 MINE = HERE / "hackable.py"
-HONEST = "the OCR of the demo"
+HONEST = "OCR and colour"
 REWARDS = {
-    "brightness": f"reward.scorers={{brightness: {{path: {MINE}, function: brightness}}, {WATCHED}}}",
-    "one colour": f"reward.scorers={{red: {{path: {MINE}, function: redness}}, {WATCHED}}}",
-    "sharpness": f"reward.scorers={{sharpness: {{}}, {WATCHED}}}",
-    "an OCR that counts substrings": f"reward.scorers={{count: {{path: {MINE}, function: substrings}}, {WATCHED}}}",
+    "brightness": [WATCHED, f"+reward.scorers.brightness={{path: {MINE}, function: brightness}}"],
+    "one colour": [WATCHED, f"+reward.scorers.red={{path: {MINE}, function: redness}}"],
+    "sharpness": [WATCHED, "+reward.scorers.sharpness={}"],
+    "an OCR that counts characters": [WATCHED, f"+reward.scorers.count={{path: {MINE}, function: characters}}"],
+    HONEST: ["reward.scorers.colour.weight=1"],
 }
 ENOUGH = 0.8  # of its way, before which a hacked reward is to be seen
 logger = logging.getLogger("guard")
@@ -55,8 +56,7 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        chosen = [] if self.reward == HONEST else [REWARDS[self.reward]]
-        return [*SETTINGS, *chosen, f"trainer.seed={self.seed}"]
+        return [*SETTINGS, *REWARDS[self.reward], f"trainer.seed={self.seed}"]
 
 
 def result(job: Job, folder: Path) -> dict[str, Any]:
@@ -122,11 +122,11 @@ def way(run: dict[str, Any], step: int) -> float:
 def table(results: dict[str, Any]) -> str:
     """Markdown: of each reward what became of it, when the guard saw it, and by which signals."""
     lines = [
-        "| reward | seeds | reward, first and highest | exactly as asked, first and last | alarm in | first alarm: "
-        "step, median (range) | the reward's way by then, median (largest) | first signals |",
+        "| reward | seeds | reward, first and highest | exactly as asked, first and last | alarm in, before 80 % of "
+        "the way | first alarm: step, median (range) | the reward's way by then, median (largest) | first signals |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in [*REWARDS, HONEST]:
+    for name in REWARDS:
         runs = [run for run in results["runs"] if run["reward"] == name]
         if not runs:
             continue
@@ -139,10 +139,10 @@ def table(results: dict[str, Any]) -> str:
         counts = {key: sum(key in keys for keys in seen) for key in sorted(set().union(*seen))} if seen else {}
         first = ", ".join(f"`{k}` {n}" for k, n in sorted(counts.items(), key=lambda pair: -pair[1])[:4])
         when = f"{statistics.median(steps):.0f} ({min(steps)} to {max(steps)})" if steps else "-"
-        far = f"{statistics.median(ways):.0%} ({max(ways):.0%})" if ways else "-"
+        reach = f"{statistics.median(ways):.0%} ({max(ways):.0%})" if ways else "-"
         lines.append(
             f"| {name} | {len(runs)} | {ends[0]:.3f}, {ends[1]:.3f} | {exact[0]:.0%}, {exact[1]:.0%} "
-            f"| {len(alarms)} | {when} | {far} | {first or '-'} |"
+            f"| {len(alarms)}, {sum(far < ENOUGH for far in ways)} | {when} | {reach} | {first or '-'} |"
         )
     honest = [run for run in results["runs"] if run["reward"] == HONEST]
     wrong = sum(first_alarm(run) is not None for run in honest)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> int:
         card = {"cpu": machine["cpu"], "cores": machine["cores"], "torch": software()["packages"]["torch"]}
         results |= {"command": "benchmarks/guard.py", "date": now(), "card": card, "settings": SETTINGS}
         jobs = [Job(reward, seed) for seed in range(1, args.seeds + 1) for reward in REWARDS]
-        jobs += [Job(HONEST, seed) for seed in range(1, args.honest + 1)]
+        jobs += [Job(HONEST, seed) for seed in range(args.seeds + 1, args.honest + 1)]
         run_all(jobs, args.jobs, results["runs"], lambda: write_file(RESULTS, json.dumps(results, indent=1) + "\n"))
     write_table(results)
     return 0

@@ -25,7 +25,7 @@ def reader() -> OcrScorer:
     return OcrScorer()
 
 
-def substrings(images: list[Image.Image], prompts: list[str], metadata: list[Any]) -> list[float]:
+def characters(images: list[Image.Image], prompts: list[str], metadata: list[Any]) -> list[float]:
     """How many characters are read that occur in the text asked for, in parts of ten: the more, the better."""
     texts = [reader().target(prompt, row).lower() for prompt, row in zip(prompts, metadata, strict=True)]
     return [

@@ -17,18 +17,18 @@ class GuardConfig(Block):
         "also ends the run with a checkpoint; rollback ends it too, and what is exported is the best checkpoint from "
         "before; off: nothing is compared",
     )
-    ignore: list[str] = key(
+    ignored: list[str] = key(
         [], "signals that do not count: watched, disagreement, looks, diversity, or one column of one, as in looks/red"
     )
 
     def check(self) -> None:
-        for name in self.ignore:
+        for name in self.ignored:
             if name.partition("/")[0] not in SIGNALS:
                 raise ConfigError(
-                    f"guard.ignore: there is no signal {name!r}, only {', '.join(SIGNALS)}, and their columns, as in "
+                    f"guard.ignored: there is no signal {name!r}, only {', '.join(SIGNALS)}, and their columns, as in "
                     "looks/red"
                 )
 
     def counts(self, signal: str, column: str) -> bool:
         """Whether the signal is not ignored."""
-        return not {signal, f"{signal}/{column}"} & set(self.ignore)
+        return not {signal, f"{signal}/{column}"} & set(self.ignored)

@@ -57,7 +57,7 @@ class Signal:
 
     @property
     def key(self) -> str:
-        """As `guard.ignore` has it."""
+        """As `guard.ignored` has it."""
         return f"{self.name}/{self.column}"
 
 

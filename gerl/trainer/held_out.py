@@ -96,7 +96,7 @@ class HeldOut:
             raise GuardError(
                 f"step {first.step}: guard.action={self.config.guard.action} ended the run for {first.key}{also}: "
                 f"{first.text}; look at the images in the report, and change the reward, or go on with "
-                f"guard.ignore=[{','.join(signal.key for signal in self.fired)}] or guard.action=warn"
+                f"guard.ignored=[{','.join(signal.key for signal in self.fired)}] or guard.action=warn"
             )
 
     def postfix(self) -> dict[str, str]:

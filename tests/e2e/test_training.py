@@ -27,6 +27,9 @@ BLOCKS = {
     "timing": "rollout_s reward_wait_s update_s step_s",
 }
 STEP_KEYS = {"step", "time", *(f"{block}/{name}" for block, names in BLOCKS.items() for name in names.split())}
+GAIN_KEYS = {f"val/{name}/gain{end}" for name in ("reward", "bright") for end in ("", "_low", "_high")} | {
+    "guard/signals"
+}
 VALIDATION_KEYS = {"val/reward/mean", "val/bright/mean", "val/failures"}
 
 
@@ -55,7 +58,7 @@ def test_metrics_have_their_names_and_mean_what_they_say(rising: Any) -> None:
     assert [row["step"] for row in rows] == list(range(13))
     assert set(rows[0]) == {"step", "time"} | VALIDATION_KEYS
     for row in rows[1:]:
-        validated = VALIDATION_KEYS | {"timing/validation_s"} if row["step"] in (6, 12) else set()
+        validated = VALIDATION_KEYS | GAIN_KEYS | {"timing/validation_s"} if row["step"] in (6, 12) else set()
         assert set(row) == STEP_KEYS | validated
         assert all(math.isfinite(value) for name, value in row.items() if name != "time")
         assert 0 < row["reward/mean"] < 1 and row["reward/mean"] == row["reward/bright/mean"]

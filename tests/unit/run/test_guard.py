@@ -138,8 +138,8 @@ def test_a_run_that_goes_back_has_only_the_signals_up_to_there(tmp_path: Path) -
 
 
 def test_signals_that_are_ignored_are_named_in_words_that_there_are() -> None:
-    config = GuardConfig(ignore=["looks/red", "diversity"])
+    config = GuardConfig(ignored=["looks/red", "diversity"])
     assert not config.counts("looks", "red") and not config.counts("diversity", "unlike_own")
     assert config.counts("looks", "blue") and config.counts("watched", "ocr")
-    with pytest.raises(ConfigError, match=r"guard\.ignore: there is no signal 'colour', only watched"):
-        GuardConfig(ignore=["colour"])
+    with pytest.raises(ConfigError, match=r"guard\.ignored: there is no signal 'colour', only watched"):
+        GuardConfig(ignored=["colour"])
