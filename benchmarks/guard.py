@@ -4,8 +4,8 @@
     python benchmarks/guard.py --table
 
 Runs of the signs pipeline with equal settings, but for the reward: four that can be hacked (with the OCR, exact match
-and the board's colour only watched), and one that asks for all of it, OCR and colour. Each is evaluated every two steps
-on 48 held-out prompts with two images; nothing is done about signals. Results, which are carried on:
+and the board's colour only watched), and one that asks for all of it, OCR and colour. Each is evaluated every four
+steps on 48 held-out prompts with two images; nothing is done about signals. Results, which are carried on:
 benchmarks/results/guard.json; `--table` writes them into docs/guard.md.
 """
 
@@ -32,7 +32,7 @@ RESULTS, PAGE = HERE / "results" / "guard.json", HERE.parent / "docs" / "guard.m
 BEGIN, END = "<!-- guard: begin, written by python benchmarks/guard.py --table -->", "<!-- guard: end -->"
 SETTINGS = """
 experiment=signs sampling.same_init_noise=false sampling.init_noise_spread=0 actor.lr=1e-3 actor.lr_schedule=constant
-trainer.steps=24 validation.every=2 validation.max_prompts=48 validation.images_per_prompt=2 checkpoint.every=0
+trainer.steps=24 validation.every=4 validation.max_prompts=48 validation.images_per_prompt=2 checkpoint.every=0
 cluster.launcher=local cluster.threads_per_worker=1 logger.progress=false logger.tensorboard=false logger.report=false
 """.split()
 WATCHED = "reward.scorers.ocr.weight=0"  # as the colour is in the experiment

@@ -67,11 +67,6 @@ def test_a_run_ends_with_the_best_checkpoint_from_before(
     assert error.startswith(f"error: step {first['step']}: guard.action=rollback ended the run for ")
     assert "guard.ignored=[" in error and f"checkpoint.resume={tmp_path / 'run'}" in error
     assert find_checkpoint(tmp_path / "run")[1].step < first["step"] or first["step"] == 2
-    ignored = ",".join(sorted({f"{row['signal']}/{row['column']}" for row in read_guard(tmp_path / "run")}))
-    resumed = [
-        f"hydra.run.dir={tmp_path / 'run'}",
-        "checkpoint.resume=auto",
-        f"guard.ignored=[{ignored},looks,diversity]",
-    ]
-    assert main([*resumed, "trainer.steps=6"]) == 0
+    ignored = "guard.ignored=[watched,disagreement/dark,looks,diversity]"
+    assert main([f"hydra.run.dir={tmp_path / 'run'}", "checkpoint.resume=auto", ignored]) == 0
     assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()
