@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gerl.commandline import signals
 from gerl.errors import Interrupted, TrainingError
-from gerl.vote import guard
+from gerl.vote import reaper
 
 logger = logging.getLogger("gerl")
 TOKEN = "GERL_VOTE_TOKEN"  # the environment variable from which the scorer has the token
@@ -55,7 +55,7 @@ def train(arguments: Sequence[str], token: str | None, ended: Callable[[str], No
 def _guarded(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     """While the context lasts, the end of this process, by a kill -9 for example, ends `process` in order."""
     watching = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, str(process.pid)],
+        [sys.executable, "-I", "-S", reaper.__file__, str(process.pid)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ import yaml
 
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, TrainingError
-from gerl.vote import guard
+from gerl.vote import reaper
 from gerl.vote.command import prepare, voters
 from gerl.vote.training import train
 
@@ -82,9 +82,9 @@ def test_a_service_that_stops_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("written", [b"", b"!"])
-def test_the_guard_ends_a_run_whose_service_is_gone_without_a_word(written: bytes) -> None:
+def test_the_reaper_ends_a_run_whose_service_is_gone_without_a_word(written: bytes) -> None:
     run = subprocess.Popen(["sleep", "60"])
-    watching = subprocess.Popen([sys.executable, "-I", "-S", guard.__file__, str(run.pid)], stdin=subprocess.PIPE)
+    watching = subprocess.Popen([sys.executable, "-I", "-S", reaper.__file__, str(run.pid)], stdin=subprocess.PIPE)
     try:
         watching.communicate(written, timeout=10)
         if written:

@@ -1,6 +1,6 @@
 """Ends a training run in order when the vote service that started it is gone without having done so.
 
-A program of its own, which waits until its standard input ends: `python guard.py PID`. A byte there means that the run
+A program of its own, which waits until its standard input ends: `python reaper.py PID`. A byte there means that the run
 has ended. It uses nothing but the standard library, to start quickly.
 """
 
