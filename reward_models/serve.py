@@ -9,7 +9,6 @@ if __name__ == "__main__":
     sys.exit(start("reward_models.serve", WITH_LEVELS))
 
 import logging
-import os
 import signal
 import socket
 import threading
@@ -24,11 +23,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import WITH_LEVELS, run_command
+from gerl.commandline.listening import is_loopback, listen
 from gerl.config import ScorerConfig, expected, shown
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
-from gerl.rewards.scorers.http import is_loopback, read_token
+from gerl.rewards.scorers.http import read_token
 from reward_models.scoring import WARM_PROMPT
 
 if TYPE_CHECKING:
@@ -136,19 +136,6 @@ def parse(arguments: Sequence[str]) -> Options:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{name}={shown(first['input'])}: {expected(first, name)}") from None
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket at `host:port`; raises `ConfigError` if there cannot be one."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        number = error.errno or 0
-        why = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
-        raise ConfigError(
-            f"host={host} port={port} cannot be listened at ({why}): take another port, or stop what uses it"
-        ) from None
 
 
 def warm_row(options: Options) -> tuple[str, dict[str, Any]] | None:

@@ -13,10 +13,11 @@ import numpy as np
 import requests
 from PIL import Image
 
+from gerl.commandline.listening import listen
 from gerl.vote.access import Access
 from gerl.vote.ballots import Ballots, Rules
 from gerl.vote.groups import Asked
-from gerl.vote.service import address, listen, serving
+from gerl.vote.service import address, serving
 
 Choose = Callable[[list[Image.Image]], list[int]]
 

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 SOON, LATE, GROWTH = 0.05, 1.0, 1.5  # seconds until the second time, and at most, and from one to the next
 
 
-class Drawn(Protocol):
-    """An image that people may be asked about: a `Sample`."""
+class Scorable(Protocol):
+    """An image that is to be scored: a `Sample`, or anything with these."""
 
     @property
     def prompt(self) -> Prompt: ...
@@ -70,7 +70,7 @@ def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[
     return set(wait_any(pending, seconds))
 
 
-def occasions(run: str, groups: Mapping[Group, Sequence[Drawn]]) -> dict[Group, Occasion]:
+def occasions(run: str, groups: Mapping[Group, Sequence[Scorable]]) -> dict[Group, Occasion]:
     """The origin of each of the groups that are scored together."""
     keys = {}
     for group, members in groups.items():

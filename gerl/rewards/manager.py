@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
-from gerl.protocol import Group, Images, Prompt, ScorerFailure, Scores
-from gerl.rewards.asking import Asleep, occasions, wait
+from gerl.protocol import Group, Images, ScorerFailure, Scores
+from gerl.rewards.asking import Asleep, Scorable, occasions, wait
 from gerl.rewards.load import Load
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
@@ -28,22 +28,6 @@ from gerl.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning
-
-
-class Scorable(Protocol):
-    """An image that is to be scored: a `Sample`, or anything with these."""
-
-    @property
-    def prompt(self) -> Prompt: ...
-
-    @property
-    def group(self) -> Group: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
 
 
 @dataclass(eq=False)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from gerl.cluster import Pending, silence
 from gerl.protocol import Images, Scores
-from gerl.rewards.asking import wait
-from gerl.rewards.manager import RewardManager, Scorable
+from gerl.rewards.asking import Scorable, wait
+from gerl.rewards.manager import RewardManager
 
 MOMENT = 0.1  # seconds after which it is seen that nothing is to be done meanwhile any more
 AHEAD = 2  # micro-batches submitted to a process: the one it draws and the next

@@ -8,14 +8,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gerl.commandline.listening import host_name, is_foreign, is_loopback
 from gerl.errors import GerlError
-from gerl.rewards.scorers.http import is_loopback
 from gerl.rewards.scorers.remote import VERSION
 from gerl.utils.files import reason, writing
 
@@ -133,21 +132,12 @@ class Gate:
     def _foreign(self, headers: Headers, method: str) -> Response | None:
         """Refuse what another site sends, also by a name of its own for this machine."""
         host = headers.get("host", "")
-        if self.access.loopback and not is_loopback(_name(host)):
+        if self.access.loopback and not is_loopback(host_name(host)):
             return error(403, f"the host {host!r:.80} is none of this machine: use 127.0.0.1 or localhost")
-        if method in ("GET", "HEAD"):
-            return None
-        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
-        if (origin is not None and urlsplit(origin).netloc != host) or site not in ("none", "same-origin"):
+        if is_foreign(method, headers):
+            origin = headers.get("origin")
             return error(403, f"the request comes from another site, {origin!r:.80}: use the page of this service")
         return None
-
-
-def _name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def _wrong_body(headers: Headers, method: str, path: str) -> Response | None:

@@ -12,9 +12,9 @@ from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.commandline.composition import CHOICES, asked_for, compose_changes, compose_run
 from gerl.commandline.hydra_options import hydra_options
+from gerl.commandline.listening import is_loopback
 from gerl.errors import ConfigError
 from gerl.rewards.scorers import require
-from gerl.rewards.scorers.http import is_loopback
 from gerl.run.session import VOTES
 from gerl.trainer.resuming import folder_to_resume, read_configuration
 

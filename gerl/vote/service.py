@@ -2,13 +2,12 @@
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
-from gerl.errors import ConfigError, GerlError
+from gerl.errors import GerlError
 from gerl.vote.access import Access
 from gerl.vote.ballots import Ballots
 
@@ -16,19 +15,6 @@ logger = logging.getLogger("gerl")
 CLOSING = 2.0  # seconds for requests under way when the service ends
 TOLD = 0.3  # seconds in which pages hear that the run is over
 STARTING = 10.0
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket at `host:port`; raises `ConfigError` if there cannot be one."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=256)
-    except OSError as error:
-        number = error.errno or 0
-        why = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
-        raise ConfigError(
-            f"host={host} port={port} cannot be listened at ({why}): take another port, or stop what uses it"
-        ) from None
 
 
 def address(listener: socket.socket, host: str | None = None) -> str:

@@ -1,14 +1,14 @@
 """Who may see the page and press its buttons: tokens, and pages of other sites that act in a visitor's name."""
 
 import hmac
-import ipaddress
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gerl.commandline.listening import host_name, is_foreign, is_loopback
 
 COOKIE = "gerl_watch"
 MARK = "x-gerl"  # a header that only scripts of the page itself can send
@@ -19,14 +19,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address is that of this machine for itself."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 @dataclass(frozen=True)
@@ -57,15 +49,12 @@ class Access:
         await (refusal or self.app)(scope, receive, with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
-        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        host = host_name(request.headers.get("host", ""))
         if self.token is None and not is_loopback(host):
             # a page elsewhere can have a name of its own point here, and would read along
             return refused(403, f"the page is at http://localhost, not at {host[:80]!r}; a token allows other names")
         if request.method not in ("GET", "HEAD"):
-            origin = request.headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-                return refused(403, "a page of another site may not do this")
-            if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            if is_foreign(request.method, request.headers):
                 return refused(403, "a page of another site may not do this")
             if MARK not in request.headers:
                 return refused(403, f"the header {MARK} is missing, which the page sends")

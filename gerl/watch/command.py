@@ -1,7 +1,7 @@
 """Watch runs in a browser: `python -m gerl.watch [run=FOLDER] [key=value ...]`."""
 
+import contextlib
 import logging
-import os
 import re
 import secrets
 import signal
@@ -16,6 +16,7 @@ from urllib.parse import quote
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import PAGE, run_command
 from gerl.commandline.imports import importing
+from gerl.commandline.listening import is_loopback, listen
 from gerl.errors import ConfigError, GerlError
 from gerl.watch.folders import Folders
 
@@ -72,13 +73,12 @@ def serve(request: Request, stop: threading.Event) -> None:
             _require(module)
         import uvicorn
 
-        from gerl.watch.access import is_loopback
         from gerl.watch.server import build_site
     token = request.token
     if token is None and not is_loopback(request.host):
         token = secrets.token_urlsafe(24)
     app, site = build_site(folders, token)
-    with listen(request.host, request.port) as listener:
+    with opened(request.host, request.port) as listener:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(CLOSING)
         )
@@ -103,19 +103,15 @@ def _on_signals(stop: threading.Event) -> None:
             signal.signal(number, lambda *_: stop.set())
 
 
-def listen(host: str, port: int | None) -> socket.socket:
+def opened(host: str, port: int | None) -> socket.socket:
     """A socket at `host:port`, or at any port where none is given and the usual one is taken.
 
     Raises `ConfigError` if there cannot be one.
     """
-    for number in (PAGE, 0) if port is None else (port,):
-        try:
-            family = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server((host, number), family=family, backlog=512)
-        except OSError as error:
-            code = error.errno or 0
-            why = os.strerror(code) if code > 0 else error.strerror
-    raise ConfigError(f"host={host} port={number}: nothing can be listened at there ({why}); port=0 takes a free one")
+    if port is None:
+        with contextlib.suppress(ConfigError):
+            return listen(host, PAGE)
+    return listen(host, port or 0, "port=0 takes a free one")
 
 
 def addresses(host: str, listener: socket.socket, token: str | None) -> list[str]:

@@ -202,6 +202,12 @@ def fill(template: str, prompt: str, metadata: Metadata, **fields: str) -> str:
     return PLACE.sub(value, template)
 
 
+def check_question(template: str) -> None:
+    """Raise `RewardError` for a template of a question that has no place for it."""
+    if "{question}" not in template:
+        raise RewardError("template has no {question}, so the judge would not know what is asked: add it")
+
+
 def bare(token: str) -> str:
     """A token without case, spaces and punctuation; ▁ and Ġ are how tokenizers write a space."""
     return token.strip(string.whitespace + string.punctuation + "▁Ġ").casefold()

@@ -15,9 +15,9 @@ from typing import Annotated
 from PIL import Image
 from pydantic import Field
 
-from gerl.errors import DataError, RewardError
+from gerl.errors import DataError
 from gerl.rewards.scorers.base import Columns, Metadata
-from gerl.rewards.scorers.chat import ChatScorer, Choice, Unreadable, cut_off, ending, text_of
+from gerl.rewards.scorers.chat import ChatScorer, Choice, Unreadable, check_question, cut_off, ending, text_of
 from gerl.rewards.scorers.http import Client, at_most, png_base64
 
 ID, PARENTS, TEXT = "proposition_id", "dependency", "question_natural_language"  # columns of the benchmark's file
@@ -48,8 +48,7 @@ class DpgScorer(ChatScorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if "{question}" not in self.template:
-            raise RewardError("template has no {question}, so the judge would not know what is asked: add it")
+        check_question(self.template)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         graphs = [self.questions(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]

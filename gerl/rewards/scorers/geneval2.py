@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 from PIL import Image
 from pydantic import Field
 
-from gerl.errors import DataError, RewardError
+from gerl.errors import DataError
 from gerl.rewards.scorers.base import Columns, Metadata
-from gerl.rewards.scorers.chat import ChatScorer, Choice, Unreadable, bare, first_tokens, probability_of
+from gerl.rewards.scorers.chat import ChatScorer, Choice, Unreadable, bare, check_question, first_tokens, probability_of
 from gerl.rewards.scorers.http import Client, at_most, png_base64
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -44,8 +44,7 @@ class GenEval2(ChatScorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if "{question}" not in self.template:
-            raise RewardError("template has no {question}, so the judge would not know what is asked: add it")
+        check_question(self.template)
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         asked = [self.questions(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import ipaddress
 import json
 import logging
 import math
@@ -23,6 +22,7 @@ import requests
 from PIL import Image
 from pydantic import Field
 
+from gerl.commandline.listening import is_loopback
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import JSON, Scorer
 from gerl.rewards.scorers.transport import Deadline, WatchedAdapter
@@ -311,14 +311,6 @@ def check_url(kwarg: str, url: str) -> None:
         raise RewardError(f"{kwarg}={url!r} is not an address: give one such as http://127.0.0.1:8000")
     if parts.query or parts.fragment:
         raise RewardError(f"{kwarg} has something after its path, and paths are added to it: end it before ? or #")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine itself can be reached under `host`, a name or an IP address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _retry_after(value: str) -> float:

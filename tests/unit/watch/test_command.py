@@ -13,7 +13,7 @@ from watching import make_run
 
 from gerl.commandline.command import PAGE
 from gerl.errors import ConfigError
-from gerl.watch.command import addresses, listen, main
+from gerl.watch.command import addresses, main, opened
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_a_package_that_is_missing_names_the_extra(
 
 def test_the_usual_port_or_a_free_one_and_never_another_than_was_asked_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="port=0 takes a free one"):
-        listen("127.0.0.1", taken.getsockname()[1])
-    with listen("127.0.0.1", None) as first, listen("127.0.0.1", None) as second:
+        opened("127.0.0.1", taken.getsockname()[1])
+    with opened("127.0.0.1", None) as first, opened("127.0.0.1", None) as second:
         assert second.getsockname()[1] not in (PAGE, first.getsockname()[1])
 
 
 def test_addresses_have_the_token_where_there_is_one() -> None:
-    with listen("127.0.0.1", 0) as listener:
+    with opened("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         assert addresses("127.0.0.1", listener, None) == [f"http://127.0.0.1:{port}/"]
         assert addresses("0.0.0.0", listener, "t-1")[0] == f"http://localhost:{port}/?token=t-1"
