@@ -12,7 +12,7 @@ from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.commandline.composition import CHOICES, asked_for, compose_changes, compose_run
 from gerl.commandline.hydra_options import hydra_options
-from gerl.commandline.listening import is_loopback
+from gerl.commandline.listening import is_loopback, listen
 from gerl.errors import ConfigError
 from gerl.rewards.scorers import require
 from gerl.run.session import VOTES
@@ -105,7 +105,7 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
     _require()
     from gerl.vote.access import Access
     from gerl.vote.ballots import Ballots, Rules
-    from gerl.vote.service import address, listen, serving
+    from gerl.vote.service import address, serving
 
     access = Access.of(options.folder, options.host, names)
     ballots = Ballots(options.folder, Rules(options.votes, options.lease, options.undo))
@@ -127,7 +127,7 @@ def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> No
     _require()
     from gerl.vote.access import Access
     from gerl.vote.ballots import Ballots, Rules
-    from gerl.vote.service import address, listen, serving
+    from gerl.vote.service import address, serving
     from gerl.vote.training import TOKEN, train
 
     folder = run_dir / VOTES
