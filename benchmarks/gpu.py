@@ -141,7 +141,9 @@ def reduce(worker: HybridWorker, setting: Setting) -> Row:
     """An all-reduce of the LoRA's flat gradient by a group of one process, alone and with the copies around it."""
     flat = worker.actor.flat_gradient()
     backend = "nccl" if setting.device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    alone_here = not dist.is_initialized()  # training all weights has made such a group, and left it
+    if alone_here:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def median(work: Callable[[], object]) -> float:
         used = [measured(setting.device, work)[1] for _ in range(setting.warmups + setting.repetitions)]
@@ -150,7 +152,8 @@ def reduce(worker: HybridWorker, setting: Setting) -> Row:
     try:
         alone, whole = median(lambda: dist.all_reduce(flat)), median(worker.reduce_gradient)
     finally:
-        dist.destroy_process_group()
+        if alone_here:
+            dist.destroy_process_group()
     size = flat.numel() * flat.element_size()
     return {"backend": backend, "bytes": size, "seconds": alone, "with_copies": whole, "bytes_s": size / alone}
 

@@ -91,10 +91,16 @@ def pictures(run: RunFacts) -> Shown:
 def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
     """The table of the held-out prompts: the total and each scorer before, after, and the paired change."""
     if run.first is None:
-        return {"rows": [], "count": 0, "source": "", "notes": ""}
+        return {"rows": [], "count": 0, "each": 1, "source": "", "notes": ""}
     before = mean(run.first.rewards)
     held_out = get(run.config, "validation", "data")
-    found: dict[str, Any] = {"rows": [], "count": len(run.first.first_rows), "source": _sources(held_out), "notes": ""}
+    found: dict[str, Any] = {
+        "rows": [],
+        "count": len(run.first.first_rows),
+        "each": run.first.each,
+        "source": _sources(held_out),
+        "notes": "",
+    }
     if run.last is None:
         found["notes"] = "" if before is None else f"; the base model has a reward of {before:.3f}"
         return found

@@ -129,7 +129,7 @@ def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, str | None]
         gain = estimate(range(len(compared.known)), compared.known)
         sure = gain.count > 1
         change = f"{gain.mean:+.3f}" + (f" ({gain.low:+.3f} to {gain.high:+.3f})" if sure else "")
-        each = f", {len(first.rewards) // len(first.first_rows)} images each" if first.ids else ""
+        each = f", {first.each} images each" if first.each > 1 else ""
         note = f"mean over {len(first.first_rows)} held-out prompts{each}, the same noise before and after" + (
             "; in brackets the 95 % interval of the gain" if sure else ""
         )

@@ -98,6 +98,14 @@ def is_stochastic(config: Values) -> bool:
     return kernel not in (None, "ode") and bool(level)
 
 
+WORDS = {  # keys of validation, and how a value of theirs is said
+    "height": "at a height of",
+    "width": "at a width of",
+    "num_inference_steps": "in denoising steps",
+    "guidance_scale": "at guidance",
+}
+
+
 def explanation(config: Values) -> str:
     """Sentences about what differs between the training and the held-out curve."""
     if not config:
@@ -118,12 +126,14 @@ def explanation(config: Values) -> str:
     same = validation.get("data") == get(config, "data", "train")
     other = [
         f", {word} {validation[key]} instead of {sampling.get(key)}"
-        for key, word in (("num_inference_steps", "in denoising steps"), ("guidance_scale", "at guidance"))
+        for key, word in WORDS.items()
         if validation.get(key) not in (None, sampling.get(key))
     ]
     count = f"{get(config, 'rollout', 'n')} images of each of {get(config, 'rollout', 'prompts_per_step')} prompts"
+    each = validation.get("images_per_prompt") or 1
+    images = "one image" if each == 1 else f"{each} images"
     return (
-        f"Training: {count}, other ones at every step, drawn by {weights} {noise}. Held-out: one image of each prompt "
+        f"Training: {count}, other ones at every step, drawn by {weights} {noise}. Held-out: {images} of each prompt "
         f"of {'the training file' if same else 'another file'}, always from the same starting noise, drawn by {ema} "
         f"without noise in the steps{''.join(other)}; bars are standard errors over these prompts."
     )

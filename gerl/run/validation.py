@@ -63,6 +63,11 @@ class Validation:
         """The first image of each prompt."""
         return list(range(len(self.prompts))) if not self.ids else [self.ids.index(i) for i in dict.fromkeys(self.ids)]
 
+    @property
+    def each(self) -> int:
+        """Images of a prompt."""
+        return len(self.prompts) // max(len(self.first_rows), 1)
+
     def by_prompt(self, values: Sequence[float | None]) -> list[float | None]:
         """The mean of `values` [N] over the images of each prompt that have one."""
         if not self.ids:
@@ -207,6 +212,11 @@ def validation_steps(run_dir: Path) -> list[int]:
     """The trainer steps with a validation on disk, in order."""
     names = (re.fullmatch(r"step_(\d+)\.json", p.name) for p in (run_dir / "validation").glob("step_*.json"))
     return sorted(int(match[1]) for match in names if match)
+
+
+def held_out_words(images: int, each: int) -> str:
+    """How so many held-out images, `each` of a prompt, are called."""
+    return f"{images} held-out prompts" if each == 1 else f"{images} images of {images // each} held-out prompts"
 
 
 def mean(values: Sequence[float | None]) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from gerl.config import Config
 from gerl.protocol import Prompt
 from gerl.run.usage import usage
-from gerl.run.validation import load_validations, mean
+from gerl.run.validation import held_out_words, load_validations, mean
 
 
 def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], seconds: float) -> str:
@@ -22,7 +22,7 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
             before, after = (mean([pair[i] for pair in pairs]) for i in (0, 1))
             shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
             some = f"{len(pairs)} of " if len(pairs) < len(first.prompts) else ""
-            lines.append(f"{name} on {some}{len(first.prompts)} held-out prompts: {shown}")
+            lines.append(f"{name} on {some}{held_out_words(len(first.prompts), first.each)}: {shown}")
     folder = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
     trained = f"LoRA:   {folder / 'lora'}" if config.model.train == "lora" else f"model:  {folder}"
     written = run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report run={run_dir}"

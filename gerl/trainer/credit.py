@@ -16,6 +16,7 @@ from gerl.protocol import Group, Sample, ScorerFailure, Scores
 from gerl.rewards.checks import check_failures, unscored, usable_groups
 from gerl.rewards.total import DATA_SOURCE, applies, shaped
 from gerl.run.statistics import Estimate
+from gerl.run.validation import held_out_words
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -169,26 +170,31 @@ def conclude_validation(
         if gain is not None and not math.isnan(gain.low):
             over = f", {gain.mean:+.3f} over the first validation (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
         logger.info(
-            "step %d: reward on %s %.3f%s", step, held_out_words(config, count), metrics["val/reward/mean"], over
+            "step %d: reward on %s %.3f%s",
+            step,
+            held_out_words(count, config.validation.images_per_prompt),
+            metrics["val/reward/mean"],
+            over,
         )
         return metrics, metrics["val/reward/mean"]
     i = scored.failed[0]
     first = unscored(f"held-out {scored.samples[i].prompt.text!r}", scored.failures[i])
     logger.warning(
         "step %d: reward on %d of %s %.3f, %d not scored; it is compared with no other validation; %s",
-        *(step, count - failed, held_out_words(config, count), mean(scored.totals), failed, first),
+        *(
+            step,
+            count - failed,
+            held_out_words(count, config.validation.images_per_prompt),
+            mean(scored.totals),
+            failed,
+            first,
+        ),
     )
     totals = [
         scored.totals[k] for k in range(len(scored.samples)) if scored.totals[k] is not None or k in scored.failed
     ]
     check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be left out")
     return metrics, None
-
-
-def held_out_words(config: Config, count: int) -> str:
-    """How `count` held-out images are called."""
-    each = config.validation.images_per_prompt
-    return f"{count} held-out prompts" if each == 1 else f"{count} images of {count // each} held-out prompts"
 
 
 def _counted(scorer: ScorerConfig, scores: Sequence[float | None], ids: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ def test_a_variant_that_runs_has_all_figures_and_one_that_fails_a_reason() -> No
         assert work["peak"] is None and work["predicted_peak"] > 0  # the allocator of a CPU does not tell
     assert plain["figures"]["ratio_deviation"] < 1e-5 and cached["figures"]["ratio_deviation"] < 1e-5
     assert cached["figures"]["rollout"]["share"] is None
+    assert reduced["refused"] is None, reduced["refused"]
     assert reduced["figures"]["bytes"] == 4 * 21504 and reduced["figures"]["bytes_s"] > 0
     for row, key in zip(failed, names[3:], strict=True):
         assert row["figures"] is None and key in row["refused"]
