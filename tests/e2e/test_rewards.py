@@ -45,7 +45,7 @@ def run(train: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
 
     def start(name: str, faults: str, poison: str, *overrides: str, **keys: Any) -> Any:
         kwargs = f"{{log: {tmp_path / f'{name}.log'}, faults: {faults}, poison: {poison}}}"
-        scorer = f"+reward.scorers.mean={{path: {tmp_path / 'faulty.py'}, kwargs: {kwargs}, timeout: 8, replicas: 2}}"
+        scorer = f"+reward.scorers.mean={{path: {tmp_path / 'faulty.py'}, kwargs: {kwargs}, timeout: 5, replicas: 2}}"
         watched = f"+reward.scorers.watched={{path: {tmp_path / 'watched.py'}, weight: 0}}"
         fixed = {"scorer": "", "data__train": tmp_path / "prompts.txt", "data__shuffle": "false"}
         fixed["reward__trial"] = "false"  # calls are counted from the first step on
@@ -69,7 +69,7 @@ def test_processes_that_die_or_hang_cost_time_but_no_scores(
     assert faulty.column("group/dropped") == [1, 0]
     # one killed, one that hung, and two for the prompt that kills
     assert sum(faulty.column("scorer/mean/restarts")) == 4 and not any(faulty.column("scorer/watched/restarts"))
-    for happened in ("mean: .*died.* 2 images of 'a poison'.*restarted", "mean: .* 8 s.* 2 images of '"):
+    for happened in ("mean: .*died.* 2 images of 'a poison'.*restarted", "mean: .* 5 s.* 2 images of '"):
         assert re.search(happened, caplog.text)
     assert re.search("mean has no score for image 0 of 'a poison': .*died", caplog.text)
 
