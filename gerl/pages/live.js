@@ -339,7 +339,7 @@ async function press(button) {
     return;
   }
   button.disabled = true;
-  const answer = await fetch("api/control", { method: "POST", headers: { "Content-Type": "application/json", "X-Gerl": "1" }, body: JSON.stringify({ run: state.run, command }) });
+  const answer = await fetch("api/control", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ run: state.run, command }) });
   const body = await answer.json().catch(() => ({}));
   tell(answer.ok ? "" : body.error || "that did not work");
   await once("overview", showOverview);

@@ -166,12 +166,12 @@ def test_the_dark_and_the_help(browser: Any, place: tuple[str, Ballots]) -> None
 
 
 def test_two_voters_see_different_groups_and_a_lost_service_is_said(browser: Any, tmp_path: Path) -> None:
-    with service(tmp_path, ["anna", "ben"]) as (url, ballots, access):
+    with service(tmp_path, ["anna", "ben"]) as (url, ballots, tokens):
         for number in (1, 2):
             ballots.ask(group(number, together=[1, 2]), f"prompt {number}", pngs())
-        anna = opened(browser, access.links(url)["anna"])
+        anna = opened(browser, tokens.links(url)["anna"])
         ben = anna.context.new_page()
-        ben.goto(access.links(url)["ben"])
+        ben.goto(tokens.links(url)["ben"])
         settled(ben, "prompt 2")
         anna.keyboard.press("1")
         anna.wait_for_selector("#rest:not([hidden])")

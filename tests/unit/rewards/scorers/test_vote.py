@@ -58,8 +58,8 @@ def test_a_service_that_is_down_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_token_that_is_wrong_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with service(tmp_path, ["anna"]) as (url, _, access):
-        (tmp_path / "token").write_text(f"{access.run}\n")
+    with service(tmp_path, ["anna"]) as (url, _, tokens):
+        (tmp_path / "token").write_text(f"{tokens.run}\n")
         assert VoteScorer(url=url, token_file=str(tmp_path / "token")).ask(Drawn(IMAGES), "a", {}, occasion()) == ""
         monkeypatch.setenv("VOTE", "wrong")
         wrong = VoteScorer(url=url, token_env="VOTE")
