@@ -43,6 +43,7 @@ class Score(BaseModel):
 
     scorer: Literal["vote"]
     images: Annotated[list[str], Field(max_length=MOST)]
+    sources: Annotated[list[str], Field(max_length=MOST)] = []
     prompts: Annotated[list[str], Field(min_length=1, max_length=1)]
     metadata: list[dict[str, Any]]
     group: dict[str, Any]
@@ -106,7 +107,7 @@ def build_app(ballots: Ballots, tokens: Tokens) -> FastAPI:
     async def image(group: str, file: str) -> Response:
         ballot = ballots.ballots.get(group)
         path = f"images/{group}/{file}"
-        if ballot is None or path not in ballot.images:
+        if ballot is None or path not in (*ballot.images, *ballot.sources):
             raise HTTPException(404, "there is no such image")
         headers = {"Cache-Control": "private, max-age=86400, immutable"}
         return FileResponse(ballots.folder / path, media_type="image/png", headers=headers)
@@ -138,12 +139,12 @@ def _add_run(app: FastAPI, ballots: Ballots, tokens: Tokens) -> None:
     @app.post("/v1/score")
     async def score(given: Score) -> Response:
         group = asked(given.group)
-        files = await asyncio.to_thread(_decoded, given.images)
+        files, sources = await asyncio.to_thread(lambda: (_decoded(given.images), _decoded(given.sources, "source")))
         if files and len(files) != len(group.seeds):
             raise RewardError(f"{len(files)} images came for {len(group.seeds)} seeds: send one each")
         if files:
             tokens.keep()
-        found = ballots.ask(group, given.prompts[0], files)
+        found = ballots.ask(group, given.prompts[0], files, sources)
         if isinstance(found, str):
             return JSONResponse({"waiting": found, "version": VERSION}, 202)
         return JSONResponse({"scores": {NAME: found}, "version": VERSION})
@@ -185,7 +186,8 @@ def view(ballots: Ballots, voter: str) -> dict[str, Any]:
 def _shown(ballot: Ballot | None) -> dict[str, Any] | None:
     if ballot is None:
         return None
-    return {"id": ballot.id, "prompt": ballot.text, "step": ballot.asked.step, "images": ballot.images}
+    files = {"images": ballot.images, "sources": ballot.sources}
+    return {"id": ballot.id, "prompt": ballot.text, "step": ballot.asked.step, **files}
 
 
 async def _stream(ballots: Ballots, voter: str, news: News) -> AsyncIterator[str]:
@@ -205,15 +207,15 @@ async def _stream(ballots: Ballots, voter: str, news: News) -> AsyncIterator[str
         news.gone(event)
 
 
-def _decoded(images: list[str]) -> list[bytes]:
+def _decoded(images: list[str], kind: str = "image") -> list[bytes]:
     files = []
     for i, text in enumerate(images):
         try:
             files.append(base64.b64decode(text, validate=True))
         except (binascii.Error, ValueError):
-            raise RewardError(f"image {i} of {len(images)} is not base64: encode the bytes of its file") from None
+            raise RewardError(f"{kind} {i} of {len(images)} is not base64: encode the bytes of its file") from None
         if not files[-1].startswith(PNG):
-            raise RewardError(f"image {i} of {len(images)} is no PNG: send it as one")
+            raise RewardError(f"{kind} {i} of {len(images)} is no PNG: send it as one")
     return files
 
 

@@ -151,6 +151,7 @@ def test_the_page_itself_may_send(shared: str) -> None:
         ({"images": ["%"] * 3}, "not base64"),
         ({"images": ["aGVsbG8="] * 3}, "no PNG"),
         ({"images": [base64.b64encode(pngs()[0]).decode()]}, "1 images came for 3 seeds"),
+        ({"sources": ["%"]}, "source 0 of 1 is not base64"),
         ({"scorer": "ocr"}, "vote"),
         ({"group": {}}, "group"),
         ({"prompts": []}, "prompts"),
@@ -229,7 +230,7 @@ def test_a_service_that_is_restarted_in_the_middle_goes_on(tmp_path: Path) -> No
     with service(tmp_path) as (url, _, _):
         port = int(url.rsplit(":", 1)[1])
         for number in (1, 2):
-            score(url, body(number, together=[1, 2]))
+            score(url, {**body(number, together=[1, 2]), "sources": [base64.b64encode(pngs()[2]).decode()]})
         voter = Voter(f"{url}/")
         first = voter.state()["group"]
         assert voter.post("vote", group=first["id"], ranks=[1, 2, 3]).ok
@@ -237,6 +238,8 @@ def test_a_service_that_is_restarted_in_the_middle_goes_on(tmp_path: Path) -> No
         voter = Voter(f"{url}/")
         second = voter.state()["group"]
         assert second["id"] != first["id"] and voter.images(second)
+        (before,) = voter.images({"images": second["sources"]})
+        assert before.getpixel((0, 0)) == (255, 20, 20)
         assert voter.post("vote", group=second["id"], ranks=[3, 2, 1]).ok
         found = [score(url, body(number, images=False, together=[1, 2])).json()["scores"]["vote"] for number in (1, 2)]
     assert found == [[1, 0.5, 0], [0, 0.5, 1]]
