@@ -480,13 +480,15 @@ async function showWarnings() {
 
 const rewardOf = (i, row) => state.heldOut.rewards[i]?.[row] ?? null;
 
-/** The prompt of a held-out image, and which of its images this is, where it has several. */
-function captionOf(row) {
-  const { prompts, ids } = state.heldOut;
-  if (!ids?.length) return prompts[row];
+/** Which of the images of its prompt a held-out image is, and how many there are; null where it is the only one. */
+function placeOf(row) {
+  const { ids } = state.heldOut;
+  if (!ids?.length) return null;
   const first = ids.indexOf(ids[row]), count = ids.lastIndexOf(ids[row]) - first + 1;
-  return count > 1 ? `${prompts[row]} (image ${row - first + 1} of ${count})` : prompts[row];
+  return count > 1 ? [row - first + 1, count] : null;
 }
+
+const captionOf = (row) => state.heldOut.prompts[row] + (placeOf(row) ? ` (image ${placeOf(row).join(" of ")})` : "");
 
 async function showHeldOut() {
   const run = state.run, found = await get("held_out", { run });
@@ -588,7 +590,7 @@ function showExtremes() {
     const image = (i) => make("img", { src: pictureAt(heldOut.steps[i], row), alt: `${captionOf(row)}, step ${heldOut.steps[i]}`, loading: "lazy" });
     return make("button", { type: "button", class: "pair card", title: captionOf(row), on: { click: () => { choose(row); $("time").scrollIntoView({ behavior: "smooth", block: "center" }); } } },
       make("div", { class: "both" }, image(0), image(last)),
-      make("p", {}, make("span", { text: captionOf(row) }), make("span", {}, `${score(a)} → ${score(b)} `, make("b", { class: b > a + 5e-4 ? "up" : b < a - 5e-4 ? "down" : "", text: signed(b - a) }))));
+      make("p", {}, make("span", { text: heldOut.prompts[row] }), placeOf(row) && make("span", { class: "soft", text: placeOf(row).join("/") }), make("span", {}, `${score(a)} → ${score(b)} `, make("b", { class: b > a + 5e-4 ? "up" : b < a - 5e-4 ? "down" : "", text: signed(b - a) }))));
   }));
 }
 
@@ -835,7 +837,10 @@ function begin() {
   $("log-box").addEventListener("toggle", () => once("log", showLog));
   for (const button of document.querySelectorAll("[data-command]")) button.addEventListener("click", () => press(button).catch((error) => tell(String(error.message))));
   for (const id of ["first", "now"]) {
-    const image = make("img", { alt: "", on: { load: () => image.classList.toggle("smooth", image.naturalWidth > 256) } });
+    const image = make("img", { alt: "", on: { load: () => {
+      image.classList.toggle("smooth", image.naturalWidth > 256);
+      $("extreme-list").style.setProperty("--shape", `${image.naturalWidth} / ${image.naturalHeight}`); // of those still to be loaded
+    } } });
     $(id).prepend(image);
   }
   document.addEventListener("visibilitychange", listen);

@@ -131,7 +131,7 @@ def test_each_image_of_a_prompt_is_named_and_signals_of_a_kind_are_one_line(page
         page.select_option("#prompt", "1")
         text(page, "#now-note", "step 20: 0.100 +0.000")
         assert page.eval_on_selector("#now img", SHADE) == 100
-        sync_api.expect(page.locator("#extreme-list .pair").first).to_contain_text("blue (image 2 of 2)")
+        sync_api.expect(page.locator("#extreme-list .pair").first).to_contain_text("blue2/20.300 → 0.700")
         assert page.locator("#warning-list p").all_inner_texts() == ["steps 10 to 20, watchedocr fell, 20"]
         assert page.locator("#warning-list img").count() == 2
 
