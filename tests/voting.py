@@ -14,10 +14,10 @@ import requests
 from PIL import Image
 
 from gerl.commandline.listening import listen
-from gerl.vote.access import Access
 from gerl.vote.ballots import Ballots, Rules
 from gerl.vote.groups import Asked
 from gerl.vote.service import address, serving
+from gerl.vote.tokens import Tokens
 
 Choose = Callable[[list[Image.Image]], list[int]]
 
@@ -81,14 +81,14 @@ class Voter:
 @contextlib.contextmanager
 def service(
     folder: Path, names: Sequence[str] = (), port: int = 0, host: str = "127.0.0.1", **rules: Any
-) -> Iterator[tuple[str, Ballots, Access]]:
+) -> Iterator[tuple[str, Ballots, Tokens]]:
     """A vote service in this process: its URL, its state and its tokens."""
-    access = Access.of(folder, host, names)
+    tokens = Tokens.of(folder, host, names)
     ballots = Ballots(folder, Rules(**{"undo": 0, **rules}))
     listener = listen(host, port)
     url = address(listener, "127.0.0.1")
-    with serving(listener, ballots, access):
-        yield url, ballots, access
+    with serving(listener, ballots, tokens):
+        yield url, ballots, tokens
 
 
 def group(number: int = 1, step: int = 1, together: Sequence[int] = (), images: int = 3, drawn: int = 0) -> Asked:

@@ -339,7 +339,7 @@ async function press(button) {
     return;
   }
   button.disabled = true;
-  const answer = await fetch("api/control", { method: "POST", headers: { "Content-Type": "application/json", "X-Gerl": "1" }, body: JSON.stringify({ run: state.run, command }) });
+  const answer = await fetch("api/control", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ run: state.run, command }) });
   const body = await answer.json().catch(() => ({}));
   tell(answer.ok ? "" : body.error || "that did not work");
   await once("overview", showOverview);
@@ -422,7 +422,7 @@ function showCurves() {
   }
   for (const name of ["reward", ...scorers].filter((one) => names.includes(`val/${one}/gain`))) {
     const gain = curve(`val/${name}/gain`), [low, high] = ["low", "high"].map((side) => curve(`val/${name}/gain_${side}`).y);
-    chart(figureIn(parent, `gain ${name}`, `held-out gain of ${name} over the begin, with its interval`), [{ name: "gain", colour: COLOURS[2], x: gain.x, y: gain.y, low: low.length === gain.y.length ? low : undefined, high: high.length === gain.y.length ? high : undefined, dots: true }], { zero: true });
+    chart(figureIn(parent, `gain ${name}`, `held-out gain of ${name} over the first validation, with its interval`), [{ name: "gain", colour: COLOURS[2], x: gain.x, y: gain.y, low: low.length === gain.y.length ? low : undefined, high: high.length === gain.y.length ? high : undefined, dots: true }], { zero: true });
   }
   SIGNALS.forEach(([title, name], i) => {
     if (names.includes(name) && curve(name).y.some((value) => value !== null) && !constant(name)) chart(figureIn(parent, name, title), [{ name, colour: COLOURS[(i + 3) % 8], ...curve(name), pale: true }]);
@@ -450,17 +450,28 @@ async function showAll() {
   for (const name of names) chart(figureIn($("all-charts"), name, name), [{ name, colour: COLOURS[0], ...curve(name), pale: true }]);
 }
 
+/** The newest signal of the guard of each kind, and since which step there were such. `rows`: the newest first. */
+function latest(rows) {
+  const kinds = new Map();
+  for (const row of rows) {
+    const kind = [row.signal, row.column, row.action].join("/"), newest = kinds.get(kind);
+    if (newest) newest.since = row.step;
+    else kinds.set(kind, { ...row });
+  }
+  return [...kinds.values()];
+}
+
 async function showWarnings() {
   const run = state.run, found = await get("warnings", { run });
   if (run !== state.run || !found) return;
-  const lines = [...found.guard.map((row) => ({ ...row, guard: true })), ...found.health];
+  const lines = [...latest(found.guard), ...found.health];
   $("warning-list").replaceChildren(...lines.slice(0, 30).map((row) => {
     const action = row.action && row.action !== "warn" ? ` (${row.action})` : "";
-    const sentence = make("p", {}, make("span", { class: "when", text: `step ${row.step}${row.signal ? `, ${row.signal}` : ""}` }), `${row.text ?? ""}${action}`);
+    const sentence = make("p", {}, make("span", { class: "when", text: `${row.since === undefined ? "step" : `steps ${row.since} to`} ${row.step}${row.signal ? `, ${row.signal}` : ""}` }), `${row.text ?? ""}${action}`);
     const rows = Array.isArray(row.shown) ? row.shown.filter(Number.isInteger).slice(0, 8) : [];
     const usable = state.heldOut && state.heldOut.steps.includes(row.step) ? rows.filter((i) => state.heldOut.shown.includes(i)) : [];
     if (!usable.length) return sentence;
-    return make("div", {}, sentence, make("div", { class: "strip" }, ...usable.map((i) => make("img", { src: pictureAt(row.step, i), alt: `${state.heldOut.prompts[i]}, step ${row.step}`, title: state.heldOut.prompts[i], loading: "lazy" }))));
+    return make("div", {}, sentence, make("div", { class: "strip" }, ...usable.map((i) => make("img", { src: pictureAt(row.step, i), alt: `${captionOf(i)}, step ${row.step}`, title: captionOf(i), loading: "lazy" }))));
   }));
   $("warnings").hidden = !lines.length;
 }
@@ -468,7 +479,16 @@ async function showWarnings() {
 // --- held-out prompts
 
 const rewardOf = (i, row) => state.heldOut.rewards[i]?.[row] ?? null;
-const captionOf = (row) => `${state.heldOut.prompts[row]}${state.heldOut.ids && state.heldOut.prompts.indexOf(state.heldOut.prompts[row]) !== row ? ` (image ${row + 1})` : ""}`;
+
+/** Which of the images of its prompt a held-out image is, and how many there are; null where it is the only one. */
+function placeOf(row) {
+  const { ids } = state.heldOut;
+  if (!ids?.length) return null;
+  const first = ids.indexOf(ids[row]), count = ids.lastIndexOf(ids[row]) - first + 1;
+  return count > 1 ? [row - first + 1, count] : null;
+}
+
+const captionOf = (row) => state.heldOut.prompts[row] + (placeOf(row) ? ` (image ${placeOf(row).join(" of ")})` : "");
 
 async function showHeldOut() {
   const run = state.run, found = await get("held_out", { run });
@@ -496,7 +516,7 @@ async function showHeldOut() {
 function setPicture(id, step, row) {
   const image = $(id).querySelector("img"), address = pictureAt(step, row);
   if (image.getAttribute("src") !== address) image.setAttribute("src", address);
-  image.alt = `${state.heldOut.prompts[row]}, step ${step}`;
+  image.alt = `${captionOf(row)}, step ${step}`;
 }
 
 async function showPrompt() {
@@ -567,10 +587,10 @@ function showExtremes() {
   });
   $("extreme-list").replaceChildren(...ordered(state.order).slice(0, 8).map((row) => {
     const [a, b] = [rewardOf(0, row), rewardOf(last, row)];
-    const image = (i) => make("img", { src: pictureAt(heldOut.steps[i], row), alt: `${heldOut.prompts[row]}, step ${heldOut.steps[i]}`, loading: "lazy" });
-    return make("button", { type: "button", class: "pair card", title: heldOut.prompts[row], on: { click: () => { choose(row); $("time").scrollIntoView({ behavior: "smooth", block: "center" }); } } },
+    const image = (i) => make("img", { src: pictureAt(heldOut.steps[i], row), alt: `${captionOf(row)}, step ${heldOut.steps[i]}`, loading: "lazy" });
+    return make("button", { type: "button", class: "pair card", title: captionOf(row), on: { click: () => { choose(row); $("time").scrollIntoView({ behavior: "smooth", block: "center" }); } } },
       make("div", { class: "both" }, image(0), image(last)),
-      make("p", {}, make("span", { text: heldOut.prompts[row] }), make("span", {}, `${score(a)} → ${score(b)} `, make("b", { class: b > a + 5e-4 ? "up" : b < a - 5e-4 ? "down" : "", text: signed(b - a) }))));
+      make("p", {}, make("span", { text: heldOut.prompts[row] }), placeOf(row) && make("span", { class: "soft", text: placeOf(row).join("/") }), make("span", {}, `${score(a)} → ${score(b)} `, make("b", { class: b > a + 5e-4 ? "up" : b < a - 5e-4 ? "down" : "", text: signed(b - a) }))));
   }));
 }
 
@@ -817,7 +837,10 @@ function begin() {
   $("log-box").addEventListener("toggle", () => once("log", showLog));
   for (const button of document.querySelectorAll("[data-command]")) button.addEventListener("click", () => press(button).catch((error) => tell(String(error.message))));
   for (const id of ["first", "now"]) {
-    const image = make("img", { alt: "", on: { load: () => image.classList.toggle("smooth", image.naturalWidth > 256) } });
+    const image = make("img", { alt: "", on: { load: () => {
+      image.classList.toggle("smooth", image.naturalWidth > 256);
+      $("extreme-list").style.setProperty("--shape", `${image.naturalWidth} / ${image.naturalHeight}`); // of those still to be loaded
+    } } });
     $(id).prepend(image);
   }
   document.addEventListener("visibilitychange", listen);

@@ -2,7 +2,7 @@
 
 Paths: `POST /v1/score`, `POST /v1/hello` for the run (the protocol of `gerl.rewards.scorers.vote`); below a voter's
 link the page, `events` (server-sent: the state as JSON after each change), `images/ID/N.png`, and `POST vote`, `undo`
-and `touch`. Errors are {"error": sentence, "version": "1"}.
+and `touch`. Errors are {"error": sentence}.
 """
 
 import asyncio
@@ -20,25 +20,19 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
+from gerl.commandline.gate import Gate, refused
 from gerl.errors import GerlError, RewardError
 from gerl.rewards.scorers.remote import VERSION
 from gerl.rewards.scorers.vote import NAME
-from gerl.vote.access import Access, Gate, error
 from gerl.vote.ballots import Ballots, Refused
 from gerl.vote.groups import MOST, Ballot, asked
+from gerl.vote.tokens import Tokens
 
 logger = logging.getLogger("gerl")
 PAGE = Path(__file__).parent / "page"
 KINDS = {"index.html": "text/html", "vote.css": "text/css", "vote.js": "text/javascript", "order.js": "text/javascript"}
 LOOK = 5.0  # seconds after which a page is told what has changed by time alone
 PNG = b"\x89PNG\r\n\x1a\n"
-SAFE = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",  # links have tokens in them
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
 Strict = ConfigDict(extra="forbid", strict=True)
 
 
@@ -49,6 +43,7 @@ class Score(BaseModel):
 
     scorer: Literal["vote"]
     images: Annotated[list[str], Field(max_length=MOST)]
+    sources: Annotated[list[str], Field(max_length=MOST)] = []
     prompts: Annotated[list[str], Field(min_length=1, max_length=1)]
     metadata: list[dict[str, Any]]
     group: dict[str, Any]
@@ -91,54 +86,52 @@ class News:
             event.set()
 
 
-def build_app(ballots: Ballots, access: Access) -> FastAPI:
+def build_app(ballots: Ballots, tokens: Tokens) -> FastAPI:
     """The service of `ballots`; everything that changes them is called in its event loop."""
     app = FastAPI(title="gerl vote", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     news = News()
     ballots.changed = news.tell
-    app.add_middleware(Gate, access=access)
+    app.add_middleware(Gate, admit=tokens.admit, local=tokens.loopback)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Refused, _late)
     app.add_exception_handler(RewardError, _wrong)
     app.add_exception_handler(GerlError, _broken)
-    _add_run(app, ballots, access)
+    _add_run(app, ballots, tokens)
 
     @app.get("/events")
     async def events(request: Request) -> Response:
-        return StreamingResponse(
-            _stream(ballots, request.state.voter, news), media_type="text/event-stream", headers=SAFE
-        )
+        return StreamingResponse(_stream(ballots, request.state.visitor, news), media_type="text/event-stream")
 
     @app.get("/images/{group}/{file}")
     async def image(group: str, file: str) -> Response:
         ballot = ballots.ballots.get(group)
         path = f"images/{group}/{file}"
-        if ballot is None or path not in ballot.images:
+        if ballot is None or path not in (*ballot.images, *ballot.sources):
             raise HTTPException(404, "there is no such image")
-        headers = {**SAFE, "Cache-Control": "private, max-age=86400, immutable"}
+        headers = {"Cache-Control": "private, max-age=86400, immutable"}
         return FileResponse(ballots.folder / path, media_type="image/png", headers=headers)
 
     @app.post("/vote")
     async def vote(request: Request, given: Ranks) -> Response:
-        ballots.vote(request.state.voter, given.group, given.ranks)
-        return JSONResponse(view(ballots, request.state.voter))
+        ballots.vote(request.state.visitor, given.group, given.ranks)
+        return JSONResponse(view(ballots, request.state.visitor))
 
     @app.post("/undo")
     async def undo(request: Request) -> Response:
-        ballots.undo(request.state.voter)
-        return JSONResponse(view(ballots, request.state.voter))
+        ballots.undo(request.state.visitor)
+        return JSONResponse(view(ballots, request.state.visitor))
 
     @app.post("/touch")
     async def touch(request: Request) -> Response:
-        ballots.sign(request.state.voter)
+        ballots.sign(request.state.visitor)
         return JSONResponse({})
 
     _add_page(app)  # last: its paths are any other word
     return app
 
 
-def _add_run(app: FastAPI, ballots: Ballots, access: Access) -> None:
+def _add_run(app: FastAPI, ballots: Ballots, tokens: Tokens) -> None:
     @app.post("/v1/hello")
     async def hello() -> Response:
         return JSONResponse({"scorers": [NAME], "version": VERSION})
@@ -146,12 +139,12 @@ def _add_run(app: FastAPI, ballots: Ballots, access: Access) -> None:
     @app.post("/v1/score")
     async def score(given: Score) -> Response:
         group = asked(given.group)
-        files = await asyncio.to_thread(_decoded, given.images)
+        files, sources = await asyncio.to_thread(lambda: (_decoded(given.images), _decoded(given.sources, "source")))
         if files and len(files) != len(group.seeds):
             raise RewardError(f"{len(files)} images came for {len(group.seeds)} seeds: send one each")
         if files:
-            access.keep()
-        found = ballots.ask(group, given.prompts[0], files)
+            tokens.keep()
+        found = ballots.ask(group, given.prompts[0], files, sources)
         if isinstance(found, str):
             return JSONResponse({"waiting": found, "version": VERSION}, 202)
         return JSONResponse({"scores": {NAME: found}, "version": VERSION})
@@ -170,7 +163,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _file(name: str) -> Response:
-    return Response((PAGE / name).read_bytes(), media_type=KINDS[name], headers=SAFE)
+    return Response((PAGE / name).read_bytes(), media_type=KINDS[name])
 
 
 def view(ballots: Ballots, voter: str) -> dict[str, Any]:
@@ -193,7 +186,8 @@ def view(ballots: Ballots, voter: str) -> dict[str, Any]:
 def _shown(ballot: Ballot | None) -> dict[str, Any] | None:
     if ballot is None:
         return None
-    return {"id": ballot.id, "prompt": ballot.text, "step": ballot.asked.step, "images": ballot.images}
+    files = {"images": ballot.images, "sources": ballot.sources}
+    return {"id": ballot.id, "prompt": ballot.text, "step": ballot.asked.step, **files}
 
 
 async def _stream(ballots: Ballots, voter: str, news: News) -> AsyncIterator[str]:
@@ -213,15 +207,15 @@ async def _stream(ballots: Ballots, voter: str, news: News) -> AsyncIterator[str
         news.gone(event)
 
 
-def _decoded(images: list[str]) -> list[bytes]:
+def _decoded(images: list[str], kind: str = "image") -> list[bytes]:
     files = []
     for i, text in enumerate(images):
         try:
             files.append(base64.b64decode(text, validate=True))
         except (binascii.Error, ValueError):
-            raise RewardError(f"image {i} of {len(images)} is not base64: encode the bytes of its file") from None
+            raise RewardError(f"{kind} {i} of {len(images)} is not base64: encode the bytes of its file") from None
         if not files[-1].startswith(PNG):
-            raise RewardError(f"image {i} of {len(images)} is no PNG: send it as one")
+            raise RewardError(f"{kind} {i} of {len(images)} is no PNG: send it as one")
     return files
 
 
@@ -229,24 +223,24 @@ async def _invalid(_: Request, problem: Exception) -> Response:
     assert isinstance(problem, RequestValidationError)
     first = problem.errors()[0]
     if first["type"] == "json_invalid":
-        return error(400, "the body is not JSON: correct the client")
+        return refused(400, "the body is not JSON: correct the client")
     where = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
-    return error(422, f"{where}: {first['msg']}")
+    return refused(422, f"{where}: {first['msg']}")
 
 
 async def _refused(_: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
-    return error(problem.status_code, str(problem.detail))
+    return refused(problem.status_code, str(problem.detail))
 
 
 async def _late(_: Request, problem: Exception) -> Response:
-    return error(409, str(problem))
+    return refused(409, str(problem))
 
 
 async def _wrong(_: Request, problem: Exception) -> Response:
-    return error(422, str(problem))
+    return refused(422, str(problem))
 
 
 async def _broken(_: Request, problem: Exception) -> Response:
     logger.error("%s", problem)
-    return error(500, str(problem))
+    return refused(500, str(problem))

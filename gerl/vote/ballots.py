@@ -66,7 +66,8 @@ class Ballots:
         try:
             match row["kind"]:
                 case "group":
-                    self._add(Ballot(asked(row["group"]), row["text"], row["images"], seen=self.clock()))
+                    files = row["images"], row.get("sources", [])
+                    self._add(Ballot(asked(row["group"]), row["text"], *files, seen=self.clock()))
                 case "vote":
                     ballot = self.ballots[row["group"]]
                     ballot.votes[row["voter"]] = Vote(row["voter"], row["ranks"], row["time"])
@@ -102,7 +103,7 @@ class Ballots:
 
     # --- for the run
 
-    def ask(self, group: Asked, text: str, files: Sequence[bytes]) -> list[float] | str:
+    def ask(self, group: Asked, text: str, files: Sequence[bytes], sources: Sequence[bytes] = ()) -> list[float] | str:
         """The scores `[B]` of a group, or what is waited for: "images" or "votes".
 
         Scores are given out when all groups that are asked about together have theirs: until then votes can be taken
@@ -113,8 +114,9 @@ class Ballots:
             if not files:
                 return "images"
             with writing(self.folder / "images"):
-                paths = write_images(self.folder, group, list(files))
-            self._write(Ballot(group, text, paths).row())
+                paths = write_images(self.folder, group, files)
+                beside = write_images(self.folder, group, sources, "source_")
+            self._write(Ballot(group, text, paths, beside).row())
         ballot = self.ballots[group.id]
         ballot.seen = self.clock()
         self.newest[group.key] = ballot.id
@@ -252,6 +254,7 @@ class Ballots:
                 prompt_id=ballot.asked.prompt,
                 prompt=ballot.text,
                 images=ballot.images,
+                sources=ballot.sources,
                 seeds=ballot.asked.seeds,
                 ranks=vote.ranks,
                 voter=vote.voter,

@@ -103,19 +103,19 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
             "folder is missing: give folder=FOLDER for the votes, or the votes/ of a run to serve it again"
         )
     _require()
-    from gerl.vote.access import Access
     from gerl.vote.ballots import Ballots, Rules
     from gerl.vote.service import address, serving
+    from gerl.vote.tokens import Tokens
 
-    access = Access.of(options.folder, options.host, names)
+    tokens = Tokens.of(options.folder, options.host, names)
     ballots = Ballots(options.folder, Rules(options.votes, options.lease, options.undo))
     listener = listen(options.host, options.port)
-    with serving(listener, ballots, access) as server:
-        access.keep()
-        _say(access.links(address(listener, _public(options.host))))
+    with serving(listener, ballots, tokens) as server:
+        tokens.keep()
+        _say(tokens.links(address(listener, _public(options.host))))
         url, token = address(listener, _public(options.host)), ""
-        if access.run is not None:
-            token = f', token_file: FILE with the token "run" of {access.path}'
+        if tokens.run is not None:
+            token = f', token_file: FILE with the token "run" of {tokens.path}'
         logger.info("the run: gerl train 'reward.scorers={vote: {kwargs: {url: %s%s}}}' ...", url, token)
         while server.is_alive():
             server.join(1.0)
@@ -125,21 +125,21 @@ def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> No
     """Serve, and train on the votes."""
     run_dir, steps, given = prepare(overrides)
     _require()
-    from gerl.vote.access import Access
     from gerl.vote.ballots import Ballots, Rules
     from gerl.vote.service import address, serving
+    from gerl.vote.tokens import Tokens
     from gerl.vote.training import TOKEN, train
 
     folder = run_dir / VOTES
-    access = Access.of(folder, options.host, names)
+    tokens = Tokens.of(folder, options.host, names)
     ballots = Ballots(folder, Rules(options.votes, options.lease, options.undo, steps))
     listener = listen(options.host, options.port)
-    with serving(listener, ballots, access) as server:
+    with serving(listener, ballots, tokens) as server:
         own = ALL.get(options.host)
-        kwargs = f"url: '{address(listener, own)}'" + (f", token_env: {TOKEN}" if access.run is not None else "")
+        kwargs = f"url: '{address(listener, own)}'" + (f", token_env: {TOKEN}" if tokens.run is not None else "")
         scorer = f"reward.scorers={{vote: {{kwargs: {{{kwargs}}}}}}}"
-        _say(access.links(address(listener, _public(options.host))))
-        train([scorer, *given], access.run, ballots.end, server)
+        _say(tokens.links(address(listener, _public(options.host))))
+        train([scorer, *given], tokens.run, ballots.end, server)
     if (file := ballots.write_preferences()) is not None:
         logger.info("preferences: %s", file)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,11 +63,15 @@ class Vote:
 
 @dataclass
 class Ballot:
-    """A group with its images' files, relative to the folder of the votes, and the votes, by voter."""
+    """A group with the files of its images, relative to the folder of the votes, and the votes, by voter.
+
+    sources: pictures that the prompt comes with, such as the one that is edited; files too.
+    """
 
     asked: Asked
     text: str  # the prompt
     images: list[str]
+    sources: list[str] = field(default_factory=list)
     votes: dict[str, Vote] = field(default_factory=dict)
     taken: bool = False  # the run has the scores
     seen: float = field(default_factory=time.monotonic)  # when the run asked the last time
@@ -79,12 +84,13 @@ class Ballot:
 
     def row(self) -> dict[str, Any]:
         """Its line of the journal."""
-        return {"kind": "group", "group": asdict(self.asked), "text": self.text, "images": self.images}
+        row = {"kind": "group", "group": asdict(self.asked), "text": self.text, "images": self.images}
+        return {**row, "sources": self.sources} if self.sources else row
 
 
-def write_images(folder: Path, group: Asked, files: list[bytes]) -> list[str]:
-    """Write the PNGs of a group, so that they are on disk before the journal names them; their paths in `folder`."""
-    paths = [f"images/{group.id}/{i}.png" for i in range(len(files))]
+def write_images(folder: Path, group: Asked, files: Sequence[bytes], kind: str = "") -> list[str]:
+    """Write PNGs of a group, so that they are on disk before the journal names them; their paths in `folder`."""
+    paths = [f"images/{group.id}/{kind}{i}.png" for i in range(len(files))]
     (folder / "images" / group.id).mkdir(parents=True, exist_ok=True)
     for path, content in zip(paths, files, strict=True):
         (folder / path).write_bytes(content)

@@ -17,7 +17,8 @@ STEM = "preferences"
 class Preference:
     """A vote on a group of N images: `ranks` [N] from 1 for the best, ties share one; skipped: all 1.
 
-    images: [N] PNGs, relative to the file's folder. time: seconds since 1970. used: the run has learned from it.
+    images: [N] PNGs, relative to the file's folder; sources: likewise, of the pictures that the prompt comes with.
+    time: seconds since 1970. used: the run has learned from it.
     """
 
     run: str
@@ -25,6 +26,7 @@ class Preference:
     prompt_id: int
     prompt: str
     images: list[str]
+    sources: list[str]
     seeds: list[int]
     ranks: list[int]
     voter: str
@@ -57,6 +59,7 @@ def _parquet(values: list[dict[str, Any]]) -> bytes:
             "prompt_id": pyarrow.int64(),
             "prompt": pyarrow.string(),
             "images": pyarrow.list_(pyarrow.string()),
+            "sources": pyarrow.list_(pyarrow.string()),
             "seeds": pyarrow.list_(pyarrow.int64()),
             "ranks": pyarrow.list_(pyarrow.int64()),
             "voter": pyarrow.string(),

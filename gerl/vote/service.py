@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 from gerl.errors import GerlError
-from gerl.vote.access import Access
 from gerl.vote.ballots import Ballots
+from gerl.vote.tokens import Tokens
 
 logger = logging.getLogger("gerl")
 CLOSING = 2.0  # seconds for requests under way when the service ends
@@ -25,14 +25,14 @@ def address(listener: socket.socket, host: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def serving(listener: socket.socket, ballots: Ballots, access: Access) -> Iterator[threading.Thread]:
+def serving(listener: socket.socket, ballots: Ballots, tokens: Tokens) -> Iterator[threading.Thread]:
     """The service at `listener` as long as the context lasts; pages are told of `ballots.ended` before it ends."""
     import uvicorn
 
     from gerl.vote.app import build_app
 
     config = uvicorn.Config(
-        build_app(ballots, access),
+        build_app(ballots, tokens),
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -14,18 +14,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from gerl.commandline.gate import Gate, Visit, bearer, is_token, refused
 from gerl.errors import GerlError
 from gerl.pages.page import page_assets, render
 from gerl.run.control import COMMANDS, ask
 from gerl.run.lock import alive_since
 from gerl.run.page.data import RunData
-from gerl.watch.access import Access, refused
 from gerl.watch.events import Watcher
 from gerl.watch.folders import Folders
 
 logger = logging.getLogger("gerl")
 FOREVER = "private, max-age=31536000, immutable"  # of pictures, whose address changes when they do
 BODY = 10_000  # bytes of a request
+COOKIE = "gerl_watch"
 
 
 class Unknown(Exception):
@@ -139,7 +140,22 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         Route("/api/events", partial(_events, site), methods=["GET"]),
         Route("/api/control", partial(_control, site), methods=["POST"]),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Access, token=token)]), site
+    gate = Middleware(Gate, admit=partial(_admit, token), local=token is None)
+    return Starlette(routes=routes, middleware=[gate]), site
+
+
+def _admit(token: str | None, request: Request) -> Visit | Response:
+    """Let in who sends the token, as a cookie, a bearer token, or where the page is opened in its address."""
+    path, headers = request.scope["path"], {}
+    given = [request.cookies.get(COOKIE), bearer(request.headers)]
+    if request.method == "GET" and path == "/" and "token" in request.query_params:
+        given.append(request.query_params["token"])
+        headers = {"Set-Cookie": f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict"}
+    if token is None:
+        return Visit(path, BODY)
+    if not any(is_token(each, token) for each in given):
+        return refused(401, "open the page by the address that the command printed: it has the token")
+    return Visit(path, BODY, headers=headers)
 
 
 def number(request: Request, name: str, default: int = -1) -> int:
@@ -197,13 +213,8 @@ async def _events(site: Site, request: Request) -> Response:
 
 
 async def _control(site: Site, request: Request) -> Response:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY:
-            return refused(413, f"a request has at most {BODY} bytes")
     try:
-        given = json.loads(body)
+        given = await request.json()
         name, command = str(given["run"]), given["command"]
     except (ValueError, KeyError, TypeError):
         return refused(400, "expected a JSON object with run and command")

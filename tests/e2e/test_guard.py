@@ -9,6 +9,7 @@ import pytest
 
 from gerl.run.checkpoint import find_checkpoint
 from gerl.run.guard import read_guard
+from gerl.run.validation import load_validation
 from gerl.trainer.main_flowgrpo import main
 
 # the brightness is trained, and the darkness watched
@@ -40,7 +41,8 @@ def command(arguments: Callable[..., list[str]], workplace: Path, tmp_path: Path
 def test_a_run_is_warned_and_goes_on(
     command: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, run_of: Any
 ) -> None:
-    assert main(command("logger.report=true", "validation.images_per_prompt=2")) == 0
+    larger = ["validation.images_per_prompt=2", "validation.height=24", "validation.width=32"]
+    assert main(command("logger.report=true", *larger)) == 0
     run, rows = run_of(tmp_path / "run"), read_guard(tmp_path / "run")
     assert {row["signal"] for row in rows} >= {"watched", "disagreement"} and {row["column"] for row in rows} >= {
         "dark"
@@ -56,6 +58,9 @@ def test_a_run_is_warned_and_goes_on(
     assert 0 < low < run.column("val/bright/gain")[-1] < high
     kept = json.loads((run.folder / "validation" / "step_000006.json").read_text())
     assert kept["ids"] == [i for i in range(12) for _ in range(2)] and len(kept["looks"]["unlike_own"]) == 24
+    pictures = load_validation(run.folder, 6).pixels
+    assert len(pictures) == 24 and {p.shape for p in pictures} == {(24, 32, 3)}  # 16 x 16 in training
+    assert (pictures[0] != pictures[1]).any() and "bright on 24 images of 12 held-out prompts: " in caplog.text
 
 
 def test_a_run_ends_with_the_best_checkpoint_from_before(

@@ -107,9 +107,9 @@ def test_nothing_is_lost_when_trainer_and_service_are_killed_in_the_middle_of_vo
     with pytest.raises(requests.ConnectionError):
         requests.get(link, timeout=5)
 
-    with service(folder / "votes", ["anna"], port) as (url, _, access), Voter(access.links(url)["anna"]) as again:
-        assert access.links(url)["anna"] == link
-        monkeypatch.setenv(TOKEN, str(access.run))
+    with service(folder / "votes", ["anna"], port) as (url, _, tokens), Voter(tokens.links(url)["anna"]) as again:
+        assert tokens.links(url)["anna"] == link
+        monkeypatch.setenv(TOKEN, str(tokens.run))
         own = scorer(url).replace("'}}}", f"', token_env: {TOKEN}}}}}}}")
         run = train(folder, own, checkpoint__resume="auto", **keys)
     assert len(again.votes) == 1 and not set(again.votes) & set(voter.votes)

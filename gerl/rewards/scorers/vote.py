@@ -2,8 +2,9 @@
 
 The protocol is that of reward services with two additions. `POST {url}/v1/score` takes {"scorer": "vote", "images":
 [PNG in base64] [B] or [], "prompts": [text], "metadata": [{}], "group": {key, run, step, prompt, seeds [B], digests
-[B], together}} and answers 200 {"scores": {"vote": [number]}, "version": "1"} once people have voted, before that 202
-{"waiting": "images" | "votes", "version": "1"}: images are sent when they are asked for. Who waits, asks again.
+[B], together}}, with images also "sources": [PNG of a picture that the prompt comes with], if there are any. It answers
+200 {"scores": {"vote": [number]}, "version": "1"} once people have voted, before that 202 {"waiting": "images" |
+"votes", "version": "1"}: images are sent when they are asked for. Who waits, asks again.
 `POST {url}/v1/hello` answers {"scorers": ["vote"], "version": "1"}: the service is there, and the token is right.
 """
 
@@ -22,7 +23,9 @@ from gerl.errors import RewardError
 from gerl.protocol import Occasion
 from gerl.rewards.scorers.base import JSON, Metadata, PeopleScorer
 from gerl.rewards.scorers.http import Client, HttpScorer, Transient, at_most, check_url, png_base64, to_base64
+from gerl.rewards.scorers.references import Reference, read, references_of
 from gerl.rewards.scorers.remote import checked_answer, checked_columns
+from gerl.utils.condition_images import COLUMNS
 
 NAME = "vote"
 FPS = 8.0  # of videos, which are shown as moving PNGs
@@ -34,17 +37,28 @@ class VoteScorer(PeopleScorer, HttpScorer):
 
     Only the best picked: 1 for it and 0 for the others. 0.5 for all where they skipped the group. The service is at
     `url`; images are sent reduced to at most `image_size` a side. One that does not answer is waited for.
+
+    `sources`: columns of the row with pictures that are shown beside the images, such as the one that is edited, all of
+    which a row must have; by default those of `image`, `mask_image` and `control_image` that it has.
     """
 
     url: str
     image_size: Annotated[int, Field(ge=1)] | None = None
     fps: Annotated[float, Field(gt=0)] = FPS
+    sources: list[str] | None = None
     timeout: Annotated[float, Field(gt=0)] = 30.0
     retries: Annotated[int, Field(ge=0)] = 0  # it is asked again anyway
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_url("url", self.url)
+
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        self._sources(prompt, metadata)
+
+    def _sources(self, prompt: str, metadata: Metadata) -> list[Reference]:
+        named = [name for name in COLUMNS if metadata.get(name)] if self.sources is None else self.sources
+        return [found for name in named for found in references_of(NAME, prompt, metadata, name)]
 
     @cached_property
     def _digests(self) -> dict[str, list[str]]:
@@ -74,14 +88,23 @@ class VoteScorer(PeopleScorer, HttpScorer):
             with self.client(self.url) as client:
                 answer = checked_answer(client, client.post("/v1/score", payload))
                 if answer.get("waiting") == "images":
-                    files = [encoded(image, self.image_size, self.fps) for image in images()]
-                    answer = checked_answer(client, client.post("/v1/score", {**payload, "images": files}))
+                    payload |= self._files(images(), self._sources(prompt, metadata))
+                    answer = checked_answer(client, client.post("/v1/score", payload))
                 if "waiting" in answer:
                     return ""
                 del self._digests[occasion.key]
                 return _ranked(client, answer, len(occasion.seeds))
         except Transient as error:
             return f"{error}; the run waits"
+
+    def _files(self, images: Sequence[Any], sources: Sequence[Reference]) -> dict[str, object]:
+        """The pictures of a request; sources are sent no larger than the images that are judged."""
+        files: dict[str, object] = {"images": [encoded(image, self.image_size, self.fps) for image in images]}
+        if sources:
+            first = images[0][0] if isinstance(images[0], list) else images[0]
+            most = min(max(first.size), self.image_size or max(first.size))
+            files["sources"] = [png_base64(at_most(read(source), most)) for source in sources]
+        return files
 
     def reach(self) -> str:
         """ "" if the service is there; raises `RewardError` if it is none, or refuses the token."""

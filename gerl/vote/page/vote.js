@@ -49,7 +49,7 @@ function receive(next) {
   state = next;
   progress(next.progress);
   $("undo").disabled = next.undo === null || Boolean(next.progress.ended);
-  if (next.next) for (const url of next.next.images) new Image().src = url;
+  if (next.next) for (const url of [...next.next.sources, ...next.next.images]) new Image().src = url;
   if (next.group === null) {
     shown = null;
     rest(...(next.idle ? ["Still there?", "Move the mouse or touch the page to go on voting."] : words(next.progress)));
@@ -101,11 +101,11 @@ async function show(group) {
   order = [];
   ready = Infinity;
   $("ballot").classList.add("away");
-  const cards = group.images.map(card);
-  await Promise.all(cards.map((c) => c.querySelector("img").decode().catch(() => {})));
+  const all = [...group.sources.map(before), ...group.images.map(card)];
+  await Promise.all(all.map((c) => c.querySelector("img").decode().catch(() => {})));
   if (shown !== group) return;
   $("prompt").textContent = group.prompt; // as text, whatever is in it
-  $("stage").replaceChildren(...cards);
+  $("stage").replaceChildren(...all);
   $("rest").hidden = true;
   $("ballot").hidden = false;
   fit();
@@ -134,7 +134,18 @@ function card(url, i) {
   return button;
 }
 
-const cards = () => [...$("stage").children];
+/** A picture that the prompt comes with, such as the one that is edited: as large as the images, and no choice. */
+function before(url, i, all) {
+  const figure = document.createElement("figure"), image = new Image();
+  image.src = url;
+  image.alt = all.length > 1 ? `Before, ${i + 1} of ${all.length}` : "Before";
+  image.draggable = false;
+  figure.className = "source";
+  figure.append(image, Object.assign(document.createElement("figcaption"), {textContent: image.alt}));
+  return figure;
+}
+
+const cards = () => [...$("stage").querySelectorAll(".card")];
 
 function fit() {
   const stage = $("stage"), all = cards();
@@ -143,7 +154,8 @@ function fit() {
   const width = stage.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
   const height = stage.clientHeight - parseFloat(style.paddingTop) - parseFloat(style.paddingBottom);
   const ratio = (image.naturalHeight || 1) / (image.naturalWidth || 1);
-  const {columns, size, scroll} = layout(all.length, ratio, width, height, gap, Math.min(150, width / 2 - gap));
+  const {columns, size, scroll} = layout(stage.children.length, ratio, width, height, gap, Math.min(150, width / 2 - gap));
+  stage.style.setProperty("--ratio", 1 / ratio);
   stage.style.gridTemplateColumns = `repeat(${columns}, ${Math.floor(size)}px)`;
   stage.classList.toggle("scroll", scroll);
   for (const c of all) c.classList.toggle("small", image.naturalWidth < 128);

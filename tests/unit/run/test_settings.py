@@ -37,6 +37,7 @@ def test_an_unknown_algorithm_shows_no_difference() -> None:
         (["algorithm=awm"], False, ["without noise in the steps (kernel ode)", "another file", "actor.ema_decay"]),
         (["algorithm=diffusion_nft"], False, ["an average of the trained weights"]),
         (["validation.num_inference_steps=40", "validation.guidance_scale=2"], True, ["steps 40", "guidance 2"]),
+        (["validation.images_per_prompt=3", "validation.width=64"], True, ["3 images of each", "width of 64"]),
         (["validation.data=signs_train"], True, ["of the training file"]),
         (["actor.ema_decay=0"], True, ["drawn by the trained weights without"]),
     ],

@@ -116,6 +116,32 @@ def test_images_are_ranked_by_keys_and_by_dragging(browser: Any, place: tuple[st
     page.context.close()
 
 
+@pytest.mark.parametrize("size", [(1280, 800), (360, 640)])
+def test_the_picture_before_an_edit_is_shown_and_is_no_choice(
+    browser: Any, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    with service(tmp_path) as (url, ballots, _):
+        ballots.ask(group(1, together=[1], images=4), "prompt 1", pngs(4), pngs(2)[1:])
+        page = opened(browser, url, viewport={"width": size[0], "height": size[1]})
+        before = page.get_by_role("figure", name="Before")
+        boxes = [part.bounding_box() for part in [before, *page.locator(".card").all()]]
+        sizes = [(box["width"], box["height"]) for box in boxes]
+        assert all(each == pytest.approx(sizes[0], abs=2) for each in sizes)
+        assert page.evaluate("document.querySelector('.source img').naturalWidth") == 96
+        before.click()
+        page.keyboard.press("5")
+        page.mouse.move(boxes[4]["x"] + 40, boxes[4]["y"] + 40)
+        page.mouse.down()
+        page.mouse.move(boxes[1]["x"] + 50, boxes[1]["y"] + 45, steps=8)
+        page.mouse.up()
+        assert [c.get_attribute("data-image") for c in page.locator("#stage > *").all()] == [None, "3", "0", "1", "2"]
+        assert ranks(ballots) == []
+        page.locator("#confirm").click()
+        page.wait_for_selector("#rest:not([hidden])")
+        assert ranks(ballots) == [[2, 3, 4, 1]] and page.problems == []
+        page.context.close()
+
+
 def test_a_phone_and_a_finger(browser: Any, place: tuple[str, Ballots]) -> None:
     url, ballots = place
     page = opened(browser, url, viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
@@ -166,12 +192,12 @@ def test_the_dark_and_the_help(browser: Any, place: tuple[str, Ballots]) -> None
 
 
 def test_two_voters_see_different_groups_and_a_lost_service_is_said(browser: Any, tmp_path: Path) -> None:
-    with service(tmp_path, ["anna", "ben"]) as (url, ballots, access):
+    with service(tmp_path, ["anna", "ben"]) as (url, ballots, tokens):
         for number in (1, 2):
             ballots.ask(group(number, together=[1, 2]), f"prompt {number}", pngs())
-        anna = opened(browser, access.links(url)["anna"])
+        anna = opened(browser, tokens.links(url)["anna"])
         ben = anna.context.new_page()
-        ben.goto(access.links(url)["ben"])
+        ben.goto(tokens.links(url)["ben"])
         settled(ben, "prompt 2")
         anna.keyboard.press("1")
         anna.wait_for_selector("#rest:not([hidden])")

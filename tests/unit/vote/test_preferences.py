@@ -15,6 +15,7 @@ ROW = Preference(
     prompt_id=7,
     prompt="ein Fuchs, größer",
     images=["images/a/0.png", "images/a/1.png"],
+    sources=["images/a/source_0.png"],
     seeds=[2**63 - 1, 0],
     ranks=[2, 1],
     voter="anna",
@@ -31,7 +32,8 @@ def test_the_parquet_file_has_the_columns_of_the_docs(tmp_path: Path) -> None:
     numbers, texts = "list<element: int64>", "list<element: string>"
     assert columns == {
         **{"run": "string", "step": "int64", "prompt_id": "int64", "prompt": "string", "images": texts},
-        **{"seeds": numbers, "ranks": numbers, "voter": "string", "time": "timestamp[us, tz=UTC]", "used": "bool"},
+        **{"sources": texts, "seeds": numbers, "ranks": numbers, "voter": "string"},
+        **{"time": "timestamp[us, tz=UTC]", "used": "bool"},
     }
     docs = (Path(__file__).resolve().parents[3] / "docs" / "vote.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in docs for name in columns)

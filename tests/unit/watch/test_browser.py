@@ -3,6 +3,7 @@
 It needs the package playwright and a Chromium that is installed (GERL_BROWSER names it, else one on the PATH).
 """
 
+import json
 import os
 import re
 import shutil
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from watching import PROMPTS, add_live, add_rows, add_validation, make_run, serving
 
 from gerl.run.control import asked
 from gerl.run.lock import RunLock
 from gerl.run.report import write_report
+from gerl.run.validation import save_validation
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 BROWSER = os.environ.get("GERL_BROWSER") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
@@ -33,7 +36,9 @@ SHADE = """async (image) => {
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        opened = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--renderer-process-limit=2"]
+        )
         yield opened
         opened.close()
 
@@ -103,6 +108,49 @@ def test_a_run_is_watched_while_it_goes_on(page: Any, tmp_path: Path) -> None:
             sync_api.expect(page.locator("#buttons")).to_be_hidden()
     finally:
         lock.release()
+
+
+def test_each_image_of_a_prompt_is_named_and_signals_of_a_kind_are_one_line(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "x" / "one", 0)
+    texts, ids = ["a red fox", "a red fox", "blue", "blue"], [0, 0, 1, 1]
+    for step in (0, 10, 20):
+        pixels = np.full((4, 24, 32, 3), 60, np.uint8) + np.arange(4, dtype=np.uint8)[:, None, None, None] * 40
+        values: list[float | None] = [0.1 * i + step / 50 * (i == 3) for i in range(4)]
+        save_validation(run, step, texts, pixels, values, {"ocr": values}, ids=ids)
+        signal = {"step": step, "signal": "watched", "column": "ocr", "text": f"ocr fell, {step}", "shown": [1, 2]}
+        with (run / "guard.jsonl").open("a") as file:
+            file.write(json.dumps(signal) + "\n" if step else "")
+    with serving(tmp_path / "outputs") as (url, _):
+        page.goto(url)
+        text(page, "#slider-step", "step 20")
+        assert page.locator("#prompt option").all_inner_texts() == [
+            f"{prompt} (image {i} of 2)" for prompt in ("a red fox", "blue") for i in (1, 2)
+        ]
+        assert page.locator("#prompt").input_value() == "3"  # it gained most
+        text(page, "#now-note", "step 20: 0.700 +0.400")
+        page.select_option("#prompt", "1")
+        text(page, "#now-note", "step 20: 0.100 +0.000")
+        assert page.eval_on_selector("#now img", SHADE) == 100
+        sync_api.expect(page.locator("#extreme-list .pair").first).to_contain_text("blue2/20.300 → 0.700")
+        assert page.locator("#warning-list p").all_inner_texts() == ["steps 10 to 20, watchedocr fell, 20"]
+        assert page.locator("#warning-list img").count() == 2
+
+
+def test_fifty_pages_are_open_and_show_what_is_new(browser: Any, tmp_path: Path) -> None:
+    """Each under a name of its own, as a browser has six connections at most to one."""
+    run = make_run(tmp_path / "outputs" / "x" / "one")
+    with serving(tmp_path / "outputs") as (url, site):
+        context = browser.new_context(viewport={"width": 400, "height": 300})
+        pages = [context.new_page() for _ in range(50)]
+        for i, page in enumerate(pages):
+            page.goto(url.replace("127.0.0.1", f"visitor{i}.localhost"), wait_until="commit")
+        for page in pages:
+            text(page, "#live-step", "20")
+        assert len(site.watcher("x/one").subscribers) >= 50
+        add_live(run, 21)
+        for page in pages:
+            text(page, "#live-step", "21")
+        context.close()
 
 
 def test_phone_dark_mode_and_another_run(browser: Any, tmp_path: Path) -> None:

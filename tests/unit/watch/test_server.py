@@ -19,7 +19,6 @@ from gerl.run.control import asked
 from gerl.run.lock import RunLock
 
 RUN = "signs/one"
-MARK = {"X-Gerl": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +150,6 @@ def test_a_link_out_of_the_folder_is_not_followed(outputs: Path, tmp_path: Path)
         {"Origin": "http://127.0.0.1:1"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Host": "evil.example"},
-        {"X-Gerl": None},
     ],
 )
 def test_other_sites_cannot_press_buttons(url: str, outputs: Path, headers: dict[str, str]) -> None:
@@ -159,9 +157,7 @@ def test_other_sites_cannot_press_buttons(url: str, outputs: Path, headers: dict
     lock = RunLock(folder)
     lock.acquire()
     try:
-        answer = requests.post(
-            f"{url}/api/control", json={"run": RUN, "command": "stop"}, headers=MARK | headers, timeout=10
-        )
+        answer = requests.post(f"{url}/api/control", json={"run": RUN, "command": "stop"}, headers=headers, timeout=10)
         assert answer.status_code == 403 and asked(folder) == []
     finally:
         lock.release()
@@ -178,7 +174,7 @@ def test_buttons_leave_files_that_the_run_looks_for(url: str, outputs: Path) -> 
     folder = outputs / "signs" / "one"
 
     def press(command: object, run: str = RUN) -> requests.Response:
-        headers = MARK | {"Origin": url, "Sec-Fetch-Site": "same-origin"}
+        headers = {"Origin": url, "Sec-Fetch-Site": "same-origin"}
         return requests.post(f"{url}/api/control", json={"run": run, "command": command}, headers=headers, timeout=10)
 
     assert press("save").status_code == 409 and not (folder / "control").exists()  # it is not training
@@ -190,8 +186,13 @@ def test_buttons_leave_files_that_the_run_looks_for(url: str, outputs: Path) -> 
         assert asked(folder) == ["save", "validate", "stop"] == get(url, "api/run").json()["asked"]
         assert press("../../x").status_code == press(["save"]).status_code == 400
         assert press("save", "elsewhere").status_code == press("save", "signs/../..").status_code == 404
-        answer = requests.post(f"{url}/api/control", data=b"x" * 20000, headers=MARK, timeout=10)
-        assert answer.status_code == 413
+        for data, media, status in (
+            (b"x" * 20000, "", 413),
+            (b"{}", "text/plain", 415),
+            (b"[", "application/json", 400),
+        ):
+            answer = requests.post(f"{url}/api/control", data=data, headers={"Content-Type": media}, timeout=10)
+            assert answer.status_code == status and answer.json()["error"]
     finally:
         lock.release()
         for path in (folder / "control").iterdir():
@@ -205,7 +206,7 @@ def test_a_token_is_asked_for_everywhere(outputs: Path) -> None:
                 answer = requests.get(f"{url}/{path}", params={"run": RUN, **given}, timeout=10)
                 assert answer.status_code == 401 and not answer.cookies and "right" not in answer.text
         assert requests.get(f"{url}/api/runs?token=right", timeout=10).status_code == 401  # only where it is opened
-        answer = requests.post(f"{url}/api/control", json={"run": RUN, "command": "stop"}, headers=MARK, timeout=10)
+        answer = requests.post(f"{url}/api/control", json={"run": RUN, "command": "stop"}, timeout=10)
         assert answer.status_code == 401
         session = requests.Session()
         opened = session.get(f"{url}/?token=right", timeout=10)
@@ -217,7 +218,7 @@ def test_a_token_is_asked_for_everywhere(outputs: Path) -> None:
         assert requests.get(f"{url}/api/runs", headers=named, timeout=10).status_code == 200
         bearer = {"Authorization": "Bearer right"}
         assert requests.get(f"{url}/api/runs", headers=bearer, timeout=10).status_code == 200
-        foreign = MARK | named | {"Origin": "http://evil.example"}
+        foreign = named | {"Origin": "http://evil.example"}
         post = requests.post(f"{url}/api/control", json={"run": RUN, "command": "stop"}, headers=foreign, timeout=10)
         assert post.status_code == 403
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from voting import Voter, service
 
-from gerl.errors import RewardError
+from gerl.errors import DataError, RewardError
 from gerl.protocol import Occasion
 from gerl.rewards.scorers.vote import VoteScorer, digest, encoded
 
@@ -46,6 +46,24 @@ def test_images_are_sent_once_and_ranks_come_back_as_scores(tmp_path: Path) -> N
         assert scorer.ask(Drawn(IMAGES[::-1]), "a", {}, occasion()) == ""  # other images are asked about
 
 
+def test_the_picture_that_is_edited_is_sent_with_the_images(tmp_path: Path) -> None:
+    Image.new("RGB", (80, 40), (0, 200, 0)).save(tmp_path / "photo.png")
+    row = {"image": str(tmp_path / "photo.png"), "other": [str(tmp_path / "photo.png")] * 2, "text": "no picture"}
+    for sources, count in ((None, 1), ([], 0), (["image", "other"], 3)):
+        with service(tmp_path / f"votes {count}") as (url, ballots, _):
+            scorer = VoteScorer(url=url, sources=sources)
+            scorer.check_prompt("paint it", row)
+            assert scorer.ask(Drawn(IMAGES), "paint it", row, occasion()) == ""
+            (ballot,) = ballots.ballots.values()
+            assert ballot.sources == [f"images/{ballot.id}/source_{i}.png" for i in range(count)]
+            for path in ballot.sources:
+                shown = Image.open(ballots.folder / path)
+                assert shown.size == (8, 4) and shown.getpixel((4, 2)) == (0, 200, 0)  # as large as the images are
+    VoteScorer(url=url).check_prompt("paint it", {})
+    with pytest.raises(DataError, match="'paint it' has no reference for the vote scorer"):
+        VoteScorer(url=url, sources=["photo"]).check_prompt("paint it", row)
+
+
 def test_a_service_that_is_down_is_waited_for(tmp_path: Path) -> None:
     with service(tmp_path) as (url, _, _):
         port = int(url.rsplit(":", 1)[1])
@@ -58,8 +76,8 @@ def test_a_service_that_is_down_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_token_that_is_wrong_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with service(tmp_path, ["anna"]) as (url, _, access):
-        (tmp_path / "token").write_text(f"{access.run}\n")
+    with service(tmp_path, ["anna"]) as (url, _, tokens):
+        (tmp_path / "token").write_text(f"{tokens.run}\n")
         assert VoteScorer(url=url, token_file=str(tmp_path / "token")).ask(Drawn(IMAGES), "a", {}, occasion()) == ""
         monkeypatch.setenv("VOTE", "wrong")
         wrong = VoteScorer(url=url, token_env="VOTE")

@@ -1,0 +1,106 @@
+"""The gate of the pages that gerl serves: tokens, requests of other sites, headers that keep a page to itself."""
+
+import hmac
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gerl.commandline.listening import host_name, is_foreign, is_loopback
+
+SAFE = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",  # addresses may have tokens in them
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+NOBODY = secrets.token_urlsafe(24)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A request that may come in, of at most `most` bytes: by whom, for which path, and headers of its answer."""
+
+    path: str
+    most: int
+    visitor: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """ASGI middleware: lets in what `admit` does, and tells the application who it is (`request.state.visitor`).
+
+    local: only requests that name this machine itself are answered; a page elsewhere can have a name of its own point
+    here, and would read along.
+    """
+
+    app: ASGIApp
+    admit: Callable[[Request], Visit | Response]
+    local: bool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+        found = self._elsewhere(request) or self.admit(request)
+        more: Mapping[str, str] = SAFE
+        if isinstance(found, Visit):
+            scope = {**scope, "path": found.path, "state": {**scope.get("state", {}), "visitor": found.visitor}}
+            more = {**SAFE, **found.headers}
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in more.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        answer = found if isinstance(found, Response) else _wrong_body(request, found.most) or self.app
+        await answer(scope, receive, with_headers)
+
+    def _elsewhere(self, request: Request) -> Response | None:
+        """Refuse what another site sends, also by a name of its own for this machine."""
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if self.local and not is_loopback(host_name(host)):
+            return refused(403, f"the host {host!r:.80} is none of this machine: use 127.0.0.1 or localhost")
+        if is_foreign(request.method, request.headers):
+            return refused(403, f"the request comes from another site, {origin!r:.80}: use the page of this server")
+        return None
+
+
+def _wrong_body(request: Request, most: int) -> Response | None:
+    """Refuse a body that is too large, or of a kind that a form of another site could send."""
+    if request.method in ("GET", "HEAD"):
+        return None
+    length = request.headers.get("content-length", "")
+    if not (length.isascii() and length.isdigit()):
+        return refused(411, "the request does not say how long its body is: send Content-Length")
+    if int(length[:20]) > most:
+        return refused(413, f"the request has {length[:20]} bytes, at most {most} may come: send less")
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        return refused(415, "the body is no JSON: send Content-Type: application/json")
+    return None
+
+
+def is_token(given: str | None, wanted: str | None) -> bool:
+    """Whether the right token came; takes as long for any, and there is no right one where none is `wanted`."""
+    return hmac.compare_digest((given or "").encode(), (wanted or NOBODY).encode())
+
+
+def bearer(headers: Headers) -> str | None:
+    """The token in `Authorization`, if there is one."""
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip() if kind.lower() == "bearer" else None
+
+
+def refused(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An answer that says why there is no other."""
+    return JSONResponse({"error": sentence}, status, headers)
