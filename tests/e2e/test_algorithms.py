@@ -1,4 +1,7 @@
-"""Every algorithm, picked by name with its own settings, makes a reward rise, and fall when it is negated."""
+"""Every algorithm, picked by name with its own settings, makes a reward rise, and fall when it is negated.
+
+Of the policy gradients, which have one loss, one is also run with the negated reward.
+"""
 
 import functools
 import re
@@ -91,7 +94,7 @@ def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workpl
     settings += FITTED.get(name, "").split()
     keys = ON_SD15 | {"model__path": sd15} if name == "ddpo" else {}
     change = {}
-    for weight in (1, -1):
+    for weight in (1, -1) if name == "flow_grpo" or name not in POLICY_GRADIENTS else (1,):
         run = train(tmp_path / str(weight), *settings, f"reward.scorers.bright.weight={weight}", **keys)
         bright = run.column("val/bright/mean")
         change[weight] = bright[-1] - bright[0]
@@ -106,7 +109,7 @@ def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workpl
     if name in DRIFTING:
         assert change[1] - change[-1] > 0.002, change
     else:
-        assert change[1] > 0.001 and change[-1] < -0.001, change
+        assert all(weight * value > 0.001 for weight, value in change.items()), change
 
 
 def test_an_interrupted_run_carries_its_old_policies_on(train: Train, tmp_path: Path) -> None:

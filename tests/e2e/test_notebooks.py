@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +46,41 @@ def test_a_notebook_is_stored_without_outputs_and_reads_as_a_diff(name: str) -> 
     assert set(SMALLER[name]) <= set(re.findall(r"^(\w+) = ", found.cells[parameters(found.cells)].source, re.M))
 
 
-@pytest.fixture
-def _kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A kernel on one core (its run takes as many threads as there are cores), which leaves nothing at home."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The cells of each notebook, with their outputs.
+
+    All run in one kernel, which imports the libraries once and forgets every name between two of them; on one core,
+    as a run in it takes as many threads as there are cores, and nothing is left at home.
+    """
+    place, whole, last = tmp_path_factory.mktemp("notebooks"), nbformat.v4.new_notebook(), {}
+    for name in SMALLER:
+        (place / name / "examples").mkdir(parents=True)
+        cells = notebook(name).cells
+        smaller = "\n".join(f"{key} = {value!r}" for key, value in SMALLER[name].items())
+        cells.insert(parameters(cells) + 1, nbformat.v4.new_code_cell(smaller))
+        anew = nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {place / name / 'examples'}")
+        whole.cells += [anew, *cells]
+        last[name] = cells
+    own = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    if cores:
-        os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})  # the kernel is born with it
-    yield
-    if cores:
-        os.sched_setaffinity(0, cores)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        for variable in own:
+            patch.setenv(variable, str(place / variable))
+        if cores:
+            os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})  # the kernel is born with it
+        try:
+            NotebookClient(whole, timeout=600, resources={"metadata": {"path": str(place)}}).execute()
+        finally:
+            if cores:
+                os.sched_setaffinity(0, cores)
+    return last
 
 
 @pytest.mark.parametrize("name", SMALLER)
-@pytest.mark.usefixtures("_kernel")
-def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
-    found = notebook(name)
-    smaller = "\n".join(f"{key} = {value!r}" for key, value in SMALLER[name].items())
-    found.cells.insert(parameters(found.cells) + 1, nbformat.v4.new_code_cell(smaller))
-    place = tmp_path / "examples"
-    place.mkdir()
-    NotebookClient(found, timeout=600, resources={"metadata": {"path": str(place)}}).execute()
-    outputs = {cell.id: cell.get("outputs", []) for cell in found.cells}
+def test_a_notebook_runs(name: str, executed: dict[str, list[Any]]) -> None:
+    outputs = {cell.id: cell.get("outputs", []) for cell in executed[name]}
     pictures = [o for cell in outputs.values() for o in cell if has_picture(o)]
     assert len(pictures) >= DRAWN[name], "sheets, pictures, and the progress of a run"
     boards = [html for cell in outputs.values() for o in cell if "<progress" in (html := html_of(o))]
