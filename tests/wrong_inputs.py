@@ -91,7 +91,7 @@ KEYS = [
         "sampling.num_inference_steps=1: ", "at least 2",
     ),
     row("going back without held-out prompts", "train guard.action=rollback validation.data=null", "guard.action=rollback: ", "guard.action=warn"),
-    row("a gate without a watched scorer", "train algorithm.kl_coef=0.1 algorithm.kl_share=0.1", "algorithm.kl_share=0.1: ", r"\+reward\.scorers\.aesthetic\.weight=0"),
+    row("a gate without a KL", "train algorithm.kl_share=0.1", "algorithm.kl_share=0.1: ", r"algorithm\.kl_coef=0\.04"),
     row("diversity without its scorer", "train algorithm.diversity=scale", "algorithm.diversity=scale: ", r"\+reward\.scorers\.diversity\.weight=0"),
     row("no held-out prompts", "train validation.max_prompts=0", "validation.max_prompts=0: ", "at least 1"),
     row("block as key", "train trainer=5", "trainer=5: ", r"trainer\.steps=VALUE"),
