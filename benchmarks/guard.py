@@ -12,7 +12,6 @@ benchmarks/results/guard.json; `--table` writes them into docs/guard.md.
 import argparse
 import json
 import logging
-import math
 import os
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gerl.run.card import hardware, now, software
+from gerl.run.statistics import share_interval
 from gerl.utils.files import write_file
 
 HERE = Path(__file__).resolve().parent
@@ -70,7 +70,8 @@ def result(job: Job, folder: Path) -> dict[str, Any]:
     ]
     guard = folder / "guard.jsonl"
     fired = [json.loads(line) for line in guard.read_text().splitlines()] if guard.exists() else []
-    signals = [{name: row[name] for name in ("step", "signal", "column", "value", "threshold")} for row in fired]
+    names = ("step", "signal", "column", "value", "threshold", "size")
+    signals = [{name: row[name] for name in names} for row in fired]
     return {"reward": job.reward, "seed": job.seed, "points": points, "signals": signals}
 
 
@@ -154,21 +155,9 @@ def table(results: dict[str, Any]) -> str:
 
 
 def interval(count: int, total: int) -> str:
-    """The exact 95 % interval of a share (Clopper and Pearson 1934), by bisection."""
-
-    def tail(p: float, low: int, high: int) -> float:
-        return sum(math.comb(total, k) * p**k * (1 - p) ** (total - k) for k in range(low, high + 1))
-
-    def solve(too_small: Any) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if too_small(middle) else (low, middle)
-        return low
-
-    first = 0.0 if count == 0 else solve(lambda p: tail(p, count, total) < 0.025)
-    last = 1.0 if count == total else solve(lambda p: tail(p, 0, count) > 0.025)
-    return f"{first:.0%} to {last:.0%}"
+    """The exact 95 % interval of a share."""
+    low, high = share_interval(count, total)
+    return f"{low:.0%} to {high:.0%}"
 
 
 def write_table(results: dict[str, Any], page: Path = PAGE) -> None:

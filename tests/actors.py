@@ -16,7 +16,8 @@ from gerl.workers.actor import Actor
 def new_actor(
     policy: Policy | None = None, kl_coef: float = 0.0, total_updates: int = 10, clip: float = 0.2, **config: Any
 ) -> Actor:
-    algorithm = algorithm_config(kl_coef=kl_coef, clip_low=clip, clip_high=clip, clip_dimensions=None)
+    own = {name: config.pop(name) for name in list(config) if name.startswith("kl_")}
+    algorithm = algorithm_config(kl_coef=kl_coef, clip_low=clip, clip_high=clip, clip_dimensions=None, **own)
     whole = Config(algorithm=algorithm, actor=ActorConfig(**config), sampling=SamplingConfig(num_inference_steps=4))
     return Actor(policy or new_policy(), whole.actor, build_algorithm(whole), total_updates)
 

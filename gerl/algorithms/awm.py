@@ -33,9 +33,12 @@ class AWM(ForwardProcess):
         super().__init__(config)
         settings = self.settings
         self.shared_noise = settings.shared_noise
-        self.needs_all_samples = settings.kl_coef > 0 or settings.old_kl_coef > 0 or settings.norm_coef > 0
         if not self.settings.off_policy:  # the old policy is kept, but run only where the distance to it counts
             self.needs_old = self.settings.old_kl_coef > 0
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return self.kl_coef > 0 or self.settings.old_kl_coef > 0 or self.settings.norm_coef > 0
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`clipped_policy_loss` of the likelihoods; reports the shares clipped and the mean log-ratio."""

@@ -5,20 +5,28 @@ The driver plans and credits; the workers train. An algorithm never knows which 
 
 from __future__ import annotations  # of the model, which the driver of a run does not have
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 
-from gerl.algorithms.core_algos import batch_advantages, decoupled_advantages, group_advantages, largest_of_groups
+from gerl.algorithms.core_algos import (
+    batch_advantages,
+    decoupled_advantages,
+    group_advantages,
+    largest_of_groups,
+)
+from gerl.algorithms.gate import Gate
 from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde_window
 from gerl.algorithms.pooling import Pooled
+from gerl.algorithms.shaping import scaled_by_diversity, shaped_by_diversity
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
-from gerl.config.algorithm_keys import AlgorithmConfig, DownSampledConfig, NormalisedConfig
+from gerl.config.algorithm_keys import AlgorithmConfig, DownSampledConfig, NormalisedConfig, ShapedConfig
 from gerl.engine import ReplayedStep, Tape, Trajectory, replay
+from gerl.errors import CheckpointError
 from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats
 
 if TYPE_CHECKING:
@@ -33,6 +41,7 @@ class Rewards:
     totals: torch.Tensor  # [B]
     by_scorer: torch.Tensor  # [B, R] of the scorers with a weight
     weights: torch.Tensor  # [R]
+    diversity: torch.Tensor | None = None  # [B] where algorithm.diversity asks for it
 
     @property
     def group_ids(self) -> torch.Tensor:
@@ -52,13 +61,25 @@ class Batch:
     trained: tuple[int, ...]  # steps (or noise levels)
     credit: torch.Tensor  # [R, T] fp32, NaN where not trained
     pooled: Pooled | None = None
+    gate: torch.Tensor | None = None  # [R] factor of the distance to the reference; None: 1
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The weight of the distance to the reference, times the factors `gates` `[B]` of the samples of each task."""
+
+    coef: float
+    gates: Mapping[int, torch.Tensor] | None = None
+
+    def of(self, task_id: int) -> torch.Tensor | None:
+        """The factors of a task; None: they are 1."""
+        return None if self.gates is None else self.gates.get(task_id)
 
 
 class Algorithm:
     """The common part: groups of independent images, group-relative advantages for all their steps."""
 
     settings: AlgorithmConfig  # narrowed by each algorithm to its own class, which has its keys and facts
-    needs_all_samples = False  # those with advantage 0 are trained on as well
     reads_means = False  # it reads the means that the rollout recorded, not only latents and log-probabilities
     reads_finished = False  # it reads the finished latents besides those of the trained steps
     old_decay: Sequence[float] | None = None  # of the old policy, see `core_algos.decay_at`; None where none is kept
@@ -67,6 +88,9 @@ class Algorithm:
 
     def __init__(self, config: Config) -> None:
         self.config, self.settings = config, config.algorithm
+        self.kl_coef = self.settings.kl_coef  # the guard may raise it
+        self.gate = Gate(self.settings.kl_share) if self.settings.kl_share < 1 else None
+        self.reference_step = 0  # the trainer step after which the weights were that the KL is measured from
 
     # --- on the driver
 
@@ -96,7 +120,7 @@ class Algorithm:
     def credit(self, rewards: Rewards) -> torch.Tensor:
         """The clipped advantages of the samples at each step, `[B, T]`."""
         settings, clip = self.settings, self.settings.advantage_clip
-        values = self.advantages(rewards).clamp(-clip, clip)
+        values = self._shaped(self.advantages(rewards), rewards).clamp(-clip, clip)
         if isinstance(settings, DownSampledConfig) and settings.train_share < 1:
             values = largest_of_groups(values, rewards.group_ids, settings.train_share)
         return values[:, None].expand(-1, self.config.sampling.num_inference_steps)
@@ -115,14 +139,41 @@ class Algorithm:
             case unknown:
                 assert_never(unknown)
 
+    def _shaped(self, advantages: torch.Tensor, rewards: Rewards) -> torch.Tensor:
+        """The advantages `[B]` with what `algorithm.diversity` makes of how unlike the others an image is."""
+        settings = self.settings
+        if not isinstance(settings, ShapedConfig) or rewards.diversity is None:
+            return advantages
+        if settings.diversity == "scale":
+            return scaled_by_diversity(advantages, rewards.diversity, rewards.group_ids)
+        return shaped_by_diversity(advantages, rewards.diversity, rewards.group_ids, settings.diversity_coef)
+
+    def due_reset(self, step: int, kl: float | None) -> bool:
+        """Whether the weights after trainer step `step` are those that the KL, in it `kl`, is measured from next."""
+        every, above = self.settings.kl_reset_every, self.settings.kl_reset_above
+        late = every > 0 and step - self.reference_step >= every
+        return late or (above is not None and kl is not None and kl > above)
+
     def state(self) -> dict[str, Any]:
         """All that a resumed run must know, as JSON."""
-        return {}
+        found = {} if self.gate is None else {"gate": self.gate.state()}
+        return found | ({"reference_step": self.reference_step} if self.settings.moves_reference else {})
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; raises `CheckpointError` if it is something else."""
+        if self.gate is not None:
+            self.gate.load_state(state.get("gate"))
+        step = state.get("reference_step", 0)
+        if type(step) is not int:
+            raise CheckpointError("state.json has no usable algorithm.reference_step: a step")
+        self.reference_step = step
 
     # --- on a worker
+
+    @property
+    def needs_all_samples(self) -> bool:
+        """Whether those with advantage 0 are trained on as well."""
+        return False
 
     @property
     def pools(self) -> bool:
@@ -140,12 +191,20 @@ class Algorithm:
 
     @property
     def compares_with_base(self) -> bool:
-        """Whether it asks for what the base model computes (`Policy.base`)."""
-        return self.settings.kl_coef > 0
+        """Whether it asks for what the base model computes (`Policy.base`), or may do so later."""
+        return self.config.has_kl
 
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
         """The part of `rows` of `batch` in the losses of the others of their groups."""
         raise NotImplementedError(f"{type(self).__name__} has no first pass: use larger micro-batches")
+
+    def weigh(self, pull: Pull | None) -> None:
+        """Let the distance to the reference count as `pull` says; None: as the configuration has it."""
+        self.kl_coef = self.settings.kl_coef if pull is None else pull.coef
+
+    def pulled(self, distance: torch.Tensor, batch: Batch, rows: Sequence[int]) -> torch.Tensor:
+        """The distances `[B]` of `rows` to the reference, as far as they count."""
+        return distance if batch.gate is None else distance * batch.gate[list(rows)].to(distance)
 
     def renews_old(self, step: int) -> bool:
         """Whether the old policy follows the trained one at the end of trainer step `step`."""
@@ -215,14 +274,20 @@ def row_credit(segment: Segment, credit: torch.Tensor) -> torch.Tensor:
     return credit[list(segment.leaves)]
 
 
-def batches_of(trajectory: Trajectory, credit: torch.Tensor, pooled: Pooled | None = None) -> list[Batch]:
-    """The segments of a trajectory with something to train, for the credit `[B, T]` of its samples."""
-    samples, segments = trajectory.task.samples, trajectory.task.segments
-    return [
-        Batch(tape, [samples[leaf] for leaf in segment.leaves], segment.trained, row_credit(segment, credit), pooled)
-        for segment, tape in zip(segments, trajectory.tapes, strict=True)
-        if segment.trained
-    ]
+def batches_of(
+    trajectory: Trajectory, credit: torch.Tensor, pooled: Pooled | None = None, gate: torch.Tensor | None = None
+) -> list[Batch]:
+    """The segments of a trajectory with something to train, for the credit `[B, T]` of its samples.
+
+    `gate`: factors `[B]` of their distances to the reference.
+    """
+    samples, found = trajectory.task.samples, list[Batch]()
+    for segment, tape in zip(trajectory.task.segments, trajectory.tapes, strict=True):
+        if segment.trained:
+            of, own = [samples[leaf] for leaf in segment.leaves], row_credit(segment, credit)
+            counts = None if gate is None else row_credit(segment, gate)
+            found.append(Batch(tape, of, segment.trained, own, pooled, counts))
+    return found
 
 
 def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:

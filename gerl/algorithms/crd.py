@@ -28,7 +28,10 @@ class CRD(ForwardProcess):
     guided_reference = True
     uses_old = True
     compared_with_old = ("implicit_reward",)
-    needs_all_samples = True
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`crd_loss`; reports the mean `implicit_reward`, 0 where nothing was learnt since the old policy."""
@@ -45,7 +48,7 @@ class CRD(ForwardProcess):
         """With `kl_by_reward` r + (1 - r) LOWEST_KL / kl_coef, where r is the probability that an image is good."""
         if not self.settings.kl_by_reward:
             return 1.0
-        lowest = min(1.0, LOWEST_KL / self.settings.kl_coef) if self.settings.kl_coef else 1.0
+        lowest = min(1.0, LOWEST_KL / self.kl_coef) if self.kl_coef else 1.0
         return lowest + (1 - lowest) * optimality(s.advantages, self.settings.advantage_clip)
 
     def _implicit(self, s: Noised) -> torch.Tensor:

@@ -29,11 +29,14 @@ class DGPO(ForwardProcess):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.needs_all_samples = self.settings.kl_coef > 0  # a sample without advantage still has a distance
         self.uses_reference = self.settings.reference == "base"
         self.rollout_old_after = self.settings.rollout_old_after
         if self.settings.reference == "old":  # then w is 1/2 as long as the old policy is the trained one
             self.compared_with_old += ("group_weight",)
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return self.kl_coef > 0  # a sample without advantage still has a distance
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`dgpo_loss`; reports the mean `group_weight` w and the `stopped_fraction` of rows."""

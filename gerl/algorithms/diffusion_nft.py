@@ -26,7 +26,10 @@ class DiffusionNFT(ForwardProcess):
     settings: DiffusionNFTConfig
     uses_old = True
     compared_with_old = ("old_distance",)
-    needs_all_samples = True
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`nft_loss`; reports `old_distance`, the mean squared distance of the outputs to the old policy's."""

@@ -53,7 +53,10 @@ class FDFO(Algorithm):
         super().__init__(config)
         self.guided = self.settings.cfg != "off"  # what was recorded is what the update computes
         self.reads_means = self.guided
-        self.needs_all_samples = self.settings.kl_coef > 0  # a pair without difference has a distance to the base model
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return self.kl_coef > 0  # a pair without difference has a distance to the base model
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         return super().plan([self._from_noise_of_the_pair(sample) for sample in samples], first_id)
@@ -92,7 +95,7 @@ class FDFO(Algorithm):
             sums = {name: value * len(rows) for name, value in measured.items()} if self.guided else {}
             if base:
                 kl = (velocity_change(step, base[k].mean) ** 2).flatten(1).mean(1)
-                losses = losses + settings.kl_coef * kl
+                losses = losses + self.kl_coef * self.pulled(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
             sums["loss"] = float(losses.detach().sum())
             stats += UpdateStats(len(rows), sums, deviation if self.guided else None)

@@ -30,7 +30,7 @@ class FlowGRPO(PolicyGradient):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        subtracts_kl = self.settings.subtracts_kl and self.settings.kl_coef > 0
+        subtracts_kl = self.settings.subtracts_kl and config.has_kl
         self.reads_means = subtracts_kl or (self.scores_means and self.settings.cfg != "off")
         self.past: dict[int, list[float]] = {}  # prompt -> its latest rewards, where `algorithm.history` asks for them
 
@@ -76,9 +76,10 @@ class FlowGRPO(PolicyGradient):
         return torch.stack(result).to(rewards.totals.dtype)
 
     def state(self) -> dict[str, Any]:
-        return {"past": {str(prompt): values for prompt, values in self.past.items()}}
+        return super().state() | {"past": {str(prompt): values for prompt, values in self.past.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
         try:
             self.past = TypeAdapter(dict[int, list[float]]).validate_python(state.get("past", {}))
         except ValidationError:

@@ -43,6 +43,7 @@ class Noised:
     reference: torch.Tensor | None  # [B, ...] fp32 that of the base model
     advantages: torch.Tensor  # [B] what `credit` made of the rewards
     groups: torch.Tensor  # [B] int64, equal for rows of one group
+    gate: torch.Tensor | None = None  # [B] factor of the distance to the base model; None: 1
     pooled: Sums | None = None  # of what `pooled` gives for the whole groups; None where they are complete here
 
     @property
@@ -76,7 +77,8 @@ class Noised:
         old, reference = (None if values is None else values[index] for values in (self.old, self.reference))
         x0, noise, x, output = (values[index] for values in (self.x0, self.noise, self.x, self.output))
         advantages, groups = self.advantages[index], self.groups[index]
-        return Noised(self.rule, x0, noise, x, output, old, reference, advantages, groups)
+        gate = None if self.gate is None else self.gate[index]
+        return Noised(self.rule, x0, noise, x, output, old, reference, advantages, groups, gate)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,12 @@ class ForwardProcess(Algorithm):
 
     @property
     def compares_with_base(self) -> bool:
-        return self.uses_reference or self.settings.kl_coef > 0 or self.settings.norm_coef > 0
+        return self.needs_base or self.config.has_kl
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the loss asks for what the base model computes."""
+        return self.uses_reference or self.kl_coef > 0 or self.settings.norm_coef > 0
 
     def renews_old(self, step: int) -> bool:
         return step % self.settings.old_every == 0
@@ -193,22 +200,22 @@ class ForwardProcess(Algorithm):
             if batch.pooled is not None:
                 s = replace(s, pooled=group_sums(batch.pooled, samples, k, s.advantages))
             loss, metrics = self.loss(s)
-            to_base = _distance(s.output, s.reference, settings.kl_coef)
-            pull = settings.kl_coef * self.kl_weights(s) * to_base
+            to_base = _distance(s.output, s.reference, self.kl_coef)
+            pull = self.kl_coef * self.kl_weights(s) * (to_base if s.gate is None else s.gate * to_base)
             total = loss + pull + settings.old_kl_coef * _distance(s.output, s.old, 1.0)
             sums = {}
             if s.reference is not None and settings.norm_coef > 0:
                 total = total + settings.norm_coef * norm_excess(s.output, s.reference) ** 2
                 sums["norm_excess"] = float((norm_excess(s.output, s.reference) / rms(s.reference)).detach().sum())
             sums["loss"] = float(total.detach().sum())
-            if s.reference is not None and settings.kl_coef > 0:
+            if s.reference is not None and self.kl_coef > 0:
                 sums["kl"] = float(to_base.detach().sum())
             left_out = () if self.old_differs else self.compared_with_old
             sums |= {name: value * len(samples) for name, value in metrics.items() if name not in left_out}
             stats += UpdateStats(len(samples), sums)
             return total.sum() / num_pairs
 
-        self._visit(policy, batch, rows, Visit(on_level, True, self.compares_with_base, self.step_batch(meter)))
+        self._visit(policy, batch, rows, Visit(on_level, True, self.needs_base, self.step_batch(meter)))
         return stats
 
     def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: Visit) -> None:
@@ -223,11 +230,12 @@ class ForwardProcess(Algorithm):
         options["step_batch"] = visit.step_batch
         old, reference = self._others(policy, batch, rows, options, visit.reference)
         groups = group_ids(samples).to(x0.device)
+        gate = None if batch.gate is None else batch.gate[rows].to(x0)
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor | None:
             output = step.model_output
             known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
-            s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups)
+            s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups, gate)
             kept = [i for i, missing in enumerate(credit[:, k].isnan().tolist()) if not missing]
             if not kept:  # ranks in lockstep go back through the denoiser equally often
                 return 0 * output.sum() if visit.grad and self.config.lockstep else None

@@ -62,7 +62,7 @@ class NeighborGRPO(Algorithm):
         for number in range(int(ids.max()) + 1):
             rows = (ids == number).nonzero().flatten()
             known = not credit[rows].isnan().any()
-            if known and (self.settings.kl_coef > 0 or bool((credit[rows] != 0).any())):
+            if known and (self.kl_coef > 0 or bool((credit[rows] != 0).any())):
                 first = batch.samples[int(rows[0])]
                 seed = derive_seed("anchors", self.config.trainer.seed, first.step, repr(first.group))
                 order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
@@ -75,7 +75,7 @@ class NeighborGRPO(Algorithm):
         settings, tape = self.settings, batch.tape
         options: dict[str, Any] = {"steps": batch.trained, "index": rows, "cfg": settings.cfg}
         options["step_batch"] = self.step_batch(meter)
-        base = self.base_steps(policy, tape, options) if settings.kl_coef > 0 else {}
+        base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
         ids, guided = group_ids(batch.samples), settings.cfg != "off"
         groups = [(ids == ids[row]).nonzero().flatten().tolist() for row in rows]
         stats = UpdateStats()
@@ -97,7 +97,7 @@ class NeighborGRPO(Algorithm):
                 loss = losses.mean()
                 if base:
                     kl = (((step.mean[j] - base[k].mean[j]) / step.rule.jacobian) ** 2).mean()
-                    loss = loss + settings.kl_coef * kl
+                    loss = loss + self.kl_coef * self.pulled(kl[None], batch, rows[j : j + 1])[0]
                     metrics |= {"kl": float(kl.detach()), "loss": float(loss.detach())}
                 kept = metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}
                 sums = {name: sums.get(name, 0.0) + value for name, value in kept.items()}

@@ -35,10 +35,10 @@ class PolicyGradient(Algorithm):
 
     settings: PolicyGradientConfig
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    @property
+    def needs_all_samples(self) -> bool:
         # a sample without advantage still has a distance to the base model
-        self.needs_all_samples = self.settings.kl_coef > 0 and not self.settings.subtracts_kl
+        return self.kl_coef > 0 and not self.settings.subtracts_kl
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         # without guidance the recorded log-probability, that of the guided policy, is another policy's
@@ -110,9 +110,9 @@ class PolicyGradient(Algorithm):
             deviation = metrics.pop("ratio_deviation")
             total, measured = weights[k] * losses.mean(), metrics if compared else {}
             if reference:
-                kl = self._kl(reference[k], step.mean, step.log_prob, step.model_output).mean()
-                total = total + settings.kl_coef * kl
-                measured = measured | {"kl": float(kl.detach())}
+                kl = self._kl(reference[k], step.mean, step.log_prob, step.model_output)
+                total = total + self.kl_coef * self.pulled(kl, batch, rows).mean()
+                measured = measured | {"kl": float(kl.detach().mean())}
             measured = {"loss": float(total.detach())} | measured
             sums = {name: value * len(rows) for name, value in measured.items()}
             stats += UpdateStats(len(rows), sums, deviation if compared else None)

@@ -32,6 +32,7 @@ from gerl.config.guard import GuardConfig
 from gerl.config.model import ModelConfig
 from gerl.config.noised_images import AWMConfig
 from gerl.config.policy_gradients import FlowGRPOConfig
+from gerl.config.remedies import check_remedies
 from gerl.config.sampling import SamplingConfig
 from gerl.config.savings import check_savings
 from gerl.config.schema import shown
@@ -81,6 +82,12 @@ class Config:
         self._check_staleness()
         self._check_environments()
         check_savings(self)
+        check_remedies(self)
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the distance to the base model counts, or may while the run goes on."""
+        return self.algorithm.kl_coef > 0 or self.guard.raises_kl
 
     @property
     def lockstep(self) -> bool:

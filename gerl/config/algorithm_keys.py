@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
-from gerl.config.choices import AdvantageEstimator, CfgMode, StdKind
+from gerl.config.choices import AdvantageEstimator, CfgMode, DiversityShaping, StdKind
 from gerl.config.sampling import SamplingConfig
 from gerl.config.schema import Block, key, main_key
 
@@ -30,6 +30,25 @@ class AlgorithmConfig(Block):
     name: str
     cfg: CfgMode = cfg_key("joint")
     kl_coef: float = main_key(0.0, "weight of the distance to the base model; at 0 no reference pass is run", low=0)
+    kl_share: float = key(
+        1.0,
+        "share of a step's images whose distance to the base model counts: those whose reward ranks highest above what "
+        "watched scorers say of them (GARDO: 0.1; it adapts between a fifth and twice of this); 1: all",
+        above=0,
+        high=1,
+    )
+    kl_doubters: list[str] = key([], "the watched scorers that algorithm.kl_share asks; []: all with weight 0")
+    kl_reset_every: int = key(
+        0,
+        "trainer steps after which the weights of that moment take the base model's place in the KL (GARDO: 15); 0: "
+        "never",
+        low=0,
+    )
+    kl_reset_above: float | None = key(
+        None,
+        "the same after a step whose mean KL was above this (GARDO: 3e-4 for OCR with SD3.5); null: never",
+        above=0,
+    )
     advantage_clip: float = key(5.0, "advantages are clipped to +- this", above=0)
     dynamic_sampling: int = key(
         0, "times a step draws further prompts in place of groups whose rewards are all equal (DAPO)", low=0
@@ -71,6 +90,11 @@ class AlgorithmConfig(Block):
         """Whether the KL to the base model is subtracted from the rewards rather than added to the loss."""
         return False
 
+    @property
+    def moves_reference(self) -> bool:
+        """Whether other weights take the base model's place in the KL while the run goes on."""
+        return self.kl_reset_every > 0 or self.kl_reset_above is not None
+
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise `ConfigError` if it cannot learn from what `sampling` draws."""
 
@@ -93,7 +117,21 @@ class NormalisedConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True)
-class DownSampledConfig(NormalisedConfig):
+class ShapedConfig(NormalisedConfig):
+    """The images of a group may count by how unlike the others they are, too."""
+
+    diversity: DiversityShaping = key(
+        "none",
+        "how unlike the others of its group an image is (a watched groupwise scorer) shapes its advantage: scale "
+        "multiplies those above 0 by it, over the group's mean (GARDO); add adds diversity_coef times the advantage "
+        "that it would have as a reward (as DRIFT, which shapes the reward by the diversity of the group)",
+    )
+    diversity_scorer: str = key("diversity", "the scorer, or column NAME/PART of one, that says how unlike it is")
+    diversity_coef: float = key(0.1, "see diversity=add", above=0)
+
+
+@dataclass(frozen=True)
+class DownSampledConfig(ShapedConfig):
     """An image is trained on by itself, so those that teach little may be left out."""
 
     train_share: float = key(

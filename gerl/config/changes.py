@@ -26,8 +26,9 @@ Settings = dict[str, Any]  # block -> key -> value
 #   algorithm.history: rewards kept per prompt are cut to the new number, or collected from now on.
 #   sampling, rollout, reward, validation, data.shuffle: what a step draws is a function of step and seed, not of steps
 #     before it.
-#   checkpoint, cluster, guard, logger: they decide no number, up to the order in which the workers' gradients, or those
-#     of a sequence's parts, are added.
+#   checkpoint, cluster, logger: they decide no number, up to the order in which the workers' gradients, or those of a
+#     sequence's parts, are added.
+#   guard: it decides at a validation whether the run goes back, and the weight of the KL from there on, which is saved.
 FIXED = {
     "model.path": "the saved LoRA was trained on these weights",
     "model.dtype": "the saved LoRA was trained on weights of this precision",
@@ -42,6 +43,8 @@ FIXED = {
     "actor.optimizer": "the saved moments are those of this optimizer",
     "algorithm.name": "the saved averages and rewards are those of this algorithm",
     "algorithm.rollout_decay": "it decides whether there is a saved average that draws the rollouts",
+    "algorithm.kl_reset_every": "it decides whether the weights that the KL is measured from are saved",
+    "algorithm.kl_reset_above": "it decides whether the weights that the KL is measured from are saved",
     "algorithm.decoupled": "it decides whether the weights that a step began with are saved",
     "actor.updates_per_step": "the learning-rate schedule and the averages count optimizer steps",
     "actor.epochs": "the learning-rate schedule and the averages count optimizer steps",

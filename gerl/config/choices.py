@@ -17,6 +17,7 @@ KLKind = Literal["gaussian", "flow_grpo", "velocity", "k1", "k2", "k3"]
 StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian", "pcpo", "std2_over_jacobian"]
 StepLikelihood = Literal["gaussian", "squared_error"]
 LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+DiversityShaping = Literal["none", "scale", "add"]
 LevelDraw = Literal["spread", "step", "sample"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

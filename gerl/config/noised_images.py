@@ -7,7 +7,7 @@ from gerl.config.algorithm_keys import (
     AlgorithmConfig,
     ClippedConfig,
     DownSampledConfig,
-    NormalisedConfig,
+    ShapedConfig,
     cfg_key,
     name_key,
 )
@@ -55,7 +55,7 @@ class ForwardProcessConfig(AlgorithmConfig):
 
 
 @dataclass(frozen=True)
-class ContrastConfig(ForwardProcessConfig, NormalisedConfig):
+class ContrastConfig(ForwardProcessConfig, ShapedConfig):
     """The policy is compared with the old one by what it implies."""
 
     mix: float = key(1.0, "b: how far the implicit policies lie from the old one", above=0)
@@ -90,7 +90,7 @@ class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
 
 
 @dataclass(frozen=True)
-class DGPOConfig(PreferenceConfig, NormalisedConfig, ClippedConfig):
+class DGPOConfig(PreferenceConfig, ShapedConfig, ClippedConfig):
     name: Literal["dgpo"] = name_key("dgpo")
     reference: Literal["base", "old"] = key("base", "what preferences are measured from: base model or old policy")
     rollout_old_after: int | None = key(

@@ -34,13 +34,16 @@ class Policy:
     old_is_current: bool = True  # `old` holds the trained weights: no need to run it
     sampler: EMA | None = None
     whole: bool = False  # `trained` are weights of the denoisers themselves, not of a LoRA
-    reference: EMA | None = None  # then their first values, if an algorithm asks for `base`
+    # those `base` has: of whole weights the first ones, if an algorithm asks for it; of any the later ones that it sets
+    reference: EMA | None = None
+    reference_moves: bool = False
     earlier: list[EMA] = field(default_factory=list)
     drawing: DrawingWeights | None = None
 
     def averages(self) -> dict[str, EMA]:
         """All weights besides the trained ones, by name."""
         named = {"ema": self.ema, "old": self.old, "sampler": self.sampler}
+        named["reference"] = self.reference if self.reference_moves else None
         named |= {f"earlier_{i}": average for i, average in enumerate(self.earlier)}
         return {name: average for name, average in named.items() if average is not None}
 
@@ -60,6 +63,12 @@ class Policy:
         newest.load(drawing, self.version)
         self.earlier.insert(0, newest)
 
+    @torch.no_grad()
+    def move_reference(self) -> None:
+        """Let the trained weights of now be those that `base` has."""
+        assert self.reference is not None and self.reference_moves
+        self.reference.load(self.trained, self.version)
+
     @contextlib.contextmanager
     def as_sampler(self, old: bool = False, lag: int = 0) -> Iterator[None]:
         """The model computes with the weights that draw rollouts, or that did so `lag` finished steps ago.
@@ -75,8 +84,11 @@ class Policy:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """The model computes as the base model that training started from, the reference of `algorithm.kl_coef`."""
-        if self.whole:
+        """The model computes as the reference of `algorithm.kl_coef`: the base model that training started from.
+
+        Or as the trained weights that have taken its place (`move_reference`).
+        """
+        if self.whole or self.reference is not None:
             assert self.reference is not None, "an algorithm says by compares_with_base that it asks for it"
             with self.reference.swapped_in():
                 yield

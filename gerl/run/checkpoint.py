@@ -199,6 +199,12 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
     return folder, intact[-1], f"step {intact[-1].step}, the newest"
 
 
+def best_checkpoint(root: Path, before: int) -> Checkpoint | None:
+    """The one with the largest held-out reward of those before step `before`; None if there is none with one."""
+    earlier = [path for path in checkpoint_paths(root) if int(path.name.rpartition("_")[2]) < before]
+    return _best(_intact(earlier, logging.WARNING))
+
+
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints and the one with the largest `state["val_reward"]`.
 

@@ -47,13 +47,14 @@ class Signal:
     shown: rows of the validation that show it best.
     """
 
-    name: str  # watched, disagreement, looks or diversity
+    name: str  # watched, disagreement, looks, diversity, kl or no_signal
     column: str
     step: int
     value: float
     threshold: float
     text: str
     shown: list[int]
+    size: float | None = None  # of a fall, in standard deviations of the column over the first validation's prompts
 
     @property
     def key(self) -> str:
@@ -62,13 +63,18 @@ class Signal:
 
 
 def signals(
-    first: Validation, later: Validation, config: Mapping[str, Any], peaks: Mapping[str, Validation] | None = None
+    first: Validation,
+    later: Validation,
+    config: Mapping[str, Any],
+    peaks: Mapping[str, Validation] | None = None,
+    importance: float = 0.0,
 ) -> list[Signal]:
     """The signs of reward hacking or collapse in a validation, compared with the run's first one.
 
     config: as in config.yaml. peaks: by column, the validation in which it was highest so far, with which a column that
-    is watched is compared as well: it may rise for a while before it falls. Validations of other prompts, or of fewer
-    than eight, cannot be compared.
+    is watched is compared as well: it may rise for a while before it falls. importance: the smallest fall of such a
+    column that counts, in standard deviations of it over the prompts of the first validation. Validations of other
+    prompts, or of fewer than eight, cannot be compared.
     """
     if first.prompts != later.prompts or len(first.first_rows) < FEWEST or first.step >= later.step:
         return []
@@ -78,7 +84,9 @@ def signals(
             gain = paired_gains(before, later).get("reward")
             if gain is None or not gain.low > 0:
                 continue
-            fell = [*_watched(before, later, name), *_disagreement(before, later, name)]
+            spread = _spread(first, name)
+            fell = [*_watched(before, later, name, spread), *_disagreement(before, later, name, spread)]
+            fell = [signal for signal in fell if signal.size is None or signal.size >= importance]
             found += fell
             if fell:
                 break
@@ -92,6 +100,14 @@ def raise_peaks(peaks: dict[str, Validation], validation: Validation) -> None:
             peaks[name] = validation
 
 
+def rollback_row(step: int, why: Sequence[Signal], kl: float) -> dict[str, Any]:
+    """The row of `guard.jsonl` that says that a run went back to `step`, and for what."""
+    first, reasons = why[0], ", ".join(signal.key for signal in why)
+    text = f"the run went back here from step {first.step} for {reasons}, and on with kl_coef={kl:g}: {first.text}"
+    row = {"step": step, "signal": "rollback", "column": f"from step {first.step}", "value": float(first.step)}
+    return row | {"threshold": kl, "text": text, "shown": [], "size": None, "action": "rollback"}
+
+
 def watched_columns(config: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     """The columns that do not count in the reward: those of watched scorers, and further ones of all scorers.
 
@@ -101,7 +117,18 @@ def watched_columns(config: Mapping[str, Any], columns: Sequence[str]) -> list[s
     return [c for c in columns if ("/" in c or get(scorers, c, "weight") == 0) and not c.endswith("/sigma")]
 
 
-def _watched(first: Validation, later: Validation, name: str) -> Iterator[Signal]:
+def _spread(first: Validation, name: str) -> float:
+    """The standard deviation of a column over the prompts."""
+    known = _known(first.by_prompt(first.by_scorer[name]))
+    return float(np.std(known, ddof=1)) if len(known) > 1 else 0.0
+
+
+def _size(fall: float, spread: float) -> float | None:
+    """A fall in units of the spread; None where all prompts had the same value, so that any fall is a large one."""
+    return fall / spread if spread > 0 else None
+
+
+def _watched(first: Validation, later: Validation, name: str, spread: float) -> Iterator[Signal]:
     """A column that is watched and falls while the reward rises, by more than chance would have it."""
     changes = _changes(first, later, name)
     if len(changes) < FEWEST:
@@ -115,15 +142,20 @@ def _watched(first: Validation, later: Validation, name: str) -> Iterator[Signal
             f"{name}, which is watched, fell from {before:.3f} at step {first.step} to {after:.3f} while the reward "
             f"rose from {_mean(first.rewards):.3f} to {_mean(later.rewards):.3f} (chance alone: {lowest:+.3f})"
         )
-        yield Signal("watched", name, later.step, mean, lowest, text, _largest(first, later, name, -1))
+        shown = _largest(first, later, name, -1)
+        yield Signal("watched", name, later.step, mean, lowest, text, shown, _size(-mean, spread))
 
 
-def _disagreement(first: Validation, later: Validation, name: str) -> Iterator[Signal]:
-    """A column that is watched and fell on most of the prompts whose reward rose."""
+def _disagreement(first: Validation, later: Validation, name: str, spread: float) -> Iterator[Signal]:
+    """A column that is watched and fell on most of the prompts whose reward rose.
+
+    Its size is that of the median change: a few large gains do not hide it.
+    """
     reward = _by_prompt(first, later, first.rewards, later.rewards)
     other = _by_prompt(first, later, first.by_scorer[name], later.by_scorer.get(name, []))
     risen = [b for a, b in zip(reward, other, strict=False) if a is not None and b is not None and a > 0]
-    moved = [float(np.sign(b)) for b in risen if b != 0]
+    changed = [b for b in risen if b != 0]
+    moved = [float(np.sign(b)) for b in changed]
     if len(moved) < FEWEST:
         return
     mean = float(np.mean(moved))
@@ -134,7 +166,8 @@ def _disagreement(first: Validation, later: Validation, name: str) -> Iterator[S
             f"the reward and {name} disagree: of {len(risen)} held-out prompts whose reward rose since step "
             f"{first.step}, {name} fell on {fell} and rose on {len(moved) - fell}"
         )
-        yield Signal("disagreement", name, later.step, mean, lowest, text, _largest(first, later, name, -1))
+        shown, size = _largest(first, later, name, -1), _size(-float(np.median(changed)), spread)
+        yield Signal("disagreement", name, later.step, mean, lowest, text, shown, size)
 
 
 def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
@@ -221,10 +254,19 @@ class GuardLog:
             row = asdict(signal)
             row = {"step": row.pop("step"), "signal": row.pop("name"), **row, "action": action}
             lines.append(f"{json.dumps(finite(row))}\n")
+        self._append(lines)
+        return due
+
+    def went_back(self, step: int, why: Sequence[Signal], kl: float) -> str:
+        """Write that the run went back to `step`; returns the sentence."""
+        row = rollback_row(step, why, kl)
+        self._append([f"{json.dumps(finite(row))}\n"])
+        return str(row["text"])
+
+    def _append(self, lines: Sequence[str]) -> None:
         if lines:
             with writing(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
-        return due
 
 
 def read_guard(run_dir: Path) -> list[dict[str, Any]]:

@@ -48,17 +48,35 @@ class Health:
         entries = get(self.config, "reward", "scorers") or {}
         return [name for name in entries if get(entries, name, "weight") != 0]
 
-    def measure(self, by_scorer: Mapping[str, Sequence[float | None]], signal: bool) -> dict[str, float]:
+    def measure(
+        self,
+        by_scorer: Mapping[str, Sequence[float | None]],
+        signal: bool,
+        groups: Sequence[Sequence[float | None]] = (),
+    ) -> dict[str, float]:
         """The `health/` metrics of the step after the last row: for how many steps in a row something has been wrong.
 
-        by_scorer: the scores of the step's images. signal: whether any image has a credit that is not 0.
+        by_scorer: the scores of the step's images. signal: whether any image has a credit that is not 0. groups: the
+        rewards of the images of each group.
         """
         metrics = {"health/no_signal_steps": 0.0 if signal else 1.0 + self.last.get("health/no_signal_steps", 0.0)}
         for name in self.scorers:
             values = [value for value in by_scorer.get(name, []) if value is not None]
             if values:
                 metrics[f"health/{name}/constant_steps"] = self._constant_steps(name, values)
-        return metrics
+        return metrics | self._stuck(groups)
+
+    def _stuck(self, groups: Sequence[Sequence[float | None]]) -> dict[str, float]:
+        """How many groups have one and the same reward for all their images, though not the best one so far."""
+        known = [[value for value in group if value is not None] for group in groups]
+        scored = [group for group in known if len(group) > 1]
+        if not scored:
+            return {}
+        best = max(value for group in scored for value in group)
+        best = max(best, self.last.get("health/highest_reward") or best)
+        stuck = sum(min(group) == max(group) < best for group in scored)
+        names = ("health/groups", "health/stuck_groups", "health/highest_reward")
+        return dict(zip(names, (float(len(scored)), float(stuck), best), strict=True))
 
     def _constant_steps(self, name: str, values: Sequence[float]) -> float:
         if min(values) < max(values):

@@ -48,6 +48,8 @@ class RunState:
     val_reward: float | None = None  # of the validation after this very step, if there was one
     unlogged: dict[str, float] = field(default_factory=dict)  # of a step that is trained, but not validated and logged
     worker: WorkerState | None = None  # of one worker, which stands for all; None: nothing is saved yet
+    kl_coef: float | None = None  # the weight of the KL that the guard has raised; None: algorithm.kl_coef
+    rollbacks: int = 0  # times that the guard has taken the run back
     algorithm: dict[str, Any] = field(default_factory=dict)  # see `Algorithm.state`
     identity: dict[str, str] = field(default_factory=dict)  # digests of the prompts and of the base weights
     settings: dict[str, Any] = field(default_factory=dict)  # see `settings_of`; empty in a checkpoint of format 1

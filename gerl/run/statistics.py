@@ -1,7 +1,7 @@
 """Means with their confidence intervals, by the bootstrap."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,3 +59,22 @@ def estimate(prompt_ids: Sequence[int], values: Sequence[float | None]) -> Estim
     means = [sum(members) / len(members) for members in prompts.values()]
     low, high = bootstrap(means) if len(means) > 1 else (math.nan, math.nan)
     return Estimate(sum(means) / len(means) if means else math.nan, low, high, len(means))
+
+
+def share_interval(count: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The exact interval of a share of which `count` in `total` were seen (Clopper and Pearson 1934), by bisection."""
+    rare = (1 - confidence) / 2
+
+    def tail(p: float, low: int, high: int) -> float:
+        return sum(math.comb(total, k) * p**k * (1 - p) ** (total - k) for k in range(low, high + 1))
+
+    def solve(too_small: Callable[[float], bool]) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if too_small(middle) else (low, middle)
+        return low
+
+    first = 0.0 if count == 0 else solve(lambda p: tail(p, count, total) < rare)
+    last = 1.0 if count == total else solve(lambda p: tail(p, 0, count) > rare)
+    return first, last

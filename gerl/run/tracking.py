@@ -147,6 +147,11 @@ class Progress:
         self._bar.set_postfix({"reward": f"{reward:.3f}", **postfix}, refresh=False)
         self._bar.update()
 
+    def go_back(self, step: int) -> None:
+        """The run goes on from `step`, which is earlier."""
+        self._bar.n = self._bar.last_print_n = min(self._bar.n, step)
+        self._bar.refresh()
+
     def close(self) -> None:
         """Leave the bar as it stands and give the log its console back; may be called twice."""
         self._stack.close()

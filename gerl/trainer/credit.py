@@ -12,6 +12,9 @@ from gerl.algorithms import Algorithm, Rewards
 from gerl.algorithms.core_algos import batch_advantages, group_advantages, group_ranks, zero_std_fraction
 from gerl.algorithms.planning import group_ids
 from gerl.config import Config, RewardConfig, ScorerConfig
+from gerl.config.algorithm_keys import ShapedConfig
+from gerl.config.remedies import doubters
+from gerl.errors import RewardError
 from gerl.protocol import Group, Sample, ScorerFailure, Scores
 from gerl.rewards.checks import check_failures, unscored, usable_groups
 from gerl.rewards.total import DATA_SOURCE, applies, shaped
@@ -103,21 +106,25 @@ class Scored:
                 groups.setdefault(sample.group, []).append(value)
         return [max(members) for members in groups.values()]
 
+    def by_group(self) -> dict[Group, list[float | None]]:
+        """The rewards of the images of each group."""
+        rewards: dict[Group, list[float | None]] = {}
+        for sample, total in zip(self.samples, self.totals, strict=True):
+            rewards.setdefault(sample.group, []).append(total)
+        return rewards
+
     def groups_with_signal(self) -> list[Group]:
         """The groups whose images all have a reward, and not all the same one."""
-        rewards: dict[Group, set[float | None]] = {}
-        for sample, total in zip(self.samples, self.totals, strict=True):
-            rewards.setdefault(sample.group, set()).add(total)
-        return [group for group, values in rewards.items() if len(values) > 1 and None not in values]
+        return [group for group, values in self.by_group().items() if len(set(values)) > 1 and None not in values]
 
 
 def credit_step(
     config: Config, algorithm: Algorithm, scored: Scored, kl: Sequence[float] | None = None
-) -> tuple[Metrics, torch.Tensor]:
-    """The step's metrics, and the credit `[B, T]` of its samples, NaN for those that are not trained on.
+) -> tuple[Metrics, torch.Tensor, torch.Tensor | None]:
+    """The step's metrics, the credit `[B, T]` of its samples, NaN for those that are not trained on, and the gate.
 
-    `kl`: distances `[B]` to the base model, which the rewards pay for (`algorithm.kl_in_reward`). Raises `RewardError`
-    as `usable_groups` does.
+    That is, with `algorithm.kl_share`, a factor `[B]` of their distances to the base model, else None. `kl`: these
+    distances `[B]`, which the rewards pay for (`algorithm.kl_in_reward`). Raises `RewardError` as `usable_groups` does.
     """
     keep, report = usable_groups(scored.samples, scored.totals, scored.failures, config.reward)
     for sentence in report:
@@ -137,16 +144,44 @@ def credit_step(
         "group/zero_std_fraction": zero_std_fraction(totals, ids),
         "group/dropped": float(len(report)),
     }
+    gate: torch.Tensor | None = None
+    if algorithm.gate is not None:
+        gate = torch.zeros(len(keep))
+        asked = doubters(config.algorithm, config.reward.scorers)
+        gate[kept] = algorithm.gate.choose(totals, torch.stack([_column(scored, n, kept) for n in asked], 1))
+        metrics |= {"group/kl_share": float(gate[kept].mean()), "group/kl_share_of_doubted": algorithm.gate.share}
     if kl is not None:
-        totals = totals - config.algorithm.kl_coef * torch.tensor([kl[i] for i in kept])
+        paid = torch.tensor(kl) if gate is None else gate * torch.tensor(kl)
+        totals = totals - algorithm.kl_coef * paid[kept]
         metrics["reward/kl"] = mean(kl)
+    diversity = None
+    if isinstance(config.algorithm, ShapedConfig) and config.algorithm.diversity != "none":
+        diversity = _diversity(config.algorithm, scored, kept)
+        metrics["group/diversity"] = float(diversity.mean())
     credit = torch.full((len(keep), config.sampling.num_inference_steps), torch.nan)
-    credit[kept] = algorithm.credit(Rewards(samples, totals, columns, weights))
+    credit[kept] = algorithm.credit(Rewards(samples, totals, columns, weights, diversity))
     if config.algorithm.dynamic_sampling:
         chosen = set(scored.groups_with_signal()[: config.rollout.prompts_per_step])
         credit[[sample.group not in chosen for sample in scored.samples]] = torch.nan
         metrics["group/further_prompts"] = float(scored.further_prompts)
-    return metrics, credit
+    return metrics, credit, gate
+
+
+def _column(scored: Scored, name: str, rows: Sequence[int]) -> torch.Tensor:
+    """The scores `[B]` of a column, NaN where there is none."""
+    values = scored.by_scorer.get(name, [None] * len(scored.samples))
+    return torch.tensor([torch.nan if (value := values[i]) is None else value for i in rows], dtype=torch.float64)
+
+
+def _diversity(algorithm: ShapedConfig, scored: Scored, rows: Sequence[int]) -> torch.Tensor:
+    """How unlike the others of its group each image is, `[B]`; raises `RewardError` where that is not known."""
+    found = _column(scored, algorithm.diversity_scorer, rows)
+    if missing := int(found.isnan().sum()):
+        raise RewardError(
+            f"algorithm.diversity={algorithm.diversity}: {algorithm.diversity_scorer} has no score for {missing} of "
+            f"the step's {len(rows)} images; look at the log for why, or use algorithm.diversity=none"
+        )
+    return found.float()
 
 
 def conclude_validation(

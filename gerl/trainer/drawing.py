@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from gerl.cluster import Pending, WorkerGroup
 from gerl.config import Config
 from gerl.protocol import Images, RolloutTask, StepEnd
@@ -25,6 +27,7 @@ class Drawn:
     repeats: list[tuple[int, int]] = field(default_factory=list)  # (id, process that has a repetition of the task)
     scored: Scored = field(default_factory=Scored)
     images: list[Pending[Images]] = field(default_factory=list)  # of the first tasks
+    gate: torch.Tensor | None = None  # [B] factors of the samples' distances to the reference; None: 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from gerl.algorithms import Algorithm, build_algorithm
 from gerl.cluster import AGAIN, Cluster, WorkerGroup, rescuing, wait_all
@@ -17,13 +17,14 @@ from gerl.config.changes import settings_of
 from gerl.errors import CheckpointError, ClusterError, ModelError
 from gerl.model.hub import Downloads
 from gerl.protocol import ModelFacts
-from gerl.run.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint, prune, save_checkpoint
+from gerl.run.checkpoint import Checkpoint, best_checkpoint, checkpoint_paths, load_checkpoint, prune, save_checkpoint
 from gerl.run.health import Health
 from gerl.run.state import RunState
 from gerl.run.tracking import Tracker, read_metrics
 from gerl.timeline import Timeline
 from gerl.trainer.control import Control
-from gerl.trainer.folder import check_identity
+from gerl.trainer.folder import check_identity, set_aside
+from gerl.trainer.held_out import HeldOut
 from gerl.trainer.live import Onlookers
 from gerl.trainer.recovery import NoRoom, Recovery, Roles, WentBack
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
@@ -63,6 +64,7 @@ class DurableRun:
         self.control: Control
         self.onlookers: Onlookers
         self.health: Health
+        self.validations: HeldOut
 
     def check_model(self) -> None:
         """Let the workers find out what can be known of the model before they load it; in process `run` did."""
@@ -97,16 +99,18 @@ class DurableRun:
             calls = [self.workers.submit(i, HybridWorker.setup) for i in new]
             return wait_all(calls, self.starting, self.downloads)
 
-    def open_log(self) -> None:
-        """Carry the run's record on from the step at which it is."""
-        # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
-        kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
+    def open_log(self, kept: int | None = None) -> None:
+        """Carry the run's record on from the step at which it is; `kept`: the last one whose row stays."""
+        if kept is None:
+            # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
+            kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
         self.tracker = Tracker(self.run_dir, self.config.logger, start_step=kept)
         self.health = Health(asdict(self.config))
         self.control = Control(self.run_dir)
         self.onlookers = Onlookers(self.run_dir, self.config.logger.live)
         for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
             self.health.observe(row)
+        self.validations = HeldOut(self.config, self.tracker, self.state.step, self.val_reward)
 
     # --- when workers die
 
@@ -213,6 +217,66 @@ class DurableRun:
         wait_all(calls, drawing.hang_after)
         self.sent = self.state.step
 
+    # --- what the guard does
+
+    def kept_kl(self, state: RunState) -> float | None:
+        """The weight of the KL that the guard had raised in `state`; None where it no longer holds.
+
+        That is where the guard does not raise it any more, or the run goes on with another `algorithm.kl_coef`.
+        """
+        before = state.settings.get("algorithm", {}).get("kl_coef")
+        same = before == self.config.algorithm.kl_coef and self.config.guard.raises_kl
+        return state.kl_coef if same else None
+
+    def weigh_kl(self, coef: float | None) -> None:
+        """Let the KL count by `coef` from here on; None: as the configuration has it."""
+        self.state.kl_coef = coef
+        self.algorithm.kl_coef = self.config.algorithm.kl_coef if coef is None else coef
+
+    def raise_kl(self) -> None:
+        """Raise the weight of the KL, if it is not at its largest."""
+        before, coef = self.algorithm.kl_coef, self.config.guard.raised(self.algorithm.kl_coef)
+        self.weigh_kl(coef)
+        if coef > before:
+            logger.warning("step %d: guard: the weight of the KL goes from %g to %g", self.state.step, before, coef)
+        else:
+            logger.warning("step %d: guard: the weight of the KL stays at %g (guard.kl_most)", self.state.step, before)
+
+    def guard_metrics(self) -> dict[str, float]:
+        """The weight of the KL in the last step, where it was raised, and how often the run went back, if it did."""
+        metrics = {} if self.state.kl_coef is None else {"guard/kl_coef": self.state.kl_coef}
+        return metrics | ({"guard/rollbacks": float(self.state.rollbacks)} if self.state.rollbacks else {})
+
+    def go_back(self) -> NoReturn:
+        """Go on from the best checkpoint before the signals of the last validation, with a KL of more weight.
+
+        Raises `WentBack`, or `GuardError` if there is no such checkpoint, or the run went back too often.
+        """
+        guard, fired, step = self.config.guard, self.validations.fired, self.state.step
+        self.saving.finish()
+        checkpoint = best_checkpoint(self.run_dir / "checkpoints", before=step)
+        if checkpoint is None:
+            raise self.validations.ended("there is no checkpoint with a held-out reward from before; ")
+        if self.state.rollbacks >= guard.rollbacks:
+            raise self.validations.ended(f"it had gone back guard.rollbacks={guard.rollbacks} times; ")
+        times, coef = self.state.rollbacks + 1, guard.raised(self.algorithm.kl_coef)
+        with signals.deferred(), waiting(f"going back to step {checkpoint.step}"):
+            self.abandon()
+            self.workers.run(HybridWorker.forget)
+            self.load(checkpoint)
+            self.state.rollbacks = times
+            self.weigh_kl(coef)
+            self.save()  # that it went back: from here on a resumed run knows it
+            self.saving.finish()
+            set_aside(self.run_dir, checkpoint.step, drawn_too=True)
+            self.tracker.close()
+            self.open_log(kept=self.state.step - bool(self.state.unlogged))
+            sentence = self.validations.guard.went_back(self.state.step, fired, coef)
+            logger.warning("step %d: guard: %s", self.state.step, sentence)
+            self.tracker.alert(self.state.step, sentence)
+            self.recovery.remember(self.state.step, self.model.trained_parameters)
+        raise WentBack
+
     # --- checkpoints
 
     def saved(self) -> bool:
@@ -275,7 +339,9 @@ class DurableRun:
         """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""
         check_identity(checkpoint, self.state.identity)
         state = RunState.of(checkpoint)
-        self.state = replace(state, identity=self.state.identity, settings=self.state.settings)
+        coef = self.kept_kl(state)
+        self.state = replace(state, identity=self.state.identity, settings=self.state.settings, kl_coef=coef)
+        self.weigh_kl(coef)
         assert state.worker is not None
         try:
             self.algorithm.load_state(state.algorithm)

@@ -127,14 +127,17 @@ def configuration_at(run_dir: Path, step: int) -> Path:
     return run_dir / (f"config.step_{min(later)}.yaml" if later else CURRENT)
 
 
-def set_aside(run_dir: Path, step: int) -> None:
-    """Move what belongs to steps after `step` to `abandoned/after_step_N`; what was only drawn there is removed."""
+def set_aside(run_dir: Path, step: int, drawn_too: bool = False) -> None:
+    """Move what belongs to steps after `step` to `abandoned/after_step_N`.
+
+    What was only drawn there is removed, unless `drawn_too`.
+    """
     checkpoints = {int(p.name.rpartition("_")[2]): p for p in checkpoint_paths(run_dir / "checkpoints")}
     moved = {f"checkpoints/step_{number}": path for number, path in checkpoints.items() if number > step}
     configurations = (f"config.step_{number}.yaml" for number in _replaced(run_dir) if number > step)
     moved |= {name: run_dir / name for name in configurations}
     drawn = [path for name in ("validation", "samples") for path in (run_dir / name).glob("*") if _step(path) > step]
-    if not moved:
+    if not moved and not (drawn_too and drawn):
         for path in drawn:
             path.unlink()
         return
@@ -146,7 +149,7 @@ def set_aside(run_dir: Path, step: int) -> None:
         (place / name).mkdir(parents=True)
     for name, path in {**moved, **{str(path.relative_to(run_dir)): path for path in drawn}}.items():
         path.rename(place / name)
-    for name in (CURRENT, "metrics.jsonl"):
+    for name in (CURRENT, "metrics.jsonl", "guard.jsonl"):
         if (run_dir / name).exists():
             shutil.copyfile(run_dir / name, place / name)
     logger.info("the run goes back to step %d: what it had after that is in %s", step, place)

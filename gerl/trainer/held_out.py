@@ -12,8 +12,9 @@ from gerl.config import Config
 from gerl.errors import GerlError, GuardError
 from gerl.protocol import Images, ModelFacts, Sample
 from gerl.run.guard import GuardLog, Signal, raise_peaks, signals
+from gerl.run.guard_course import Course, best_of, course_signals
 from gerl.run.statistics import Estimate
-from gerl.run.tracking import Tracker
+from gerl.run.tracking import Tracker, read_metrics
 from gerl.run.validation import Validation, forget_pictures, load_validation, paired_gains, validation_steps
 from gerl.trainer.credit import Metrics, Scored, conclude_validation
 from gerl.trainer.pictures import chosen_pixels, keep_pictures, shown_images
@@ -30,9 +31,15 @@ class HeldOut:
         self.guard = GuardLog(tracker.run_dir, step)
         self.fired: list[Signal] = []
         self.peaks: dict[str, Validation] = {}
+        self.course = Course(read_metrics(tracker.run_dir / "metrics.jsonl"))
+        self.best: Validation | None = None  # with the highest reward after the first one
         for earlier in validation_steps(tracker.run_dir):
             if earlier <= step and (found := self._load(earlier)) is not None:
-                raise_peaks(self.peaks, found)
+                self._remember(found)
+
+    def _remember(self, found: Validation) -> None:
+        raise_peaks(self.peaks, found)
+        self.best = best_of([found] if self.best is None else [self.best, found], found.step + 1)
 
     def conclude(
         self,
@@ -72,11 +79,13 @@ class HeldOut:
 
     def _guarded(self, first: Validation | None, found: Validation) -> Metrics:
         """Log signs of reward hacking or collapse; with `guard.action=rollback` the validation has no reward then."""
-        guard = self.config.guard
+        guard, algorithm = self.config.guard, self.config.algorithm
         if guard.action == "off" or first is None:
             return {}
-        fired = signals(first, found, asdict(self.config), self.peaks)
-        raise_peaks(self.peaks, found)
+        fired = signals(first, found, asdict(self.config), self.peaks, guard.importance)
+        fired += course_signals(self.course, first, self.best or first, found, not algorithm.moves_reference)
+        self._remember(found)
+        self.course.validated.append(found.step)
         if first.step >= found.step:
             return {}
         self.fired = [signal for signal in fired if guard.counts(signal.name, signal.column)]
@@ -90,14 +99,18 @@ class HeldOut:
 
     def check(self) -> None:
         """Raise `GuardError` if the run is to end for what the last validation showed."""
-        if self.fired and self.config.guard.action in ("stop", "rollback"):
-            first, *others = self.fired
-            also = f" (and {', '.join(signal.key for signal in others)})" if others else ""
-            raise GuardError(
-                f"step {first.step}: guard.action={self.config.guard.action} ended the run for {first.key}{also}: "
-                f"{first.text}; look at the images in the report, and change the reward, or go on with "
-                f"guard.ignored=[{','.join(signal.key for signal in self.fired)}] or guard.action=warn"
-            )
+        if self.fired and self.config.guard.action == "stop":
+            raise self.ended()
+
+    def ended(self, why: str = "") -> GuardError:
+        """The error of a run that ends for what the last validation showed; `why` it does not go back."""
+        first, *others = self.fired
+        also = f" (and {', '.join(signal.key for signal in others)})" if others else ""
+        return GuardError(
+            f"step {first.step}: guard.action={self.config.guard.action} ended the run for {first.key}{also}: "
+            f"{first.text}; {why}look at the images in the report, and change the reward, or go on with "
+            f"guard.ignored=[{','.join(signal.key for signal in self.fired)}] or guard.action=warn"
+        )
 
     def postfix(self) -> dict[str, str]:
         """The entries of the progress bar."""

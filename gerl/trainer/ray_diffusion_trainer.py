@@ -80,11 +80,14 @@ class RayDiffusionTrainer(DurableRun):
             if self.state.step == 0 and self.held_out:
                 self.log(0, self.undisturbed(partial(self.validate, 0)))
                 self.record()
+                if config.guard.action == "rollback":
+                    self.undisturbed(self.save)  # what it may go back to
                 yield 0
             done = self.state.step - bool(self.state.unlogged)  # else the last step was stopped before its end
             with Progress(total, done, disable=not config.logger.progress) as progress:
                 while self.state.step < total or self.state.unlogged:
                     self.control.stop(self.state.step)
+                    progress.go_back(self.state.step - bool(self.state.unlogged))
                     with contextlib.suppress(WentBack):
                         watch = Stopwatch(self.timeline) if self.state.unlogged else self.undisturbed(self.take_step)
                         reward = self.state.unlogged["reward/mean"]
@@ -118,22 +121,29 @@ class RayDiffusionTrainer(DurableRun):
 
     def conclude(self, watch: Stopwatch) -> None:
         """End a step: validate, log its line, save."""
-        state, total = self.state, self.config.trainer.steps
+        state, total, guard = self.state, self.config.trainer.steps, self.config.guard
         self.patience = REMINDER
+        self.validations.course.add({"step": state.step, **state.unlogged})
         asked = self.control.validate(state.step, bool(self.held_out))
-        if asked or _due(state.step, self.config.validation.every, total):
+        validated = asked or _due(state.step, self.config.validation.every, total)
+        if validated:
             with watch("step"):
                 found = self.undisturbed(partial(self.validate, state.step, watch))
             state.unlogged |= found
         with signals.deferred():
             row = {**state.unlogged, **watch.metrics(), **self.recovery.metrics()}
-            self.log(state.step, row)
+            self.log(state.step, row | self.guard_metrics())
             state.unlogged = {}
+            if validated and self.validations.fired and guard.action == "kl":
+                self.raise_kl()
         self.saving.check()
         for sentence in self.health.observe({"step": state.step, **row}):
             logger.warning("%s", sentence)
             self.tracker.alert(state.step, sentence)
-        if self.control.save(state.step) or _due(state.step, self.config.checkpoint.every, total):
+        if validated and self.validations.fired and guard.action == "rollback":
+            self.go_back()
+        good = validated and guard.action == "rollback" and self.held_out  # what it may go back to
+        if self.control.save(state.step) or _due(state.step, self.config.checkpoint.every, total) or good:
             self.undisturbed(self.save)
         self.validations.check()
 
@@ -163,7 +173,6 @@ class RayDiffusionTrainer(DurableRun):
         self.update = Update(config, self.algorithm, self.roles.training, self.state, self.model.half_precision)
         self.check_sampling()
         self.open_log()
-        self.validations = HeldOut(config, self.tracker, self.state.step, self.val_reward)
         self.recovery.remember(self.state.step, self.model.trained_parameters)
 
     def start(self, resumed: bool = False) -> None:
@@ -315,10 +324,10 @@ class RayDiffusionTrainer(DurableRun):
     def credit(self, drawn: Drawn, watch: Stopwatch) -> tuple[Metrics, torch.Tensor]:
         """The metrics of the rewards, and the credit `[B, T]` that they give the samples."""
         kl = None
-        if self.config.algorithm.subtracts_kl and self.config.algorithm.kl_coef > 0:
+        if self.config.algorithm.subtracts_kl and self.algorithm.kl_coef > 0:
             with watch("update"):
                 kl = self.kl_to_base(drawn)
-        metrics, credit = credit_step(self.config, self.algorithm, drawn.scored, kl)
+        metrics, credit, drawn.gate = credit_step(self.config, self.algorithm, drawn.scored, kl)
         return metrics | self.rewards.metrics(), credit
 
     def kl_to_base(self, drawn: Drawn) -> list[float]:
@@ -337,9 +346,10 @@ class RayDiffusionTrainer(DurableRun):
             lag = min(self.config.trainer.staleness, self.state.step)
             trained = self.timeline.span("update", *(f"worker {i}" for i in self.roles.training.numbers))
             with meanwhile(self.rewards, self.on_their_way), trained:
-                metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag, self.drawn_ends)
+                metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag, self.drawn_ends, drawn.gate)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
-        return metrics | self.health.measure(drawn.scored.by_scorer, signal)
+        groups = list(drawn.scored.by_group().values())
+        return metrics | self.health.measure(drawn.scored.by_scorer, signal, groups)
 
     def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
         """Mean rewards on the held-out prompts: fixed noise, ODE sampling, averaged LoRA."""

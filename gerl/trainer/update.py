@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gerl.algorithms import Algorithm, count_pairs
+from gerl.algorithms import Algorithm, Pull, count_pairs
 from gerl.algorithms.core_algos import SPREAD
 from gerl.algorithms.planning import update_parts
 from gerl.algorithms.pooling import pooled_sum
@@ -50,17 +50,19 @@ class Update:
         sets: Sequence[Sequence[int]] | None = None,
         lag: int = 0,
         others: Sequence[Pending[StepEnd]] = (),
+        gate: torch.Tensor | None = None,
     ) -> Metrics:
         """Take the step's optimizer steps for the `credit` `[B, T]` of its samples; returns their metrics.
 
         `sets`: ids of the tasks that the ranks of a worker drew at the same time, where they are in lockstep. `lag`:
         steps that were finished since they were drawn; with none the first update is on policy, where the ratio must
-        be 1. `others`: what workers that only draw say at its end. Raises `TrainingError` if the ratio is not 1, or
+        be 1. `others`: what workers that only draw say at its end. `gate`: factors `[B]` of the samples' distances to
+        the reference. Raises `TrainingError` if the ratio is not 1, or
         if too many gradients are not finite.
         """
         state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
         try:
-            return self._run(tasks, credit, sets, lag, others)
+            return self._run(tasks, credit, sets, lag, others, gate)
         except BaseException:
             state.policy_version, state.nonfinite = counts  # the record is that of the finished step
             raise
@@ -72,11 +74,13 @@ class Update:
         sets: Sequence[Sequence[int]] | None,
         lag: int,
         others: Sequence[Pending[StepEnd]],
+        gate: torch.Tensor | None,
     ) -> Metrics:
         seed_everything("update", self.config.trainer.seed, self.state.step)
-        by_task = dict(zip((t.id for t in tasks), credit.split([len(t.samples) for t in tasks]), strict=True))
+        by_task = by_id(tasks, credit)
+        pull = Pull(self.algorithm.kl_coef, None if gate is None else Rows(by_id(tasks, gate)))
         stats, off_policy = UpdateStats(), UpdateStats()
-        deviation, started = None, self.state.policy_version
+        deviation, started, resets = None, self.state.policy_version, False
         late = lag > 0 or self.config.rollout.quantize != "none"  # other weights drew than those that are trained
         whole_groups = self.config.algorithm.whole_groups
         parts = list(update_parts(tasks, self.config.actor.updates_per_step, whole_groups))
@@ -92,8 +96,9 @@ class Update:
                 None if sets is None else [list(members) for members in sets if not given.keys().isdisjoint(members)]
             )
             pools = self.algorithm.pools
-            pooled = pooled_sum(self.workers.run(HybridWorker.pool, given, at_once)) if pools else None
-            new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled, at_once), UpdateStats())
+            pooled = pooled_sum(self.workers.run(HybridWorker.pool, given, at_once, pull)) if pools else None
+            new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled, at_once, pull), UpdateStats())
+            stats += new
             if number == 0 and turn == 1 and not late and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)
@@ -103,17 +108,14 @@ class Update:
             if len(self.workers) > 1 and not together:  # in this process there is no collective
                 total = torch.stack(self.workers.run(HybridWorker.flat_gradient)).sum(0)
                 self.workers.run(HybridWorker.set_flat_gradient, total)
-            results = self.workers.run(HybridWorker.step, self.state.step, together, turn == len(learned))
+            last = turn == len(learned)
+            resets = last and self.due_reset(stats)
+            results = self.workers.run(HybridWorker.step, self.state.step, together, last, resets)
             self.count(results[0])
-            stats += new
-        ends = [result.end for result in results if result.end is not None]
         if not results:
-            ends = self.workers.run(HybridWorker.finish_step, self.state.step + 1)
-        ends += [call.result() for call in others]
-        for note in (note for end in ends for note in end.notes):
-            if note not in self.noted:  # another worker may find out the same, at this step or later
-                logger.warning("%s", note)
-                self.noted.add(note)
+            resets = self.due_reset(stats)
+        ends = self._end(results, resets) + [call.result() for call in others]
+        self._say([note for end in ends for note in end.notes])
         return (
             actor_metrics(stats, results[0] if results else None, deviation)
             | self.spread(off_policy)
@@ -123,7 +125,32 @@ class Update:
                 "health/blank_fraction": sum(end.blank for end in ends) / len(credit),
             }
             | ({"actor/staleness": float(lag)} if self.config.trainer.staleness else {})
+            | ({"actor/reference_step": float(self.algorithm.reference_step)} if self.moves_reference else {})
         )
+
+    def _end(self, results: Sequence[StepResult], resets: bool) -> list[StepEnd]:
+        """End the step on all workers, unless their last optimizer step did, whose `results` these are."""
+        if resets:
+            self.algorithm.reference_step = self.state.step + 1
+        if not results:
+            return self.workers.run(HybridWorker.finish_step, self.state.step + 1, resets)
+        return [result.end for result in results if result.end is not None]
+
+    def _say(self, notes: Sequence[str]) -> None:
+        for note in notes:
+            if note not in self.noted:  # another worker may find out the same, at this step or later
+                logger.warning("%s", note)
+                self.noted.add(note)
+
+    @property
+    def moves_reference(self) -> bool:
+        """Whether other weights take the base model's place in the KL."""
+        return self.config.algorithm.moves_reference
+
+    def due_reset(self, stats: UpdateStats) -> bool:
+        """Whether the weights after this step are those that the KL is measured from next."""
+        kl = stats.sums["kl"] / stats.pairs if stats.pairs and "kl" in stats.sums else None
+        return self.moves_reference and self.algorithm.due_reset(self.state.step + 1, kl)
 
     def spread(self, stats: UpdateStats) -> Metrics:
         """The metrics of the updates after a step's first one, and in a run's first step with any a line of the log."""
@@ -166,6 +193,11 @@ class Update:
                 raise TrainingError(
                     f"{self.state.nonfinite} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
                 )
+
+
+def by_id(tasks: Sequence[RolloutTask], values: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The rows of `values` `[B, ...]` by the task whose samples they are of."""
+    return dict(zip((t.id for t in tasks), values.split([len(t.samples) for t in tasks]), strict=True))
 
 
 def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: float | None) -> Metrics:

@@ -74,7 +74,8 @@ class Actor:
             policy.sampler = EMA(policy.trained, partial(decay_at, algorithm.rollout_decay))
         if staleness or getattr(algorithm.settings, "decoupled", False):
             policy.earlier = [EMA(policy.trained, 0.0) for _ in range(staleness + 1)]
-        if policy.whole and algorithm.compares_with_base:
+        policy.reference_moves = algorithm.settings.moves_reference
+        if policy.reference_moves or (policy.whole and algorithm.compares_with_base):
             policy.reference = EMA(policy.trained, 1.0)
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
@@ -205,9 +206,11 @@ class Actor:
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, lr, finite, largest, rms)
 
-    def finish_step(self, step: int) -> None:
-        """End of trainer step `step`: the old policies follow the trained one."""
+    def finish_step(self, step: int, resets: bool = False) -> None:
+        """End of trainer step `step`: the old policies follow the trained one; `resets`: the reference, too."""
         policy = self.policy
+        if resets:
+            policy.move_reference()
         if policy.old is not None and self.algorithm.renews_old(step):
             policy.old_is_current |= policy.old.next_decay == 0
             policy.old.update()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from gerl.algorithms import Algorithm, Batch, batches_of, build_algorithm
+from gerl.algorithms import Algorithm, Batch, Pull, batches_of, build_algorithm
 from gerl.algorithms.pooling import Pooled
 from gerl.cluster import own_host
 from gerl.commandline.imports import importing
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from gerl.workers.weights import Weights
     from gerl.workers.whole import Writing
 
+Tensors = dict[int, torch.Tensor]  # by task, or by trained step
 Sets = Sequence[Sequence[int]] | None  # ids of the tasks that the ranks of a worker drew at the same time
 State = tuple[dict[str, bytes], WorkerState]  # files and numbers of a checkpoint
 Parts = tuple[dict[str, "Part"], WorkerState]  # what this process has of one, where weights are trained
@@ -201,40 +202,41 @@ class HybridWorker:
         start, pixels = time.perf_counter(), self.rollout.validate(samples)
         return Images(task_id, pixels, time.perf_counter() - start, looks_of(pixels))
 
-    def pool(self, credit: dict[int, torch.Tensor], sets: Sets = None) -> Pooled:
+    def pool(self, credit: Tensors, sets: Sets = None, pull: Pull | None = None) -> Pooled:
         """The part of this worker's tasks among those of `credit` in the losses of the others of their groups."""
+        self.algorithm.weigh(pull)
         batches = self._batches(self._own(credit, sets))
         with model_errors("update"):
             found = self.actor.fitting(batches, lambda: self.actor.pool(batches))
         return found if self.leads else {}
 
     def accumulate(
-        self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None, sets: Sets = None
+        self, credit: Tensors, num_pairs: int, pooled: Pooled | None = None, sets: Sets = None, pull: Pull | None = None
     ) -> UpdateStats:
         """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`.
 
         `pooled`: the sums over groups from all workers' `pool`, where the algorithm `pools`. Of the update's first task
         with something to learn, whichever worker has it, the gradient is measured by steps. `sets`: in lockstep.
         """
+        self.algorithm.weigh(pull)
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
-        own = {i: self._batches({i: v}, pooled) for i, v in self._own(credit, sets).items()}
+        own = {i: self._batches({i: v}, pooled, pull) for i, v in self._own(credit, sets).items()}
 
         def work() -> UpdateStats:
-            parts = [self.actor.accumulate(batches, num_pairs, by_step=i == first) for i, batches in own.items()]
-            return sum(parts, UpdateStats())
+            return sum((self.actor.accumulate(b, num_pairs, by_step=i == first) for i, b in own.items()), UpdateStats())
 
         with model_errors("update"):
             stats = self.actor.fitting([batch for batches in own.values() for batch in batches], work)
         return stats if self.leads else UpdateStats()
 
     def step_gradients(
-        self, credit: dict[int, torch.Tensor], num_pairs: int, pooled: Pooled | None = None, sets: Sets = None
-    ) -> dict[int, torch.Tensor]:
+        self, credit: Tensors, num_pairs: int, pooled: Pooled | None = None, sets: Sets = None
+    ) -> Tensors:
         """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""
         with model_errors("update"):
             return self.actor.step_gradients(self._batches(self._own(credit, sets), pooled), num_pairs)
 
-    def _own(self, credit: dict[int, torch.Tensor], sets: Sets) -> dict[int, torch.Tensor]:
+    def _own(self, credit: Tensors, sets: Sets) -> Tensors:
         """The credit of what this process has drawn; in lockstep one task of each set, NaN where it has no credit."""
         if sets is None:
             return {i: values for i, values in credit.items() if i in self.drawn}
@@ -242,9 +244,9 @@ class HybridWorker:
         nothing = torch.full((1, self.config.sampling.num_inference_steps), torch.nan)
         return {i: credit.get(i, nothing.expand(len(self.drawn[i].task.samples), -1)) for i in own}
 
-    def _batches(self, credit: dict[int, torch.Tensor], pooled: Pooled | None = None) -> list[Batch]:
-        own = {i: values for i, values in credit.items() if i in self.drawn}
-        return [batch for i, values in own.items() for batch in batches_of(self.drawn[i], values, pooled)]
+    def _batches(self, credit: Tensors, pooled: Pooled | None = None, pull: Pull | None = None) -> list[Batch]:
+        own = [(self.drawn[i], values, pull.of(i) if pull else None) for i, values in credit.items() if i in self.drawn]
+        return [batch for drawn, values, gate in own for batch in batches_of(drawn, values, pooled, gate)]
 
     def step_facts(self) -> list[StepFacts]:
         """How each trained step of what this worker has drawn counts in the loss, in order."""
@@ -287,7 +289,7 @@ class HybridWorker:
         """Replace this worker's gradient."""
         self.actor.set_flat_gradient(flat)
 
-    def step(self, finished: int, together: bool = False, last: bool = False) -> StepResult:
+    def step(self, finished: int, together: bool = False, last: bool = False, resets: bool = False) -> StepResult:
         """Take an optimizer step with the accumulated gradient; `finished`: the trainer step that was finished last.
 
         `together`: with the sum of all workers' gradients, a collective call. `last`: and `finish_step`.
@@ -295,20 +297,19 @@ class HybridWorker:
         self.keep(finished)
         if together:
             self.reduce_gradient()
-        return replace(self.actor.step(), end=self.finish_step(finished + 1) if last else None)
+        return replace(self.actor.step(), end=self.finish_step(finished + 1, resets) if last else None)
 
-    def finish_step(self, step: int) -> StepEnd:
-        """End of trainer step `step`: the old policies follow, trajectories go."""
+    def finish_step(self, step: int, resets: bool = False) -> StepEnd:
+        """End of trainer step `step`: the old policies follow, trajectories go; `resets`: the reference follows."""
         self.keep(step - 1)
-        self.actor.finish_step(step)
+        self.actor.finish_step(step, resets)
         self.ended = step
         return self.end_drawing(step)
 
     def end_drawing(self, step: int) -> StepEnd:
         """The end of trainer step `step` of a worker that only draws."""
-        blank = self.blank[step]
+        blank, notes = self.blank[step], self.notes.copy()
         self.forget(step)
-        notes = self.notes.copy()
         self.notes.clear()
         return StepEnd(blank, notes)
 

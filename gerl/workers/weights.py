@@ -33,6 +33,7 @@ class Weights:
 def weights_of(policy: Policy, earlier: bool) -> Weights:
     """A copy of what `policy` draws with; `earlier`: with the weights of earlier steps."""
     averages = {name: a for name, a in policy.averages().items() if earlier or not name.startswith("earlier")}
+    averages.pop("reference", None)  # nothing is drawn with it
     flat = {name: _flat(average.average.values()) for name, average in averages.items()}
     updates = {name: average.updates for name, average in averages.items()}
     return Weights(flat | {TRAINED: _flat(policy.trained.values())}, policy.version, updates, policy.old_is_current)

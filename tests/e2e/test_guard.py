@@ -1,6 +1,8 @@
 """The guard in whole runs: a reward that takes from a watched scorer is said, and ends the run where that is wanted."""
 
+import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from gerl.run.checkpoint import find_checkpoint
 from gerl.run.guard import read_guard
 from gerl.run.validation import load_validation
 from gerl.trainer.main_flowgrpo import main
+from gerl.trainer.resuming import open_run
+from gerl.trainer.run import each_step
 
 # the brightness is trained, and the darkness watched
 DARK = """
@@ -63,15 +67,81 @@ def test_a_run_is_warned_and_goes_on(
     assert (pictures[0] != pictures[1]).any() and "bright on 24 images of 12 held-out prompts: " in caplog.text
 
 
-def test_a_run_ends_with_the_best_checkpoint_from_before(
+def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(
+    command: Any, tmp_path: Path, run_of: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alarms until the run may not go back any more; a second run, stopped right after it went back, ends alike."""
+    whole = command("guard.action=rollback", "guard.rollbacks=1", "logger.report=true")
+    assert main(whole) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "guard.action=rollback ended the run" in error and "gone back guard.rollbacks=1 times" in error
+    run = run_of(tmp_path / "run")
+    rows = read_guard(run.folder)
+    back = [row for row in rows if row["signal"] == "rollback"]
+    assert [(row["threshold"], row["action"]) for row in back] == [(0.01, "rollback")]
+    assert run.column("guard/rollbacks")[-1] == 1 and run.column("guard/kl_coef")[-1] == 0.01
+    assert [row["step"] for row in run.metrics] == list(range(run.metrics[-1]["step"] + 1))
+    assert "went back here from step" in (run.folder / "report.html").read_text()
+    assert len([r for r in caplog.records if "guard: the run went back here" in r.message]) == 1
+    target, first = back[0]["step"], int(back[0]["value"])
+    aside = run.folder / "abandoned" / f"after_step_{target}"
+    assert f'"step": {first}' in (aside / "guard.jsonl").read_text()
+    assert (aside / "validation" / f"step_{first:06d}.npz").exists()  # the images that show it
+
+    stopped = [argument.replace(str(tmp_path / "run"), str(tmp_path / "other")) for argument in whole]
+    folder = open_run(stopped)
+    assert folder is not None
+    seen = list[int]()
+    with folder, contextlib.closing(each_step(folder)) as steps:
+        while seen == sorted(set(seen)):  # until it has gone back, and trained a step
+            seen.append(next(steps).state.step)
+    if seen[-1] > target:
+        shutil.rmtree(tmp_path / "other" / "checkpoints" / f"step_{seen[-1]}")  # as if it was killed before that
+    assert main([f"hydra.run.dir={tmp_path / 'other'}", "checkpoint.resume=auto"]) == 1
+    other = run_of(tmp_path / "other")
+    other.assert_same(run, other.metrics[-1]["step"])
+    assert [row for row in read_guard(other.folder) if row["signal"] == "rollback"][-1]["threshold"] == 0.01
+    assert find_checkpoint(other.folder)[1].step == find_checkpoint(run.folder)[1].step
+
+
+def test_a_run_goes_on_with_a_kl_of_more_weight(command: Any, tmp_path: Path, run_of: Any) -> None:
+    assert main(command("guard.action=kl", "guard.kl_start=0.5", "guard.kl_factor=4", "guard.kl_most=1")) == 0
+    run = run_of(tmp_path / "run")
+    first = read_guard(run.folder)[0]["step"]
+    weights = {row["step"]: row.get("guard/kl_coef") for row in run.metrics}
+    assert weights[first] is None and weights[first + 1] == 0.5 and weights[6] in (0.5, 1.0)
+    assert {row["step"] for row in run.metrics if "actor/kl" in row} == set(range(first + 1, 7))
+
+
+def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(
     command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(command("guard.action=rollback")) == 1
+    assert main(command("guard.action=stop")) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     first = read_guard(tmp_path / "run")[0]
-    assert error.startswith(f"error: step {first['step']}: guard.action=rollback ended the run for ")
+    assert error.startswith(f"error: step {first['step']}: guard.action=stop ended the run for ")
     assert "guard.ignored=[" in error and f"checkpoint.resume={tmp_path / 'run'}" in error
-    assert find_checkpoint(tmp_path / "run")[1].step < first["step"] or first["step"] == 2
     ignored = "guard.ignored=[watched,disagreement/dark,looks,diversity]"
     assert main([f"hydra.run.dir={tmp_path / 'run'}", "checkpoint.resume=auto", ignored]) == 0
     assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()
+
+
+def test_the_remedies_work_in_a_run_and_over_a_resume(train: Any, tmp_path: Path) -> None:
+    """The gate, the reset of the reference, and the shaped advantage; steps 3 and 4 are drawn and trained twice."""
+    (tmp_path / "dark.py").write_text(DARK)
+    keys = """
+    algorithm=flow_grpo algorithm.kl_coef=0.5 algorithm.kl_share=0.5 algorithm.kl_reset_every=3 algorithm.diversity=add
+    algorithm.diversity_scorer=dark actor.updates_per_step=1 actor.lr=0.02 checkpoint.every=1 checkpoint.keep=9
+    """.split()
+    watched = f"+reward.scorers.dark={{path: {tmp_path / 'dark.py'}, weight: 0}}"
+    run = train(tmp_path / "run", *keys, watched, trainer__steps=4)
+    assert run.column("actor/reference_step") == [0, 0, 3, 3]
+    assert run.column("actor/kl")[0] == 0 < min(run.column("actor/kl")[1:3]) and run.column("actor/kl")[3] == 0
+    assert all(0 < share < 0.5 for share in run.column("group/kl_share"))
+    shutil.copytree(run.folder, tmp_path / "again")
+    again = [
+        f"hydra.run.dir={tmp_path / 'again'}",
+        f"checkpoint.resume={tmp_path / 'again' / 'checkpoints' / 'step_2'}",
+    ]
+    assert main(again) == 0
+    type(run)(tmp_path / "again").assert_same(run, 4)

@@ -22,7 +22,7 @@ BLOCKS = {
     "actor": "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_ratio_mean loss grad_norm lr "
     "lora_max grad_rms step_grad_norm/0 step_grad_norm/1 step_grad_norm/2 step_grad_share "
     "nonfinite_updates policy_version",
-    "health": "no_signal_steps blank_fraction bright/constant_steps",
+    "health": "no_signal_steps blank_fraction bright/constant_steps groups stuck_groups highest_reward",
     "scorer/bright": "latency_s queue_s images_per_s retries restarts warnings",
     "timing": "rollout_s reward_wait_s update_s step_s",
 }

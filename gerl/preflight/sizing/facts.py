@@ -141,7 +141,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
             if _is_module(c)
         ],
         sum(p.numel() for p in worker.policy.trained.values()),
-        len(worker.policy.averages()) + (worker.policy.reference is not None),
+        len(worker.policy.averages()) + (worker.policy.reference is not None and not worker.policy.reference_moves),
         worker.policy.sampler is not None or worker.policy.old is not None,
         drawn.nbytes / count,
         stage.tallies["rollout"],
@@ -176,7 +176,7 @@ def _update(worker: HybridWorker, task: RolloutTask, stage: Stage, checkpointing
     credit = torch.ones(len(task.samples), config.sampling.num_inference_steps)
     credit[1::2] = -1.0
     worker.policy.old_is_current = False
-    if config.algorithm.subtracts_kl and config.algorithm.kl_coef > 0:
+    if config.algorithm.subtracts_kl and config.has_kl:
         worker.kl_to_base(task.id)
     pooled = worker.pool({task.id: credit}) if worker.algorithm.pools else None
     batches = batches_of(worker.drawn[task.id], credit, pooled)

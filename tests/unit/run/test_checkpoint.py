@@ -10,6 +10,7 @@ from gerl.errors import CheckpointError
 from gerl.run import checkpoint as module
 from gerl.run.checkpoint import (
     FORMAT,
+    best_checkpoint,
     checkpoint_paths,
     find_checkpoint,
     find_run_to_resume,
@@ -178,6 +179,13 @@ def test_of_checkpoints_with_the_same_reward_the_newer_is_the_best(tmp_path: Pat
     assert find_checkpoint(tmp_path)[1].step == 10
     prune(tmp_path / "checkpoints", 1)
     assert names(tmp_path / "checkpoints") == ["step_10", "step_11"]
+
+
+def test_the_best_checkpoint_before_a_step(tmp_path: Path) -> None:
+    for step, reward in ((0, 0.1), (2, 0.5), (4, 0.4), (6, None), (8, 0.9)):
+        save_checkpoint(tmp_path, step, FILES, {"val_reward": reward})
+    found = [best_checkpoint(tmp_path, before) for before in (0, 1, 6, 8, 9)]
+    assert [None if one is None else one.step for one in found] == [None, 0, 2, 2, 8]
 
 
 def test_rewards_that_were_measured_otherwise_are_not_compared(tmp_path: Path) -> None:

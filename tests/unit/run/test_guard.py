@@ -81,6 +81,23 @@ def test_a_watched_scorer_that_first_rose_is_compared_with_its_peak() -> None:
     assert fell.value == pytest.approx(-0.2) and "at step 5" in fell.text
 
 
+def test_a_fall_that_is_sure_but_small_beside_the_spread_of_the_first_images_is_no_signal() -> None:
+    spread = float(np.std([v for v in FIRST.by_scorer["other"] if v is not None], ddof=1))
+    lower = [v - 0.2 * spread for v in FIRST.by_scorer["other"] if v is not None]
+    fell, disagree = signals(FIRST, risen(other=lower), CONFIG)
+    assert fell.size == pytest.approx(0.2) and disagree.size == pytest.approx(0.2)
+    assert signals(FIRST, risen(other=lower), CONFIG, importance=0.5) == []
+    lower = [v - 0.6 * spread for v in FIRST.by_scorer["other"] if v is not None]
+    assert [s.key for s in signals(FIRST, risen(other=lower), CONFIG, importance=0.5)] == [fell.key, disagree.key]
+
+
+def test_any_fall_of_a_scorer_that_gave_every_image_the_same_is_important() -> None:
+    first = replace(FIRST, by_scorer=FIRST.by_scorer | {"other": [1.0] * N})
+    later = risen(other=[1.0 - 0.01 * (i % 2) for i in range(N)])
+    found = signals(first, later, CONFIG, importance=10.0)
+    assert [signal.key for signal in found] == ["watched/other", "disagreement/other"] and found[0].size is None
+
+
 def test_further_columns_of_a_trained_scorer_are_watched() -> None:
     columns = ["mine", "mine/exact", "mine/sigma", "other", "other/part"]
     assert watched_columns(CONFIG, columns) == ["mine/exact", "other", "other/part"]
@@ -121,7 +138,7 @@ def test_a_signal_is_said_when_it_is_new_and_then_seldom(tmp_path: Path) -> None
     assert [row["step"] for row in rows] == [4, 6, 8, 10, 12, 14, 16, 18, 18]
     assert rows[0] == {
         "step": 4, "signal": "looks", "column": "red", "value": 1.0, "threshold": 0.5, "text": "it is red",
-        "shown": [3], "action": "warn",
+        "shown": [3], "size": None, "action": "warn",
     }  # fmt: skip
 
 
@@ -135,6 +152,26 @@ def test_a_run_that_goes_back_has_only_the_signals_up_to_there(tmp_path: Path) -
     assert [row["step"] for row in read_guard(tmp_path)] == [2, 4]
     assert not again.add([signal(6)], "warn") and again.add([signal(8)], "warn")
     assert all(json.loads(line) for line in (tmp_path / "guard.jsonl").read_text().splitlines())
+
+
+def test_going_back_is_a_row_of_the_step_that_the_run_goes_on_from(tmp_path: Path) -> None:
+    log = GuardLog(tmp_path, 0)
+    log.add([signal(4)], "rollback")
+    sentence = GuardLog(tmp_path, 2).went_back(2, [signal(4), signal(4, "watched", "ocr")], 0.02)
+    assert "from step 4 for looks/red, watched/ocr" in sentence and "kl_coef=0.02" in sentence
+    (row,) = read_guard(tmp_path)
+    assert (row["step"], row["signal"], row["column"], row["text"]) == (2, "rollback", "from step 4", sentence)
+    assert GuardLog(tmp_path, 2) and read_guard(tmp_path) == [row]  # as a resumed run opens it
+
+
+def test_the_weight_of_the_kl_starts_and_doubles_up_to_its_most() -> None:
+    guard = GuardConfig(action="kl", kl_start=0.01, kl_most=0.03)
+    weights = [0.0]
+    for _ in range(4):
+        weights.append(guard.raised(weights[-1]))
+    assert weights == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.03]) and guard.raised(5.0) == 5.0
+    with pytest.raises(ConfigError, match=r"guard\.kl_start=0\.5: it is above guard\.kl_most=0\.1"):
+        GuardConfig(kl_start=0.5, kl_most=0.1)
 
 
 def test_signals_that_are_ignored_are_named_in_words_that_there_are() -> None:

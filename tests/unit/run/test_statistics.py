@@ -4,7 +4,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from gerl.run.statistics import bootstrap, estimate
+from gerl.run.statistics import bootstrap, estimate, share_interval
 
 
 @pytest.mark.parametrize(("ones", "n"), [(30, 40), (3, 25), (20, 20)])
@@ -44,3 +44,12 @@ def test_too_few_prompts_have_no_interval() -> None:
     one, none = estimate([4], [2.5]), estimate([4, 5], [None, None])
     assert (one.mean, one.count, none.count) == (2.5, 1, 0)
     assert math.isnan(one.low) and math.isnan(one.high) and math.isnan(none.mean)
+
+
+def test_the_exact_interval_of_a_share_has_the_tails_of_a_binomial() -> None:
+    low, high = share_interval(7, 20, 0.9)
+    above = sum(math.comb(20, k) * low**k * (1 - low) ** (20 - k) for k in range(7, 21))
+    below = sum(math.comb(20, k) * high**k * (1 - high) ** (20 - k) for k in range(8))
+    assert (above, below) == pytest.approx((0.05, 0.05))
+    assert share_interval(0, 20) == (0.0, pytest.approx(1 - 0.025 ** (1 / 20)))
+    assert share_interval(20, 20)[1] == 1.0

@@ -41,7 +41,7 @@ def scored(c: Config, totals: list[float | None]) -> Scored:
 
 def test_credit_and_metrics() -> None:
     c = config()
-    metrics, credit = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, 5.0, 5.0]))
+    metrics, credit, _ = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, 5.0, 5.0]))
     assert credit.tolist() == [[-1.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]
     assert metrics == {
         "reward/mean": 3.5,
@@ -62,7 +62,7 @@ def test_credit_and_metrics() -> None:
 
 def test_a_failed_group_is_not_trained_on_and_counted() -> None:
     c = config()
-    metrics, credit = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, None, 5.0]))
+    metrics, credit, _ = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, None, 5.0]))
     assert credit[:2].tolist() == [[-1.0] * 3, [1.0] * 3] and credit[2:].isnan().all()
     assert (metrics["reward/failures"], metrics["group/dropped"]) == (1.0, 1.0)
     assert metrics["group/zero_std_fraction"] == 0.0
@@ -149,23 +149,48 @@ def test_a_validation_stops_the_run_as_a_step_does() -> None:
 
 def test_gdpo_sees_the_scorers_with_a_weight() -> None:
     c = config(adv_estimator="gdpo")
-    _, credit = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, 5.0, 5.0]))
+    _, credit, _ = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, 5.0, 5.0]))
     expected = 1 / math.sqrt(0.5)  # +-1 times 2 from the first scorer, nothing from the others; then the batch's std
     assert credit[:, 0].tolist() == pytest.approx([-expected, expected, 0, 0], rel=1e-3)
 
 
 def test_rewards_pay_for_the_kl() -> None:
     c = config(kl_coef=0.5, kl_in_reward=True)
-    metrics, credit = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, 5.0, 5.0]), kl=[0.0, 4.0, 2.0, 0.0])
+    metrics, credit, _ = credit_step(c, build_algorithm(c), scored(c, [1.0, 3.0, 5.0, 5.0]), kl=[0.0, 4.0, 2.0, 0.0])
     assert credit[:, 0].tolist() == pytest.approx([0.0, 0.0, -0.5, 0.5])
     assert metrics["reward/mean"] == 3.5 and metrics["reward/kl"] == 1.5
+
+
+def test_only_the_images_that_watched_scorers_doubt_pay_for_the_kl() -> None:
+    c = config(kl_coef=0.5, kl_share=0.5, kl_in_reward=True)  # the watched scorer says the same of all
+    algorithm = build_algorithm(c)
+    metrics, credit, gate = credit_step(c, algorithm, scored(c, [1.0, 3.0, 5.0, 5.0]), kl=[0.0, 4.0, 2.0, 0.0])
+    assert gate is not None and gate.tolist() == [0.0, 0.0, 0.0, 0.0]  # of two with the same doubt none is beyond
+    found = scored(c, [1.0, 3.0, 5.0, 6.0])
+    metrics, credit, gate = credit_step(c, algorithm, found, kl=[0.0, 4.0, 2.0, 4.0])
+    assert gate is not None and gate.tolist() == [0.0, 0.0, 0.0, 1.0] and metrics["group/kl_share"] == 0.25
+    assert credit[:, 0].tolist() == pytest.approx([-1.0, 1.0, 0.5, -0.5])  # 6 - 0.5 * 4 = 4
+    assert credit_step(config(), build_algorithm(config()), found)[2] is None
+
+
+def test_the_credit_is_shaped_by_a_watched_scorer() -> None:
+    c = config(diversity="scale", diversity_scorer="b")
+    found = scored(c, [1.0, 3.0, 5.0, 9.0])
+    found.by_scorer["b"] = [0.1, 0.3, 0.3, 0.1]
+    metrics, credit, _ = credit_step(c, build_algorithm(c), found)
+    assert credit[:, 0].tolist() == pytest.approx([-1.0, 1.5, -2.0, 1.0]) and metrics[
+        "group/diversity"
+    ] == pytest.approx(0.2)
+    found.by_scorer["b"][1] = None
+    with pytest.raises(RewardError, match=r"algorithm\.diversity=scale: b has no score for 1 of the step's 4 images"):
+        credit_step(c, build_algorithm(c), found)
 
 
 def test_dynamic_sampling_trains_on_the_first_groups_with_a_signal() -> None:
     c = config(dynamic_sampling=2)
     found = scored(c, [5.0, 5.0, 1.0, 3.0, 2.0, 4.0, 0.0, 8.0])
     assert found.groups_with_signal() == [Group(1), Group(2), Group(3)]
-    _, credit = credit_step(c, build_algorithm(c), found)
+    _, credit, _ = credit_step(c, build_algorithm(c), found)
     assert credit[[0, 1, 6, 7]].isnan().all()
     assert credit[2:6, 0].tolist() == [-1.0, 1.0, -1.0, 1.0]
     assert not torch.isnan(credit[2:6]).any()
@@ -190,7 +215,7 @@ def test_scores_are_normalised_before_the_sum(how: Any, expected: list[float]) -
     values = [2.0, 4.0, 0.0, 1.0]
     c, found = replace(config(), reward=RewardConfig({"a": ScorerConfig(normalise=how)})), Scored()
     found.add(plan_samples(c, PROMPTS[:2], 1, 0), Scores(list(values), {"a": list(values)}, [[]] * 4))
-    metrics, credit = credit_step(c, build_algorithm(c), found)
+    metrics, credit, _ = credit_step(c, build_algorithm(c), found)
     assert credit[:, 0].tolist() == pytest.approx(expected, abs=1e-3)
     assert metrics["reward/mean"] == 1.75  # as the scorer said
 
@@ -203,5 +228,5 @@ def test_batch_normalisation_is_over_the_samples_that_have_a_score() -> None:
     c, found = replace(config(), reward=RewardConfig(scorers)), Scored()
     columns: dict[str, list[float | None]] = {"a": [1.0, 3.0, None, None], "b": [None, None, 0.0, 10.0]}
     found.add(plan_samples(c, PROMPTS[:2], 1, 0), Scores([1.0, 3.0, 0.0, 1000.0], columns, [[]] * 4))
-    _, credit = credit_step(c, build_algorithm(c), found)
+    _, credit, _ = credit_step(c, build_algorithm(c), found)
     assert credit[:, 0].tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0], abs=1e-3)

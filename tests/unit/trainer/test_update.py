@@ -50,6 +50,25 @@ def test_an_update_without_any_signal_is_decided_by_the_driver() -> None:
     assert decided.has_signal(credit) and not decided.has_signal(credit[1:])  # there is a KL
 
 
+def test_the_reference_is_reset_by_time_or_by_its_distance() -> None:
+    decided = update()
+    far = UpdateStats(4, {"kl": 0.4})
+    assert not decided.due_reset(far)
+    algorithm = algorithm_config(kl_coef=0.1, kl_reset_every=3, kl_reset_above=0.2)
+    decided.config = Config(algorithm=algorithm)
+    decided.algorithm = build_algorithm(decided.config)
+    due = []
+    for decided.state.step in range(7):
+        due.append(decided.due_reset(far if decided.state.step == 3 else UpdateStats(4, {"kl": 0.2})))
+        far = UpdateStats(4, {"kl": 1.0})
+        if due[-1]:
+            decided.algorithm.reference_step = decided.state.step + 1
+    assert due == [False, False, True, True, False, False, True]
+    again = build_algorithm(decided.config)
+    again.load_state(decided.algorithm.state())
+    assert again.reference_step == 7 and decided.algorithm.state()["reference_step"] == 7
+
+
 def test_a_nan_among_the_ratios_is_not_lost() -> None:
     total = sum([UpdateStats(ratio_deviation=float("nan")), UpdateStats(ratio_deviation=0.5)], UpdateStats())
     assert total.ratio_deviation is not None and math.isnan(total.ratio_deviation)

@@ -12,7 +12,7 @@ from actors import flat, new_actor, stepped, weights
 from replaying import counted_rows
 from training import Training, chain_credit, config, new_policy, relative
 
-from gerl.algorithms import Batch
+from gerl.algorithms import Batch, Pull
 from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config.algorithm import BY_NAME
 from gerl.engine import ReplayedStep, Tape, record, replay
@@ -235,6 +235,43 @@ def test_kl_of_a_trained_lora(policy: Policy, tape: Tape) -> None:
     both, _ = gradient(new_actor(policy, kl_coef=weight), [batch_of(tape, ADVANTAGES)])
     policy_only, _ = gradient(new_actor(policy), [batch_of(tape, ADVANTAGES)])
     assert relative(both, policy_only + only_kl) < 1e-5
+
+
+def test_the_kl_of_images_that_the_gate_leaves_out_does_not_count(policy: Policy, tape: Tape) -> None:
+    nothing, gate = batch_of(tape, [0.0] * 4), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    actor = new_actor(policy, kl_coef=0.3)
+    whole, stats = gradient(actor, [nothing])
+    gated, gated_stats = gradient(actor, [replace(nothing, gate=gate)])
+    others, _ = gradient(actor, [replace(nothing, gate=1 - gate)])
+    alone = replace(nothing, credit=torch.where(gate[:, None] > 0, 0.0, math.nan).expand(-1, len(tape.steps)))
+    assert relative(gated, gradient(actor, [alone])[0]) < 1e-6 and relative(gated + others, whole) < 1e-6
+    assert gated_stats.sums["kl"] == stats.sums["kl"]  # what is reported is that of all
+
+
+def test_the_weight_of_the_kl_may_be_another_one_than_that_of_the_configuration(policy: Policy, tape: Tape) -> None:
+    actor, batch = new_actor(policy), batch_of(tape, ADVANTAGES)
+    assert not actor.algorithm.needs_all_samples
+    actor.algorithm.weigh(Pull(0.3))
+    expected = gradient(new_actor(policy, kl_coef=0.3), [batch])[0]
+    assert torch.equal(gradient(actor, [batch])[0], expected) and actor.algorithm.needs_all_samples
+    actor.algorithm.weigh(None)
+    assert torch.equal(gradient(actor, [batch])[0], gradient(new_actor(policy), [batch])[0])
+
+
+def test_a_reference_that_is_reset_is_the_policy_of_that_moment() -> None:
+    policy = new_policy()
+    tape = roll_out(policy)
+    actor = new_actor(policy, kl_coef=0.3, kl_reset_every=2)
+    start = {name: p.detach().clone() for name, p in policy.trained.items()}
+    kl = lambda: gradient(actor, [batch_of(tape, [0.0] * 4)])[1].sums["kl"]  # noqa: E731
+    assert kl() == 0.0  # a warm start is the first reference
+    stepped(actor, torch.randn(weights(actor).shape, generator=torch.Generator().manual_seed(1)))
+    moved = kl()
+    actor.finish_step(1)
+    assert kl() == moved > 0.0
+    actor.finish_step(2, resets=True)
+    assert kl() == 0.0 and not all(torch.equal(start[name], p) for name, p in policy.trained.items())
+    assert not any(t.requires_grad for t in policy.averages()["reference"].average.values())
 
 
 # --- the optimizer step

@@ -122,3 +122,18 @@ def test_changed_betas_epsilon_and_decay_take_effect() -> None:
         stepped(resumed, -gradient)
         moved.append(weights(resumed))
     assert not any(torch.equal(moved[0], other) for other in moved[1:])
+
+
+def test_a_reference_that_was_reset_is_saved_and_a_run_without_one_refuses_it() -> None:
+    settings: dict[str, Any] = {"lr": 0.01, "kl_coef": 0.1, "kl_reset_every": 2}
+    actor = new_actor(**settings)
+    updated(actor, range(2))
+    actor.finish_step(2, resets=True)
+    updated(actor, range(2, 3))
+    tensors, numbers = actor.state()
+    resumed = new_actor(new_policy(perturbed=False), **settings)
+    resumed.load_state(unpack_tensors(pack_tensors(tensors)), numbers)
+    kept, again = (one.policy.averages()["reference"].average for one in (actor, resumed))
+    assert all(torch.equal(kept[name], again[name]) for name in kept) and numbers.averages["reference"] == 2
+    with pytest.raises(CheckpointError, match="reference"):
+        new_actor(lr=0.01, kl_coef=0.1).load_state(tensors, numbers)

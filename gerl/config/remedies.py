@@ -1,0 +1,68 @@
+"""The keys against reward hacking and what they work with: a KL, watched scorers, held-out prompts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from gerl.config.algorithm_keys import AlgorithmConfig, ShapedConfig
+from gerl.config.blocks import RewardConfig, ScorerConfig, ValidationConfig
+from gerl.config.guard import GuardConfig
+from gerl.errors import ConfigError
+
+
+class Settings(Protocol):
+    """The parts of a `Config` that are looked at."""
+
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def reward(self) -> RewardConfig: ...
+    @property
+    def validation(self) -> ValidationConfig: ...
+    @property
+    def guard(self) -> GuardConfig: ...
+
+
+def check_remedies(config: Settings) -> None:
+    """Raise `ConfigError` where a remedy lacks what it works with."""
+    algorithm, guard = config.algorithm, config.guard
+    if guard.raises_kl and config.validation.data is None:
+        raise ConfigError(
+            f"guard.action={guard.action}: it acts on held-out images, and validation.data=null; give held-out "
+            "prompts, or use guard.action=warn"
+        )
+    given = {"kl_share": algorithm.kl_share < 1, "kl_reset_every": algorithm.kl_reset_every > 0}
+    given["kl_reset_above"] = algorithm.kl_reset_above is not None
+    for name, asked in given.items():
+        if asked and algorithm.kl_coef == 0 and not guard.raises_kl:
+            raise ConfigError(
+                f"algorithm.{name}={getattr(algorithm, name)}: there is no KL, since algorithm.kl_coef=0; give it a "
+                "weight, such as algorithm.kl_coef=0.04, or leave this out"
+            )
+    if algorithm.kl_share < 1:
+        doubters(algorithm, config.reward.scorers)
+    if isinstance(algorithm, ShapedConfig) and algorithm.diversity != "none":
+        name = algorithm.diversity_scorer
+        if name.split("/")[0] not in config.reward.scorers:
+            raise ConfigError(
+                f"algorithm.diversity={algorithm.diversity}: there is no scorer {name!r} that says how unlike images "
+                f"are; add one, such as +reward.scorers.{name.split('/')[0]}.weight=0, or name it in "
+                "algorithm.diversity_scorer"
+            )
+
+
+def doubters(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerConfig]) -> Sequence[str]:
+    """The watched scorers that `algorithm.kl_share` asks; raises `ConfigError` if there are none, or no such ones."""
+    watched = [name for name, scorer in scorers.items() if scorer.weight == 0]
+    for name in algorithm.kl_doubters:
+        if name not in watched:
+            there = ", ".join(watched) or "none"
+            raise ConfigError(
+                f"algorithm.kl_doubters: {name!r} is no scorer with weight 0, of which there are {there}; name those, "
+                f"or add it by +reward.scorers.{name}.weight=0"
+            )
+    if not watched:
+        raise ConfigError(
+            f"algorithm.kl_share={algorithm.kl_share}: the images are chosen by what watched scorers say of them, and "
+            "none has weight 0; add one, such as +reward.scorers.aesthetic.weight=0, or use algorithm.kl_share=1"
+        )
+    return algorithm.kl_doubters or watched
