@@ -23,9 +23,9 @@ class GuardConfig(Block):
         "in looks/red",
     )
     importance: float = key(
-        0.5,
+        0.0,
         "watched and disagreement: falls of a scorer by less than this times its standard deviation over the held-out "
-        "prompts of the first validation are no signal, however sure they are",
+        "prompts of the first validation are no signal, however sure they are; 0: what is sure is a signal",
         low=0,
     )
     kl_start: float = key(
