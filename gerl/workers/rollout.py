@@ -14,6 +14,7 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import FeatureCache, Reads, Tape, Trajectory, branch, lean, record, record_probe
+from gerl.engine.instrument import noise_from
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import pipeline_call, training_sigmas
@@ -183,7 +184,8 @@ class Rollout:
                 given = {"generator": generators[0] if way.text else generators}
 
                 def draw(call: dict[str, object]) -> np.ndarray:
-                    return to_uint8(self.policy.pipe(**call | given))
+                    with noise_from(self.policy.pipe.scheduler, given["generator"]):
+                        return to_uint8(self.policy.pipe(**call | given))
 
                 return self.called(draw, part, way, "validation", **overrides)
 
