@@ -5,6 +5,8 @@ import logging
 
 import torch
 from diffusers import (
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
     DDIMScheduler,
     EDMDPMSolverMultistepScheduler,
     EDMEulerScheduler,
@@ -171,9 +173,14 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     # `from_config` drops what the other class had by default; and DDIM by default clips the predicted sample, which
     # would ruin the latents of schedulers that never do
     kept = {name: config[name] for name in NOISE_SCHEDULE if name in config}
-    ddim = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False), **kept)
+    shifted = isinstance(scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler)  # which never clip, and say they do
+    clips = config.get("clip_sample", False) and not shifted
+    ddim = DDIMScheduler.from_config(config, clip_sample=clips, **kept)
+    if shifted:  # by snr_shift_scale, which DDIM does not have
+        ddim.alphas_cumprod = alphas.float()
+        ddim.final_alpha_cumprod = ddim.final_alpha_cumprod if config.set_alpha_to_one else ddim.alphas_cumprod[0]
     # with zero terminal SNR other schedulers keep a last level of 2^-24 where DDIM has 0
-    if not torch.allclose(ddim.alphas_cumprod, alphas, rtol=0, atol=1e-7):
+    if not torch.allclose(ddim.alphas_cumprod, alphas.float(), rtol=0, atol=1e-7):
         raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has another noise schedule than DDIM")
     logger.info("replaced %s by DDIMScheduler, which has a transition kernel", type(scheduler).__name__)
     return ddim
