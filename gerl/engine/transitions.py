@@ -240,7 +240,7 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
     if is_consistency(scheduler):
         if sampler.kernel not in ("cps", "ode") or sampler.solver != "euler":
             raise ModelError(
-                f"{given} is for flow matching: this pipeline has {_a(name)} of a consistency model, use cps "
+                f"{given} does not go with the {name} of a consistency model that this pipeline has: use cps "
                 "(noise_level=1 is its own sampler) and euler"
             )
         if scheduler.config.get("thresholding", False):
@@ -251,14 +251,15 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
     elif is_edm(scheduler):
         if sampler.solver != "euler":
             raise ModelError(
-                f"sampling.solver={sampler.solver} is for sigmas in [0, 1]: this pipeline has {_a(name)}, use euler"
+                f"sampling.solver={sampler.solver} is for sigmas in [0, 1], those of the {name} that this pipeline has "
+                "go far beyond: use euler"
             )
     elif is_flow_map(scheduler):
         if (sampler.kernel != "ode" and sampler.noise_level > 0) or sampler.solver != "euler":
             raise ModelError(
-                f"{given} is for flow matching: this pipeline has {_a(name)}, whose model jumps between noise levels "
-                "by an average velocity and says nothing of the noise in between; use ode and euler (algorithms that "
-                "need no noise, as neighbor_grpo), or train the model that it was distilled from"
+                f"{given} does not go with the {name} that this pipeline has, whose model jumps between noise levels "
+                "by an average velocity and says nothing of the noise in between: use ode and euler, with an algorithm "
+                "that needs no noise (neighbor_grpo), or train the model that it was distilled from"
             )
     else:
         _check_ddim(scheduler, sampler)
@@ -292,8 +293,3 @@ def _check_ddim(scheduler: SchedulerMixin, sampler: Sampler) -> None:
             "DDIM with rescale_betas_zero_snr starts at pure noise, of which an epsilon prediction says nothing: the "
             "model needs a v prediction, or rescale_betas_zero_snr=False"
         )
-
-
-def _a(name: str) -> str:
-    """`name` with its article."""
-    return f"{'an' if name[0] in 'AEIO' or name.startswith(('SCM', 'LCM')) else 'a'} {name}"

@@ -189,11 +189,11 @@ def test_a_flow_map_has_no_clean_latents_to_train_on() -> None:
 @pytest.mark.parametrize(
     ("make", "kernel", "solver", "message"),
     [
-        (lcm, "ddim", "euler", r"kernel=ddim with .* has an LCMScheduler of a consistency model, use cps"),
-        (lcm, "cps", "dpm2", "LCMScheduler of a consistency model, use cps .* and euler"),
-        (flow_lcm, "flow_sde", "euler", "has a FlowMatchLCMScheduler of a consistency model, use cps"),
-        (edm, "flow_sde", "dpm2", r"solver=dpm2 is for sigmas in \[0, 1\].*an EDMEulerScheduler, use euler"),
-        (flow_map, "flow_sde", "euler", r"a FlowMapEulerDiscreteScheduler, whose model jumps.*use ode and euler"),
+        (lcm, "ddim", "euler", r"kernel=ddim with .* the LCMScheduler of a consistency model .*: use cps"),
+        (lcm, "cps", "dpm2", r"solver=dpm2 .* LCMScheduler of a consistency model .*use cps .* and euler"),
+        (flow_lcm, "flow_sde", "euler", "the FlowMatchLCMScheduler of a consistency model .*use cps"),
+        (edm, "flow_sde", "dpm2", r"solver=dpm2 is for sigmas in \[0, 1\].*EDMEulerScheduler.*use euler"),
+        (flow_map, "flow_sde", "euler", "FlowMapEulerDiscreteScheduler.* whose model jumps.*use ode and euler"),
         (flow_map, "ode", "dpm2", "FlowMapEulerDiscreteScheduler.*use ode and euler"),
     ],
 )
