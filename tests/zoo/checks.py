@@ -1,8 +1,9 @@
 """The checks that every entry of the zoo has to pass, in a mode: with classifier-free guidance or without.
 
 `guided`: the call with guidance runs at all. `stock`: noise 0 gives the stock pipeline's output, bitwise (for
-consistency models, whose own sampler is stochastic, noise 1, but for rounding). `replay`: the
-ratio of a full replay is 1, exactly (of a flow map, which has no noise, it goes where the rollout went). `gradient`: every LoRA gradient is finite and they are not zero. `derivative`: it
+consistency models, whose own sampler is stochastic, noise 1, but for rounding). `replay`: the ratio of a full replay is
+1, exactly (of a flow map, which has no noise: it goes where the rollout went). `gradient`: every LoRA gradient is
+finite and they are not zero. `derivative`: it
 is the change of the log-probs per change of the weights. `window`: ratio and gradient for a replay of one step.
 `encoders`: the same without the text and image encoders. `sub_batch`: a replay of some samples of a lean tape has a
 ratio within 1e-5 of 1. `micro_batch`: the gradients of sub-batches add up to that of the batch. `modes`: replays that
@@ -101,7 +102,8 @@ class Trial:
         weights, deviations = WEIGHTS[list(index)], []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor | None:
-            assert (value := trained_value(step)).shape == weights.shape
+            value = trained_value(step)
+            assert value.shape == weights.shape
             deviations.append(ratio_deviation(step))
             return (weights * value).sum() if value.requires_grad else None
 
