@@ -46,9 +46,21 @@ def is_lcm(scheduler: SchedulerMixin) -> bool:
     return isinstance(scheduler, LCMScheduler)
 
 
-def is_consistency(scheduler: SchedulerMixin) -> bool:
+def is_tcd(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler is that of trajectory consistency models (arXiv 2402.19159)."""
+    from diffusers import TCDScheduler
+
+    return isinstance(scheduler, TCDScheduler)
+
+
+def noises_anew(scheduler: SchedulerMixin) -> bool:
     """Whether the scheduler's own sampler predicts clean latents and noises them anew: the kernel cps at level 1."""
     return is_trigflow(scheduler) or is_lcm(scheduler) or is_flow_lcm(scheduler)
+
+
+def is_consistency(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler is that of a consistency model, whose steps have the kernel cps."""
+    return noises_anew(scheduler) or is_tcd(scheduler)
 
 
 def is_edm(scheduler: SchedulerMixin) -> bool:
@@ -67,7 +79,7 @@ def is_flow_map(scheduler: SchedulerMixin) -> bool:
 
 def counts_steps(scheduler: SchedulerMixin) -> bool:
     """Whether the scheduler looks its noise level up by the number of the step."""
-    kinds = (is_flow_matching, is_trigflow, is_lcm, is_edm, is_flow_map)
+    kinds = (is_flow_matching, is_consistency, is_edm, is_flow_map)
     return any(kind(scheduler) for kind in kinds)
 
 

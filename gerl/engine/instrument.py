@@ -135,7 +135,7 @@ class _Step:
 
 
 class Stepped:
-    """What a step of `EDMEulerScheduler` returns, computed when it is read: the next latents and the clean ones.
+    """The next latents and the clean ones of a step of `EDMEulerScheduler`, each computed when it is read.
 
     Cosmos 1 steps twice: it reads the clean latents of a first step, on a batch that may be doubled for guidance, takes
     the step back, guides these clean latents and steps with them (`known`). Only where the next latents are read is it

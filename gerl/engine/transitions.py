@@ -17,7 +17,9 @@ from gerl.engine.families import (
     is_flow_map,
     is_flow_matching,
     is_lcm,
+    is_tcd,
     is_trigflow,
+    noises_anew,
     output_is_clean,
     step_index,
 )
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
         LCMScheduler,
         SchedulerMixin,
         SCMScheduler,
+        TCDScheduler,
     )
 
 
@@ -75,7 +78,7 @@ class Transitions:
             return self._flow(scheduler, timestep, stochastic, span)
         if is_trigflow(scheduler):
             return self._trigflow(scheduler, timestep, stochastic, span)
-        if is_lcm(scheduler):
+        if is_lcm(scheduler) or is_tcd(scheduler):
             return self._lcm(scheduler, timestep, stochastic, span)
         if is_edm(scheduler):
             return self._denoised(scheduler, timestep, stochastic, span)
@@ -145,17 +148,22 @@ class Transitions:
         skip, out = (0.0, 1.0) if output_is_clean(scheduler) else edm_scalings(scheduler, sigmas[i])
         return DenoisedRule(c, c_next, kappa, std, skip, out)
 
-    def _lcm(self, scheduler: LCMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
-        """A step of a latent consistency model; with noise level 1 of the kernel cps it is the scheduler's own."""
+    def _lcm(
+        self, scheduler: LCMScheduler | TCDScheduler, timestep: Timestep, stochastic: bool | None, span: Span
+    ) -> DDIMRule:
+        """A step of a latent consistency model; the scheduler's own has noise level 1 (LCM), or 0 (TCD with eta 0)."""
         i, config = self._position(scheduler, timestep), scheduler.config
         advance(scheduler, timestep)
         times = [int(t) for t in self._table(scheduler.timesteps)]
         here, last = min(i + span[0], len(times) - 1), i + span[1] >= len(times)
         alpha = scheduler.alphas_cumprod[times[here]]
-        alpha_next = torch.ones(()) if last else scheduler.alphas_cumprod[times[i + span[1]]]
+        end = torch.ones(()) if is_lcm(scheduler) else scheduler.alphas_cumprod[0]
+        alpha_next = end if last else scheduler.alphas_cumprod[times[i + span[1]]]
         s_next = float((1 - alpha_next) ** 0.5)
         kappa, std = coefficients(self.sampler.kernel, 1.0, s_next, self._noise(stochastic, last=last), 1.0)
-        skip, out = scheduler.get_scalings_for_boundary_condition_discrete(times[here])
+        boundary = (0.0, 1.0)
+        if is_lcm(scheduler):
+            boundary = scheduler.get_scalings_for_boundary_condition_discrete(times[here])
         return DDIMRule(
             sigma=float((1 - alpha) ** 0.5),
             sigma_next=s_next,
@@ -164,8 +172,9 @@ class Transitions:
             direction=kappa,
             std=std,
             prediction_type=config.prediction_type,
-            clip_range=config.clip_sample_range if config.clip_sample else None,
-            boundary=(float(skip), float(out)),
+            # TCD has the setting and never clips
+            clip_range=config.clip_sample_range if config.clip_sample and is_lcm(scheduler) else None,
+            boundary=boundary,
         )
 
     def _flow_map(
@@ -241,7 +250,7 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
         if sampler.kernel not in ("cps", "ode") or sampler.solver != "euler":
             raise ModelError(
                 f"{given} does not go with the {name} of a consistency model that this pipeline has: use cps "
-                "(noise_level=1 is its own sampler) and euler"
+                f"(noise_level={int(noises_anew(scheduler))} is its own sampler) and euler"
             )
         if scheduler.config.get("thresholding", False):
             raise ModelError(f"{name} with thresholding has no transition kernel: set thresholding=False")

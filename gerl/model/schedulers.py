@@ -17,6 +17,7 @@ from diffusers import (
     LCMScheduler,
     SchedulerMixin,
     SCMScheduler,
+    TCDScheduler,
 )
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
@@ -26,7 +27,7 @@ from gerl.errors import ModelError
 
 logger = logging.getLogger(__name__)
 KEPT = (
-    FlowMatchEulerDiscreteScheduler, DDIMScheduler, SCMScheduler, LCMScheduler, EDMEulerScheduler,
+    FlowMatchEulerDiscreteScheduler, DDIMScheduler, SCMScheduler, LCMScheduler, TCDScheduler, EDMEulerScheduler,
     FlowMapEulerDiscreteScheduler,
 )  # fmt: skip
 NOISE_SCHEDULE = (

@@ -11,7 +11,7 @@ import torch
 
 from gerl.config import Config
 from gerl.engine import ReplayedStep, Tape, record, replay
-from gerl.engine.families import is_consistency
+from gerl.engine.families import noises_anew
 from gerl.engine.instrument import noise_from
 from gerl.model.call import training_sigmas
 from gerl.preflight.findings import Report
@@ -30,7 +30,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
     For a consistency model, whose own sampler is stochastic: of a rollout with that noise.
     """
     pipe = rollout.policy.pipe
-    kernel, noise = ("cps", 1.0) if is_consistency(pipe.scheduler) else ("ode", 0.0)
+    kernel, noise = ("cps", 1.0) if noises_anew(pipe.scheduler) else ("ode", 0.0)
 
     def drawn(way: Way) -> float:
         part = samples[: way.of(len(samples))]

@@ -106,6 +106,14 @@ ENTRIES = [
         limit=OWN_NOISE,
     ),
     Entry(
+        "StableDiffusionPipeline",
+        f"{T2I} (TCD-LoRA)",
+        lambda: with_scheduler(tiny.sd15(), diffusers.TCDScheduler()),
+        **scale(1.0, 4.5),
+        kernel="cps",
+        limit="`sampling.kernel=cps`.",
+    ),
+    Entry(
         "SanaPipeline",
         f"{T2I} (consistency model of flow matching)",
         lambda: as_class(sana(), diffusers.SanaPipeline, scheduler=diffusers.FlowMatchLCMScheduler(shift=3.0)),

@@ -7,7 +7,7 @@ import diffusers
 import pytest
 import torch
 
-from gerl.engine.families import counts_steps, is_consistency, lcm_clean
+from gerl.engine.families import counts_steps, is_consistency, lcm_clean, noises_anew
 from gerl.engine.kernels import (
     KERNELS,
     DDIMRule,
@@ -153,6 +153,20 @@ def test_the_number_of_steps_of_a_latent_consistency_model() -> None:
     assert transitions.num_steps(scheduler, scheduler.timesteps[1]) == 3
 
 
+@pytest.mark.parametrize("prediction_type", PREDICTIONS)
+def test_a_trajectory_consistency_model_has_its_own_steps_and_cps_around_them(prediction_type: str) -> None:
+    own, plain, noisy = (diffusers.TCDScheduler(prediction_type=prediction_type) for _ in range(3))
+    for each in (own, plain, noisy):
+        each.set_timesteps(4)
+    assert own.timesteps.tolist() == [999, 759, 499, 259]
+    rules = zip(rules_of(plain, "cps", 0.0), rules_of(noisy, "cps", 0.7), own.timesteps, strict=True)
+    for k, (rule, drawn_around, t) in enumerate(rules):
+        stock = own.step(3 * OUT, t, X, eta=0.0)  # so large that clipping would show
+        torch.testing.assert_close(rule.mean(X, 3 * OUT), stock.prev_sample, rtol=1e-6, atol=2e-6)
+        assert rule.std == 0 and (drawn_around.std > 0) == (k < 3)
+        assert math.hypot(drawn_around.direction, drawn_around.std) == pytest.approx(rule.sigma_next)
+
+
 def test_full_noise_of_cps_is_the_own_sampler_of_a_consistency_model_of_flow_matching() -> None:
     own = flow_lcm()
     rules = rules_of(flow_lcm(), "cps", 1.0)
@@ -210,7 +224,9 @@ def test_thresholding_of_a_latent_consistency_model_is_refused() -> None:
 
 
 def test_families_are_known_by_their_class() -> None:
-    assert [is_consistency(make()) for make in (lcm, flow_lcm, diffusers.SCMScheduler)] == [True] * 3
+    consistency = [lcm(), flow_lcm(), diffusers.SCMScheduler(), diffusers.TCDScheduler()]
+    assert [is_consistency(each) for each in consistency] == [True] * 4
+    assert [noises_anew(each) for each in consistency] == [True] * 3 + [False]
     assert not any(is_consistency(make()) for make in (edm, flow_map, diffusers.DDIMScheduler))
     assert all(counts_steps(make()) for make in (edm, lcm, flow_lcm, flow_map)) and not counts_steps(
         diffusers.DDIMScheduler()

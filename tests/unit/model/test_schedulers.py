@@ -30,7 +30,7 @@ def test_schedulers_with_a_kernel_stay() -> None:
     kept = [tiny.euler(shift=2.0), diffusers.DDIMScheduler(clip_sample=True), diffusers.HeliosScheduler()]
     # those of consistency models are trained at few noise levels, and at those only
     kept += [diffusers.LCMScheduler(), diffusers.SCMScheduler(), diffusers.FlowMatchLCMScheduler(shift=3.0)]
-    kept += [diffusers.EDMEulerScheduler(), diffusers.FlowMapEulerDiscreteScheduler()]
+    kept += [diffusers.TCDScheduler(), diffusers.EDMEulerScheduler(), diffusers.FlowMapEulerDiscreteScheduler()]
     for scheduler in kept:
         assert trainable_scheduler(scheduler) is scheduler
 
@@ -134,8 +134,8 @@ def test_ddim_keeps_what_the_replaced_scheduler_predicts_and_clips() -> None:
     assert ddim.config.prediction_type == "v_prediction" and ddim.config.timestep_spacing == "trailing"
     assert torch.equal(ddim.alphas_cumprod, euler.alphas_cumprod)
     assert trainable_scheduler(diffusers.DDPMScheduler(clip_sample=True)).config.clip_sample is True
-    tcd = diffusers.TCDScheduler()  # its default betas are not DDIM's
-    assert torch.equal(trainable_scheduler(tcd).alphas_cumprod, tcd.alphas_cumprod)
+    pndm = diffusers.PNDMScheduler(beta_schedule="scaled_linear")  # not DDIM's default
+    assert torch.equal(trainable_scheduler(pndm).alphas_cumprod, pndm.alphas_cumprod)
 
 
 @pytest.mark.parametrize("kind", [diffusers.EulerDiscreteScheduler, DPM, diffusers.DDPMScheduler])
