@@ -119,7 +119,7 @@ def few_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp("model") / name for name in ("lcm", "flow_map")}
     lcm, flow_map = tiny.sd15(), samplers.any_flow()
     lcm.unet.conv_out.weight.data.mul_(8)
-    flow_map.transformer.proj_out.weight.data.mul_(24)
+    flow_map.transformer.proj_out.weight.data.mul_(16)
     lcm.scheduler = diffusers.LCMScheduler()
     for name, pipe in (("lcm", lcm), ("flow_map", flow_map)):
         pipe.save_pretrained(folders[name])
@@ -133,7 +133,7 @@ VARIANTS = {
         "sampling.kernel=cps sampling.noise_level=1 sampling.num_inference_steps=3 sampling.window_range=[0,2] "
         "trainer.steps=4",
     ),
-    "flow_map": ("neighbor_grpo", "trainer.steps=3 rollout.n=6"),
+    "flow_map": ("neighbor_grpo", "trainer.steps=5 rollout.n=6"),
 }
 CALLS = {"lcm": ON_SD15["sampling__call"], "flow_map": "{num_frames: 5, max_sequence_length: 16}"}
 
