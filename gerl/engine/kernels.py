@@ -360,9 +360,9 @@ Rule = FlowRule | EDMRule | DDIMRule | FlowMapRule
 def with_noise(rule: Rule, kernel: str, noise_level: float, sigma_one: float) -> Rule:
     """The rule of the same step with the noise of `kernel`; `sigma_one`: see `coefficients`.
 
-    Of a flow map, and of steps without noise left after them, it is `rule`.
+    Of a flow map, and of a step of length 0, it is `rule`.
     """
-    if isinstance(rule, FlowMapRule) or rule.sigma_next <= 0:
+    if isinstance(rule, FlowMapRule) or rule.dt == 0:
         return rule
     if isinstance(rule, DDIMRule):
         direction, std = _ddim_noise(rule, kernel, noise_level)

@@ -250,7 +250,13 @@ def test_a_step_without_noise_is_given_that_of_the_kernel(make: Any, kernel: str
         got: Rule = with_noise(rule, kernel, 0.6, plain[0].sigma_next)
         assert expected.std > 0 and got.std == pytest.approx(expected.std, rel=1e-5)
         torch.testing.assert_close(got.mean(X, OUT), expected.mean(X, OUT), rtol=1e-4, atol=1e-4)
-    assert with_noise(plain[-1], kernel, 0.6, plain[0].sigma_next) == plain[-1]
+    last = with_noise(plain[-1], kernel, 0.6, plain[0].sigma_next)
+    assert (last.std > 0) == (kernel == "flow_sde" or plain[-1].sigma_next > 0)  # the others end without
+
+
+def test_a_step_of_length_zero_is_given_no_noise() -> None:
+    rules: list[Rule] = [EDMRule(2.0, 2.0, 0.5, 0.0), DDIMRule(0.0, 0.0, 1.0, 1.0, 0.0, 0.0, "epsilon", None)]
+    assert [with_noise(rule, "ddim", 0.7, 0.9) for rule in rules] == rules
 
 
 def test_no_noise_of_a_flow_map() -> None:
