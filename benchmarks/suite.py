@@ -34,6 +34,7 @@ NEUTRAL = {
     ("data", "stream"): None,
     ("data", "cache"): None,
     ("data", "cache_gb"): 2.0,
+    ("algorithm", "regression"): "squared",
     ("actor", "step_batch"): 1,
     ("actor", "epochs"): 1,
     ("validation", "keep"): None,

@@ -7,12 +7,20 @@ centring. Estimated from forward-process errors it is
     r = -(mse(v) / w - mse(v_old) / w_old),    w = mean |v - target|, a constant: L1 weights, see `adaptive_error`
     L = clip / b * (b (r - mean_g r) - (A - mean_g A))^2,    A mapped from [-clip, clip] to [0, 1]
 
+or, with `regression=cross_entropy`, the relative entropy of the probabilities that the two are the logits of,
+
+    L = clip / b * KL(sigmoid(A - mean_g A) || sigmoid(b (r - mean_g r)))
+
+which is the cross-entropy but for a constant, the entropy of the first: the same gradient, and 0 where they agree.
 The gradients of the mean cancel within a group, so that it is a constant, which may come from a first pass over a group
 that is too large for one backward pass. Unlike a policy gradient it has a fixed point: the loss is 0 if and only if the
 two centred rewards agree.
 """
 
+from typing import Literal
+
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
 from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, pooled_mean
@@ -35,14 +43,16 @@ class CRD(ForwardProcess):
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`crd_loss`; reports the mean `implicit_reward`, 0 where nothing was learnt since the old policy."""
-        mix, clip = self.settings.mix, self.settings.advantage_clip
+        settings = self.settings
+        mix, clip, regression = settings.mix, settings.advantage_clip, settings.regression
         implicit = self._implicit(s)
-        losses = crd_loss(implicit, s.advantages, s.groups, mix, clip, pooled_mean(s))
+        losses = crd_loss(implicit, s.advantages, s.groups, mix, clip, pooled_mean(s), regression)
         return losses, {"implicit_reward": float(implicit.detach().mean())}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """`excess_reward`, whose mean is subtracted."""
-        return excess_reward(self._implicit(s), s.advantages, self.settings.mix, self.settings.advantage_clip).detach()
+        """The two rewards whose means are subtracted, `[B, 2]`."""
+        rewards = self.settings.mix * self._implicit(s), optimality(s.advantages, self.settings.advantage_clip)
+        return torch.stack(rewards, 1).detach()
 
     def kl_weights(self, s: Noised) -> torch.Tensor | float:
         """With `kl_by_reward` r + (1 - r) LOWEST_KL / kl_coef, where r is the probability that an image is good."""
@@ -61,23 +71,33 @@ def implicit_reward(output: torch.Tensor, old: torch.Tensor, target: torch.Tenso
     return adaptive_error(old.detach(), target) - adaptive_error(output, target)
 
 
-def excess_reward(implicit: torch.Tensor, advantages: torch.Tensor, mix: float, clip: float) -> torch.Tensor:
-    """`b r - A` `[B]` of implicit rewards and advantages `[B]`, the latter mapped to [0, 1]; b is `mix`."""
-    return mix * implicit - optimality(advantages, clip)
-
-
 def crd_loss(
     implicit: torch.Tensor,
     advantages: torch.Tensor,
     groups: torch.Tensor,
     mix: float,
     clip: float,
-    mean: torch.Tensor | None = None,
+    means: torch.Tensor | None = None,
+    regression: Literal["squared", "cross_entropy"] = "squared",
 ) -> torch.Tensor:
-    """The loss above, `[B]`, from implicit rewards, advantages and group numbers `[B]`; b is `mix`.
+    """The losses above, `[B]`, from implicit rewards, advantages and group numbers `[B]`; b is `mix`.
 
-    `mean`: of `excess_reward` over each row's group, `[B]`; None: over the rows of it that are given.
+    `means`: of `b r` and of the advantages in [0, 1] over each row's group, `[B, 2]`; None: over its rows that are
+    given.
     """
-    excess = excess_reward(implicit, advantages, mix, clip)
-    mean = group_mean(excess.detach(), groups) if mean is None else mean
-    return clip / mix * (excess - mean) ** 2
+    scaled, wanted = mix * implicit, optimality(advantages, clip)
+    if regression == "squared":
+        excess = scaled - wanted
+        mean = group_mean(excess.detach(), groups) if means is None else means[:, 0] - means[:, 1]
+        return clip / mix * (excess - mean) ** 2
+    if means is None:
+        means = torch.stack([group_mean(scaled.detach(), groups), group_mean(wanted, groups)], 1)
+    logits, wanted_logits = scaled - means[:, 0], wanted - means[:, 1]
+    return clip / mix * relative_entropy(wanted_logits, logits)
+
+
+def relative_entropy(wanted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """KL divergence `[B]` of coins whose logits are `wanted` `[B]` to those of `logits`: 0 where they agree."""
+    probability = wanted.sigmoid()
+    crossed, own = (binary_cross_entropy_with_logits(x, probability, reduction="none") for x in (logits, wanted))
+    return crossed - own

@@ -97,8 +97,11 @@ def per_sample(values: torch.Tensor) -> torch.Tensor:
 
 
 def pooled_mean(s: Noised) -> torch.Tensor | None:
-    """For each row the mean over its whole group of what `pooled` gives, `[B]`; None where the groups are complete."""
-    return None if s.pooled is None else s.pooled[0] / s.pooled[1]
+    """For each row the mean over its whole group of what `pooled` gives; None where the groups are complete."""
+    if s.pooled is None:
+        return None
+    sums, counts = s.pooled
+    return sums / counts.view(-1, *[1] * (sums.ndim - 1))
 
 
 def group_mean(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -143,7 +146,7 @@ class ForwardProcess(Algorithm):
         raise NotImplementedError
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """The part of each row in the losses of the others of its group, `[B]`: their sum over the group matters."""
+        """The part of each row in the losses of the others of its group, `[B]` or `[B, n]`: the group's sum matters."""
         raise NotImplementedError
 
     def kl_weights(self, s: Noised) -> torch.Tensor | float:

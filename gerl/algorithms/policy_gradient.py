@@ -6,7 +6,6 @@ A trajectory's stochastic steps are the actions of a Markov decision process (DD
 
 from __future__ import annotations  # of the model, which the driver of a run does not have
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.policy_gradients import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
-from gerl.engine.kernels import FlowRule, Rule, coefficients
+from gerl.engine.kernels import Rule, with_noise
 from gerl.protocol import StepFacts, UpdateStats
 
 if TYPE_CHECKING:
@@ -143,9 +142,7 @@ class PolicyGradient(Algorithm):
 
 def _stochastic(config: Config, tape: Tape, k: int) -> Rule:
     """The rule that step `k` has, or would have if it were stochastic."""
-    rule = tape.steps[k].rule
-    if rule.std > 0 or not isinstance(rule, FlowRule):
+    rule, sampling = tape.steps[k].rule, config.sampling
+    if rule.std > 0:
         return rule
-    sigma_one, sampling = tape.steps[0].rule.sigma_next, config.sampling
-    kappa, std = coefficients(sampling.kernel, rule.sigma, rule.sigma_next, sampling.noise_level, sigma_one)
-    return replace(rule, kappa=kappa, std=std)
+    return with_noise(rule, sampling.kernel, sampling.noise_level, tape.steps[0].rule.sigma_next)

@@ -79,7 +79,9 @@ NAMES = {
     "algorithm.history": "per_prompt_stat_tracking per_prompt_stat_tracking_buffer_size",
     "algorithm.dynamic_sampling": """use_dynamic_sampling dynamic_sampling_max_gen_batches filter_groups
         filter_groups.enable filter_groups.max_num_gen_batches""",
-    "algorithm.mix": "nft_beta mix_beta",
+    "algorithm.mix": "nft_beta mix_beta crd_beta",
+    "algorithm.regression": "crd_loss_type",
+    "algorithm.kl_by_reward": "reward_adaptive_kl",
     "algorithm.beta": "dpo_beta beta_dpo",
     "algorithm.weighting": "awm_weighting",
     "algorithm.kl_threshold": "kl_mask_threshold",

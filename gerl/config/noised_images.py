@@ -115,6 +115,11 @@ class CRDConfig(ContrastConfig):
     whole_groups = True
 
     name: Literal["crd"] = name_key("crd")
+    regression: Literal["squared", "cross_entropy"] = key(
+        "squared",
+        "how the two centred rewards are made to agree: by their squared difference, or by the cross-entropy of the "
+        "probabilities that they are the logits of",
+    )
     kl_by_reward: bool = key(
         False, "the KL of an image counts by how good it is: 1e-4 at the worst up to kl_coef at the best"
     )

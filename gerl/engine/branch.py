@@ -16,11 +16,12 @@ import torch
 from torch.utils._pytree import tree_any
 
 from gerl.engine.batching import detached_copy, materialised, select_call
+from gerl.engine.families import advance
 from gerl.engine.feature_cache import NO_CACHE, FeatureCache
 from gerl.engine.instrument import Timestep
 from gerl.engine.record import Recorder, check_generators, record_probe
 from gerl.engine.tape import Tape, TapeStep
-from gerl.engine.transitions import Sampler, advance
+from gerl.engine.transitions import Sampler
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:

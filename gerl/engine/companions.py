@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gerl.engine.families import advance
 from gerl.engine.instrument import Timestep
 from gerl.engine.tape import Tape
-from gerl.engine.transitions import advance
 
 if TYPE_CHECKING:
     from diffusers import SchedulerMixin

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gerl.config.choices import CfgMode
 from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
 from gerl.engine.companions import CompanionsFromTape
+from gerl.engine.families import advance
 from gerl.engine.instrument import StopPipeline, Timestep, routed, unguided
 from gerl.engine.tape import ComponentCall, Tape
-from gerl.engine.transitions import advance
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:

@@ -6,24 +6,37 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gerl.engine.families import (
+    gives_model_dtype,
+    is_edm,
+    is_flow_lcm,
+    is_lcm,
+    is_trigflow,
+    lcm_clean,
+    predicts_clean,
+    scm_clean,
+    step_index,
+)
 from gerl.errors import ModelError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
     from diffusers.guiders.guider_utils import GuiderOutput
+    from diffusers.schedulers.scheduling_lcm import LCMSchedulerOutput
     from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 # what `__call__` computes or draws outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
-# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run.
+# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run; so must what writes noisier conditions
+# into the latents of each step (LTX), since a replay may have others: the noise that it draws is answered.
 ANSWERED = re.compile(
-    r"_?(encode|prepare(?!_extra_step)|generate|enhance|upsample_prompt|rewire|expand_prompts|add_noise"
-    r"|get_image_caption)(_|$)"
+    r"_?(encode|prepare(?!_extra_step)|generate|enhance|upsample_prompt|rewire|expand_prompts"
+    r"|add_noise(?!_to_image_cond)|get_image_caption)(_|$)"
 )
 
 
@@ -78,31 +91,99 @@ class _Step:
         *_: object,
         return_dict: bool = True,
         per_token_timesteps: torch.Tensor | None = None,
+        pred_original_sample: torch.Tensor | None = None,
+        r_timestep: Timestep | None = None,
         **__: object,
-    ) -> SchedulerOutput | SCMSchedulerOutput | tuple[torch.Tensor, ...]:
+    ) -> SchedulerOutput | SCMSchedulerOutput | LCMSchedulerOutput | tuple[torch.Tensor, ...] | Stepped:
         # in here: the driver of a run does without diffusers
-        from diffusers import FlowMatchEulerDiscreteScheduler, SCMScheduler
+        from diffusers.schedulers.scheduling_lcm import LCMSchedulerOutput
         from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
         from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
-        if per_token_timesteps is not None:
+        scheduler = self.scheduler
+        if r_timestep is not None:
             raise ModelError(
-                "the pipeline steps every token at a noise level of its own (per_token_timesteps), for which gerl has "
-                "no transition kernel: use a pipeline of this model without (LTXImageToVideoPipeline for LTX)"
+                "the pipeline jumps to noise levels of its own choice (r_timestep), which the schedule does not have: "
+                "gerl takes the steps of the schedule"
             )
+        if per_token_timesteps is not None:
+            # tokens have noise levels of their own, and the output is the negative velocity (LTX). Those that the
+            # pipeline keeps are all at the level of the step; the others it sets back to what they were
+            model_output = -model_output
+        if is_edm(scheduler):
+            return Stepped(self._next_of, scheduler, (model_output, timestep, sample), pred_original_sample)
+        x_next = self._next_of(model_output, timestep, sample)
+        dtype = model_output.dtype if gives_model_dtype(scheduler) else sample.dtype
+        dtype = torch.float32 if per_token_timesteps is not None else dtype
+        x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
+        # the pipelines of consistency models decode the clean latents of the last step
+        if is_trigflow(scheduler):
+            clean = scm_clean(timestep, model_output, sample)
+            return SCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
+        if is_lcm(scheduler):
+            clean = lcm_clean(scheduler, timestep, model_output, sample)
+            return LCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
+        return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
+
+    def _next_of(self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor) -> torch.Tensor:
+        """The next latents, fp32, as the head has them."""
         if not self.first:
             self.first.append(self.scheduler)
         goes_along = self.first[0] is self.own is not self.scheduler
         step = self.head.on_companion_step if goes_along else self.head.on_scheduler_step
-        x_next = step(self.scheduler, model_output, timestep, sample)
-        euler = isinstance(self.scheduler, FlowMatchEulerDiscreteScheduler)  # which gives what it gets from the model
-        dtype = model_output.dtype if euler else sample.dtype
-        x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
-        if isinstance(self.scheduler, SCMScheduler):  # its pipelines decode the clean latents of the last step
-            t = torch.as_tensor(timestep).flatten()[0]
-            clean = torch.cos(t) * sample - torch.sin(t) * model_output
-            return SCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
-        return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
+        return step(self.scheduler, model_output, timestep, sample)
+
+
+class Stepped:
+    """The next latents and the clean ones of a step of `EDMEulerScheduler`, each computed when it is read.
+
+    Cosmos 1 steps twice: it reads the clean latents of a first step, on a batch that may be doubled for guidance, takes
+    the step back, guides these clean latents and steps with them (`known`). Only where the next latents are read is it
+    a step of the rollout.
+    """
+
+    def __init__(
+        self,
+        next_of: Callable[[torch.Tensor, Timestep, torch.Tensor], torch.Tensor],
+        scheduler: SchedulerMixin,
+        given: tuple[torch.Tensor, Timestep, torch.Tensor],
+        known: torch.Tensor | None,
+    ) -> None:
+        self.next_of, self.scheduler, self.given, self.known = next_of, scheduler, given, known
+        self.index = step_index(scheduler, given[1])
+        self.taken: torch.Tensor | None = None
+        scheduler._step_index = self.index + 1
+
+    @property
+    def prev_sample(self) -> torch.Tensor:
+        """The next latents."""
+        if self.taken is None:
+            model_output, timestep, sample = self.given
+            self.scheduler._step_index = self.index
+            with predicts_clean(self.scheduler, self.known is not None):
+                output = model_output if self.known is None else self.known
+                self.taken = self.next_of(output, timestep, sample).to(model_output.dtype, copy=True)
+        return self.taken
+
+    @property
+    def pred_original_sample(self) -> torch.Tensor:
+        """The clean latents that the model output predicts, by the scheduler's own arithmetic."""
+        if self.known is not None:
+            return self.known
+        model_output, _, sample = self.given
+        clean: torch.Tensor = self.scheduler.precondition_outputs(
+            sample.float(), model_output, self.scheduler.sigmas[self.index]
+        )
+        return clean
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.prev_sample, self.pred_original_sample))
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return self.prev_sample if range(2)[place] == 0 else self.pred_original_sample
+
+    def __len__(self) -> int:
+        return 2
 
 
 @contextlib.contextmanager
@@ -144,6 +225,23 @@ def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
         yield
     finally:
         for restore in reversed(undo):
+            restore()
+
+
+@contextlib.contextmanager
+def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[torch.Generator]) -> Iterator[None]:
+    """Let a consistency model's scheduler draw from `generator` (one, or one per sample) where its pipeline gives none.
+
+    Pipelines of flow matching know no scheduler that draws: the noise would be the global generator's, another one
+    each time.
+    """
+    undo: list[Callable[[], object]] = []
+    try:
+        if is_flow_lcm(scheduler):
+            _put(undo, scheduler, "step", functools.partial(scheduler.step, generator=generator))
+        yield
+    finally:
+        for restore in undo:
             restore()
 
 

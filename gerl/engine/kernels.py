@@ -9,15 +9,20 @@ so a sampler is the pair `(kappa, std)`. Sigmas are Python floats: no look-up by
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
 
 from gerl.config.choices import KernelName
+from gerl.errors import ReplayError
 
 KERNELS: tuple[str, ...] = get_args(KernelName)
 NEARLY_ONE = 0.999  # UniPC-like schedules start at 0.9999, where sigma / (1 - sigma) explodes just as at 1
+NO_CLEAN_LATENTS = (
+    "a flow map is trained at its own latents: it predicts no clean ones, and algorithms that noise images again "
+    "cannot train it; use one that replays its steps (neighbor_grpo)"
+)
 
 
 def coefficients(
@@ -196,6 +201,38 @@ class EDMRule:
 
 
 @dataclass(frozen=True)
+class DenoisedRule(EDMRule):
+    """A step of EDM with a preconditioned output F, which predicts the clean latents `skip x + out F`.
+
+    The transition is that of `EDMRule`, with `eps_h = (x - x0h) / c`. Where a pipeline guides clean latents and steps
+    with those (Cosmos 1), the output is `x0h` itself: skip 0, out 1.
+    """
+
+    skip: float
+    out: float
+
+    @property
+    def jacobian(self) -> float:
+        """`|d mean / d model_output|`."""
+        return abs(self.out * (1 - (1 + self.scale_next) * self.kappa / self.scale))
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """Mean of the next latents, fp32, shape of `x`; at noise 0 bitwise the scheduler's."""
+        return super().mean(x, (x.float() - self.clean(x, model_output)) / self.scale)
+
+    def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """The output of a perfect model at `noised(x0, noise)`, fp32, shape of `x0`."""
+        # (x0 - skip (x0 + c noise)) / out, without the difference of large numbers
+        return ((1 - self.skip) * x0.float() - self.skip * self.scale * noise.float()) / self.out
+
+    def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """The clean latents that `model_output` predicts at `x`, fp32, shape of `x`."""
+        if (self.skip, self.out) == (0.0, 1.0):
+            return model_output.float()
+        return self.skip * x.float() + self.out * model_output.float()
+
+
+@dataclass(frozen=True)
 class DDIMRule:
     """One DDIM step (arXiv 2010.02502, equations 12 and 16) of an epsilon-, v- or sample-prediction model.
 
@@ -215,6 +252,7 @@ class DDIMRule:
     prediction_type: str
     clip_range: float | None
     noise_scale: float = 1.0  # std of what is added at noise level 1
+    boundary: tuple[float, float] = (0.0, 1.0)  # c_skip, c_out of a consistency model (LCM): x0h is c_out x0 + c_skip x
 
     def __post_init__(self) -> None:
         if self.prediction_type not in ("epsilon", "v_prediction", "sample"):
@@ -228,13 +266,14 @@ class DDIMRule:
     @property
     def jacobian(self) -> float:
         """`|d mean / d model_output|` where nothing is clipped."""
+        clean = self.sqrt_alpha_next * self.boundary[1]  # the factor of the clean latents
         match self.prediction_type:
             case "epsilon":
-                return abs(self.direction - self.sqrt_alpha_next * self.sigma / self.sqrt_alpha)
+                return abs(self.direction - clean * self.sigma / self.sqrt_alpha)
             case "v_prediction":
-                return abs(self.direction * self.sqrt_alpha - self.sqrt_alpha_next * self.sigma)
+                return abs(self.direction * self.sqrt_alpha - clean * self.sigma)
             case _:  # sample
-                return abs(self.sqrt_alpha_next - self.direction * self.sqrt_alpha / self.sigma)
+                return abs(clean - self.direction * self.sqrt_alpha / self.sigma)
 
     def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
         """Mean of the next latents, fp32, shape of `x`."""
@@ -274,7 +313,70 @@ class DDIMRule:
                 x0, epsilon = out, (x - self.sqrt_alpha * out) / self.sigma
         if self.clip_range is not None:
             x0 = x0.clamp(-self.clip_range, self.clip_range)
+        if self.boundary != (0.0, 1.0):
+            x0 = self.boundary[1] * x0 + self.boundary[0] * x
         return x0, epsilon
 
 
-Rule = FlowRule | EDMRule | DDIMRule
+@dataclass(frozen=True)
+class FlowMapRule:
+    """One step of a flow map (AnyFlow), whose output is the average velocity from `sigma` to `sigma_next`.
+
+    It says nothing of the clean latents, so there is no noise to add and none to train on: only the step itself is
+    defined. Raises `ReplayError` for what forward-process algorithms ask.
+    """
+
+    sigma: float
+    sigma_next: float
+    std: float = 0.0
+
+    @property
+    def dt(self) -> float:
+        """`sigma_next - sigma`, negative."""
+        return self.sigma_next - self.sigma
+
+    @property
+    def jacobian(self) -> float:
+        """`|d mean / d model_output|`."""
+        return abs(self.dt)
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """The next latents, fp32, shape of `x`; bitwise the scheduler's, which computes in fp64."""
+        return (x.double() - (self.sigma - self.sigma_next) * model_output.double()).float()
+
+    def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        raise ReplayError(NO_CLEAN_LATENTS)
+
+    def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        raise ReplayError(NO_CLEAN_LATENTS)
+
+    def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        raise ReplayError(NO_CLEAN_LATENTS)
+
+
+Rule = FlowRule | EDMRule | DDIMRule | FlowMapRule
+
+
+def with_noise(rule: Rule, kernel: str, noise_level: float, sigma_one: float) -> Rule:
+    """The rule of the same step with the noise of `kernel`; `sigma_one`: see `coefficients`.
+
+    Of a flow map, and of a step of length 0, it is `rule`.
+    """
+    if isinstance(rule, FlowMapRule) or rule.dt == 0:
+        return rule
+    if isinstance(rule, DDIMRule):
+        direction, std = _ddim_noise(rule, kernel, noise_level)
+        return replace(rule, direction=direction, std=std)
+    kappa, std = coefficients(kernel, rule.sigma, rule.sigma_next, noise_level, sigma_one)
+    factor = 1.0 if isinstance(rule, FlowRule) else 1 + rule.scale_next
+    return replace(rule, kappa=kappa, std=factor * std)
+
+
+def _ddim_noise(rule: DDIMRule, kernel: str, noise_level: float) -> tuple[float, float]:
+    """Direction and std of a step with noise: of DDIM, or of a consistency model, whose kernel is cps."""
+    if kernel == "cps":
+        kappa, std = coefficients("cps", 1.0, rule.sigma_next, noise_level, 1.0)
+        return kappa, std * rule.noise_scale
+    left = 1 - (rule.sqrt_alpha / rule.sqrt_alpha_next) ** 2
+    std = noise_level * rule.sigma_next / rule.sigma * math.sqrt(max(left, 0.0)) if kernel == "ddim" else 0.0
+    return math.sqrt(max(rule.sigma_next**2 - std**2, 0.0)), std

@@ -19,11 +19,11 @@ from gerl.engine.alike import first_of_kind, once_per_kind
 from gerl.engine.batching import Tree, detached_copy, materialised
 from gerl.engine.companions import CompanionsFromTape
 from gerl.engine.differentiable import Differentiable
+from gerl.engine.families import advance
 from gerl.engine.guidance import CfgMode, Role, check_stands_for, guided, has_rows_in_list
 from gerl.engine.instrument import StopPipeline, Timestep
 from gerl.engine.kernels import Rule, gaussian_log_prob
 from gerl.engine.tape import ComponentCall, Tape, TapeStep
-from gerl.engine.transitions import advance
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:

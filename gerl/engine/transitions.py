@@ -8,14 +8,37 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gerl.engine.families import (
+    advance,
+    counts_steps,
+    edm_scalings,
+    is_consistency,
+    is_edm,
+    is_flow_map,
+    is_flow_matching,
+    is_lcm,
+    is_tcd,
+    is_trigflow,
+    noises_anew,
+    output_is_clean,
+    step_index,
+)
 from gerl.engine.feature_cache import NO_CACHE, FeatureCache
 from gerl.engine.instrument import Timestep
-from gerl.engine.kernels import DDIMRule, EDMRule, FlowRule, Rule, coefficients
+from gerl.engine.kernels import DDIMRule, DenoisedRule, EDMRule, FlowMapRule, FlowRule, Rule, coefficients
 from gerl.engine.solver import ONE_STEP, SOLVERS, Span
 from gerl.errors import ModelError
 
 if TYPE_CHECKING:
-    from diffusers import DDIMScheduler, SchedulerMixin, SCMScheduler
+    from diffusers import (
+        DDIMScheduler,
+        EDMEulerScheduler,
+        FlowMapEulerDiscreteScheduler,
+        LCMScheduler,
+        SchedulerMixin,
+        SCMScheduler,
+        TCDScheduler,
+    )
 
 
 @dataclass(frozen=True)
@@ -55,20 +78,28 @@ class Transitions:
             return self._flow(scheduler, timestep, stochastic, span)
         if is_trigflow(scheduler):
             return self._trigflow(scheduler, timestep, stochastic, span)
+        if is_lcm(scheduler) or is_tcd(scheduler):
+            return self._lcm(scheduler, timestep, stochastic, span)
+        if is_edm(scheduler):
+            return self._denoised(scheduler, timestep, stochastic, span)
+        if is_flow_map(scheduler):
+            return self._flow_map(scheduler, timestep, stochastic, span)
         return self._ddim(scheduler, int(timestep), stochastic, span)
 
     def num_steps(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
         total = len(scheduler.timesteps)
-        if counts_steps(scheduler):  # its schedule has the noise level after the last step
-            total = len(scheduler.sigmas if is_flow_matching(scheduler) else scheduler.timesteps) - 1
+        if is_trigflow(scheduler):  # its timesteps end with the noise level after the last step
+            total -= 1
+        elif is_flow_matching(scheduler):
+            total = len(scheduler.sigmas) - 1
         return total - self._position(scheduler, timestep)
 
     def _position(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Index in the schedule of the step that `scheduler` is about to take at `timestep`."""
         if not counts_steps(scheduler):
             return self._table(scheduler.timesteps).index(float(timestep))
-        return _step_index(scheduler, timestep)
+        return step_index(scheduler, timestep)
 
     def _noise(self, stochastic: bool | None, last: bool) -> float:
         if stochastic and last:
@@ -85,7 +116,7 @@ class Transitions:
         sigmas = self._table(scheduler.sigmas)
         s, s_next, s_one = sigmas[i + span[0]], sigmas[i + span[1]], sigmas[1]
         if max(sigmas) > 1.001:  # of flow matching they lie in [0, 1]
-            return self._edm(s, s_next, s_one, stochastic)
+            return EDMRule(s, s_next, *self._edm(s, s_next, s_one, stochastic))
         inverted = sigmas[i + 1] > sigmas[i]
         if inverted:
             s, s_next, s_one = 1 - s, 1 - s_next, 1 - s_one
@@ -94,8 +125,8 @@ class Transitions:
         kappa, std = coefficients(self.sampler.kernel, s, s_next, noise, s_one)
         return FlowRule(s, s_next, kappa, std, inverted)
 
-    def _edm(self, c: float, c_next: float, c_one: float, stochastic: bool | None) -> EDMRule:
-        """Euler steps along the sigmas of EDM (Cosmos 2): see `EDMRule`."""
+    def _edm(self, c: float, c_next: float, c_one: float, stochastic: bool | None) -> tuple[float, float]:
+        """Kappa and std of a step along the sigmas of EDM: see `EDMRule`."""
         if self.sampler.solver != "euler":
             raise ModelError(
                 f"sampling.solver={self.sampler.solver} is for sigmas in [0, 1], those of this scheduler go up to "
@@ -103,7 +134,59 @@ class Transitions:
             )
         s, s_next, s_one = (value / (1 + value) for value in (c, c_next, c_one))
         kappa, std = coefficients(self.sampler.kernel, s, s_next, self._noise(stochastic, last=c_next in (0, c)), s_one)
-        return EDMRule(c, c_next, kappa, (1 + c_next) * std)
+        return kappa, (1 + c_next) * std
+
+    def _denoised(
+        self, scheduler: EDMEulerScheduler, timestep: Timestep, stochastic: bool | None, span: Span
+    ) -> DenoisedRule:
+        """A step along the sigmas of EDM, of a preconditioned output (Cosmos 1, Playground 2.5)."""
+        i = self._position(scheduler, timestep)
+        advance(scheduler, timestep)
+        sigmas = self._table(scheduler.sigmas)
+        c, c_next = sigmas[i + span[0]], sigmas[i + span[1]]
+        kappa, std = self._edm(c, c_next, sigmas[1], stochastic)
+        skip, out = (0.0, 1.0) if output_is_clean(scheduler) else edm_scalings(scheduler, sigmas[i])
+        return DenoisedRule(c, c_next, kappa, std, skip, out)
+
+    def _lcm(
+        self, scheduler: LCMScheduler | TCDScheduler, timestep: Timestep, stochastic: bool | None, span: Span
+    ) -> DDIMRule:
+        """A step of a latent consistency model; the scheduler's own has noise level 1 (LCM), or 0 (TCD with eta 0)."""
+        i, config = self._position(scheduler, timestep), scheduler.config
+        advance(scheduler, timestep)
+        times = [int(t) for t in self._table(scheduler.timesteps)]
+        here, last = min(i + span[0], len(times) - 1), i + span[1] >= len(times)
+        alpha = scheduler.alphas_cumprod[times[here]]
+        end = torch.ones(()) if is_lcm(scheduler) else scheduler.alphas_cumprod[0]
+        alpha_next = end if last else scheduler.alphas_cumprod[times[i + span[1]]]
+        s_next = float((1 - alpha_next) ** 0.5)
+        kappa, std = coefficients(self.sampler.kernel, 1.0, s_next, self._noise(stochastic, last=last), 1.0)
+        boundary = (0.0, 1.0)
+        if is_lcm(scheduler):
+            boundary = scheduler.get_scalings_for_boundary_condition_discrete(times[here])
+        return DDIMRule(
+            sigma=float((1 - alpha) ** 0.5),
+            sigma_next=s_next,
+            sqrt_alpha=float(alpha**0.5),
+            sqrt_alpha_next=float(alpha_next**0.5),
+            direction=kappa,
+            std=std,
+            prediction_type=config.prediction_type,
+            # TCD has the setting and never clips
+            clip_range=config.clip_sample_range if config.clip_sample and is_lcm(scheduler) else None,
+            boundary=boundary,
+        )
+
+    def _flow_map(
+        self, scheduler: FlowMapEulerDiscreteScheduler, timestep: Timestep, stochastic: bool | None, span: Span
+    ) -> FlowMapRule:
+        """A step of a flow map, always deterministic; the model was asked for it alone, so that none is longer."""
+        if stochastic or span != ONE_STEP:
+            raise ModelError("a flow map takes its own steps, without noise: use sampling.kernel=ode and compression=1")
+        i = self._position(scheduler, timestep)
+        advance(scheduler, timestep)
+        sigmas = self._table(scheduler.sigmas)
+        return FlowMapRule(sigmas[i], sigmas[i + 1])
 
     def _trigflow(self, scheduler: SCMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
         """A step of a consistency model in TrigFlow; with noise level 1 of the kernel cps it is the scheduler's own."""
@@ -139,7 +222,7 @@ class Transitions:
             sigma_next=float((1 - alpha_next) ** 0.5),
             sqrt_alpha=float(alpha**0.5),
             sqrt_alpha_next=float(alpha_next**0.5),
-            direction=float((1 - alpha_next - std**2) ** 0.5),
+            direction=float((1 - alpha_next - std**2).clamp(min=0) ** 0.5),  # 0 but for rounding where alpha is 0
             std=float(std),
             prediction_type=config.prediction_type,
             clip_range=config.clip_sample_range if config.clip_sample else None,
@@ -160,42 +243,40 @@ class Transitions:
         return self._tables[id(schedule)][1]
 
 
-def advance(scheduler: SchedulerMixin, timestep: Timestep) -> None:
-    """Let `scheduler` pass the step it is about to take at `timestep`.
-
-    Pipelines that noise an image for the next step (inpainting) let the scheduler look its sigma up by step index.
-    """
-    if counts_steps(scheduler):
-        scheduler._step_index = _step_index(scheduler, timestep) + 1
-
-
-def _step_index(scheduler: SchedulerMixin, timestep: Timestep) -> int:
-    """Index of the step that a scheduler that counts them is about to take at `timestep`."""
-    if scheduler.step_index is None:
-        scheduler._init_step_index(timestep)
-    index: int = scheduler.step_index
-    return index
-
-
 def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
     """Raise `ModelError` if `scheduler` has no transition kernel, or not that of `sampler`."""
-    config, name = scheduler.config, type(scheduler).__name__
-    if is_flow_matching(scheduler):
-        if config.get("stochastic_sampling", False):
-            raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
-        return
-    if is_trigflow(scheduler):
+    name, given = type(scheduler).__name__, f"sampling.kernel={sampler.kernel} with sampling.solver={sampler.solver}"
+    if is_consistency(scheduler):
         if sampler.kernel not in ("cps", "ode") or sampler.solver != "euler":
             raise ModelError(
-                f"sampling.kernel={sampler.kernel} with sampling.solver={sampler.solver} is for flow matching: this "
-                "pipeline has an SCMScheduler, use cps (noise_level=1 is its own sampler) and euler"
+                f"{given} does not go with the {name} of a consistency model that this pipeline has: use cps "
+                f"(noise_level={int(noises_anew(scheduler))} is its own sampler) and euler"
             )
-        return
-    if type(scheduler).__name__ == "FlowMapEulerDiscreteScheduler":
-        raise ModelError(
-            f"the pipeline's scheduler is {name}, whose model jumps between noise levels by an average velocity and "
-            "has no transition kernel: train the model it was distilled from"
-        )
+        if scheduler.config.get("thresholding", False):
+            raise ModelError(f"{name} with thresholding has no transition kernel: set thresholding=False")
+    elif is_flow_matching(scheduler):
+        if scheduler.config.get("stochastic_sampling", False):
+            raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
+    elif is_edm(scheduler):
+        if sampler.solver != "euler":
+            raise ModelError(
+                f"sampling.solver={sampler.solver} is for sigmas in [0, 1], those of the {name} that this pipeline has "
+                "go far beyond: use euler"
+            )
+    elif is_flow_map(scheduler):
+        if (sampler.kernel != "ode" and sampler.noise_level > 0) or sampler.solver != "euler":
+            raise ModelError(
+                f"{given} does not go with the {name} that this pipeline has, whose model jumps between noise levels "
+                "by an average velocity and says nothing of the noise in between: use ode and euler, with an algorithm "
+                "that needs no noise (neighbor_grpo), or train the model that it was distilled from"
+            )
+    else:
+        _check_ddim(scheduler, sampler)
+
+
+def _check_ddim(scheduler: SchedulerMixin, sampler: Sampler) -> None:
+    """Raise `ModelError` if `scheduler` is no DDIM with the kernel of `sampler`."""
+    config, name = scheduler.config, type(scheduler).__name__
     from diffusers import DDIMScheduler  # in here: the driver of a run does without diffusers
 
     if not isinstance(scheduler, DDIMScheduler):
@@ -211,27 +292,13 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
         raise ModelError(
             f"sampling.solver={sampler.solver} is for flow matching: this pipeline has a DDIMScheduler, use euler"
         )
-    if config.thresholding or config.rescale_betas_zero_snr:
-        raise ModelError("DDIM with thresholding or rescale_betas_zero_snr has no transition kernel")
-
-
-def counts_steps(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler looks its noise level up by the number of the step."""
-    return is_flow_matching(scheduler) or is_trigflow(scheduler)
-
-
-def is_flow_matching(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler's model output is a velocity and its sigmas those of `x = (1 - s) x0 + s eps`."""
-    from diffusers import FlowMatchEulerDiscreteScheduler  # in here: the driver of a run does without diffusers
-
-    return (
-        isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-        or scheduler.config.get("prediction_type") == "flow_prediction"
-    )
-
-
-def is_trigflow(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler's noise levels are angles, as those of consistency models."""
-    from diffusers import SCMScheduler  # in here: the driver of a run does without diffusers
-
-    return isinstance(scheduler, SCMScheduler)
+    if config.thresholding:
+        raise ModelError(
+            "DDIM with thresholding has no transition kernel, since the latents are clipped by how large they are "
+            "themselves: set thresholding=False, as for every model of latents"
+        )
+    if config.rescale_betas_zero_snr and config.prediction_type == "epsilon":
+        raise ModelError(
+            "DDIM with rescale_betas_zero_snr starts at pure noise, of which an epsilon prediction says nothing: the "
+            "model needs a v prediction, or rescale_betas_zero_snr=False"
+        )

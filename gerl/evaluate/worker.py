@@ -57,8 +57,8 @@ class EvaluationWorker:
         if model.compile is not None:
             for denoiser in denoisers.values():
                 compile_blocks(denoiser, model.compile)
-        # no step is stochastic here: whether the kernel of the configuration fits the scheduler does not matter
-        sampling = replace(config.sampling, kernel="ode", solver="euler", compression=1.0)
+        # no step is one of a training rollout: whether kernel and sigmas of the configuration fit does not matter
+        sampling = replace(config.sampling, kernel="ode", solver="euler", sigmas="scheduler", compression=1.0)
         # the averaged weights of a run are those in its file: there is nothing to swap in
         self.rollout = Rollout(Policy(pipe, denoisers, {}, EMA({}, 0.0)), sampling, config.validation)
         return notes

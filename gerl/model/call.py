@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gerl.config import SamplingConfig
+from gerl.engine.families import is_flow_map, is_flow_matching
 from gerl.errors import ModelError
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, SchedulerMixin
 
 
 def pipeline_call(
@@ -76,3 +77,12 @@ def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
     """The noise levels `sampling.sigmas` asks the pipeline for, before its scheduler's shift; None: its own."""
     n = sampling.num_inference_steps
     return None if sampling.sigmas == "scheduler" else [1 - i * (1 - 1 / n) / (n - 1) for i in range(n)]
+
+
+def check_sigmas(scheduler: SchedulerMixin, sampling: SamplingConfig) -> None:
+    """Raise `ModelError` if `sampling.sigmas` asks `scheduler` for noise levels that are none of its own."""
+    if training_sigmas(sampling) is not None and not (is_flow_matching(scheduler) or is_flow_map(scheduler)):
+        raise ModelError(
+            f"sampling.sigmas={sampling.sigmas} is for flow matching, whose noise levels are in [0, 1]: this pipeline "
+            f"has the scheduler {type(scheduler).__name__}, use sampling.sigmas=scheduler"
+        )

@@ -1,24 +1,35 @@
-"""A scheduler with a transition kernel in place of one that has none: Euler for flow matching, DDIM for the others."""
+"""A scheduler with a transition kernel in place of one that has none: Euler for flow matching and EDM, DDIM else."""
 
 import inspect
 import logging
 
 import torch
 from diffusers import (
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
     DDIMScheduler,
+    EDMDPMSolverMultistepScheduler,
+    EDMEulerScheduler,
+    FlowMapEulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     FlowMatchLCMScheduler,
+    LCMScheduler,
     SchedulerMixin,
     SCMScheduler,
+    TCDScheduler,
 )
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
+from gerl.engine.families import is_flow_matching
 from gerl.engine.instrument import Timestep
-from gerl.engine.transitions import is_flow_matching
 from gerl.errors import ModelError
 
 logger = logging.getLogger(__name__)
+KEPT = (
+    FlowMatchEulerDiscreteScheduler, DDIMScheduler, SCMScheduler, LCMScheduler, TCDScheduler, EDMEulerScheduler,
+    FlowMapEulerDiscreteScheduler,
+)  # fmt: skip
 NOISE_SCHEDULE = (
     "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",
 )  # fmt: skip
@@ -30,12 +41,17 @@ SHOWN = 10  # steps of the schedule that the log shows
 def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
     """`scheduler`, or one with a transition kernel and the same noise levels in its place, which the log says.
 
-    Flow matching with another solver than Euler (UniPC, DPM++, Heun, LCM ...) becomes `SameSigmas`, other schedulers
-    DDIM on the same noise schedule. Raises `ModelError` for those that have neither.
+    Flow matching with another solver than Euler (UniPC, DPM++, Heun ...) becomes `SameSigmas`, EDM's DPM++ its Euler
+    steps, other schedulers DDIM on the same noise schedule; those of consistency models stay. Raises `ModelError` for
+    those that have none of these.
     """
-    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler | DDIMScheduler | SCMScheduler):
+    if isinstance(scheduler, KEPT):
         return scheduler
-    flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler | FlowMatchLCMScheduler) or is_flow_matching(scheduler)
+    if isinstance(scheduler, FlowMatchLCMScheduler):
+        return _of_one_size(scheduler)
+    if isinstance(scheduler, EDMDPMSolverMultistepScheduler):
+        return _edm_euler(scheduler)
+    flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler) or is_flow_matching(scheduler)
     if not flow:
         return _ddim(scheduler)
     if _arguments(scheduler) <= USUAL:
@@ -129,6 +145,27 @@ def _arguments(scheduler: SchedulerMixin) -> set[str]:
     return set(inspect.signature(scheduler.set_timesteps).parameters)
 
 
+def _of_one_size(scheduler: FlowMatchLCMScheduler) -> FlowMatchLCMScheduler:
+    """`scheduler`, whose latents keep their size along the steps."""
+    if scheduler.config.get("scale_factors"):
+        raise ModelError(
+            f"the pipeline's scheduler {type(scheduler).__name__} enlarges the latents between steps (scale_factors="
+            f"{scheduler.config.scale_factors}): a transition keeps their size, set scale_factors=None"
+        )
+    return scheduler
+
+
+def _edm_euler(scheduler: EDMDPMSolverMultistepScheduler) -> EDMEulerScheduler:
+    """Euler steps along the noise levels of `scheduler`."""
+    euler, name = EDMEulerScheduler.from_config(scheduler.config), type(scheduler).__name__
+    for kind in (euler, scheduler):
+        kind.set_timesteps(SHOWN)
+    if not torch.allclose(euler.sigmas, scheduler.sigmas.float(), rtol=1e-5):
+        raise ModelError(f"the pipeline's scheduler {name} has other noise levels than EDMEulerScheduler")
+    logger.info("replaced %s by EDMEulerScheduler with the same sigmas, which has a transition kernel", name)
+    return euler
+
+
 def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     """DDIM on the noise schedule of `scheduler`."""
     config, alphas = scheduler.config, getattr(scheduler, "alphas_cumprod", None)  # EDM schedulers have no alphas
@@ -137,8 +174,14 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     # `from_config` drops what the other class had by default; and DDIM by default clips the predicted sample, which
     # would ruin the latents of schedulers that never do
     kept = {name: config[name] for name in NOISE_SCHEDULE if name in config}
-    ddim = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False), **kept)
-    if not torch.equal(ddim.alphas_cumprod, alphas):
+    shifted = isinstance(scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler)  # which never clip, and say they do
+    clips = config.get("clip_sample", False) and not shifted
+    ddim = DDIMScheduler.from_config(config, clip_sample=clips, **kept)
+    if shifted:  # by snr_shift_scale, which DDIM does not have
+        ddim.alphas_cumprod = alphas.float()
+        ddim.final_alpha_cumprod = ddim.final_alpha_cumprod if config.set_alpha_to_one else ddim.alphas_cumprod[0]
+    # with zero terminal SNR other schedulers keep a last level of 2^-24 where DDIM has 0
+    if not torch.allclose(ddim.alphas_cumprod, alphas.float(), rtol=0, atol=1e-7):
         raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has another noise schedule than DDIM")
     logger.info("replaced %s by DDIMScheduler, which has a transition kernel", type(scheduler).__name__)
     return ddim

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from diffusers import SCMScheduler
 
 from gerl.config import Config
 from gerl.engine import ReplayedStep, Tape, record, replay
+from gerl.engine.families import noises_anew
+from gerl.engine.instrument import noise_from
 from gerl.model.call import training_sigmas
 from gerl.preflight.findings import Report
 from gerl.protocol import RolloutTask, Sample
@@ -29,7 +30,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
     For a consistency model, whose own sampler is stochastic: of a rollout with that noise.
     """
     pipe = rollout.policy.pipe
-    kernel, noise = ("cps", 1.0) if isinstance(pipe.scheduler, SCMScheduler) else ("ode", 0.0)
+    kernel, noise = ("cps", 1.0) if noises_anew(pipe.scheduler) else ("ode", 0.0)
 
     def drawn(way: Way) -> float:
         part = samples[: way.of(len(samples))]
@@ -41,7 +42,9 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
                 with torch.random.fork_rng():  # for what is drawn without a generator
                     torch.manual_seed(0)
                     if stock:
-                        output = pipe(**call, generator=generators[0] if way.text else generators)
+                        given = generators[0] if way.text else generators
+                        with noise_from(pipe.scheduler, given):
+                            output = pipe(**call, generator=given)
                     else:
                         output, _ = record(pipe, call, kernel, noise, generators=generators, probe=False)
                 images.append(pictures_in(output).astype(np.float64))

@@ -14,9 +14,10 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import FeatureCache, Reads, Tape, Trajectory, branch, lean, record, record_probe
+from gerl.engine.instrument import noise_from
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError, ReplayError
-from gerl.model.call import pipeline_call, training_sigmas
+from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
 from gerl.model.failures import model_errors, pipeline_errors
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
@@ -50,6 +51,7 @@ class Rollout:
     ) -> None:
         self.policy, self.sampling, self.validation = policy, sampling, validation
         check_scheduler(policy.pipe.scheduler, Sampler(sampling.kernel, sampling.noise_level, sampling.solver))
+        check_sigmas(policy.pipe.scheduler, sampling)
         self._picture_each = False
         self.ways = Ways(policy.pipe)
         # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
@@ -183,7 +185,8 @@ class Rollout:
                 given = {"generator": generators[0] if way.text else generators}
 
                 def draw(call: dict[str, object]) -> np.ndarray:
-                    return to_uint8(self.policy.pipe(**call | given))
+                    with noise_from(self.policy.pipe.scheduler, given["generator"]):
+                        return to_uint8(self.policy.pipe(**call | given))
 
                 return self.called(draw, part, way, "validation", **overrides)
 

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from schedules import sd3_sigmas
+from zoo import samplers
 
 from gerl.commandline.experiments import shipped
 
@@ -110,6 +111,46 @@ def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workpl
         assert change[1] - change[-1] > 0.002, change
     else:
         assert all(weight * value > 0.001 for weight, value in change.items()), change
+
+
+@pytest.fixture(scope="module")
+def few_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of few steps: a latent consistency model, which draws new noise at each, and a flow map of videos."""
+    folders = {name: tmp_path_factory.mktemp("model") / name for name in ("lcm", "flow_map")}
+    lcm, flow_map = tiny.sd15(), samplers.any_flow()
+    lcm.unet.conv_out.weight.data.mul_(8)
+    flow_map.transformer.proj_out.weight.data.mul_(16)
+    lcm.scheduler = diffusers.LCMScheduler()
+    for name, pipe in (("lcm", lcm), ("flow_map", flow_map)):
+        pipe.save_pretrained(folders[name])
+    return folders
+
+
+VARIANTS = {
+    "cross_entropy": ("crd", "algorithm.kl_coef=0 algorithm.regression=cross_entropy rollout.n=8 trainer.steps=4"),
+    "lcm": (
+        "flow_grpo",
+        "sampling.kernel=cps sampling.noise_level=1 sampling.num_inference_steps=3 sampling.window_range=[0,2] "
+        "trainer.steps=4",
+    ),
+    "flow_map": ("neighbor_grpo", "trainer.steps=5 rollout.n=6"),
+}
+CALLS = {"lcm": ON_SD15["sampling__call"], "flow_map": "{num_frames: 5, max_sequence_length: 16}"}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_follows_its_sign_too(
+    name: str, train: Train, few_steps: dict[str, Path], workplace: Path, tmp_path: Path
+) -> None:
+    algorithm, fitted = VARIANTS[name]
+    settings = [f"algorithm={algorithm}", f"validation.data={workplace / 'val.txt'}", *EASY.split(), *fitted.split()]
+    keys = {"model__path": few_steps[name], "sampling__call": CALLS[name]} if name in CALLS else {}
+    change = {}
+    for weight in (1, -1):
+        run = train(tmp_path / str(weight), *settings, f"reward.scorers.bright.weight={weight}", **keys)
+        bright = run.column("val/bright/mean")
+        change[weight] = bright[-1] - bright[0]
+    assert change[1] > 0.001 and change[-1] < -0.001, change
 
 
 def test_an_interrupted_run_carries_its_old_policies_on(train: Train, tmp_path: Path) -> None:

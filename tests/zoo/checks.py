@@ -1,8 +1,9 @@
 """The checks that every entry of the zoo has to pass, in a mode: with classifier-free guidance or without.
 
 `guided`: the call with guidance runs at all. `stock`: noise 0 gives the stock pipeline's output, bitwise (for
-consistency models, whose own sampler is stochastic, noise 1, but for rounding). `replay`: the
-ratio of a full replay is 1, exactly. `gradient`: every LoRA gradient is finite and they are not zero. `derivative`: it
+consistency models, whose own sampler is stochastic, noise 1, but for rounding). `replay`: the ratio of a full replay is
+1, exactly (of a flow map, which has no noise: it goes where the rollout went). `gradient`: every LoRA gradient is
+finite and they are not zero. `derivative`: it
 is the change of the log-probs per change of the weights. `window`: ratio and gradient for a replay of one step.
 `encoders`: the same without the text and image encoders. `sub_batch`: a replay of some samples of a lean tape has a
 ratio within 1e-5 of 1. `micro_batch`: the gradients of sub-batches add up to that of the batch. `modes`: replays that
@@ -63,6 +64,11 @@ class Trial:
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(itertools.chain.from_iterable(self.lora.values()))
 
+    @property
+    def steps(self) -> list[int]:
+        """The trained steps: those with noise, or of a flow map, which has none, the same ones."""
+        return [0, 1] if self.entry.kernel == "ode" else self.tape.stochastic_steps
+
     def arguments(self) -> dict[str, Any]:
         """A copy of the call: some pipelines write into their lists."""
         return select_call(self.call, range(self.entry.batch))
@@ -96,15 +102,33 @@ class Trial:
         weights, deviations = WEIGHTS[list(index)], []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor | None:
-            assert step.recorded_log_prob is not None and step.log_prob.shape == weights.shape
-            deviations.append(float(((step.log_prob.detach() - step.recorded_log_prob).exp() - 1).abs().max()))
-            return (weights * step.log_prob).sum() if step.log_prob.requires_grad else None
+            value = trained_value(step)
+            assert value.shape == weights.shape
+            deviations.append(ratio_deviation(step))
+            return (weights * value).sum() if value.requires_grad else None
 
         for p in self.parameters:
             p.grad = None
-        replay(self.pipe, tape or self.tape, on_step, **options)
+        replay(self.pipe, tape or self.tape, on_step, **{"steps": self.steps} | options)
         assert len(deviations) >= 1
         return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters], max(deviations)
+
+
+def trained_value(step: ReplayedStep) -> torch.Tensor:
+    """What is differentiated, `[B]`: the log-probability, or of a step without noise a projection of where it goes."""
+    if step.std > 0:
+        return step.log_prob
+    direction = torch.randn(step.mean.shape[1:], generator=torch.Generator().manual_seed(8))
+    return (step.mean * direction).flatten(1).mean(1)
+
+
+def ratio_deviation(step: ReplayedStep) -> float:
+    """The largest |ratio - 1|, or of a step without noise the largest difference from where the rollout went."""
+    assert step.x_next is not None
+    if step.std == 0:
+        return float((step.mean.detach() - step.x_next).abs().max())
+    assert step.recorded_log_prob is not None
+    return float(((step.log_prob.detach() - step.recorded_log_prob).exp() - 1).abs().max())
 
 
 def build(entry: Entry) -> tuple[Any, dict[str, list[torch.nn.Parameter]]]:
@@ -161,7 +185,7 @@ def check_replay(trial: Trial) -> None:
     with trial.weights_kept():
         for p in trial.parameters:
             p.data.mul_(1.5)
-        moved = trial.gradients(steps=trial.tape.stochastic_steps[:1], grad=False)[1]
+        moved = trial.gradients(steps=trial.steps[:1], grad=False)[1]
     assert moved > 1e-6, "the ratio does not move with the weights"
 
 
@@ -178,7 +202,7 @@ def check_gradient(trial: Trial) -> None:
 
 def check_derivative(trial: Trial) -> None:
     """By a central difference along a random direction: it has what a part computes without gradient as well."""
-    first, generator = trial.tape.stochastic_steps[:1], torch.Generator().manual_seed(3)
+    first, generator = trial.steps[:1], torch.Generator().manual_seed(3)
     grads, _ = trial.gradients(steps=first)
     direction = [torch.randn(p.shape, generator=generator) for p in trial.parameters]
     norm = float(torch.cat([g.flatten() for g in grads]).norm())
@@ -189,7 +213,7 @@ def check_derivative(trial: Trial) -> None:
         with trial.weights_kept():
             for p, d in zip(trial.parameters, direction, strict=True):
                 p.data.add_(d, alpha=move)
-            replay(trial.pipe, trial.tape, lambda k, step: values.append(step.log_prob), steps=first, grad=False)
+            replay(trial.pipe, trial.tape, lambda k, step: values.append(trained_value(step)), steps=first, grad=False)
         return float((WEIGHTS[: trial.entry.batch].double() * values[0].double()).sum())
 
     def off(size: float) -> float:
@@ -201,7 +225,7 @@ def check_derivative(trial: Trial) -> None:
 
 
 def check_window(trial: Trial) -> None:
-    grads, deviation = trial.gradients(steps=trial.tape.stochastic_steps[-1:])
+    grads, deviation = trial.gradients(steps=trial.steps[-1:])
     assert deviation == 0.0, f"the ratio of a replay of one step is off by {deviation}"
     assert any(g.any() for g in grads) and all(torch.isfinite(g).all() for g in grads)
     assert distance(grads, trial.full) > 1e-4, "one step has the gradient of all"
@@ -226,7 +250,7 @@ def check_encoders(trial: Trial) -> None:
 
 
 def check_sub_batch(trial: Trial) -> None:
-    steps = trial.tape.stochastic_steps[-1:]
+    steps = trial.steps[-1:]
     kept = lean(trial.tape, Reads(frozenset(steps), means=False, outputs=False))
     deviation = trial.gradients(kept, index=trial.halves()[0], steps=steps, grad=False)[1]
     assert deviation <= 1e-5, f"the ratio of a sub-batch is off by {deviation}"
@@ -243,7 +267,7 @@ def check_micro_batch(trial: Trial) -> None:
 
 
 def check_modes(trial: Trial) -> None:
-    first = trial.tape.stochastic_steps[:1]
+    first = trial.steps[:1]
     parts: list[dict[str, Any]] = [{}] if trial.entry.batch == 1 else [{}, {"index": trial.halves()[0]}]
     for mode in ("detach_uncond", "off"):
         try:

@@ -1,9 +1,20 @@
 """All entries of the zoo."""
 
-from zoo import conditioned, conditioned_2, refused, text_to_image, text_to_image_2, text_to_image_3, video, video_2
+from zoo import (
+    conditioned,
+    conditioned_2,
+    refused,
+    samplers,
+    text_to_image,
+    text_to_image_2,
+    text_to_image_3,
+    video,
+    video_2,
+)
 from zoo.base import Entry
 
-MODULES = (text_to_image, text_to_image_2, text_to_image_3, conditioned, conditioned_2, video, video_2, refused)
+TEXT_TO_IMAGE = (text_to_image, text_to_image_2, text_to_image_3)
+MODULES = (*TEXT_TO_IMAGE, conditioned, conditioned_2, video, video_2, samplers, refused)
 ENTRIES: list[Entry] = [entry for module in MODULES for entry in module.ENTRIES]
 
 

@@ -194,9 +194,6 @@ ENTRIES = [
         inputs=given(image=lambda n: pictures(1, 32)),
         size=32,
         batch=1,
-        limit="Every token has a noise level of its own (`per_token_timesteps`), for which gerl has no transition "
-        "kernel: use `LTXImageToVideoPipeline`.",
-        refused="use a pipeline of this model without .LTXImageToVideoPipeline",
     ),
     Entry("HeliosPipeline", "text to video", helios, **scale(1.0, 4.5), call=MEDIUM | {"num_frames": 9}),
     Entry("MotifVideoPipeline", "text to video", motif_video, cfg=NEGATIVE, call=MEDIUM | {"num_frames": 9}),

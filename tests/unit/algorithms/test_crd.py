@@ -1,10 +1,12 @@
 """CRD: the fixed point, the gradient in closed form, centring within groups only."""
 
+import math
+
 import pytest
 import torch
 from training import noised
 
-from gerl.algorithms.crd import CRD, crd_loss, implicit_reward
+from gerl.algorithms.crd import CRD, crd_loss, implicit_reward, relative_entropy
 from gerl.algorithms.forward_process import group_mean
 from gerl.config import Config, algorithm_config
 
@@ -78,9 +80,63 @@ def test_the_gradient_at_the_old_policy_weighs_flow_matching_with_the_centred_ad
     torch.testing.assert_close(output.grad, factors.view(-1, 1, 1) * matching, rtol=1e-9, atol=1e-12)
 
 
+# --- the form with a cross-entropy
+
+
+def cross_entropy(implicit: torch.Tensor, mix: float) -> torch.Tensor:
+    return crd_loss(implicit, ADVANTAGES, GROUPS, mix, CLIP, regression="cross_entropy")
+
+
+@pytest.mark.parametrize("mix", [0.5, 2.0])
+def test_the_gradient_of_the_cross_entropy_in_closed_form(mix: float) -> None:
+    implicit = IMPLICIT.clone().requires_grad_()
+    losses = cross_entropy(implicit, mix)
+    wanted = centred((ADVANTAGES / 10 + 0.5).clamp(0, 1))
+    slope = CLIP * ((mix * centred(IMPLICIT)).sigmoid() - wanted.sigmoid())
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), implicit)[0], slope, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mix", [0.5, 2.0])
+def test_the_published_form_but_for_the_entropy_of_what_is_wanted(mix: float) -> None:
+    """A naive twin, in a loop: as published, with a mean that has no gradient."""
+    implicit, twin = IMPLICIT.clone().requires_grad_(), IMPLICIT.clone().requires_grad_()
+    wanted, total, entropies = (ADVANTAGES / 10 + 0.5).clamp(0, 1), torch.zeros(()), []
+    for row in range(6):
+        group = GROUPS[row] == GROUPS
+        logit = mix * (twin[row] - twin[group].mean().detach())
+        goal = torch.sigmoid(wanted[row] - wanted[group].mean())
+        total = total + CLIP / mix * torch.nn.functional.binary_cross_entropy_with_logits(logit, goal)
+        entropies.append(-CLIP / mix * (goal * goal.log() + (1 - goal) * (1 - goal).log()))
+    losses = cross_entropy(implicit, mix)
+    torch.testing.assert_close(losses.sum(), total - torch.stack(entropies).sum(), rtol=1e-9, atol=1e-9)
+    grads = [torch.autograd.grad(value, x)[0] for value, x in ((losses.sum(), implicit), (total, twin))]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mix", [0.5, 2.0])
+def test_the_cross_entropy_has_the_same_fixed_point(mix: float) -> None:
+    wanted = (ADVANTAGES / 10 + 0.5).clamp(0, 1)
+    implicit = (wanted / mix + torch.where(GROUPS == 4, 3.0, -1.0)).requires_grad_()
+    losses = cross_entropy(implicit, mix)
+    (slope,) = torch.autograd.grad(losses.sum(), implicit)
+    assert losses.abs().max() < 1e-12 and slope.abs().max() < 1e-12
+    assert cross_entropy(implicit.detach() + 0.1 * torch.tensor([1, 0, 0, 1, 0, 0]), mix).min() > 1e-5
+
+
+def test_relative_entropy_by_hand() -> None:
+    p, q = 0.8, 0.4
+    logits = [torch.tensor([value]).logit() for value in (p, q)]
+    expected = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    assert relative_entropy(*logits).tolist() == pytest.approx([expected])
+
+
 def test_the_settings_are_those_of_the_configuration() -> None:
     config = algorithm_config("crd", mix=0.5, advantage_clip=4.0)
     losses, metrics = CRD(Config(algorithm=config)).loss(noised(OUTPUT, TARGET, ADVANTAGES, GROUPS, OLD))
     implicit = implicit_reward(OUTPUT, OLD, TARGET)
     torch.testing.assert_close(losses, crd_loss(implicit, ADVANTAGES, GROUPS, 0.5, 4.0))
     assert metrics == {"implicit_reward": pytest.approx(float(implicit.mean()))}
+    other = algorithm_config("crd", mix=0.5, advantage_clip=4.0, regression="cross_entropy")
+    losses, _ = CRD(Config(algorithm=other)).loss(noised(OUTPUT, TARGET, ADVANTAGES, GROUPS, OLD))
+    expected = crd_loss(implicit, ADVANTAGES, GROUPS, 0.5, 4.0, regression="cross_entropy")
+    torch.testing.assert_close(losses, expected)

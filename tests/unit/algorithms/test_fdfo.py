@@ -16,7 +16,15 @@ from gerl.algorithms.fdfo import directions, fdfo_loss, partners, velocity_chang
 from gerl.algorithms.planning import plan_samples
 from gerl.config import from_mapping
 from gerl.engine import replay
-from gerl.engine.kernels import DDIMRule, EDMRule, FlowRule, Rule, coefficients, transition_mean
+from gerl.engine.kernels import (
+    DDIMRule,
+    DenoisedRule,
+    EDMRule,
+    FlowRule,
+    Rule,
+    coefficients,
+    transition_mean,
+)
 from gerl.errors import ConfigError
 from gerl.model.lora import lora_disabled
 from gerl.protocol import Prompt, Sample
@@ -122,6 +130,8 @@ RULES: dict[str, Rule] = {
     "flow": FlowRule(0.6, 0.4, 0.39, 0.05),
     "inverted": FlowRule(0.6, 0.4, 0.39, 0.05, inverted=True),
     "edm": EDMRule(2.0, 1.0, 0.49, 0.05),
+    "edm v": DenoisedRule(2.0, 1.0, 0.49, 0.05, 0.06, -0.49),
+    "edm x0": DenoisedRule(2.0, 1.0, 0.49, 0.05, 0.0, 1.0),
     **{kind: DDIMRule(0.6, 0.28, 0.8, 0.96, 0.27, 0.05, kind, None) for kind in ("epsilon", "v_prediction", "sample")},
 }
 
@@ -131,7 +141,7 @@ def test_a_lower_velocity_moves_the_clean_latents_up(name: str) -> None:
     rule, x, output, change = RULES[name], normal(2, 5), normal(2, 5, seed=1), normal(2, 5, seed=2)
     step: Any = SimpleNamespace(rule=rule, mean=rule.mean(x, output + change))
     w = velocity_change(step, rule.mean(x, output))
-    sign = -1 if name in ("inverted", "sample") else 1
+    sign = -1 if name in ("inverted", "sample", "edm x0") else 1
     assert torch.allclose(w, sign * change.float(), atol=1e-4)
     up = rule.clean(x, output + change) - rule.clean(x, output)
     assert (w * up).sum() < 0

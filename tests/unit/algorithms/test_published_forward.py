@@ -87,6 +87,7 @@ PUBLISHED: dict[str, Table] = {
         "algorithm.advantage_std": ("batch", CRD + "examples/crd/lora/sd3_5/default.yaml:83"),
         "algorithm.advantage_clip": (5.0, CRD + "examples/crd/lora/sd3_5/default.yaml:73"),
         "algorithm.mix": (1.0, CRD + "examples/crd/lora/sd3_5/default.yaml:47"),
+        "algorithm.regression": ("squared", CRD + "src/flow_factory/hparams/training_args.py:834"),
         "algorithm.kl_coef": (0.1, CRD + "examples/crd/lora/sd3_5/default.yaml:67"),
         "algorithm.kl_by_reward": (True, CRD + "examples/crd/lora/sd3_5/default.yaml:69"),
         "algorithm.reference_guidance": (4.5, CRD + "examples/crd/lora/sd3_5/default.yaml:68"),

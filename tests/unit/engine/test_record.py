@@ -275,7 +275,7 @@ def test_attributes_that_the_user_set_come_back() -> None:
         ("sd15", diffusers.DPMSolverMultistepScheduler, {}, "ddim", r"DPMSolverMultistepScheduler.* DDIMScheduler"),
         ("sd15", diffusers.DDIMScheduler, {}, "flow_sde", r"sampling\.kernel=flow_sde is for flow matching"),
         ("sd15", diffusers.DDIMScheduler, {"thresholding": True}, "ddim", "has no transition kernel"),
-        ("sd15", diffusers.DDIMScheduler, {"rescale_betas_zero_snr": True}, "ddim", "has no transition kernel"),
+        ("sd15", diffusers.DDIMScheduler, {"rescale_betas_zero_snr": True}, "ddim", "starts at pure noise"),
         ("sd3", diffusers.FlowMatchEulerDiscreteScheduler, {"stochastic_sampling": True}, "ode", "stochastic_sampling"),
     ],
 )

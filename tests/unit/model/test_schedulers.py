@@ -22,13 +22,16 @@ FLOW_SCHEDULERS: dict[str, Any] = {
     "unipc karras": UniPC(**FLOW, use_karras_sigmas=True),
     "dpm++": DPM(**FLOW),  # Sana's
     "dpm++ sigma_min": DPM(**FLOW, final_sigmas_type="sigma_min"),
-    "lcm": diffusers.FlowMatchLCMScheduler(shift=3.0),
 }
 
 
 def test_schedulers_with_a_kernel_stay() -> None:
     # Helios' schedule has stages, which its pipeline asks for by an argument of its own
-    for scheduler in (tiny.euler(shift=2.0), diffusers.DDIMScheduler(clip_sample=True), diffusers.HeliosScheduler()):
+    kept = [tiny.euler(shift=2.0), diffusers.DDIMScheduler(clip_sample=True), diffusers.HeliosScheduler()]
+    # those of consistency models are trained at few noise levels, and at those only
+    kept += [diffusers.LCMScheduler(), diffusers.SCMScheduler(), diffusers.FlowMatchLCMScheduler(shift=3.0)]
+    kept += [diffusers.TCDScheduler(), diffusers.EDMEulerScheduler(), diffusers.FlowMapEulerDiscreteScheduler()]
+    for scheduler in kept:
         assert trainable_scheduler(scheduler) is scheduler
 
 
@@ -131,18 +134,64 @@ def test_ddim_keeps_what_the_replaced_scheduler_predicts_and_clips() -> None:
     assert ddim.config.prediction_type == "v_prediction" and ddim.config.timestep_spacing == "trailing"
     assert torch.equal(ddim.alphas_cumprod, euler.alphas_cumprod)
     assert trainable_scheduler(diffusers.DDPMScheduler(clip_sample=True)).config.clip_sample is True
-    lcm = diffusers.LCMScheduler()  # its default betas are not DDIM's
-    assert torch.equal(trainable_scheduler(lcm).alphas_cumprod, lcm.alphas_cumprod)
+    pndm = diffusers.PNDMScheduler(beta_schedule="scaled_linear")  # not DDIM's default
+    assert torch.equal(trainable_scheduler(pndm).alphas_cumprod, pndm.alphas_cumprod)
+
+
+@pytest.mark.parametrize("kind", [diffusers.EulerDiscreteScheduler, DPM, diffusers.DDPMScheduler])
+def test_ddim_starts_at_pure_noise_where_the_replaced_scheduler_all_but_does(kind: Any) -> None:
+    zero = kind(rescale_betas_zero_snr=True, prediction_type="v_prediction", timestep_spacing="trailing")
+    ddim = trainable_scheduler(zero)
+    assert ddim.config.rescale_betas_zero_snr and ddim.alphas_cumprod[-1] == 0 <= zero.alphas_cumprod[-1] < 1e-7
+    ddim.set_timesteps(4)
+    assert ddim.timesteps.tolist() == [999, 749, 499, 249]
+
+
+@pytest.mark.parametrize("last", ["zero", "sigma_min"])
+def test_dpm_of_edm_becomes_euler_along_the_same_sigmas(last: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"sigma_min": 0.01, "sigma_max": 50.0, "prediction_type": "v_prediction", "final_sigmas_type": last}
+    dpm = diffusers.EDMDPMSolverMultistepScheduler(**config)
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        euler = trainable_scheduler(dpm)
+    assert type(euler) is diffusers.EDMEulerScheduler
+    assert {name: euler.config[name] for name in config} == config
+    for scheduler in (dpm, euler):
+        scheduler.set_timesteps(7)
+    torch.testing.assert_close(euler.sigmas, dpm.sigmas.float(), rtol=1e-5, atol=0)
+    (message,) = caplog.messages
+    assert message.startswith("replaced EDMDPMSolverMultistepScheduler by EDMEulerScheduler with the same sigmas")
+
+
+@pytest.mark.parametrize("kind", [diffusers.CogVideoXDDIMScheduler, diffusers.CogVideoXDPMScheduler])
+@pytest.mark.parametrize("one", [True, False])
+def test_ddim_has_the_shifted_noise_levels_of_cogvideox(kind: Any, one: bool) -> None:
+    options = {"prediction_type": "v_prediction", "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
+    scheduler = kind(**options, snr_shift_scale=2.0, set_alpha_to_one=one)
+    own = diffusers.CogVideoXDDIMScheduler.from_config(scheduler.config)
+    ddim = trainable_scheduler(scheduler)
+    for each in (ddim, own):
+        each.set_timesteps(5)
+    assert type(ddim) is diffusers.DDIMScheduler and torch.equal(ddim.timesteps, own.timesteps)
+    x, v = 3 * torch.randn(2, 3), torch.randn(2, 3)  # so large that clipping would show
+    for t in own.timesteps:
+        torch.testing.assert_close(ddim.step(v, t, x).prev_sample, own.step(v, t, x).prev_sample, rtol=0, atol=1e-5)
+
+
+def other_noise() -> Any:
+    scheduler = diffusers.EulerDiscreteScheduler()
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod**2
+    return scheduler
 
 
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        # predicts epsilon too, but its sigmas are not those of any betas
-        (diffusers.EDMEulerScheduler, "scheduler EDMEulerScheduler has no transition kernel"),
-        (diffusers.EDMDPMSolverMultistepScheduler, "has no transition kernel"),
-        (diffusers.CMStochasticIterativeScheduler, "has no transition kernel"),
-        (diffusers.CogVideoXDPMScheduler, "CogVideoXDPMScheduler has another noise schedule than DDIM"),
+        (diffusers.CMStochasticIterativeScheduler, "scheduler CMStochasticIterativeScheduler has no transition kernel"),
+        (
+            partial(diffusers.FlowMatchLCMScheduler, scale_factors=[0.5, 1.0]),
+            r"FlowMatchLCMScheduler enlarges the latents between steps \(scale_factors=\[0.5, 1.0\]\).*=None",
+        ),
+        (other_noise, "EulerDiscreteScheduler has another noise schedule than DDIM"),
         (
             partial(UniPC, prediction_type="flow_prediction"),
             r"UniPCMultistepScheduler has noise levels from 157\.4 to 0.*use_flow_sigmas",

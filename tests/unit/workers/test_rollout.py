@@ -1,5 +1,6 @@
 """Rollouts: the trajectory that is kept of a task is smaller than what was recorded, and trains the same."""
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -102,6 +103,17 @@ def test_an_argument_that_is_null_is_not_given() -> None:
         task = made.tasks[0][0]
         assert np.array_equal(made.rollout.generate(task, made.algorithm)[0], made.tasks[0][1])
     assert np.array_equal(*drawn)
+
+
+def test_a_validation_whose_scheduler_draws_noise_has_the_same_images_again() -> None:
+    config = compose_run(["algorithm=flow_grpo", "sampling.kernel=cps", "validation.num_inference_steps=2"]).config
+    policy = load_policy(config.model, 0.9, "cpu", seed=0)
+    policy.pipe.scheduler = diffusers.FlowMatchLCMScheduler(shift=3.0)
+    rollout = Rollout(policy, config.sampling, config.validation)
+    samples = plan_samples(config, [Prompt(0, 'a red sign that reads "482"')], 1, 0)[:2]
+    first = rollout.validate(samples)
+    torch.rand(3)  # the global generator has moved on
+    assert np.array_equal(rollout.validate(samples), first) and not np.array_equal(first[0], first[1])
 
 
 def test_images_of_a_single_colour_are_counted() -> None:
