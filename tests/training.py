@@ -16,6 +16,7 @@ from gerl.engine.kernels import FlowRule
 from gerl.model.ema import EMA
 from gerl.model.lora import add_lora
 from gerl.model.policy import Policy
+from gerl.model.teachers import TeacherModel
 from gerl.protocol import Prompt, RolloutTask, Sample, UpdateStats
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
@@ -66,6 +67,8 @@ class Training:
 
     def __init__(self, c: Config, policy: Policy | None = None, samples: Sequence[Sample] | None = None) -> None:
         self.config, self.policy = c, policy or new_policy()
+        if not self.policy.teachers:
+            self.policy.teachers = [TeacherModel(teacher) for teacher in c.algorithm.taught_by]
         self.algorithm: Algorithm = build_algorithm(c)
         self.actor = Actor(self.policy, c.actor, self.algorithm, total_updates=10)
         self.rollout = Rollout(self.policy, c.sampling, ValidationConfig())

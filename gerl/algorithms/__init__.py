@@ -14,10 +14,11 @@ from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.forward_process import ForwardProcess
 from gerl.algorithms.grpo_guard import GRPOGuard
 from gerl.algorithms.neighbor_grpo import NeighborGRPO
+from gerl.algorithms.opd import OPD
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.algorithms.regression import BestOfN, RewardWeightedRegression
 from gerl.algorithms.tempflow_grpo import TempFlowGRPO
-from gerl.config import Config, noised_images, policy_gradients
+from gerl.config import Config, distillation, noised_images, policy_gradients
 from gerl.config.algorithm_keys import AlgorithmConfig
 
 __all__ = ["ALGORITHMS", "Algorithm", "Batch", "ForwardProcess", "PolicyGradient", "Pull", "Rewards",
@@ -39,6 +40,7 @@ ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm]] = {
     noised_images.DiffusionDPOConfig: DiffusionDPO,
     noised_images.RWRConfig: RewardWeightedRegression,
     noised_images.BestOfNConfig: BestOfN,
+    distillation.OPDConfig: OPD,
 }
 
 

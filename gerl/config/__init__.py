@@ -156,6 +156,12 @@ class Config:
             )
 
     def _check_train(self) -> None:
+        if self.model.train != "lora" and (taught := [t for t in self.algorithm.taught_by if t.lora is not None]):
+            raise ConfigError(
+                f"algorithm.teachers: lora={taught[0].lora} would be a LoRA beside the trained one, and with "
+                f"model.train={self.model.train} there is none; use model.train=lora, or merge it into a pipeline of "
+                "its own and give that as path"
+            )
         if self.model.train != "lora" and self.cluster.context > 1:
             raise ConfigError(
                 f"cluster.context={self.cluster.context}: calls whose tokens ranks share and model.train="
