@@ -52,6 +52,8 @@ def config(
     """A configuration for the tiny Stable Diffusion 3; `sampling_*` keys belong to that block."""
     sampling = {k.removeprefix("sampling_"): v for k, v in keys.items() if k.startswith("sampling_")}
     own = {k: v for k, v in keys.items() if not k.startswith("sampling_")}
+    if name == "opd":
+        own = {"teachers": [{"guidance": 3.0}], **own}  # another one than a guided rollout's
     fixed = {"height": 16, "width": 16, "num_inference_steps": steps, "guidance_scale": guidance}
     fixed["call"] = {"max_sequence_length": 8, "output_type": "np"}
     return Config(

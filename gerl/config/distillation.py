@@ -27,8 +27,8 @@ class OPDConfig(AlgorithmConfig):
         "steps without noise; or the squared distance of the outputs, by which all steps count alike",
     )
     timesteps: int | None = main_key(
-        None, "steps trained per trainer step, spread over the noisy ones, or over all where none is; null: all", low=1
-    )
+        None, "noise levels trained per trainer step; null: all of the range", low=1
+    )  # of those with noise, if there is any
 
     @property
     def groups_of_one(self) -> bool:
