@@ -105,6 +105,7 @@ class ModelFacts:
     scheduler: str | None  # the pipeline's own, if another one took its place
     lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers; none where weights are trained
     picture_arguments: list[str]  # arguments of the pipeline that are pictures
+    warnings: list[str] = field(default_factory=list)  # sentences about what is known to harm it
 
 
 @dataclass(frozen=True)

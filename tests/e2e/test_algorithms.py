@@ -34,6 +34,7 @@ FITTED = {
     "tempflow_grpo": "rollout.n=2 algorithm.branch_factor=3 rollout.micro_batch_size=12 trainer.steps=3",
     "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] rollout.prompts_per_step=6 rollout.micro_batch_size=24 "
     "trainer.steps=6",
+    "few_step_grpo": "sampling.num_inference_steps=4 trainer.steps=5",
     "neighbor_grpo": "trainer.steps=3",
     "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 trainer.steps=5",
     "dense_grpo": "trainer.steps=7",
@@ -63,7 +64,7 @@ RATIO = "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_
 OFF_POLICY = "clip_fraction clip_range log_ratio_abs outside_fraction"  # of a step with several micro-batches
 POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
-dense_grpo tree_grpo
+dense_grpo tree_grpo few_step_grpo
 """.split()
 MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
     "fdfo": RATIO,
