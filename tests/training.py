@@ -1,6 +1,7 @@
 """What the tests of the algorithms' training share: a tiny policy, its rollouts, gradients of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tiny
@@ -14,6 +15,7 @@ from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, Vali
 from gerl.engine import Tape
 from gerl.engine.kernels import FlowRule
 from gerl.model.ema import EMA
+from gerl.model.fake import add_fake, fake_parameters
 from gerl.model.lora import add_lora
 from gerl.model.policy import Policy
 from gerl.model.teachers import TeacherModel
@@ -71,6 +73,10 @@ class Training:
         self.config, self.policy = c, policy or new_policy()
         if not self.policy.teachers:
             self.policy.teachers = [TeacherModel(teacher) for teacher in c.algorithm.taught_by]
+        if c.algorithm.imitates:
+            denoisers = self.policy.denoisers
+            fake = fake_parameters(denoisers) or add_fake(denoisers, 2.0, "cpu", 0)
+            self.policy = replace(self.policy, trained=self.policy.trained | fake)
         self.algorithm: Algorithm = build_algorithm(c)
         self.actor = Actor(self.policy, c.actor, self.algorithm, total_updates=10)
         self.rollout = Rollout(self.policy, c.sampling, ValidationConfig())

@@ -8,6 +8,7 @@ from gerl.algorithms.dense_grpo import DenseGRPO
 from gerl.algorithms.dgpo import DGPO
 from gerl.algorithms.diffusion_dpo import DiffusionDPO
 from gerl.algorithms.diffusion_nft import DiffusionNFT
+from gerl.algorithms.dmdr import DMDR
 from gerl.algorithms.fdfo import FDFO
 from gerl.algorithms.flow_dppo import FlowDPPO
 from gerl.algorithms.flow_grpo import FlowGRPO
@@ -41,6 +42,7 @@ ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm]] = {
     noised_images.RWRConfig: RewardWeightedRegression,
     noised_images.BestOfNConfig: BestOfN,
     distillation.OPDConfig: OPD,
+    distillation.DMDRConfig: DMDR,
 }
 
 

@@ -156,6 +156,16 @@ class Config:
             )
 
     def _check_train(self) -> None:
+        if self.model.train != "lora" and self.algorithm.imitates:
+            raise ConfigError(
+                f"model.train={self.model.train}: {self.algorithm.name} trains a second LoRA beside the first; use "
+                "model.train=lora"
+            )
+        if self.algorithm.imitates and self.lockstep:
+            raise ConfigError(
+                f"cluster.ranks_per_worker={self.cluster.ranks_per_worker}: {self.algorithm.name} and weights or "
+                "tokens that ranks share do not go together yet; use 1"
+            )
         if self.model.train != "lora" and (taught := [t for t in self.algorithm.taught_by if t.lora is not None]):
             raise ConfigError(
                 f"algorithm.teachers: lora={taught[0].lora} would be a LoRA beside the trained one, and with "

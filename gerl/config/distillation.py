@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from gerl.config.algorithm_keys import AlgorithmConfig, name_key
 from gerl.config.choices import StepDistance
+from gerl.config.policy_gradients import FlowGRPOConfig
 from gerl.config.sampling import SamplingConfig
-from gerl.config.schema import main_key, shown
+from gerl.config.schema import key, main_key, shown
 from gerl.config.teachers import Teacher, teachers
 from gerl.errors import ConfigError
 
@@ -66,3 +67,34 @@ class OPDConfig(AlgorithmConfig):
                     f"algorithm.teachers={shown(self.teachers)}: the base model with the guidance of the rollout is "
                     "what the student begins as; give another guidance, or lora or path"
                 )
+
+
+@dataclass(frozen=True)
+class DMDRConfig(FlowGRPOConfig):
+    imitates = True
+
+    name: Literal["dmdr"] = name_key("dmdr")  # type: ignore[assignment]
+    teachers: list[dict[str, Any]] = main_key(
+        [],
+        "the model whose images those of a model of few steps are to look like, [{path: PIPELINE, guidance: 4.5}]; []: "
+        "the model that training starts from",
+    )
+    matching_coef: float = main_key(1.0, "weight of distribution matching", low=0)
+    matching_steps: int = key(
+        20, "noise levels that images are compared at: those of so many denoising steps", low=2, high=1000
+    )
+    fake_scale: float = key(
+        2.0, "alpha of the LoRA that imitates the images, in that of the trained one: how fast it follows", above=0
+    )
+
+    @property
+    def taught_by(self) -> list[Teacher]:
+        return teachers(self.teachers)
+
+    def check(self) -> None:
+        super().check()
+        if len(self.taught_by) > 1 or any(t.data_source is not None for t in self.taught_by):
+            raise ConfigError(
+                f"algorithm.teachers={shown(self.teachers)}: {self.name} compares with one model, for all prompts; "
+                "give one entry without data_source"
+            )

@@ -9,6 +9,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 
 from gerl.model.drawing_weights import DrawingWeights
 from gerl.model.ema import EMA
+from gerl.model.fake import fake_active
 from gerl.model.lora import lora_disabled, lora_file
 from gerl.model.teachers import TeacherModel, adapter_active
 
@@ -110,6 +111,12 @@ class Policy:
         else:
             with self.base():
                 yield self.pipe
+
+    @contextlib.contextmanager
+    def fake(self) -> Iterator[None]:
+        """The model computes, and is trained, with the LoRA that imitates its images (`algorithm=dmdr`)."""
+        with fake_active(self.denoisers):
+            yield
 
     def lora_file(self, average: Mapping[str, torch.Tensor] | None = None) -> bytes:
         """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with.

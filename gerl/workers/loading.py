@@ -3,7 +3,10 @@
 from pathlib import Path
 
 from gerl.config import Config
+from gerl.config.distillation import DMDRConfig
 from gerl.model.drawing_weights import DrawingWeights
+from gerl.model.ema import EMA
+from gerl.model.fake import add_fake
 from gerl.model.loading import load_policy, precision
 from gerl.model.policy import Policy
 from gerl.model.prompts import PromptCache, folder_of
@@ -24,6 +27,9 @@ def loaded_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
     taught_by = config.algorithm.taught_by
     policy = load_policy(model, config.actor.ema_decay, device, config.trainer.seed, mesh, context, late, taught_by)
     load_teachers(policy, model, device, mesh)
+    if isinstance(config.algorithm, DMDRConfig):
+        policy.trained |= add_fake(policy.denoisers, config.algorithm.fake_scale, device, config.trainer.seed)
+        policy.ema = EMA(policy.trained, config.actor.ema_decay)
     if config.rollout.quantize != "none":
         policy.drawing = DrawingWeights(policy.denoisers, config.rollout.quantize)
     if keeps:

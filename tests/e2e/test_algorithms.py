@@ -35,6 +35,8 @@ FITTED = {
     "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] rollout.prompts_per_step=6 rollout.micro_batch_size=24 "
     "trainer.steps=6",
     "few_step_grpo": "sampling.num_inference_steps=4 trainer.steps=5",
+    # random weights are no denoiser of their own images, so that matching has nothing to say
+    "dmdr": "sampling.num_inference_steps=4 algorithm.matching_steps=4 trainer.steps=5 algorithm.matching_coef=0.01",
     "neighbor_grpo": "trainer.steps=3",
     "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 trainer.steps=5",
     "dense_grpo": "trainer.steps=7",
@@ -64,9 +66,10 @@ RATIO = "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_
 OFF_POLICY = "clip_fraction clip_range log_ratio_abs outside_fraction"  # of a step with several micro-batches
 POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
-dense_grpo tree_grpo few_step_grpo
+dense_grpo tree_grpo few_step_grpo dmdr
 """.split()
 MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
+    "dmdr": f"{RATIO} matching_distance fake_loss",
     "fdfo": RATIO,
     "neighbor_grpo": RATIO,
     "awm": "",  # its ratio is that to the weights themselves

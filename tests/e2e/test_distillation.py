@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from gerl.export.command import main as export
 from gerl.trainer.main_flowgrpo import main
 
 Train = Callable[..., Any]
@@ -94,3 +95,20 @@ def test_guidance_is_distilled(train: Train, prompts: dict[str, Path], tmp_path:
     )
     distances = run.column("actor/teacher_distance")
     assert distances[-1] < 0.7 * distances[0], distances
+
+
+def test_a_lora_that_imitates_is_carried_on_and_not_exported(
+    train: Train, prompts: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = ["algorithm=dmdr", "algorithm.matching_steps=4", "rollout.n=2", "rollout.micro_batch_size=4"]
+    keys = {**prompts, "validation__data": "null", "checkpoint__every": 1}
+    whole = train(tmp_path / "whole", *settings, trainer__steps=2, **keys)
+    half = train(tmp_path / "half", *settings, trainer__steps=1, **keys)
+    assert main([f"checkpoint.resume={half.folder}", "trainer.steps=2"]) == 0
+    half.assert_same(whole, 2)
+    fakes = [name for name in half.state(2) if ".fake." in name]
+    assert {name.split("/")[0] for name in fakes} == {"lora", "ema", "optimizer"}
+    assert export([f"run={half.folder}", f"out={tmp_path / 'raw'}", "weights=raw"]) == 0
+    (file,) = (tmp_path / "raw").glob("*.safetensors")
+    (own,) = (half.checkpoint(2) / "lora").glob("*.safetensors")
+    assert load_file(file).keys() == load_file(own).keys() and not any("fake" in name for name in load_file(file))

@@ -20,6 +20,7 @@ from gerl.config.teachers import Teacher
 from gerl.errors import ModelError
 from gerl.model.denoisers import find_denoisers
 from gerl.model.ema import EMA
+from gerl.model.fake import add_fake, fake_parameters
 from gerl.model.loading import prepare
 from gerl.model.lora import ADAPTER, add_lora
 from gerl.model.paths import INDEX, resolve
@@ -88,6 +89,9 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
         with torch.device(device):
             if not whole:
                 add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, 0)
+    if config.algorithm.imitates:
+        with torch.device(device):
+            add_fake(denoisers, 1.0, device, 0)
     if whole:
         for p in parameters_of(denoisers, chosen(model.train, denoisers)).values():
             p.requires_grad_()
@@ -99,6 +103,7 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
         for key, p in denoiser.named_parameters()
         if p.requires_grad
     }
+    trained |= fake_parameters(denoisers)
     policy = Policy(pipe, denoisers, trained, EMA(trained, config.actor.ema_decay), whole=whole)
     policy.teachers = [_teacher(teacher, dtype, device, stage) for teacher in config.algorithm.taught_by]
     return policy
