@@ -74,7 +74,7 @@ class DMDRConfig(FlowGRPOConfig):
     imitates = True
 
     name: Literal["dmdr"] = name_key("dmdr")  # type: ignore[assignment]
-    teachers: list[dict[str, Any]] = main_key(
+    teachers: list[dict[str, Any]] = key(
         [],
         "the model whose images those of a model of few steps are to look like, [{path: PIPELINE, guidance: 4.5}]; []: "
         "the model that training starts from",
