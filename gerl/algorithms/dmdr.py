@@ -72,7 +72,7 @@ class DMDR(FlowGRPO):
         latents = noised(structure, given, noise_of(samples, given, "matching"))
         with policy.fake():
             fake = cleaned(policy.pipe, structure, latents)
-        with policy.teacher(0) if self.teachers else policy.base() as other:
+        with policy.teacher(0) if self.teachers else policy.first() as other:
             pipe, changed = other or policy.pipe, self.teachers[0].changed if self.teachers else {}
             if pipe is not policy.pipe or changed:
                 structure = self._structure(pipe, batch.tape, rows, changed)

@@ -36,11 +36,14 @@ class OPD(Algorithm):
     """The distance of each trained step to that of the teacher of its prompt, and one to the base model."""
 
     settings: OPDConfig
-    needs_all_samples = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.teachers = self.settings.taught_by
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return True
 
     @property
     def compares_with_base(self) -> bool:
@@ -70,7 +73,7 @@ class OPD(Algorithm):
         options["step_batch"] = self.step_batch(meter)
         samples = [batch.samples[r] for r in rows]
         lesson = ask_teachers(policy, tape, samples, options, every=self.config.lockstep)
-        base = self.base_steps(policy, tape, options) if settings.kl_coef > 0 else {}
+        base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
         stats = UpdateStats()
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
@@ -82,7 +85,7 @@ class OPD(Algorithm):
             sums = {"teacher_distance": float(distances.detach().sum())}
             if base:
                 kl = step_distance(settings.distance, step, base[k].model_output)
-                losses = losses + settings.kl_coef * kl
+                losses = losses + self.kl_coef * self.pulled(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
             parts = by_teacher(self.teachers, lesson, distances) if len(self.teachers) > 1 else {}
             named = {f"teacher_distance/{name}": part for name, part in parts.items()}

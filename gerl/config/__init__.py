@@ -156,6 +156,15 @@ class Config:
             )
 
     def _check_train(self) -> None:
+        if (
+            self.model.train != "lora"
+            and self.algorithm.moves_reference
+            and any(teacher.is_base for teacher in self.algorithm.taught_by)
+        ):
+            raise ConfigError(
+                f"model.train={self.model.train}: the model that training starts from is kept once, and as the "
+                "reference of the KL it would move; use algorithm.kl_reset_every=0 and kl_reset_above=null, or model.train=lora"
+            )
         if self.model.train != "lora" and self.algorithm.imitates:
             raise ConfigError(
                 f"model.train={self.model.train}: {self.algorithm.name} trains a second LoRA beside the first; use "

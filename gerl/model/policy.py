@@ -100,6 +100,12 @@ class Policy:
                 yield
 
     @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """The model computes as the one that training started from, also where the reference has moved."""
+        with self.base() if self.whole else lora_disabled(list(self.denoisers.values())):
+            yield
+
+    @contextlib.contextmanager
     def teacher(self, number: int) -> Iterator[DiffusionPipeline]:
         """The pipeline of a teacher, which computes as this one while the block lasts."""
         model = self.teachers[number]
@@ -109,7 +115,7 @@ class Policy:
             with adapter_active(self.denoisers, model.adapter):
                 yield self.pipe
         else:
-            with self.base():
+            with self.first():
                 yield self.pipe
 
     @contextlib.contextmanager
