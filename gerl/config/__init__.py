@@ -163,7 +163,8 @@ class Config:
         ):
             raise ConfigError(
                 f"model.train={self.model.train}: the model that training starts from is kept once, and as the "
-                "reference of the KL it would move; use algorithm.kl_reset_every=0 and kl_reset_above=null, or model.train=lora"
+                "reference of the KL it would move; use algorithm.kl_reset_every=0 and kl_reset_above=null, or "
+                "model.train=lora"
             )
         if self.model.train != "lora" and self.algorithm.imitates:
             raise ConfigError(
