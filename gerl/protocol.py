@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+DATA_SOURCE = "data_source"  # column of a prompt file that picks the scorers of a row, and its teacher
 K = TypeVar("K", int, str)
 
 

@@ -13,8 +13,7 @@ from gerl.config.teachers import NAME, Teacher
 from gerl.engine import ReplayedStep, Tape, record_structure, replay
 from gerl.engine.kernels import Rule
 from gerl.errors import ModelError
-from gerl.protocol import Sample
-from gerl.rewards.total import DATA_SOURCE
+from gerl.protocol import DATA_SOURCE, Sample
 
 if TYPE_CHECKING:
     from gerl.model.policy import Policy
