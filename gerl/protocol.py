@@ -4,10 +4,14 @@
 the advantage of each (sample, timestep), `[B, T]` fp32, NaN where it is not trained.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+
+DATA_SOURCE = "data_source"  # column of a prompt file that picks the scorers of a row, and its teacher
+K = TypeVar("K", int, str)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class ModelFacts:
     scheduler: str | None  # the pipeline's own, if another one took its place
     lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers; none where weights are trained
     picture_arguments: list[str]  # arguments of the pipeline that are pictures
+    warnings: list[str] = field(default_factory=list)  # sentences about what is known to harm it
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,15 @@ class StepEnd:
     notes: list[str]  # sentences for the run's log
 
 
+def _added(one: Mapping[K, tuple[float, int]], other: Mapping[K, tuple[float, int]]) -> dict[K, tuple[float, int]]:
+    """Sums and their numbers, added up by name."""
+    found: dict[K, tuple[float, int]] = {}
+    for k in sorted({**one, **other}):
+        (a, count), (b, more) = (sums.get(k, (0.0, 0)) for sums in (one, other))
+        found[k] = a + b, count + more
+    return found
+
+
 @dataclass
 class UpdateStats:
     """Sums over trained (sample, timestep) pairs, so that workers and micro-batches add up to the same averages.
@@ -170,6 +184,8 @@ class UpdateStats:
     ratio_deviation: float | None = None  # max |ratio - 1|; None where nothing is compared with the rollout
     # by trained step: the squared norm of what a micro-batch of it added to the gradient, summed over so many updates
     step_squares: dict[int, tuple[float, int]] = field(default_factory=dict)
+    # what was measured on some of the pairs only: the metric's name -> its sum over them, and their number
+    parts: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
         known = [stats.ratio_deviation for stats in (self, other) if stats.ratio_deviation is not None]
@@ -177,12 +193,9 @@ class UpdateStats:
             self.pairs + other.pairs,
             {k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}},
             float(np.max(known)) if known else None,  # a NaN stays one
-            {k: self._squares(other, k) for k in sorted({**self.step_squares, **other.step_squares})},
+            _added(self.step_squares, other.step_squares),
+            _added(self.parts, other.parts),
         )
-
-    def _squares(self, other: "UpdateStats", step: int) -> tuple[float, int]:
-        (a, count), (b, more) = (stats.step_squares.get(step, (0.0, 0)) for stats in (self, other))
-        return a + b, count + more
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What the tests of the algorithms' training share: a tiny policy, its rollouts, gradients of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tiny
@@ -14,8 +15,10 @@ from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, Vali
 from gerl.engine import Tape
 from gerl.engine.kernels import FlowRule
 from gerl.model.ema import EMA
+from gerl.model.fake import add_fake, fake_parameters
 from gerl.model.lora import add_lora
 from gerl.model.policy import Policy
+from gerl.model.teachers import TeacherModel
 from gerl.protocol import Prompt, RolloutTask, Sample, UpdateStats
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
@@ -51,6 +54,8 @@ def config(
     """A configuration for the tiny Stable Diffusion 3; `sampling_*` keys belong to that block."""
     sampling = {k.removeprefix("sampling_"): v for k, v in keys.items() if k.startswith("sampling_")}
     own = {k: v for k, v in keys.items() if not k.startswith("sampling_")}
+    if name == "opd":
+        own = {"teachers": [{"guidance": 3.0}], **own}  # another one than a guided rollout's
     fixed = {"height": 16, "width": 16, "num_inference_steps": steps, "guidance_scale": guidance}
     fixed["call"] = {"max_sequence_length": 8, "output_type": "np"}
     return Config(
@@ -66,6 +71,12 @@ class Training:
 
     def __init__(self, c: Config, policy: Policy | None = None, samples: Sequence[Sample] | None = None) -> None:
         self.config, self.policy = c, policy or new_policy()
+        if not self.policy.teachers:
+            self.policy.teachers = [TeacherModel(teacher) for teacher in c.algorithm.taught_by]
+        if c.algorithm.imitates:
+            denoisers = self.policy.denoisers
+            fake = fake_parameters(denoisers) or add_fake(denoisers, 2.0, "cpu", 0)
+            self.policy = replace(self.policy, trained=self.policy.trained | fake)
         self.algorithm: Algorithm = build_algorithm(c)
         self.actor = Actor(self.policy, c.actor, self.algorithm, total_updates=10)
         self.rollout = Rollout(self.policy, c.sampling, ValidationConfig())

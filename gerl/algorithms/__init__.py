@@ -8,16 +8,18 @@ from gerl.algorithms.dense_grpo import DenseGRPO
 from gerl.algorithms.dgpo import DGPO
 from gerl.algorithms.diffusion_dpo import DiffusionDPO
 from gerl.algorithms.diffusion_nft import DiffusionNFT
+from gerl.algorithms.dmdr import DMDR
 from gerl.algorithms.fdfo import FDFO
 from gerl.algorithms.flow_dppo import FlowDPPO
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.forward_process import ForwardProcess
 from gerl.algorithms.grpo_guard import GRPOGuard
 from gerl.algorithms.neighbor_grpo import NeighborGRPO
+from gerl.algorithms.opd import OPD
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.algorithms.regression import BestOfN, RewardWeightedRegression
 from gerl.algorithms.tempflow_grpo import TempFlowGRPO
-from gerl.config import Config, noised_images, policy_gradients
+from gerl.config import Config, distillation, noised_images, policy_gradients
 from gerl.config.algorithm_keys import AlgorithmConfig
 
 __all__ = ["ALGORITHMS", "Algorithm", "Batch", "ForwardProcess", "PolicyGradient", "Pull", "Rewards",
@@ -39,6 +41,8 @@ ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm]] = {
     noised_images.DiffusionDPOConfig: DiffusionDPO,
     noised_images.RWRConfig: RewardWeightedRegression,
     noised_images.BestOfNConfig: BestOfN,
+    distillation.OPDConfig: OPD,
+    distillation.DMDRConfig: DMDR,
 }
 
 

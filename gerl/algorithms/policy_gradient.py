@@ -6,6 +6,7 @@ A trajectory's stochastic steps are the actions of a Markov decision process (DD
 
 from __future__ import annotations  # of the model, which the driver of a run does not have
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,15 +30,22 @@ if TYPE_CHECKING:
     from gerl.model.policy import Policy
 
 
+Further = Callable[[int, ReplayedStep], tuple[torch.Tensor, dict[str, float]]]
+
+
 class PolicyGradient(Algorithm):
     """PPO's clipped surrogate on every trained step, and a KL to the base model."""
 
     settings: PolicyGradientConfig
 
     @property
-    def needs_all_samples(self) -> bool:
-        # a sample without advantage still has a distance to the base model
+    def adds_kl(self) -> bool:
+        """Whether the KL to the base model is in the loss."""
         return self.kl_coef > 0 and not self.settings.subtracts_kl
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return self.adds_kl  # a sample without advantage still has a distance to the base model
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         # without guidance the recorded log-probability, that of the guided policy, is another policy's
@@ -57,6 +65,14 @@ class PolicyGradient(Algorithm):
         Of steps that it lacks they are the present ones. None: the ratio is clipped to the rollout's.
         """
         del policy, tape, options
+        return None
+
+    def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> Further | None:
+        """A loss besides the surrogate's, and its metrics, as a function of each trained step; None: there is none.
+
+        `options`: the arguments of the replay.
+        """
+        del policy, batch, rows, options
         return None
 
     def gain(self, rule: Rule) -> float:
@@ -93,8 +109,9 @@ class PolicyGradient(Algorithm):
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
         options["step_batch"] = self.step_batch(meter)
-        reference = self.base_steps(policy, tape, options) if self.needs_all_samples else {}
+        reference = self.base_steps(policy, tape, options) if self.adds_kl else {}
         proximal = self.proximal(policy, tape, options)
+        further = self.further(policy, batch, rows, options)
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
         credit = batch.credit[rows].to(tape.steps[0].x.device)
         compared = settings.cfg != "off"  # else the ratio is that to the same forward pass, and 1 by construction
@@ -112,6 +129,9 @@ class PolicyGradient(Algorithm):
                 kl = self._kl(reference[k], step.mean, step.log_prob, step.model_output)
                 total = total + self.kl_coef * self.pulled(kl, batch, rows).mean()
                 measured = measured | {"kl": float(kl.detach().mean())}
+            if further is not None:
+                value, named = further(k, step)
+                total, measured = total + value, measured | named
             measured = {"loss": float(total.detach())} | measured
             sums = {name: value * len(rows) for name, value in measured.items()}
             stats += UpdateStats(len(rows), sums, deviation if compared else None)

@@ -156,6 +156,32 @@ class Config:
             )
 
     def _check_train(self) -> None:
+        if (
+            self.model.train != "lora"
+            and self.algorithm.moves_reference
+            and any(teacher.is_base for teacher in self.algorithm.taught_by)
+        ):
+            raise ConfigError(
+                f"model.train={self.model.train}: the model that training starts from is kept once, and as the "
+                "reference of the KL it would move; use algorithm.kl_reset_every=0 and kl_reset_above=null, or "
+                "model.train=lora"
+            )
+        if self.model.train != "lora" and self.algorithm.imitates:
+            raise ConfigError(
+                f"model.train={self.model.train}: {self.algorithm.name} trains a second LoRA beside the first; use "
+                "model.train=lora"
+            )
+        if self.algorithm.imitates and self.lockstep:
+            raise ConfigError(
+                f"cluster.ranks_per_worker={self.cluster.ranks_per_worker}: {self.algorithm.name} and weights or "
+                "tokens that ranks share do not go together yet; use 1"
+            )
+        if self.model.train != "lora" and (taught := [t for t in self.algorithm.taught_by if t.lora is not None]):
+            raise ConfigError(
+                f"algorithm.teachers: lora={taught[0].lora} would be a LoRA beside the trained one, and with "
+                f"model.train={self.model.train} there is none; use model.train=lora, or merge it into a pipeline of "
+                "its own and give that as path"
+            )
         if self.model.train != "lora" and self.cluster.context > 1:
             raise ConfigError(
                 f"cluster.context={self.cluster.context}: calls whose tokens ranks share and model.train="

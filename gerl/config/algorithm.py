@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast, get_args
 from pydantic import Field
 
 from gerl.config.algorithm_keys import AlgorithmConfig
+from gerl.config.distillation import DMDRConfig, OPDConfig
 from gerl.config.noised_images import (
     AWMConfig,
     BestOfNConfig,
@@ -32,7 +33,7 @@ from gerl.config.policy_gradients import (
 AnyAlgorithm = Annotated[
     FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | DenseGRPOConfig | BranchGRPOConfig
     | FDFOConfig | NeighborGRPOConfig | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig
-    | RWRConfig | BestOfNConfig,
+    | RWRConfig | BestOfNConfig | OPDConfig | DMDRConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {

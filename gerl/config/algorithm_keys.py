@@ -6,6 +6,7 @@ from typing import Any, ClassVar, get_args
 from gerl.config.choices import AdvantageEstimator, CfgMode, DiversityShaping, StdKind
 from gerl.config.sampling import SamplingConfig
 from gerl.config.schema import Block, key, main_key
+from gerl.config.teachers import Teacher
 
 
 def name_key(default: str) -> Any:
@@ -26,6 +27,7 @@ class AlgorithmConfig(Block):
     scores_steps: ClassVar[bool] = False  # it scores the rollout's noise: on policy the ratio to what was recorded is 1
     replays_latents: ClassVar[bool] = False  # it trains at the latents of the trajectory, not at images noised again
     branches: ClassVar[bool] = False  # trajectories split: the tree says which steps are stochastic
+    imitates: ClassVar[bool] = False  # a second LoRA is trained, which imitates the images that are drawn
 
     name: str
     cfg: CfgMode = cfg_key("joint")
@@ -66,6 +68,11 @@ class AlgorithmConfig(Block):
     def groups_of_one(self) -> bool:
         """Whether a prompt may have a single image."""
         return False
+
+    @property
+    def taught_by(self) -> list[Teacher]:
+        """The models whose denoising steps it learns; none where it learns from rewards alone."""
+        return []
 
     def drawn_together(self, n: int) -> int:
         """How many of the `n` images of a group a micro-batch of the rollout must hold."""

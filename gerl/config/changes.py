@@ -23,6 +23,7 @@ Settings = dict[str, Any]  # block -> key -> value
 #   actor.betas, actor.eps, actor.weight_decay: AdamW's moments are kept, which are averages of gradients whatever comes
 #     next.
 #   actor.ema_decay, algorithm.old_decay: decays of the next updates of averages that are saved as they are.
+#   algorithm.teachers: nothing of them is saved.
 #   algorithm.history: rewards kept per prompt are cut to the new number, or collected from now on.
 #   sampling, rollout, reward, validation, data.shuffle: what a step draws is a function of step and seed, not of steps
 #     before it.
@@ -45,6 +46,7 @@ FIXED = {
     "algorithm.rollout_decay": "it decides whether there is a saved average that draws the rollouts",
     "algorithm.kl_reset_every": "it decides whether the weights that the KL is measured from are saved",
     "algorithm.kl_reset_above": "it decides whether the weights that the KL is measured from are saved",
+    "algorithm.fake_scale": "the saved LoRA that imitates was trained at this scale",
     "algorithm.decoupled": "it decides whether the weights that a step began with are saved",
     "actor.updates_per_step": "the learning-rate schedule and the averages count optimizer steps",
     "actor.epochs": "the learning-rate schedule and the averages count optimizer steps",

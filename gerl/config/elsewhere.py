@@ -85,6 +85,7 @@ NAMES = {
     "algorithm.beta": "dpo_beta beta_dpo",
     "algorithm.weighting": "awm_weighting",
     "algorithm.kl_threshold": "kl_mask_threshold",
+    "algorithm.teachers": "teacher_model.model_path teacher_path teacher_model_path distillation.enabled",
     # actor
     "actor.lr": "learning_rate train_learning_rate optim.lr optimizer.lr",
     "actor.lr_schedule": "lr_scheduler lr_scheduler_type",

@@ -101,17 +101,24 @@ def record_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Seq
     return tape.start()
 
 
-def record_structure(pipe: DiffusionPipeline, tape: Tape, index: Sequence[int], changed: Mapping[str, object]) -> Tape:
+def record_structure(
+    pipe: DiffusionPipeline,
+    tape: Tape,
+    index: Sequence[int],
+    changed: Mapping[str, object],
+    steps: int | None = None,
+) -> Tape:
     """The tape of the call of `tape` for its samples `index` with other arguments, `changed`, such as another guidance.
 
     It is for replays at given latents: it has what the pipeline prepares and which components it calls with what
     shapes, but no trajectory. The denoiser runs only where a step calls it otherwise than the step before: mostly once.
+    `steps`: how many of its steps, None: as many as `tape` has.
     Raises what the pipeline raises for the arguments, and `ModelError` where it takes fewer steps than those of `tape`.
     """
     call, n = {**select_call(tape.call, index), **changed}, len(index)
     found = Tape(call, n)
     recorder = Recorder(found, Sampler("ode", 0.0), (), None)
-    recorder.structure = len(tape.steps)
+    recorder.structure = len(tape.steps) if steps is None else steps
     given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
     recorder.run(pipe, select_call(call, range(n)), given)
     return found

@@ -107,6 +107,7 @@ def run(request: Request) -> list[Path]:
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     with importing():
         from gerl.export.files import lora_files, merged_pipeline, write_files
+        from gerl.model.fake import is_fake
         from gerl.model.libraries import quiet_libraries
         from gerl.model.lora_weights import collect_loras
         from gerl.utils.tensors import unpack_tensors
@@ -116,7 +117,8 @@ def run(request: Request) -> list[Path]:
         return run_whole(request, run_dir, checkpoint, why, base)
     tensors = unpack_tensors(checkpoint.read(STATE))
     kind = KINDS[request.weights]
-    loras = collect_loras({n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}, base.alpha)
+    own = {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind) and not is_fake(n)}
+    loras = collect_loras(own, base.alpha)
     if not loras:
         raise CheckpointError(f"the checkpoint {checkpoint.path} holds no LoRA: only a LoRA can be exported")
     logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import diffusers
@@ -14,6 +14,7 @@ from diffusers.loaders import PeftAdapterMixin
 from torch.distributed.device_mesh import DeviceMesh
 
 from gerl.config import ModelConfig, SamplingConfig
+from gerl.config.teachers import Teacher
 from gerl.errors import ModelError
 from gerl.model.call import check_arguments
 from gerl.model.context import check_context, divide_context
@@ -34,6 +35,7 @@ from gerl.model.skeletons import skeletons
 from gerl.model.speed import channels_last, compile_blocks, set_attention
 from gerl.model.start_lora import begin_with, merge_start, read_start
 from gerl.model.stored import Unread, unread_models
+from gerl.model.teachers import attach_teachers, read_teachers, teachers_parameters
 from gerl.model.whole import alone, chosen, divide, parameters_of
 from gerl.objects import pipeline
 from gerl.utils.seeding import derive_seed
@@ -241,20 +243,25 @@ def load_policy(
     mesh: DeviceMesh | None = None,
     context: DeviceMesh | None = None,
     late: bool = False,
+    teachers: Sequence[Teacher] = (),
 ) -> Policy:
     """Load the pipeline and what of it is trained: a LoRA, the same on every worker with the same `seed`, or weights.
 
     `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole. `context`: those
     that share the tokens of a call, see `divide_context`; None: nobody does. `late`: see `load_pipeline`. With
-    `config.lora`, not merged, the LoRA begins as that one. Raises `ModelError`, as `load_pipeline` does, and if a
+    `config.lora`, not merged, the LoRA begins as that one. `teachers`: those of the policy, of which pipelines of their
+    own are loaded by the caller. Raises `ModelError`, as `load_pipeline` does, and if a
     denoiser cannot do what is asked for.
     """
     if config.train != "lora":
-        return _load_whole(config, ema_decay, device, mesh, late)
+        policy = _load_whole(config, ema_decay, device, mesh, late)
+        policy.teachers = attach_teachers(teachers, {}, {}, device)
+        return policy
     unread: Unread = {}
     pipe = load_pipeline(config, device, mesh is not None, unread=None if mesh is None else unread, late=late)
     denoisers = find_denoisers(pipe)
     start = read_start(config, denoisers) if config.lora is not None and not config.merge_lora else {}
+    read = read_teachers(teachers, denoisers)
     lora: dict[str, torch.nn.Parameter] = {}
     for name, denoiser in denoisers.items():
         added = add_lora(
@@ -274,19 +281,20 @@ def load_policy(
         names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
         logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
     fingerprint = weights_fingerprint(denoisers, unread)
+    taught_by = attach_teachers(teachers, read, denoisers, device)
     if context is not None:
         check_context(pipe.components, denoisers, context.size())
         divide_context(denoisers, context)
     if mesh is not None:
         shard(
             sharded_components(pipe, denoisers, config.shard),
-            set(lora.values()),
+            {*lora.values(), *teachers_parameters(denoisers).values()},
             mesh,
             unread,
             config.offload == "blocks",
         )
     assert not unread, "weights were left in their files"
-    return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint)
+    return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint, teachers=taught_by)
 
 
 def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: DeviceMesh | None, late: bool) -> Policy:

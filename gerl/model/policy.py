@@ -9,7 +9,9 @@ from diffusers import DiffusionPipeline, ModelMixin
 
 from gerl.model.drawing_weights import DrawingWeights
 from gerl.model.ema import EMA
+from gerl.model.fake import fake_active
 from gerl.model.lora import lora_disabled, lora_file
+from gerl.model.teachers import TeacherModel, adapter_active
 
 
 @dataclass
@@ -21,7 +23,7 @@ class Policy:
     use; `old` an earlier policy that an algorithm compares with; `sampler` draws the rollouts, if it is not the trained
     weights that do. `earlier[i]`: the weights that drew after the last finished step but `i`, as many as
     `trainer.staleness` asks for, and of each the `version` as its number of updates. `drawing`: 8-bit copies of frozen
-    weights that draw in their place.
+    weights that draw in their place. `teachers`: in the order of `algorithm.teachers`.
     """
 
     pipe: DiffusionPipeline
@@ -39,6 +41,7 @@ class Policy:
     reference_moves: bool = False
     earlier: list[EMA] = field(default_factory=list)
     drawing: DrawingWeights | None = None
+    teachers: list[TeacherModel] = field(default_factory=list)
 
     def averages(self) -> dict[str, EMA]:
         """All weights besides the trained ones, by name."""
@@ -95,6 +98,31 @@ class Policy:
         else:
             with lora_disabled(list(self.denoisers.values())):
                 yield
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """The model computes as the one that training started from, also where the reference has moved."""
+        with self.base() if self.whole else lora_disabled(list(self.denoisers.values())):
+            yield
+
+    @contextlib.contextmanager
+    def teacher(self, number: int) -> Iterator[DiffusionPipeline]:
+        """The pipeline of a teacher, which computes as this one while the block lasts."""
+        model = self.teachers[number]
+        if model.pipe is not None:
+            yield model.pipe
+        elif model.adapter is not None:
+            with adapter_active(self.denoisers, model.adapter):
+                yield self.pipe
+        else:
+            with self.first():
+                yield self.pipe
+
+    @contextlib.contextmanager
+    def fake(self) -> Iterator[None]:
+        """The model computes, and is trained, with the LoRA that imitates its images (`algorithm=dmdr`)."""
+        with fake_active(self.denoisers):
+            yield
 
     def lora_file(self, average: Mapping[str, torch.Tensor] | None = None) -> bytes:
         """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with.

@@ -26,7 +26,7 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
     """
     assert config.lora is not None
     try:
-        found = read_layers(_place(config.lora), denoisers)
+        found = read_layers(place_of(config.lora), denoisers)
         for name, layers in found.items():
             check_fit(layers, denoisers[name], name)
     except ModelError as error:
@@ -38,7 +38,8 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
     return found
 
 
-def _place(source: str) -> Path:
+def place_of(source: str) -> Path:
+    """The file or folder of a LoRA; one of the hub is fetched into its cache."""
     return local_lora(source) or fetch_lora(source)
 
 

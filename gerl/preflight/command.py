@@ -102,6 +102,7 @@ def load(worker: HybridWorker, report: Report) -> bool:
     info, usage = attempt("loading", 0, worker.device, worker.setup)
     for sentence in info.notes:
         logger.info("%s", sentence)
+    report.warnings += info.warnings
     report.load_seconds, report.load_peak = usage.seconds, usage.peak
     pipe = worker.policy.pipe
     kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SameSigmas) else 0].__name__

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 
 from gerl.config import ScorerConfig
 from gerl.errors import DataError
-from gerl.protocol import Prompt, ScorerFailure
+from gerl.protocol import DATA_SOURCE, Prompt, ScorerFailure
 
 LARGEST = 3.4028234663852886e38  # of a float32, in which rewards are trained on
-DATA_SOURCE = "data_source"  # column of a prompt file that picks the scorers of a row
 
 
 def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:

@@ -208,6 +208,8 @@ class RayDiffusionTrainer(DurableRun):
         self.model = model = self.load_model()
         for sentence in [*model.notes, *saving_notes(config)]:
             logger.info("%s", sentence)
+        for sentence in model.warnings:
+            logger.warning("%s", sentence)
         ranks = f" of {cluster.ranks} ranks" if cluster.ranks > 1 else ""
         what = "LoRA of %s parameters on" if config.model.train == "lora" else "%s weights trained of"
         roles = ""

@@ -208,6 +208,7 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
     mean square), `step_grad_share` the largest share of one step in their squares.
     """
     measured = {name: value / stats.pairs for name, value in stats.sums.items() if name not in SPREAD}
+    measured |= {name: total / count for name, (total, count) in stats.parts.items()}
     if "clip_fraction_low" in stats.sums:
         measured["clip_fraction"] = (stats.sums["clip_fraction_low"] + stats.sums["clip_fraction_high"]) / stats.pairs
     if deviation is not None:

@@ -8,6 +8,7 @@ from gerl.model.drawing_weights import check_drawing
 from gerl.model.loading import check_model, precision
 from gerl.model.quantisation import check_quantisation
 from gerl.model.speed import check_attention
+from gerl.model.teacher_pipelines import check_teachers
 from gerl.utils.files import reason
 from gerl.workers.optimizers import check_optimizer
 
@@ -23,6 +24,8 @@ def check_start(config: Config, device: str) -> None:
     if config.rollout.quantize != "none":
         check_drawing(config.rollout.quantize, device, precision(config.model, device))
     check_model(config.model, config.sampling, config.cluster.context)
+    if taught_by := config.algorithm.taught_by:
+        check_teachers(taught_by, config.model, config.sampling)
     check_optimizer(config.actor, device)
     if config.data.cache is not None:
         folder = Path(config.data.cache).expanduser()

@@ -4,22 +4,26 @@ import inspect
 
 import torch
 
+from gerl.config import Config
+from gerl.model.distilled import distilled_warnings, guidance_notes
 from gerl.model.loading import lora_lines, replaced_scheduler
 from gerl.model.policy import Policy
 from gerl.protocol import ModelFacts
 from gerl.utils.condition_images import COLUMNS
 
 
-def facts_of(policy: Policy, path: str, notes: list[str]) -> ModelFacts:
-    """The facts of a policy that was loaded from `path`; `notes`: what was logged by it."""
+def facts_of(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
+    """The facts of a policy that was loaded for `config`; `notes`: what was logged by it."""
+    replaced = replaced_scheduler(policy.pipe, config.model.path)
     return ModelFacts(
         type(policy.pipe).__name__,
         list(policy.denoisers),
         sum(p.numel() for p in policy.trained.values()),
         any(d.dtype != torch.float32 for d in policy.denoisers.values()),
         policy.fingerprint,
-        notes,
-        replaced_scheduler(policy.pipe, path),
+        notes + guidance_notes(policy.denoisers),
+        replaced,
         [] if policy.whole else lora_lines(policy.pipe, policy.denoisers),
         [name for name in COLUMNS if name in inspect.signature(type(policy.pipe).__call__).parameters],
+        distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__),
     )

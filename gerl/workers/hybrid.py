@@ -141,7 +141,7 @@ class HybridWorker:
         self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
         self.actor.say = self.notes.append
         self.keeping, self.ended = Keeping(self.actor), 0
-        return facts_of(self.policy, model.path, notes)
+        return facts_of(self.policy, self.config, notes)
 
     def address(self) -> str:
         """An address at which the workers can meet for their all-reduce."""

@@ -3,10 +3,14 @@
 from pathlib import Path
 
 from gerl.config import Config
+from gerl.config.distillation import DMDRConfig
 from gerl.model.drawing_weights import DrawingWeights
+from gerl.model.ema import EMA
+from gerl.model.fake import add_fake
 from gerl.model.loading import load_policy, precision
 from gerl.model.policy import Policy
 from gerl.model.prompts import PromptCache, folder_of
+from gerl.model.teacher_pipelines import load_teachers
 from gerl.workers.collective import Ranks
 
 
@@ -20,10 +24,17 @@ def loaded_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
     context = None if ranks is None else ranks.context
     keeps = mesh is None or model.shard != "all"
     late = keeps and data.cache is not None and model.offload == "none"
-    policy = load_policy(model, config.actor.ema_decay, device, config.trainer.seed, mesh, context, late)
+    taught_by = config.algorithm.taught_by
+    policy = load_policy(model, config.actor.ema_decay, device, config.trainer.seed, mesh, context, late, taught_by)
+    load_teachers(policy, model, device, mesh)
+    if isinstance(config.algorithm, DMDRConfig):
+        policy.trained |= add_fake(policy.denoisers, config.algorithm.fake_scale, device, config.trainer.seed)
+        policy.ema = EMA(policy.trained, config.actor.ema_decay)
     if config.rollout.quantize != "none":
         policy.drawing = DrawingWeights(policy.denoisers, config.rollout.quantize)
     if keeps:
         folder = None if data.cache is None else folder_of(Path(data.cache), model, precision(model, device))
         PromptCache(data.cache_gb, folder).attach(policy.pipe)
+        for pipe in {id(t.pipe): t.pipe for t in policy.teachers if t.pipe is not None}.values():
+            PromptCache(data.cache_gb).attach(pipe)
     return policy

@@ -58,8 +58,8 @@ class Run:
         return load_file(self.checkpoint(step) / "state.safetensors")
 
     def lora(self, step: int) -> torch.Tensor:
-        """The trained weights as one vector."""
-        tensors = self.state(step)
+        """The trained weights as one vector; those of a LoRA that only imitates are none."""
+        tensors = {name: value for name, value in self.state(step).items() if ".fake." not in name}
         return torch.cat([tensors[name].flatten() for name in sorted(tensors) if name.startswith("lora/")])
 
     def assert_same(self, other: "Run", step: int) -> None:

@@ -16,14 +16,17 @@ from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import try_to_load_from_cache
 
 from gerl.config import Config
+from gerl.config.teachers import Teacher
 from gerl.errors import ModelError
 from gerl.model.denoisers import find_denoisers
 from gerl.model.ema import EMA
+from gerl.model.fake import add_fake, fake_parameters
 from gerl.model.loading import prepare
-from gerl.model.lora import add_lora
+from gerl.model.lora import ADAPTER, add_lora
 from gerl.model.paths import INDEX, resolve
 from gerl.model.policy import Policy
 from gerl.model.skeletons import default_dtype
+from gerl.model.teachers import TeacherModel, in_teachers
 from gerl.model.whole import chosen, parameters_of
 from gerl.preflight.sizing.stage import Stage
 from gerl.preflight.sizing.tokens import Picture, Tokens
@@ -86,6 +89,9 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
         with torch.device(device):
             if not whole:
                 add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, 0)
+    if config.algorithm.imitates:
+        with torch.device(device):
+            add_fake(denoisers, 1.0, device, 0)
     if whole:
         for p in parameters_of(denoisers, chosen(model.train, denoisers)).values():
             p.requires_grad_()
@@ -97,7 +103,23 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
         for key, p in denoiser.named_parameters()
         if p.requires_grad
     }
-    return Policy(pipe, denoisers, trained, EMA(trained, config.actor.ema_decay), whole=whole)
+    trained |= fake_parameters(denoisers)
+    policy = Policy(pipe, denoisers, trained, EMA(trained, config.actor.ema_decay), whole=whole)
+    policy.teachers = [_teacher(teacher, dtype, device, stage) for teacher in config.algorithm.taught_by]
+    return policy
+
+
+def _teacher(teacher: Teacher, dtype: torch.dtype, device: str, stage: Stage | None) -> TeacherModel:
+    """A teacher of shapes; in the place of its LoRA the trained one computes."""
+    if teacher.path is None:
+        return TeacherModel(teacher, None if teacher.is_base else ADAPTER)
+    try:
+        pipe = build_pipeline(teacher.path, dtype, device)
+    except ModelError as error:
+        raise ModelError(in_teachers(str(error), f"path={teacher.path!r}")) from None
+    if stage is not None:
+        stage.put_on(pipe)
+    return TeacherModel(teacher, pipe=pipe)
 
 
 def _cached(path: str) -> Path | None:

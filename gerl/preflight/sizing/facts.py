@@ -1,7 +1,7 @@
 """Parts, memory and work of a run, whatever it runs on: found by drawing and training a micro-batch on shapes."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +13,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from gerl.algorithms import batches_of, build_algorithm, count_pairs
 from gerl.config import Config
+from gerl.config.teachers import Teacher
 from gerl.data.sources import may_have_pictures
 from gerl.errors import GerlError, ModelError
 from gerl.model.lora import ADAPTER
+from gerl.model.policy import Policy
 from gerl.model.quantisation import stored_bytes
 from gerl.model.sharding import layers, repeated_blocks
 from gerl.preflight.bench import TEXT, Bench, with_pictures
@@ -70,7 +72,9 @@ class Facts:
     trained: int  # rows of a forward and backward
     parts: list[Part]
     lora: int  # parameters that are trained, of a LoRA or of the denoisers themselves
-    averages: int  # copies of them: EMA, old and sampling policies, and the base model where it has no place of its own
+    averages: (
+        int  # copies of them: EMA, old and sampling policies, LoRAs that teach, the base model if it has no other place
+    )
     swapped: bool  # the rollout puts others in the place of the trained ones, which are kept meanwhile
     tape: float  # bytes an image
     rollout: Tally = field(default_factory=Tally)
@@ -139,14 +143,33 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
             part_of(name, c, name in worker.policy.denoisers, worker.policy.whole)
             for name, c in pipe.components.items()
             if _is_module(c)
-        ],
+        ]
+        + teachers_parts(worker.policy),
         sum(p.numel() for p in worker.policy.trained.values()),
-        len(worker.policy.averages()) + (worker.policy.reference is not None and not worker.policy.reference_moves),
+        len(worker.policy.averages())
+        + (worker.policy.reference is not None and not worker.policy.reference_moves)
+        + count_loras(config.algorithm.taught_by),
         worker.policy.sampler is not None or worker.policy.old is not None,
         drawn.nbytes / count,
         stage.tallies["rollout"],
         updates,
     )
+
+
+def teachers_parts(policy: Policy) -> list[Part]:
+    """The weights of the teachers that are pipelines of their own, each once."""
+    pipes = {t.teacher.path: t.pipe for t in policy.teachers if t.pipe is not None}
+    return [
+        part_of(f"{name} of {path}", c, name in policy.denoisers)
+        for path, pipe in pipes.items()
+        for name, c in pipe.components.items()
+        if _is_module(c)
+    ]
+
+
+def count_loras(teachers: Sequence[Teacher]) -> int:
+    """How many LoRAs teach, which are taken to be as large as the trained one."""
+    return len({teacher.lora for teacher in teachers if teacher.lora is not None})
 
 
 def _prompt(pipe: DiffusionPipeline, config: Config, folder: Path) -> Prompt:

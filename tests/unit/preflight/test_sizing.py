@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sizing
+import tiny
 import torch
 import transformers
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from gerl.config import ModelConfig
+from gerl.config import Config, ModelConfig, RolloutConfig, SamplingConfig, algorithm_config
 from gerl.errors import ModelError
 from gerl.model.loading import load_policy
 from gerl.model.quantisation import stored_bytes
@@ -274,3 +275,19 @@ def test_an_80_gb_gpu_holds_every_recipe_as_it_is() -> None:
         found = sizing.on(recipe, facts, ("h100-80gb", 8))
         assert found.fits, (recipe, found.memory)
         assert found.choice is not None and found.choice.seconds <= found.seconds
+
+
+def test_teachers_take_memory(tmp_path: Path) -> None:
+    for name, layers in (("student", 2), ("teacher", 1)):
+        tiny.sd3(layers).save_pretrained(tmp_path / name)
+    other = str(tmp_path / "teacher")
+    call = {"max_sequence_length": 8}
+    sampling = SamplingConfig(height=16, width=16, num_inference_steps=2, guidance_scale=1.0, call=call)
+    rollout = RolloutConfig(prompts_per_step=1, n=2, micro_batch_size=2)
+    algorithm = algorithm_config("opd", teachers=[{"lora": "one", "data_source": "a"}, {"path": other}])
+    config = Config(ModelConfig(path=str(tmp_path / "student"), lora_rank=2), sampling, rollout, algorithm)
+    facts = find_facts(config, tmp_path, torch.float32, both=False)
+    assert facts.averages == 2  # the average, and a LoRA that teaches
+    own, its = ([p for p in facts.parts if p.name.endswith(other) == which] for which in (False, True))
+    assert [f"{part.name} of {other}" for part in own] == [part.name for part in its]
+    assert [part.weights.total > its[i].weights.total for i, part in enumerate(own)].count(True) == 1  # the denoiser

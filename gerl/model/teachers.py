@@ -1,0 +1,116 @@
+"""The teachers of a policy: LoRAs beside the trained one, of which none takes part unless it is asked for."""
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import DiffusionPipeline, ModelMixin
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from gerl.config.teachers import NAME, Teacher
+from gerl.errors import ModelError
+from gerl.model.lora import ADAPTER
+from gerl.model.lora_files import Denoisers, Layers, read_layers
+from gerl.model.lora_weights import Lora, check_fit, inject
+from gerl.model.start_lora import place_of
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    """A teacher that is loaded: its LoRA is the adapter `adapter`, or it is the pipeline `pipe`; or the base model."""
+
+    teacher: Teacher
+    adapter: str | None = None
+    pipe: DiffusionPipeline | None = None
+
+
+def read_teachers(teachers: Sequence[Teacher], denoisers: Denoisers) -> dict[str, dict[str, Layers]]:
+    """The layers of each LoRA among `teachers` by denoiser; LoRAs of the hub are fetched into its cache.
+
+    `denoisers`: those of the pipeline, without another LoRA, or their skeletons. Raises `ModelError` for a LoRA that
+    cannot be read, or does not fit them.
+    """
+    found: dict[str, dict[str, Layers]] = {}
+    for source in (teacher.lora for teacher in teachers):
+        if source is None or source in found:
+            continue
+        try:
+            found[source] = read_layers(place_of(source), denoisers)
+            for name, layers in found[source].items():
+                check_fit(layers, denoisers[name], name)
+        except ModelError as error:
+            raise ModelError(in_teachers(str(error), f"lora={source!r}")) from None
+    return found
+
+
+def in_teachers(text: str, given: str) -> str:
+    """A sentence about a key of the block `model` as one about an entry of `algorithm.teachers`, `given` in it."""
+    text = re.sub(r"\bmodel\.(lora|path)\b(?!_)", r"\1", text)
+    return f"{NAME}: {text if text.startswith(given) else f'{given}: {text}'}"
+
+
+def attach_teachers(
+    teachers: Sequence[Teacher],
+    read: Mapping[str, Mapping[str, Layers]],
+    denoisers: Mapping[str, ModelMixin],
+    device: str,
+) -> list[TeacherModel]:
+    """Put the LoRAs that `read_teachers` has read on `denoisers`, which have the trained one, and switch to that.
+
+    A teacher with a pipeline of its own gets it later.
+    """
+    adapters = {source: f"teacher_{i}" for i, source in enumerate(read)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several LoRAs on a model are meant
+        for source, adapter in adapters.items():
+            for name, layers in read[source].items():
+                inject(denoisers[name], _of_one_rank(layers), adapter)
+    for layer in adapted_layers(denoisers):
+        layer.set_adapter([ADAPTER])
+    for name, p in teachers_parameters(denoisers).items():
+        p.data = p.data.to(device)
+        assert not p.requires_grad, name
+    return [TeacherModel(t, None if t.lora is None else adapters[t.lora]) for t in teachers]
+
+
+def teachers_parameters(denoisers: Mapping[str, ModelMixin]) -> dict[str, torch.nn.Parameter]:
+    """The matrices of all teachers' LoRAs."""
+    return {
+        f"{name}.{key}": p
+        for name, denoiser in denoisers.items()
+        for key, p in denoiser.named_parameters()
+        if ".lora_" in key and f".{ADAPTER}." not in key
+    }
+
+
+def _of_one_rank(layers: Layers) -> Lora:
+    """The layers as a LoRA of the largest of their ranks: rows of zeros fill up, and B has the scales in it."""
+    rank = max(halves.rank for halves in layers.values())
+
+    def filled(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        more = rank - len(a)
+        pad = torch.nn.functional.pad
+        return pad(a.float(), (0, 0, 0, more)), pad(b.float() * scale, (0, more))
+
+    return Lora({layer: filled(h.a, h.b, h.scale) for layer, h in layers.items()}, alpha=float(rank))
+
+
+def adapted_layers(denoisers: Mapping[str, torch.nn.Module]) -> list[BaseTunerLayer]:
+    """The layers of `denoisers` with a LoRA, trained or not."""
+    return [m for denoiser in denoisers.values() for m in denoiser.modules() if isinstance(m, BaseTunerLayer)]
+
+
+@contextlib.contextmanager
+def adapter_active(denoisers: Mapping[str, torch.nn.Module], adapter: str) -> Iterator[None]:
+    """The LoRA `adapter` takes part in place of the trained one; a layer that it lacks computes without any."""
+    layers = adapted_layers(denoisers)
+    for layer in layers:
+        layer.set_adapter([adapter], inference_mode=True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_adapter([ADAPTER])

@@ -1,0 +1,403 @@
+"""On-policy distillation: distances against closed forms, gradients against finite differences, several teachers."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from training import PROMPTS, Training, chain_credit, config, new_policy, relative, rewards
+
+from gerl.algorithms import build_algorithm
+from gerl.algorithms.planning import plan_samples
+from gerl.algorithms.teaching import distance_weight, teacher_of
+from gerl.config import ClusterConfig, Config
+from gerl.config.teachers import Teacher
+from gerl.engine import record, replay
+from gerl.errors import ConfigError, ModelError
+from gerl.model.lora import lora_disabled
+from gerl.model.lora_files import Layers
+from gerl.model.lora_weights import Halves
+from gerl.model.policy import Policy
+from gerl.model.teachers import adapter_active, attach_teachers
+from gerl.protocol import Prompt, Sample
+
+OCR, COLOUR = "ocr", "colour"
+
+
+def layers_for(denoiser: torch.nn.Module, seed: int, rank: int = 2, targets: str = "to_q|to_v") -> Layers:
+    """A random LoRA for the layers of `denoiser` whose name has `targets`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator) * 0.3
+
+    return {
+        name.removesuffix(".base_layer"): Halves(drawn(rank, m.in_features), drawn(m.out_features, rank), 0.5)
+        for name, m in denoiser.named_modules()
+        if isinstance(m, torch.nn.Linear) and re.search(targets, name) and "lora_" not in name
+    }
+
+
+def taught_policy(*teachers: Teacher, perturbed: bool = True) -> Policy:
+    """The tiny policy, whose LoRAs that teach are random ones; the same for the same `lora`."""
+    policy = new_policy(perturbed=perturbed)
+    denoiser = policy.denoisers["transformer"]
+    names = sorted({t.lora for t in teachers if t.lora})
+    read = {name: {"transformer": layers_for(denoiser, seed=len(name), rank=len(name))} for name in names}
+    policy.teachers = attach_teachers(teachers, read, policy.denoisers, "cpu")
+    return policy
+
+
+def samples_for(sources: Sequence[str | None], c: Config) -> list[Sample]:
+    """The samples of the two prompts, a prompt for each of the `sources`."""
+    prompts = [
+        replace(p, metadata={} if source is None else {"data_source": source})
+        for p, source in zip(PROMPTS, sources, strict=True)
+    ]
+    return plan_samples(c, prompts, 1, 0)
+
+
+def given(*teachers: Teacher, **keys: Any) -> Config:
+    entries = [
+        {k: v for k, v in vars(t).items() if v not in (None, {}) and (k, v) != ("weight", 1.0)} for t in teachers
+    ]
+    return config("opd", teachers=entries, **keys)
+
+
+def trained_on(*teachers: Teacher, sources: Sequence[str | None] = (None, None), **keys: Any) -> Training:
+    c = given(*teachers, **keys)
+    return Training(c, taught_policy(*teachers), samples_for(sources, c))
+
+
+def outputs_of(training: Training, number: int | None, **options: Any) -> dict[int, Any]:
+    """The steps of the student (None) or a teacher at the states of the only tape."""
+    ((task, _, (tape,)),) = training.tasks
+    found: dict[int, Any] = {}
+
+    def replayed() -> None:
+        steps = task.segments[0].trained
+        replay(training.policy.pipe, tape, lambda k, s: found.update({k: s}), steps=steps, grad=False, **options)
+
+    if number is None:
+        replayed()
+    else:
+        with training.policy.teacher(number):
+            replayed()
+    return found
+
+
+ONE = Teacher(lora="one")
+
+
+# --- the loss
+
+
+@pytest.mark.parametrize(
+    ("distance", "kernel"),
+    [("gaussian", "cps"), ("gaussian", "flow_sde"), ("mean", "cps"), ("velocity", "cps"), ("mean", "ode"),
+     ("velocity", "ode")],
+)  # fmt: skip
+def test_the_loss_is_the_closed_form(distance: Any, kernel: str) -> None:
+    training = trained_on(ONE, distance=distance, sampling_kernel=kernel, n=1, sampling_window_range=[0, 3])
+    ((task, _, (tape,)),) = training.tasks
+    _, stats = training.gradient(chain_credit([1.0, 1.0]))
+    student, teacher = outputs_of(training, None), outputs_of(training, 0)
+    assert task.segments[0].trained == (0, 1, 2) and stats.pairs == 6
+    expected, weighted = 0.0, 0.0
+    for k, mine in student.items():
+        rule, theirs = tape.steps[k].rule, teacher[k]
+        means = [s.x + (rule.sigma_next - rule.sigma) * s.model_output for s in (mine, theirs)]  # Euler's
+        deviation = (rule.kappa - rule.sigma_next) * ((1 - rule.sigma) * (mine.model_output - theirs.model_output))
+        apart = means[0] - means[1] + deviation
+        scale = {"gaussian": 2 * rule.std**2, "mean": 2.0, "velocity": 1.0}[distance]
+        apart = mine.model_output - theirs.model_output if distance == "velocity" else apart
+        expected += float((apart.double() ** 2).mean()) / scale / 3
+        squared = float(((mine.model_output - theirs.model_output).double() ** 2).mean())
+        weighted += distance_weight(distance, rule) * squared / 3
+    assert expected > 0
+    assert stats.sums["loss"] / 6 == pytest.approx(expected, rel=1e-4) == stats.sums["teacher_distance"] / 6
+    assert weighted == pytest.approx(expected, rel=1e-4)
+    facts = training.algorithm.step_facts(tape, task.segments[0].trained)
+    assert [f.weight for f in facts] == [distance_weight(distance, tape.steps[k].rule) for k in range(3)]
+
+
+def test_a_student_that_is_its_teacher_learns_nothing() -> None:
+    c = given(Teacher())  # the base model, as it is
+    training = Training(c, taught_policy(Teacher(), perturbed=False), samples_for((None, None), c))
+    gradient, stats = training.gradient(chain_credit([1.0] * 8))
+    assert stats.sums["loss"] == 0.0 and not gradient.any()
+    away, _ = Training(c, taught_policy(Teacher()), samples_for((None, None), c)).gradient(chain_credit([1.0] * 8))
+    assert float(away.norm()) > 1e-4
+
+
+@pytest.mark.parametrize("distance", ["gaussian", "mean", "velocity"])
+def test_the_gradient_is_that_of_the_loss(distance: Any) -> None:
+    training = trained_on(ONE, distance=distance, kl_coef=0.3, n=1)
+    gradient, _ = training.gradient(chain_credit([1.0, 1.0]))
+    torch.manual_seed(5)
+    parameters = list(training.policy.trained.values())
+    direction = [torch.randn_like(p) for p in parameters]
+    slope = float(sum((g * d.flatten()).sum() for g, d in zip(
+        gradient.double().split([p.numel() for p in parameters]), direction, strict=True)))  # fmt: skip
+    values, size = [], 1e-3
+    for sign in (1, -1):
+        for p, d in zip(parameters, direction, strict=True):
+            p.data.add_(d, alpha=sign * size)
+        _, stats = training.gradient(chain_credit([1.0, 1.0]))
+        values.append(stats.sums["loss"] / stats.pairs)
+        for p, d in zip(parameters, direction, strict=True):
+            p.data.sub_(d, alpha=sign * size)
+    assert (values[0] - values[1]) / (2 * size) == pytest.approx(slope, rel=2e-3)
+
+
+def test_micro_batches_and_stacked_steps_add_up() -> None:
+    teachers = [replace(ONE, data_source=OCR), Teacher(guidance=4.5, data_source=COLOUR)]
+    sources = (OCR, COLOUR)
+    whole, _ = trained_on(*teachers, sources=sources).gradient(chain_credit([1.0] * 8))
+    for keys in ({"actor_micro": 1}, {"actor_micro": 3}):
+        parts, _ = trained_on(*teachers, sources=sources, **keys).gradient(chain_credit([1.0] * 8))
+        assert relative(parts, whole) < 1e-4
+    stacked = trained_on(*teachers, sources=sources)
+    stacked.algorithm.config = replace(stacked.config, actor=replace(stacked.config.actor, step_batch=3))
+    assert relative(stacked.gradient(chain_credit([1.0] * 8))[0], whole) < 1e-4
+
+
+# --- who teaches whom
+
+
+def test_each_prompt_learns_from_its_own_teacher() -> None:
+    both = [replace(ONE, data_source=OCR), Teacher(lora="other", data_source=COLOUR, weight=0.5)]
+    training = trained_on(*both, sources=(OCR, COLOUR))
+    credit = training.algorithm.credit(rewards(training.tasks[0][0].samples, [0.0] * 8))
+    assert torch.equal(credit, torch.ones(8, 4))
+    gradient, stats = training.gradient(credit)
+    alone = [trained_on(replace(t, data_source=None), sources=(OCR, COLOUR)) for t in both]
+    halves = [torch.tensor([1.0] * 4 + [torch.nan] * 4), torch.tensor([torch.nan] * 4 + [1.0] * 4)]
+    parts = [t.gradient(half[:, None].expand(-1, 4), pairs=24) for t, half in zip(alone, halves, strict=True)]
+    assert relative(gradient, parts[0][0] + parts[1][0]) < 1e-4 and relative(gradient, parts[0][0]) > 0.1
+    for name, (_, single) in zip((OCR, COLOUR), parts, strict=True):
+        total, count = stats.parts[f"teacher_distance/{name}"]
+        assert count == 12 == single.pairs and total == pytest.approx(single.sums["teacher_distance"], rel=1e-4)
+        assert single.parts == {}  # there is only one
+    assert stats.sums["loss"] == pytest.approx(sum(single.sums["loss"] for _, single in parts), rel=1e-4)
+    assert parts[1][1].sums["loss"] == pytest.approx(0.5 * parts[1][1].sums["teacher_distance"])
+
+
+def test_prompts_without_a_teacher_are_left_out() -> None:
+    only = replace(ONE, data_source=OCR)
+    training = trained_on(only, sources=(OCR, None))
+    credit = training.algorithm.credit(rewards(training.tasks[0][0].samples, [0.0] * 8))
+    assert credit[:4].eq(1).all() and credit[4:].isnan().all()
+    gradient, stats = training.gradient(credit)
+    everyone, _ = trained_on(ONE).gradient(credit)
+    assert stats.pairs == 12 and relative(gradient, everyone) < 1e-4
+
+
+def test_a_teacher_of_all_prompts_takes_those_that_no_other_does() -> None:
+    teachers = [Teacher(lora="a", data_source=OCR), Teacher(lora="b"), Teacher(data_source="7")]
+
+    def number(**metadata: Any) -> int | None:
+        return teacher_of(teachers, Sample(Prompt(0, "a", metadata), 0, 0, 1))
+
+    assert [number(data_source=OCR), number(data_source=COLOUR), number(), number(data_source=7)] == [0, 1, 1, 2]
+    assert teacher_of(teachers[:1], Sample(Prompt(0, "a"), 0, 0, 1)) is None
+
+
+def test_ranks_in_lockstep_run_every_teacher_on_all_rows() -> None:
+    teachers = [replace(ONE, data_source=OCR), Teacher(lora="other", data_source=COLOUR)]
+    training = trained_on(*teachers, sources=(OCR, None))
+    credit = training.algorithm.credit(rewards(training.tasks[0][0].samples, [0.0] * 8))
+    expected, _ = training.gradient(credit)
+
+    divided = replace(training.config.model, shard="denoiser")
+    c = replace(training.config, model=divided, cluster=ClusterConfig(ranks_per_worker=2))
+    algorithm = build_algorithm(c)
+    assert c.lockstep
+    found, _ = training.gradient(credit, algorithm=algorithm)
+    assert relative(found, expected) < 1e-4
+    blank, stats = training.gradient(torch.ones(8, 4), algorithm=algorithm, pairs=12)  # rows without a teacher add 0
+    assert relative(blank, expected) < 1e-4 and stats.pairs == 24
+
+
+# --- teachers with another guidance, and pipelines of their own
+
+
+def test_a_teacher_with_guidance_computes_what_a_guided_call_does() -> None:
+    training = trained_on(Teacher(guidance=4.5), n=2)
+    ((task, _, (tape,)),) = training.tasks
+    call = {**tape.call, "guidance_scale": 4.5}
+    with training.policy.base():
+        _, guided = record(training.policy.pipe, call, kernel="ode", generators=[torch.Generator() for _ in range(4)])
+        latents = {k: tape.steps[k].x for k in task.segments[0].trained}
+        found: dict[int, Any] = {}
+        keep = lambda k, s: found.update({k: s.model_output})  # noqa: E731
+        replay(training.policy.pipe, guided, keep, steps=latents, latents=latents, grad=False)
+    student, expected = outputs_of(training, None), 0.0
+    for k, mine in student.items():
+        rule = tape.steps[k].rule
+        expected += float(((mine.mean - rule.mean(mine.x, found[k])) ** 2).mean() / (2 * rule.std**2)) / 3
+    _, stats = training.gradient(chain_credit([1.0] * 4))
+    assert stats.sums["loss"] / stats.pairs == pytest.approx(expected, rel=1e-4)
+    plain, _ = trained_on(Teacher(), n=2).gradient(chain_credit([1.0] * 4))
+    assert relative(training.gradient(chain_credit([1.0] * 4))[0], plain) > 0.1
+
+
+def test_without_guidance_in_the_update_the_conditional_output_learns_the_guided_one() -> None:
+    teacher = Teacher(guidance=4.5)
+    training = trained_on(teacher, cfg="off", guidance=4.5, distance="velocity", n=2)
+    _, stats = training.gradient(chain_credit([1.0] * 4))
+    conditional, guided = outputs_of(training, None, cfg="off"), outputs_of(training, 0)
+    apart = [float(((conditional[k].model_output - guided[k].model_output) ** 2).mean()) for k in guided]
+    assert stats.sums["loss"] / stats.pairs == pytest.approx(sum(apart) / 3, rel=1e-4)
+
+
+def test_another_pipeline_teaches_at_the_students_states() -> None:
+    teacher = Teacher(path="other", guidance=3.0)
+    training = trained_on(teacher, n=2)
+    training.policy.teachers = [replace(training.policy.teachers[0], pipe=tiny.sd3())]  # the student's base
+    found, stats = training.gradient(chain_credit([1.0] * 4))
+    expected, _ = trained_on(Teacher(guidance=3.0), n=2).gradient(chain_credit([1.0] * 4))
+    assert relative(found, expected) < 1e-4 and stats.pairs == 12
+
+
+def test_a_pipeline_with_other_noise_levels_or_latents_is_refused() -> None:
+    training = trained_on(Teacher(path="other"), n=2)
+    for change, said in (("shift", "noise level"), ("call", "latents of other")):
+        pipe, teacher = tiny.sd3(), Teacher(path="other")
+        if change == "shift":
+            pipe.scheduler = tiny.euler(shift=5.0)
+        else:
+            teacher = replace(teacher, call={"height": 32})
+        training.policy.teachers = [replace(training.policy.teachers[0], pipe=pipe, teacher=teacher)]
+        with pytest.raises(ModelError, match=rf"algorithm\.teachers: .*{said}"):
+            training.gradient(chain_credit([1.0] * 4))
+
+
+# --- LoRAs that teach
+
+
+def test_a_teacher_beside_the_student_changes_nothing_of_it() -> None:
+    plain = new_policy()
+    policy = taught_policy(ONE, Teacher(lora="second"), perturbed=True)
+    assert policy.lora_file() == plain.lora_file() and list(policy.trained) == list(plain.trained)
+    denoiser = policy.denoisers["transformer"]
+    open_to_training = {id(p) for p in denoiser.parameters() if p.requires_grad}
+    assert open_to_training == {id(p) for p in policy.trained.values()}
+    x = {"prompt": ["a"], "height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 8}
+
+    def drawn(of: Policy) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        latents = of.pipe(**x, guidance_scale=1.0, output_type="latent", generator=generator).images
+        assert isinstance(latents, torch.Tensor)
+        return latents
+
+    own, base = drawn(policy), drawn(plain)
+    assert torch.equal(own, base)
+    with policy.teacher(0), torch.no_grad():
+        taught = drawn(policy)
+    with policy.teacher(1):
+        assert not torch.equal(drawn(policy), taught)
+    assert not torch.equal(taught, own) and torch.equal(drawn(policy), own)
+    assert {id(p) for p in denoiser.parameters() if p.requires_grad} == open_to_training
+    with policy.base(), lora_disabled(list(plain.denoisers.values())):
+        assert torch.equal(drawn(policy), drawn(plain))
+
+
+def test_a_teacher_of_several_ranks_is_the_sum_of_its_products() -> None:
+    policy = new_policy()
+    denoiser = policy.denoisers["transformer"]
+    small, large = (layers_for(denoiser, 1, rank, name) for rank, name in ((2, "to_q"), (4, "proj_out")))
+    weights = {name: denoiser.get_submodule(name).weight.clone() for name in (*small, *large)}
+    policy.teachers = attach_teachers([ONE], {"one": {"transformer": small | large}}, policy.denoisers, "cpu")
+    with adapter_active(policy.denoisers, "teacher_0"):
+        for name, halves in (small | large).items():
+            layer = denoiser.get_submodule(name)
+            x = torch.randn(3, layer.in_features)
+            expected = x @ (weights[name] + halves.scale * halves.b @ halves.a).T + (
+                0 if layer.bias is None else layer.bias
+            )
+            torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-4)
+
+
+# --- why not a sampled reward
+
+
+def test_the_kl_as_a_sampled_reward_gives_noise_where_the_closed_form_gives_the_gradient() -> None:
+    """Flow-OPD's first form: PPO with -KL of the step as its advantage, on policy, in one step."""
+    torch.manual_seed(0)
+    draws, std = 4096, 0.3
+    mean, target = torch.tensor([0.2, -0.5, 0.1], requires_grad=True), torch.tensor([1.0, 0.0, -1.0])
+    x = mean.detach() + std * torch.randn(draws, 3)
+    kl = ((mean - target) ** 2).mean() / (2 * std**2)
+    log_prob = (-((x - mean) ** 2) / (2 * std**2)).mean(1)
+    advantage = -kl.detach()
+    ratio = (log_prob - log_prob.detach()).exp()
+    rows = torch.stack([
+        torch.autograd.grad(-advantage * r, mean, retain_graph=True)[0] for r in ratio[:512]
+    ])  # fmt: skip
+    error = rows.std(0) / len(rows) ** 0.5
+    assert (rows.mean(0).abs() < 4 * error).all() and float(rows.std()) > 1
+    (exact,) = torch.autograd.grad(kl, mean)
+    torch.testing.assert_close(exact, (mean - target).detach() / (3 * std**2))
+    assert (exact.abs() > 4 * error).all()
+
+
+# --- the configuration
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"teachers": []}, r"algorithm\.teachers=\[\]: .*\{lora: CHECKPOINT\}"),
+        ({"teachers": [{"lore": "a"}]}, r"algorithm\.teachers has an entry with lore; it may have lora, path"),
+        ({"teachers": [{"lora": "a", "path": "b"}]}, "lora and path: .*merge"),
+        ({"teachers": [{"lora": ""}]}, "lora='': it must be a text"),
+        ({"teachers": [{"lora": "a"}, {"lora": "b"}]}, "two entries with no data_source"),
+        ({"teachers": [{"lora": "a", "data_source": OCR}, {"data_source": OCR}]}, "two entries with data_source=ocr"),
+        ({"teachers": [{"guidance": -1}]}, "guidance=-1: it must be a number of at least 0"),
+        ({"teachers": [{"guidance": True}]}, "guidance=true"),
+        ({"teachers": [{"lora": "a", "weight": 0}]}, "weight=0: it must be a number above 0"),
+        ({"teachers": [{"call": [1]}]}, r"call=\[1\]: give arguments"),
+        ({"teachers": [{"guidance": 1.0}]}, r"the base model with the guidance of the rollout .*another guidance"),
+        ({"sampling_kernel": "ode"}, r"sampling\.kernel=ode: .*distance=mean or velocity"),
+        ({"sampling_noise_level": 0.0}, r"sampling\.noise_level=0: .*distance=mean or velocity"),
+        ({"dynamic_sampling": 2}, r"algorithm\.dynamic_sampling=2: .*use 0"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_refused(keys: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config("opd", **keys)
+
+
+def test_weights_themselves_learn_from_pipelines_and_the_base_model_only() -> None:
+    c = config("opd", teachers=[{"lora": "a"}])
+    with pytest.raises(ConfigError, match=r"algorithm\.teachers: lora=a .*model\.train=full.*model\.train=lora"):
+        replace(c, model=replace(c.model, train="full"))
+    c = config("opd", teachers=[{"path": "a", "data_source": OCR}, {"guidance": 2}])
+    assert replace(c, model=replace(c.model, train="full")).algorithm.taught_by[1] == Teacher(guidance=2.0)
+
+
+def test_which_steps_are_trained() -> None:
+    noisy = build_algorithm(config("opd", steps=6, sampling_window_size=3, sampling_window_range=[0, 5]))
+    assert noisy.trained_steps((1, 2, 3), 1) == (1, 2, 3)
+    two = build_algorithm(config("opd", steps=6, timesteps=2))
+    assert all(set(two.trained_steps((0, 1, 2, 3), s)) <= {0, 1, 2, 3} for s in range(9))
+    assert {len(two.trained_steps((0, 1, 2, 3), s)) for s in range(9)} == {2}
+    exact = build_algorithm(config("opd", steps=6, sampling_kernel="ode", distance="mean"))
+    assert exact.trained_steps((), 1) == (0, 1, 2, 3, 4)
+    every = config("opd", steps=6, sampling_kernel="ode", distance="mean", sampling_window_range=[0, None])
+    assert build_algorithm(every).trained_steps((), 1) == (0, 1, 2, 3, 4, 5)
+    assert config("opd", n=1).rollout.n == 1 and noisy.compares_with_base
+    assert not build_algorithm(given(ONE)).compares_with_base
+
+
+def test_teachers_are_said_in_words(tmp_path: Path) -> None:
+    assert str(Teacher("a/b", data_source=OCR)) == "a/b for prompts of ocr"
+    assert str(Teacher(guidance=4.5, call={"negative_prompt": ""})) == (
+        "the base model, guidance_scale=4.5, negative_prompt=''"
+    )
+    assert Teacher(data_source="a/b,c").name == "a_b_c" and Teacher().name == "others"
