@@ -13,9 +13,10 @@ from gerl.algorithms.flow_dppo import FlowDPPO
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.forward_process import ForwardProcess
 from gerl.algorithms.grpo_guard import GRPOGuard
+from gerl.algorithms.kto import KTO
 from gerl.algorithms.neighbor_grpo import NeighborGRPO
 from gerl.algorithms.policy_gradient import PolicyGradient
-from gerl.algorithms.regression import BestOfN, RewardWeightedRegression
+from gerl.algorithms.regression import SFT, BestOfN, RewardWeightedRegression
 from gerl.algorithms.tempflow_grpo import TempFlowGRPO
 from gerl.config import Config, noised_images, policy_gradients
 from gerl.config.algorithm_keys import AlgorithmConfig
@@ -39,6 +40,8 @@ ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm]] = {
     noised_images.DiffusionDPOConfig: DiffusionDPO,
     noised_images.RWRConfig: RewardWeightedRegression,
     noised_images.BestOfNConfig: BestOfN,
+    noised_images.SFTConfig: SFT,
+    noised_images.KTOConfig: KTO,
 }
 
 

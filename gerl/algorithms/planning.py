@@ -108,7 +108,7 @@ def any_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, 
 
 
 def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_version: int) -> list[Sample]:
-    """The samples of trainer step `step`: `rollout.n` of each prompt."""
+    """The samples of trainer step `step`: `rollout.n` of each prompt, or those that it has in files."""
     seed, same = config.trainer.seed, config.sampling.same_init_noise
     return [
         Sample(
@@ -122,7 +122,7 @@ def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_ve
             role=prompt.metadata.get("role"),
         )
         for prompt in prompts
-        for k in range(config.rollout.n)
+        for k in range(len(prompt.given) or config.rollout.n)
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
+from gerl.config.choices import TrainedImages
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
@@ -132,6 +133,11 @@ class DataConfig(Block):
         "signs_train",
         "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a list of gerl's, or "
         "'hf:owner/name[split]'; several: '[a.txt, {path: b.txt, weight: 2}]', docs/data.md",
+    )
+    train_on: TrainedImages = main_key(
+        "drawn",
+        "what is trained on: images that are drawn for the prompts and scored; or files: images that the rows of "
+        "data.train name, whose ranks or labels stand in place of rewards, docs/preferences.md",
     )
     shuffle: bool = key(True, "shuffle the prompts every epoch")
     prompt_key: str = key(

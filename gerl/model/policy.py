@@ -9,6 +9,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 
 from gerl.model.drawing_weights import DrawingWeights
 from gerl.model.ema import EMA
+from gerl.model.latents import ImageLatents
 from gerl.model.lora import lora_disabled, lora_file
 
 
@@ -21,7 +22,7 @@ class Policy:
     use; `old` an earlier policy that an algorithm compares with; `sampler` draws the rollouts, if it is not the trained
     weights that do. `earlier[i]`: the weights that drew after the last finished step but `i`, as many as
     `trainer.staleness` asks for, and of each the `version` as its number of updates. `drawing`: 8-bit copies of frozen
-    weights that draw in their place.
+    weights that draw in their place. `images`: the latents of image files.
     """
 
     pipe: DiffusionPipeline
@@ -39,6 +40,7 @@ class Policy:
     reference_moves: bool = False
     earlier: list[EMA] = field(default_factory=list)
     drawing: DrawingWeights | None = None
+    images: ImageLatents = field(default_factory=lambda: ImageLatents(0.0))
 
     def averages(self) -> dict[str, EMA]:
         """All weights besides the trained ones, by name."""

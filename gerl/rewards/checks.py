@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
-from gerl.data.sources import check_mixture, load, named
+from gerl.data.preferences import check_groups
+from gerl.data.sources import check_mixture, given_images, load, named
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
 from gerl.rewards.scorers import asks_people, known_scorer
@@ -37,6 +38,11 @@ def read_prompts(
     prompts = load(given, config.data, key)
     if key == "data.train":
         check_mixture(config, prompts[:most])
+        if given_images(config.data, key):
+            try:
+                check_groups(prompts, config.rollout.n, config.algorithm.groups_of_one, config.algorithm.name)
+            except DataError as error:
+                raise DataError(f"{key}={named(given)}: {error}") from None
     try:
         prompts = arrange(prompts)[:most]
         check_reward(config.reward, prompts)

@@ -12,7 +12,9 @@ DATA_SOURCE = "data_source"  # column of a prompt file that picks the scorers of
 
 
 def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
-    """Whether images of `prompt` are scored by `scorer` (`reward.scorers.NAME.data_sources`)."""
+    """Whether images of `prompt` are scored by `scorer` (`reward.scorers.NAME.data_sources`); those of files are not."""
+    if prompt.given:
+        return False
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources
 
 
@@ -71,7 +73,7 @@ def _notes(scorer: ScorerConfig) -> str:
 def check_routes(scorers: Mapping[str, ScorerConfig], prompts: list[Prompt]) -> None:
     """Raise `DataError` for the first prompt to which no scorer with a weight applies."""
     for prompt in prompts:
-        if not any(scorer.weight and applies(scorer, prompt) for scorer in scorers.values()):
+        if not prompt.given and not any(scorer.weight and applies(scorer, prompt) for scorer in scorers.values()):
             sources = sorted({source for scorer in scorers.values() for source in scorer.data_sources or ()})
             raise DataError(
                 f"prompt {prompt.id}: {prompt.text!r} has the {DATA_SOURCE} {prompt.metadata.get(DATA_SOURCE)!r}, for "

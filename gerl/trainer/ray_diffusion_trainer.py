@@ -24,7 +24,7 @@ from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
 from gerl.run.timing import Stopwatch
 from gerl.run.tracking import Progress
-from gerl.trainer.credit import Metrics, Scored, credit_step
+from gerl.trainer.credit import Metrics, Scored, credit_step, scores_of
 from gerl.trainer.drawing import Drawn, Rolled, end_drawing, roll_out
 from gerl.trainer.durable import DurableRun
 from gerl.trainer.folder import RunFolder
@@ -90,7 +90,7 @@ class RayDiffusionTrainer(DurableRun):
                     progress.go_back(self.state.step - bool(self.state.unlogged))
                     with contextlib.suppress(WentBack):
                         watch = Stopwatch(self.timeline) if self.state.unlogged else self.undisturbed(self.take_step)
-                        reward = self.state.unlogged["reward/mean"]
+                        reward = self.state.unlogged.get("reward/mean")
                         self.conclude(watch)
                         self.record()
                         progress.update(reward, **self.validations.postfix())
@@ -204,7 +204,7 @@ class RayDiffusionTrainer(DurableRun):
         )
         self.check_model()
         with waiting("trying the scorers on grey images", self.downloads):
-            try_scorers(self.rewards, config, self.prompts)
+            try_scorers(self.rewards, config, self.prompts if config.data.train_on == "drawn" else self.held_out)
         self.model = model = self.load_model()
         for sentence in [*model.notes, *saving_notes(config)]:
             logger.info("%s", sentence)
@@ -313,7 +313,7 @@ class RayDiffusionTrainer(DurableRun):
         with watch("reward_wait"), waiting(said, self.progress_of(rollouts), self.patience):
             found = rollouts.finish(self.on_their_way)
         for task, scores in zip(rolled.tasks, found, strict=True):
-            drawn.scored.add(task.samples, scores)
+            drawn.scored.add(task.samples, scores_of(task.samples, scores))
         rolled.end(drawn, self.config)
         return rollouts.images[0], found[0]
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gerl.config import Config
 from gerl.model.drawing_weights import DrawingWeights
+from gerl.model.latents import ImageLatents, latents_folder
 from gerl.model.loading import load_policy, precision
 from gerl.model.policy import Policy
 from gerl.model.prompts import PromptCache, folder_of
@@ -26,4 +27,7 @@ def loaded_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
     if keeps:
         folder = None if data.cache is None else folder_of(Path(data.cache), model, precision(model, device))
         PromptCache(data.cache_gb, folder).attach(policy.pipe)
+    if data.train_on == "files":
+        kept = None if data.cache is None else latents_folder(Path(data.cache), model, precision(model, device))
+        policy.images = ImageLatents(data.cache_gb, kept)
     return policy

@@ -1,0 +1,46 @@
+"""Checks of a configuration that trains on images of files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gerl.config import Config
+
+FILES = "data.train_on=files"
+
+
+def check_given(config: Config) -> None:
+    """Raise `ConfigError` where images of files and the other keys contradict each other."""
+    algorithm = config.algorithm
+    if config.data.train_on == "drawn":
+        config.reward.check_weights()
+        if algorithm.needs_files:
+            raise ConfigError(
+                f"algorithm.name={algorithm.name}: it imitates images that you have; set {FILES} and data.train to a "
+                "file that names them, or use algorithm=best_of_n, which imitates the best that are drawn"
+            )
+        return
+    if algorithm.replays_latents:
+        raise ConfigError(
+            f"{FILES}: {algorithm.name} learns from the steps in which an image was drawn, which a file does not have; "
+            "use algorithm=diffusion_dpo_offline, kto or sft, or another that learns from noised images"
+        )
+    if algorithm.dynamic_sampling:
+        raise ConfigError(
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling}: it draws in place of images that teach nothing, "
+            f"and with {FILES} none are drawn; leave it out"
+        )
+    if config.trainer.staleness:
+        raise ConfigError(
+            f"trainer.staleness={config.trainer.staleness}: with {FILES} no image waits to be drawn; leave it out"
+        )
+    if config.cluster.layout == "split":
+        raise ConfigError(f"cluster.layout=split: with {FILES} no worker has anything to draw; use hybrid")
+    if config.lockstep:
+        raise ConfigError(
+            f"{FILES}: images are encoded by each rank by itself, which model.shard={config.model.shard} and "
+            f"cluster.context={config.cluster.context} do not allow yet; use cluster.context=1 and model.shard=none"
+        )
