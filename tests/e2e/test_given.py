@@ -1,0 +1,97 @@
+"""Whole runs on images of files: each algorithm follows what the file says of them, and the reverse if it says that."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from diffusers import AutoencoderKL
+from PIL import Image
+
+import gerl
+
+Train = Callable[..., Any]
+EASY = """
+sampling.height=32 sampling.width=32 sampling.num_inference_steps=5 validation.num_inference_steps=4 model.lora_alpha=32
+actor.lr=0.02 actor.ema_decay=0.5 rollout.prompts_per_step=6 rollout.micro_batch_size=12 trainer.steps=2
+validation.every=0 checkpoint.every=0 algorithm.timesteps=2
+""".split()
+PROMPTS = ["a red fox", "blue", "x y", "seven", "a cat", "a dog"]
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Stable Diffusion 3 with the VAE of the signs, which knows what bright is."""
+    pipe = tiny.sd3()
+    pipe.register_modules(vae=AutoencoderKL.from_pretrained(Path(gerl.__file__).parent / "assets" / "signs" / "vae"))
+    folder = tmp_path_factory.mktemp("model") / "sd3"
+    pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a bright and a dark picture for each prompt, of another size than is trained on."""
+    folder, generator = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for i in range(len(PROMPTS)):
+        for name, low in (("bright", 180), ("dark", 0)):
+            pixels = generator.integers(low, low + 75, (40, 36 + i, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{name}_{i}.png")
+    return folder
+
+
+def written(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(chosen: str, rejected: str) -> list[dict[str, Any]]:
+    return [
+        {"prompt": text, "chosen": f"{chosen}_{i}.png", "rejected": f"{rejected}_{i}.png"}
+        for i, text in enumerate(PROMPTS)
+    ]
+
+
+def labels(liked: str) -> list[dict[str, Any]]:
+    return [
+        {"prompt": text, "image": f"{name}_{i}.png", "label": name == liked}
+        for i, text in enumerate(PROMPTS)
+        for name in ("bright", "dark")
+    ]
+
+
+def singles(name: str) -> list[dict[str, Any]]:
+    return [{"prompt": text, "image": f"{name}_{i}.png"} for i, text in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "settings"),
+    [
+        ("sft", {"bright": singles("bright"), "dark": singles("dark")}, ""),
+        ("diffusion_dpo_offline", {"bright": pairs("bright", "dark"), "dark": pairs("dark", "bright")}, "algorithm.beta=50"),
+        ("kto", {"bright": labels("bright"), "dark": labels("dark")}, "algorithm.beta=50 rollout.prompts_per_step=12"),
+    ],
+)
+def test_held_out_images_become_like_those_that_are_preferred(
+    algorithm: str,
+    rows: dict[str, Any],
+    settings: str,
+    train: Train,
+    seeing: Path,
+    pictures: Path,
+    workplace: Path,
+    tmp_path: Path,
+) -> None:
+    change = {}
+    for name, given in rows.items():
+        data = written(pictures, f"{algorithm}_{name}", given)
+        keys = [*EASY, *settings.split(), f"validation.data={workplace / 'val.txt'}"]
+        run = train(tmp_path / name, f"algorithm={algorithm}", *keys, data__train=data, model__path=seeing)
+        bright = run.column("val/bright/mean")
+        change[name] = bright[-1] - bright[0]
+        assert run.column("reward/mean") == [] and len(run.column("actor/loss")) == 2
+    assert change["bright"] > 0.001 and change["dark"] < -0.001, change
