@@ -72,7 +72,11 @@ def singles(name: str) -> list[dict[str, Any]]:
     ("algorithm", "rows", "settings"),
     [
         ("sft", {"bright": singles("bright"), "dark": singles("dark")}, ""),
-        ("diffusion_dpo_offline", {"bright": pairs("bright", "dark"), "dark": pairs("dark", "bright")}, "algorithm.beta=50"),
+        (
+            "diffusion_dpo_offline",
+            {"bright": pairs("bright", "dark"), "dark": pairs("dark", "bright")},
+            "algorithm.beta=50",
+        ),
         ("kto", {"bright": labels("bright"), "dark": labels("dark")}, "algorithm.beta=50 rollout.prompts_per_step=12"),
     ],
 )
