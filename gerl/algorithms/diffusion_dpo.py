@@ -5,7 +5,7 @@ The policy should fit the winner better and the loser worse than the reference d
     L = -log sigmoid(-beta / 2 * ((mse_w - mse_w_ref) - (mse_l - mse_l_ref))),    mse = mean((v - target)^2)
 
 Online the pairs are drawn from the current policy, and the reference is the old policy, refreshed now and then; as
-published they are those of a file (data.train_on=files), and the reference is the base model (algorithm.reference=base).
+published they are those of a file (data.train_on=files), and the reference is the base model (reference=base).
 At the reference the loss is ln 2 and its derivatives by mse_w and mse_l are beta / 4 and -beta / 4.
 """
 
@@ -37,7 +37,7 @@ class DiffusionDPO(ForwardProcess):
         return preference_pairs(rewards.totals, rewards.group_ids)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """`dpo_loss`; reports the mean `preference_margin`: how much more than the reference the policy prefers winners."""
+        """`dpo_loss`; reports the mean `preference_margin`: how much more than the reference it prefers winners."""
         excess, beta = self._excess(s), self.settings.beta
         if s.pooled is None:
             pairs = paired(s.advantages, s.groups)

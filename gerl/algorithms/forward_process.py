@@ -150,7 +150,7 @@ class ForwardProcess(Algorithm):
         raise NotImplementedError
 
     def sums(self, pooled: Pooled, samples: list[Sample], level: int, like: torch.Tensor) -> Sums:
-        """What all `pooled` say of the rows at noise level `level`: here the sum over the group of each."""
+        """The sums of the rows at noise level `level`, of all that is `pooled`: here over the group of each."""
         return group_sums(pooled, samples, level, like)
 
     def kl_weights(self, s: Noised) -> torch.Tensor | float:

@@ -44,10 +44,7 @@ class KTO(ForwardProcess):
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`kto_loss`; reports `preference_margin`, the mean of y g, and `fit_margin`, z."""
         better = self._better(s)
-        if s.pooled is None:
-            mean = better.detach().mean().expand_as(better)
-        else:
-            mean = s.pooled[0] / s.pooled[1]
+        mean = better.detach().mean().expand_as(better) if s.pooled is None else s.pooled[0] / s.pooled[1]
         margin, liked = mean.clamp(min=0), s.advantages > 0
         weights = torch.where(liked, self.settings.weight_liked, self.settings.weight_disliked)
         losses = kto_loss(better, margin, s.advantages.sign(), weights, self.settings.beta)

@@ -34,7 +34,7 @@ from gerl.config.policy_gradients import (
 AnyAlgorithm = Annotated[
     FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | DenseGRPOConfig | BranchGRPOConfig
     | FDFOConfig | NeighborGRPOConfig | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig
-    | RWRConfig | BestOfNConfig | SFTConfig | KTOConfig,
+    | SFTConfig | KTOConfig | RWRConfig | BestOfNConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {

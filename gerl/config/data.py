@@ -134,7 +134,7 @@ class DataConfig(Block):
         "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a list of gerl's, or "
         "'hf:owner/name[split]'; several: '[a.txt, {path: b.txt, weight: 2}]', docs/data.md",
     )
-    train_on: TrainedImages = main_key(
+    train_on: TrainedImages = key(
         "drawn",
         "what is trained on: images that are drawn for the prompts and scored; or files: images that the rows of "
         "data.train name, whose ranks or labels stand in place of rewards, docs/preferences.md",

@@ -1,18 +1,36 @@
 """Checks of a configuration that trains on images of files."""
 
-from __future__ import annotations
+from typing import Protocol
 
-from typing import TYPE_CHECKING
-
+from gerl.config.algorithm_keys import AlgorithmConfig
+from gerl.config.blocks import ClusterConfig, RewardConfig, TrainerConfig
+from gerl.config.data import DataConfig
+from gerl.config.model import ModelConfig
 from gerl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gerl.config import Config
 
 FILES = "data.train_on=files"
 
 
-def check_given(config: Config) -> None:
+class Settings(Protocol):
+    """The parts of a `Config` that are looked at."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def reward(self) -> RewardConfig: ...
+    @property
+    def cluster(self) -> ClusterConfig: ...
+    @property
+    def trainer(self) -> TrainerConfig: ...
+    @property
+    def lockstep(self) -> bool: ...
+
+
+def check_given(config: Settings) -> None:
     """Raise `ConfigError` where images of files and the other keys contradict each other."""
     algorithm = config.algorithm
     if config.data.train_on == "drawn":

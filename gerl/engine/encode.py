@@ -1,8 +1,8 @@
 """The clean latents of images that were not drawn: the way from a pipeline's last step to its VAE, backwards.
 
-Between its last scheduler step and `vae.decode(z)` a pipeline unpacks, scales and shifts its latents, value by value. So
-z = a x0 + b, each value by itself in whatever order, and both a and b are found by running the pipeline's own code from
-given latents to where it decodes, with its derivative. What another pipeline does is noticed: z has to come out again.
+Between its last scheduler step and `vae.decode(z)` a pipeline unpacks, scales and shifts its latents, value by value.
+So z = a x0 + b, each value by itself in whatever order, and both a and b are found by running the pipeline's own code
+from given latents to where it decodes, with its derivative. Where it does something else, z does not come out again.
 """
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
@@ -144,13 +144,13 @@ class _Tail:
 
 
 def _decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor | None:
-    """What the VAE would decode if the last step ended at `latents`, with gradient; None where it is not reached."""
+    """The input of `vae.decode` if the last step ended at `latents`, with gradient; None where it is not reached."""
     found: list[torch.Tensor] = []
     undecorated = inspect.unwrap(type(pipe).__call__)
     call = select_call(tape.call, range(tape.batch_size))
-    with torch.enable_grad(), _decoding(pipe, found.append), routed(pipe, _Tail(tape, latents)):
-        with contextlib.suppress(StopPipeline):
-            undecorated(pipe, **call)
+    stopped = contextlib.suppress(StopPipeline)
+    with torch.enable_grad(), _decoding(pipe, found.append), routed(pipe, _Tail(tape, latents)), stopped:
+        undecorated(pipe, **call)
     return found[0] if found and torch.is_tensor(found[0]) else None
 
 

@@ -24,7 +24,7 @@ PROBED = 64  # pixels of the side of an image that shows how many of them a late
 
 
 class ImageLatents:
-    """What the VAE says of image files, in memory and on disk, and the clean latents that it is decoded from."""
+    """Image files as the VAE encodes them, in memory and on disk, and their clean latents."""
 
     def __init__(self, gb: float, folder: Path | None = None) -> None:
         """`gb`: memory that it may take; `folder`: where it is kept as files as well."""
@@ -92,7 +92,7 @@ def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:
 
 @torch.no_grad()
 def encoded(pipe: DiffusionPipeline, image: np.ndarray, dimensions: int, generator: torch.Generator) -> torch.Tensor:
-    """What the VAE of `pipe` makes of an image `[H, W, 3]` uint8, as the pipeline hands it to its decoder.
+    """An image `[H, W, 3]` uint8 encoded by the VAE of `pipe`, as the pipeline hands it to its decoder.
 
     `dimensions`: 5 where the VAE is one of videos.
     """

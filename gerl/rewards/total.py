@@ -12,7 +12,7 @@ DATA_SOURCE = "data_source"  # column of a prompt file that picks the scorers of
 
 
 def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
-    """Whether images of `prompt` are scored by `scorer` (`reward.scorers.NAME.data_sources`); those of files are not."""
+    """Whether images of `prompt` are scored by `scorer` (`reward.scorers.NAME.data_sources`); files' are not."""
     if prompt.given:
         return False
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources

@@ -14,8 +14,7 @@ from gerl.utils.files import reason
 
 # Columns that become the pipeline's arguments of the same name: the path of a picture, or a list of paths.
 COLUMNS = ("image", "mask_image", "control_image")
-# what Pillow raises for a damaged file
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)  # of a damaged file
 
 
 def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str) -> dict[str, object]:

@@ -1,7 +1,6 @@
 """Training on images of files against naive twins that encode, noise and call the denoiser by themselves."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,12 @@ import torch.nn.functional as F
 from PIL import Image
 from training import Training, config, new_policy, relative
 
+from gerl.algorithms import Rewards
 from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.pooling import pooled_sum
 from gerl.model.lora import lora_disabled
 from gerl.protocol import GivenImage, Prompt
-from gerl.utils.seeding import derive_seed
+from gerl.utils.seeding import derive_seed, sample_generators
 
 KEYS: dict[str, dict[str, Any]] = {
     "sft": {},
@@ -44,8 +44,6 @@ def trained(name: str, prompts: list[Prompt], **keys: Any) -> Training:
 
 
 def credit_of(training: Training) -> torch.Tensor:
-    from gerl.algorithms import Rewards
-
     samples = [sample for task, _, _ in training.tasks for sample in task.samples]
     totals = torch.tensor([s.given.score for s in samples if s.given is not None])
     return training.algorithm.credit(Rewards(samples, totals, torch.empty(len(samples), 0), torch.empty(0)))
@@ -69,6 +67,7 @@ class Twin:
         noise = (self.x0 / config.scaling_factor + config.shift_factor - said.mean) / said.std
         assert 0.8 < float(noise.std()) < 1.2
         pipe.scheduler.set_timesteps(4)
+        pipe.transformer.eval()
         self.sigmas, self.timesteps = pipe.scheduler.sigmas[:3], pipe.scheduler.timesteps[:3]  # all but the last
         samples = [sample for task, _, _ in training.tasks for sample in task.samples]
         self.seeds = [(0, s.step, repr(s.group)) if shared else (s.seed,) for s in samples]
@@ -78,13 +77,11 @@ class Twin:
         for k, (sigma, timestep) in enumerate(zip(self.sigmas, self.timesteps, strict=True)):
             noise = torch.stack([self.drawn(derive_seed("forward", *seed, k)) for seed in self.seeds])
             x = (1 - sigma) * self.x0 + sigma * noise
-            v = self.pipe.transformer(x, timestep.expand(len(x)), self.text, self.pooled, return_dict=False)[0]
+            v = self.pipe.transformer(x, self.text, self.pooled, timestep.expand(len(x)), return_dict=False)[0]
             columns.append(F.mse_loss(v, noise - self.x0, reduction="none").flatten(1).mean(1))
         return torch.stack(columns, 1)
 
     def drawn(self, seed: int) -> torch.Tensor:
-        from gerl.utils.seeding import sample_generators
-
         return torch.randn(self.x0.shape[1:], generator=sample_generators([seed])[0])
 
 

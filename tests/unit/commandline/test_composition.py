@@ -175,7 +175,11 @@ def test_the_config_of_a_run_is_an_experiment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", shipped("algorithm"))
 def test_an_algorithm_is_picked_with_its_settings(name: str) -> None:
     config = compose_run([f"algorithm={name}"]).config
-    assert config.algorithm.name == {"mix_grpo_flash": "mix_grpo", "awm_fast": "awm"}.get(name, name)
+    assert config.algorithm.name == {
+        "mix_grpo_flash": "mix_grpo",
+        "awm_fast": "awm",
+        "diffusion_dpo_offline": "diffusion_dpo",
+    }.get(name, name)
     assert (config.sampling.height, config.trainer.steps) == (32, 76)  # of the signs experiment
     assert compose_run(["experiment=plain", f"algorithm={name}"]).config.algorithm == config.algorithm
     assert compose_run([f"algorithm={name}", "algorithm.advantage_clip=2"]).config.algorithm.advantage_clip == 2

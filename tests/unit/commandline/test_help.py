@@ -6,6 +6,7 @@ from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import experiments, shipped
 from gerl.commandline.help import help_text
 from gerl.config import keys, readers
+from gerl.config.algorithm import BY_NAME
 
 
 def explanation(text: str, start: str) -> list[str]:
@@ -20,8 +21,9 @@ def test_all_explains_every_key_and_says_who_reads_it() -> None:
     for name, f in keys():
         found = explanation(text, f"  {name}=")
         assert any(line.startswith(f.metadata["help"]) for line in found), name
-        assert len(found) == 1 or name in ("algorithm.cfg", "algorithm.beta")  # with a default for each family
-        if 0 < len(who := readers(name.partition(".")[2])) < len(shipped("algorithm")) - 2:
+        # those with a default for each family
+        assert len(found) == 1 or name in ("algorithm.cfg", "algorithm.beta", "algorithm.reference")
+        if 0 < len(who := readers(name.partition(".")[2])) < len(BY_NAME):
             assert name.split(".")[0] != "algorithm" or all(any(one in line for line in found) for one in who)
     for name in (*experiments(), *shipped("algorithm")):
         assert name in text

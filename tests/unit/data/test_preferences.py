@@ -75,7 +75,7 @@ def test_votes_of_several_people_are_averaged_and_those_without_a_preference_lef
 
 
 @pytest.mark.parametrize("parquet", [True, False])
-def test_what_the_vote_command_writes_is_read(parquet: bool, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_vote_writes_is_read(parquet: bool, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not parquet:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     one = Preference(run="r", step=1, prompt_id=0, prompt="a fox", images=["a.png", "b.png"], seeds=[1, 2], ranks=[2, 1],
@@ -119,5 +119,5 @@ def test_rows_that_an_algorithm_has_no_use_for_are_named(place: Path) -> None:
     check_groups(prompts, 3, True, "kto")
     with pytest.raises(DataError, match=r"has 3 images.*rollout\.n=2.*rollout\.n=3"):
         check_groups(prompts, 2, True, "kto")
-    with pytest.raises(DataError, match="prompt 1 'a fox' has one image, and diffusion_dpo.*algorithm=kto"):
+    with pytest.raises(DataError, match=r"prompt 1 'a fox' has one image, and diffusion_dpo.*algorithm=kto"):
         check_groups(prompts, 3, False, "diffusion_dpo")

@@ -60,7 +60,7 @@ class Mixed(Squared):
 def test_a_pipeline_that_does_something_else_to_its_latents_is_refused(shift: Squared) -> None:
     pipe = tiny.sd3()
     pipe.vae.register_to_config(shift_factor=shift)
-    with pytest.raises(ModelError, match="StableDiffusion3Pipeline.*value by value"):
+    with pytest.raises(ModelError, match=r"StableDiffusion3Pipeline.*value by value"):
         inverse = Inverse(pipe, record_loop(pipe, select_call(call_of("sd3"), [0])))
         inverse.of(torch.randn(inverse.shape, generator=torch.Generator().manual_seed(3)))
 
