@@ -16,7 +16,7 @@ from gerl.algorithms.grpo_guard import GRPOGuard
 from gerl.algorithms.kto import KTO
 from gerl.algorithms.neighbor_grpo import NeighborGRPO
 from gerl.algorithms.policy_gradient import PolicyGradient
-from gerl.algorithms.regression import SFT, BestOfN, RewardWeightedRegression
+from gerl.algorithms.regression import SFT, BestOfN, RewardWeightedRegression, regularising
 from gerl.algorithms.tempflow_grpo import TempFlowGRPO
 from gerl.config import Config, noised_images, policy_gradients
 from gerl.config.algorithm_keys import AlgorithmConfig
@@ -47,4 +47,7 @@ ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm]] = {
 
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm of `config.algorithm.name`."""
-    return ALGORITHMS[type(config.algorithm)](config)
+    algorithm = ALGORITHMS[type(config.algorithm)](config)
+    if config.data.regularise is not None:
+        algorithm.regulariser = SFT(regularising(config))
+    return algorithm

@@ -145,6 +145,13 @@ def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: 
     return [prompts[i] for i in others[(attempt - 1) * size : attempt * size]]
 
 
+def plan_images(config: Config, images: Sequence[Prompt], step: int) -> list[Prompt]:
+    """Those of the `images` of `data.regularise` that trainer step `step` (from 1) imitates."""
+    count = min(len(images), config.data.regularise_images or config.rollout.prompts_per_step)
+    schedule = PromptSchedule(len(images), count, config.data.shuffle, derive_seed("images", config.trainer.seed))
+    return [images[i] for i in schedule.batch(step - 1)]
+
+
 def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> list[list[Sample]]:
     """Micro-batches of the images of all held-out prompts, prompt by prompt, from the same noise at every step."""
     count = range(config.validation.images_per_prompt)

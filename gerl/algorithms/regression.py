@@ -8,11 +8,14 @@ keeps the best of each group. Weights are never negative: nothing is pushed away
 are merely less bad are imitated too.
 """
 
+from dataclasses import replace
+
 import torch
 
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import best_of_group, regression_weights
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.config import Config
 from gerl.config.noised_images import BestOfNConfig, RWRConfig, SFTConfig
 
 
@@ -41,6 +44,12 @@ class BestOfN(_Regression):
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         """Nothing where all rewards are equal."""
         return best_of_group(rewards.totals, rewards.group_ids)
+
+
+def regularising(config: Config) -> Config:
+    """The configuration by which the images of `data.regularise` are imitated beside another algorithm."""
+    data = replace(config.data, train_on="files", regularise=None)
+    return replace(config, algorithm=SFTConfig("sft"), data=data)
 
 
 class SFT(_Regression):

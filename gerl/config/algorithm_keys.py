@@ -51,6 +51,9 @@ class AlgorithmConfig(Block):
         above=0,
     )
     advantage_clip: float = key(5.0, "advantages are clipped to +- this", above=0)
+    data_coef: float = key(
+        0.0, "weight of imitating the images of data.regularise, which hold the policy near to them (DDRL)", low=0
+    )
     dynamic_sampling: int = key(
         0, "times a step draws further prompts in place of groups whose rewards are all equal (DAPO)", low=0
     )

@@ -54,7 +54,7 @@ FIXED = {
     "trainer.seed": "the noise and the order of the prompts of the steps before were drawn from it",
 }
 # The keys of files that are compared by content: they may have another name.
-CONTENT = ("data.train", "validation.data")
+CONTENT = ("data.train", "validation.data", "data.regularise")
 # Blocks of which a key that is no longer there has changed nothing of what a run computes.
 HARMLESS = ("checkpoint", "cluster", "guard", "logger")
 # Values that older versions wrote for the same.

@@ -139,6 +139,12 @@ class DataConfig(Block):
         "what is trained on: images that are drawn for the prompts and scored; or files: images that the rows of "
         "data.train name, whose ranks or labels stand in place of rewards, docs/preferences.md",
     )
+    regularise: Given | None = key(
+        None,
+        "images that you have, imitated beside reinforcement learning with the weight algorithm.data_coef (DDRL): a "
+        "file as for data.train_on=files; null: none",
+    )
+    regularise_images: int | None = key(None, "how many of them a trainer step; null: as many as it has prompts", low=1)
     shuffle: bool = key(True, "shuffle the prompts every epoch")
     prompt_key: str = key(
         "prompt", "column of the prompt in .jsonl, .csv and .parquet rows and in data sets; other columns are metadata"

@@ -77,6 +77,21 @@ def settled(rows: Sequence[Prompt]) -> list[Prompt]:
     return kept
 
 
+def good_images(rows: Sequence[Prompt]) -> list[Prompt]:
+    """A prompt for each image to be imitated: the best of each row, and one alone unless it is disliked.
+
+    Their ids are below 0, so that they are no prompt's that is drawn. Raises `DataError` if there are none.
+    """
+    found: list[Prompt] = []
+    for row in rows:
+        best = max(image.score for image in row.given)
+        good = [image for image in row.given if image.score == best and (len(row.given) > 1 or best > 0)]
+        found += [replace(row, id=-1 - len(found) - i, given=(image,)) for i, image in enumerate(good)]
+    if not found:
+        raise DataError("all of its images are disliked: name some that are to be imitated")
+    return found
+
+
 def check_groups(prompts: Sequence[Prompt], most: int, alone: bool, algorithm: str) -> None:
     """Raise `DataError` if a prompt has more than `most` images, or only one where it cannot be trained on `alone`."""
     largest = max(prompts, key=lambda prompt: len(prompt.given))

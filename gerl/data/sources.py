@@ -39,7 +39,7 @@ def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
 
 def given_images(data: DataConfig, name: str) -> bool:
     """Whether the rows of the key `name` have the images that are trained on."""
-    return name == "data.train" and data.train_on == "files"
+    return name == "data.regularise" or (name == "data.train" and data.train_on == "files")
 
 
 def digest(given: object, data: DataConfig, name: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
-from gerl.data.preferences import check_groups
+from gerl.data.preferences import check_groups, good_images
 from gerl.data.sources import check_mixture, given_images, load, named
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
@@ -49,6 +49,23 @@ def read_prompts(
     except DataError as error:
         raise DataError(f"{key}={named(given)}: {error}") from None
     return prompts
+
+
+def read_regularising(config: Config) -> list[Prompt]:
+    """The images of `data.regularise`, each with its prompt; raises `DataError`."""
+    given, key = config.data.regularise, "data.regularise"
+    if given is None:
+        if config.algorithm.data_coef:
+            raise ConfigError(
+                f"algorithm.data_coef={config.algorithm.data_coef:g}: there are no images to imitate; name a file of "
+                "them in data.regularise, or set algorithm.data_coef=0"
+            )
+        return []
+    try:
+        return good_images(load(given, config.data, key))
+    except DataError as error:
+        said = str(error)
+        raise DataError(said if said.startswith(key) else f"{key}={named(given)}: {said}") from None
 
 
 def without_people(config: RewardConfig) -> RewardConfig:

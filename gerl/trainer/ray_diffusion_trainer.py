@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gerl.algorithms import Algorithm
-from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule
+from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, plan_validation, prompt_schedule
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
@@ -55,6 +55,7 @@ class RayDiffusionTrainer(DurableRun):
     ) -> None:
         super().__init__(config, run_dir, cluster, identity)
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
+        self.regularising: Sequence[Prompt] = ()  # with an image each, of files
         self.latest: Metrics = {}  # the last line of the metrics
         self.announced = False  # where the run folder is
         self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
@@ -275,6 +276,9 @@ class RayDiffusionTrainer(DurableRun):
         prompts = plan_prompts(self.config, self.prompts, step, attempt)
         samples = plan_samples(self.config, prompts, step, self.state.policy_version)
         tasks = self.algorithm.plan(samples, first_id=begun + step % (staleness + 1) * APART)
+        if self.regularising and attempt == 0:
+            given = plan_samples(self.config, plan_images(self.config, self.regularising, step), step, 0)
+            tasks += Algorithm.plan(self.algorithm, given, first_id=tasks[-1].id + 1)
         # drawn with the weights there were when the one before it was due, also if that was before the run was resumed
         lag = max(0, self.state.step - max(0, step - 1 - staleness))
         return [replace(task, lag=lag) for task in tasks] if lag else tasks
@@ -312,8 +316,10 @@ class RayDiffusionTrainer(DurableRun):
         said = f"scoring {rollouts.total} images"
         with watch("reward_wait"), waiting(said, self.progress_of(rollouts), self.patience):
             found = rollouts.finish(self.on_their_way)
+        found = [scores_of(task.samples, scores) for task, scores in zip(rolled.tasks, found, strict=True)]
         for task, scores in zip(rolled.tasks, found, strict=True):
-            drawn.scored.add(task.samples, scores_of(task.samples, scores))
+            if not self.regularising or task.samples[0].given is None:
+                drawn.scored.add(task.samples, scores)
         rolled.end(drawn, self.config)
         return rollouts.images[0], found[0]
 

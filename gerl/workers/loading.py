@@ -27,7 +27,7 @@ def loaded_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
     if keeps:
         folder = None if data.cache is None else folder_of(Path(data.cache), model, precision(model, device))
         PromptCache(data.cache_gb, folder).attach(policy.pipe)
-    if data.train_on == "files":
+    if data.train_on == "files" or data.regularise is not None:
         kept = None if data.cache is None else latents_folder(Path(data.cache), model, precision(model, device))
         policy.images = ImageLatents(data.cache_gb, kept)
     return policy

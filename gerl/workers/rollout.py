@@ -68,6 +68,7 @@ class Rollout:
 
         `owner`: rank of this worker.
         """
+        algorithm = algorithm.of(task.samples)
         after, segments = algorithm.rollout_old_after, len(task.segments)
         with model_errors("rollout", len(task.samples)):
             pixels, tapes, task = self.draw(

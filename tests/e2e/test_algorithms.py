@@ -54,7 +54,7 @@ FITTED = {
     "rwr": "algorithm.beta=8 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=7 "
     "rollout.prompts_per_step=6 trainer.seed=1",
 }
-ON_FILES = ("diffusion_dpo_offline", "kto", "sft")  # test_given.py has images for them
+ON_FILES = ("ddrl", "diffusion_dpo_offline", "kto", "sft")  # test_given.py has images for them
 # on random weights it drifts with either sign, by what it draws: what the sign decides is the difference
 DRIFTING = ("rwr",)
 # the metrics of an update beside the loss, the optimizer step and, where it has a weight, the KL to the base model

@@ -99,3 +99,18 @@ def test_held_out_images_become_like_those_that_are_preferred(
         change[name] = bright[-1] - bright[0]
         assert run.column("reward/mean") == [] and len(run.column("actor/loss")) == 2
     assert change["bright"] > 0.001 and change["dark"] < -0.001, change
+
+
+def test_data_beside_reinforcement_learning_holds_the_policy_near_to_it(
+    train: Train, seeing: Path, pictures: Path, workplace: Path, tmp_path: Path
+) -> None:
+    data, found = written(pictures, "dark", singles("dark")), {}
+    for coef in (0, 3):
+        keys = [] if coef == 0 else [f"data.regularise={data}", f"algorithm.data_coef={coef}"]
+        easy = ["algorithm=ddrl", "algorithm.data_coef=0", *EASY[:-1], "rollout.prompts_per_step=3", "trainer.steps=2"]
+        keys = [*easy, f"validation.data={workplace / 'val.txt'}", *keys]
+        run = train(tmp_path / str(coef), *keys, model__path=seeing)
+        bright = run.column("val/bright/mean")
+        found[coef] = bright[-1] - bright[0]
+        assert len(run.column("actor/data_error")) == (2 if coef else 0) and len(run.column("reward/mean")) == 2
+    assert found[3] < found[0] - 0.01, found

@@ -1,6 +1,7 @@
 """Training on images of files against naive twins that encode, noise and call the denoiser by themselves."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,13 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from training import Training, config, new_policy, relative
+from training import Training, chain_credit, config, new_policy, relative
 
-from gerl.algorithms import Rewards
+from gerl.algorithms import Algorithm, Rewards
 from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.pooling import pooled_sum
+from gerl.algorithms.regression import regularising
+from gerl.config import DataConfig
 from gerl.model.lora import lora_disabled
 from gerl.protocol import GivenImage, Prompt
+from gerl.trainer.update import actor_metrics, image_credit
 from gerl.utils.seeding import derive_seed, sample_generators
 
 KEYS: dict[str, dict[str, Any]] = {
@@ -156,3 +160,24 @@ def test_images_are_handed_on_as_they_are_encoded(prompts: list[Prompt]) -> None
     ((task, pixels, _),) = trained("sft", prompts).tasks
     paths = [sample.given.path for sample in task.samples if sample.given is not None]
     assert np.array_equal(pixels, np.stack([np.asarray(Image.open(path)) for path in paths]))
+
+
+def test_images_beside_reinforcement_learning_add_their_own_mean(prompts: list[Prompt]) -> None:
+    made = config("flow_grpo", n=2, data_coef=0.4)
+    c = replace(made, data=DataConfig(regularise="images.jsonl"))
+    images = [Prompt(-1 - i, p.text, given=p.given[:1]) for i, p in enumerate(prompts)]
+    training, given = Training(c), plan_samples(c, images, 1, 0)
+    (task,) = Algorithm.plan(training.algorithm, given, first_id=50)
+    _, trajectory = training.rollout.generate(task, training.algorithm)
+    credit = chain_credit([1.0, -1.0, 0.5, -0.5])
+    alone, stats = training.gradient(credit)
+    added = image_credit([task], stats.pairs, credit, c)[50]
+    training.tasks.append((task, np.zeros(0), trajectory.tapes))
+    both, together = training.gradient(torch.cat([credit, added]), stats.pairs)
+    imitation = Training(regularising(c), samples=given)
+    expected, known = imitation.gradient(torch.ones(2, 4))
+    assert expected.norm() > 0 and relative(both, alone + 0.4 * expected) < 1e-5
+    assert together.pairs == stats.pairs and together.sums["loss"] == pytest.approx(stats.sums["loss"])
+    assert together.sums["data_error"] == pytest.approx(known.sums["squared_error"])
+    metrics = actor_metrics(together, None, None)
+    assert metrics["actor/data_error"] == pytest.approx(known.sums["loss"] / 6) and "actor/data_pairs" not in metrics

@@ -179,6 +179,7 @@ def test_an_algorithm_is_picked_with_its_settings(name: str) -> None:
         "mix_grpo_flash": "mix_grpo",
         "awm_fast": "awm",
         "diffusion_dpo_offline": "diffusion_dpo",
+        "ddrl": "flow_grpo",
     }.get(name, name)
     assert (config.sampling.height, config.trainer.steps) == (32, 76)  # of the signs experiment
     assert compose_run(["experiment=plain", f"algorithm={name}"]).config.algorithm == config.algorithm

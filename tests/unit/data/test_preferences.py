@@ -78,7 +78,8 @@ def test_votes_of_several_people_are_averaged_and_those_without_a_preference_lef
 def test_what_vote_writes_is_read(parquet: bool, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not parquet:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    one = Preference(run="r", step=1, prompt_id=0, prompt="a fox", images=["a.png", "b.png"], seeds=[1, 2], ranks=[2, 1],
+    one = Preference(run="r", step=1, prompt_id=0, prompt="a fox",
+                     images=["a.png", "b.png"], seeds=[1, 2], ranks=[2, 1],
                      voter="me", time=1.0, used=True)  # fmt: skip
     file = write_preferences(place, [one])
     assert file is not None and file.suffix == (".parquet" if parquet else ".jsonl")
