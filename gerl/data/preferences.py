@@ -1,7 +1,8 @@
 """Rows of a prompt file that have images to train on, and say which of them are better.
 
 The columns tell which kind of row it is:
-    images, ranks: paths, and the rank of each from 1 for the best, as `gerl vote` writes them
+    images, ranks: paths, and the rank of each from 1 for the best, as `gerl vote` writes them (whose column sources
+        becomes image, the picture that the prompt is about)
     chosen, rejected: the better and the worse of two
     image_0, image_1, label_0: 1 if the first is better, 0 if the second is, 0.5 for a tie, as Pick-a-Pic has them
     image, label: true if it is liked, false if it is not
@@ -53,7 +54,9 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
         if not isinstance(path, str):
             raise DataError(f"{where} has {name}={path!r:.80}: give the path of an image")
         given.append(GivenImage(absolute_picture(path, folder, f"{where} has {name}={path!r}"), score))
-    metadata = {name: value for name, value in row.items() if name not in kind}
+    metadata = {name: value for name, value in row.items() if name not in (*kind, "sources")}
+    if (sources := row.get("sources")) and kind[0] == "images":  # of a vote on edited pictures
+        metadata.setdefault("image", sources[0] if isinstance(sources, list) and len(sources) == 1 else sources)
     return replace(prompt, metadata=metadata, given=tuple(given))
 
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from gerl.config import DataConfig
-from gerl.data.preferences import check_groups
+from gerl.data.preferences import check_groups, good_images
 from gerl.data.sources import load
 from gerl.errors import DataError
 from gerl.protocol import Prompt
@@ -79,12 +79,22 @@ def test_what_vote_writes_is_read(parquet: bool, place: Path, monkeypatch: pytes
     if not parquet:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     one = Preference(run="r", step=1, prompt_id=0, prompt="a fox",
-                     images=["a.png", "b.png"], seeds=[1, 2], ranks=[2, 1],
+                     images=["a.png", "b.png"], sources=["c.png"], seeds=[1, 2], ranks=[2, 1],
                      voter="me", time=1.0, used=True)  # fmt: skip
     file = write_preferences(place, [one])
     assert file is not None and file.suffix == (".parquet" if parquet else ".jsonl")
     (prompt,) = load(str(file), FILES, "data.train")
     assert prompt.text == "a fox" and given(prompt) == {"a": -2.0, "b": -1.0}
+    assert prompt.metadata["image"] == str(place / "c.png") and "sources" not in prompt.metadata
+
+
+def test_of_images_to_be_imitated_the_good_ones_are_taken(place: Path) -> None:
+    file = place / "rows.jsonl"
+    read(place, {"chosen": "a.png", "rejected": "b.png"}, {"image": "c.png", "label": False}, {"image": "d.png"})
+    found = good_images(load(str(file), DataConfig(), "data.regularise"))
+    assert [(prompt.id, list(given(prompt))) for prompt in found] == [(-1, ["a"]), (-2, ["d"])]
+    with pytest.raises(DataError, match="disliked"):
+        good_images(read(place, {"image": "c.png", "label": False}))
 
 
 @pytest.mark.parametrize(
