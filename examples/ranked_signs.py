@@ -23,7 +23,7 @@ def main() -> None:
     """Write `FOLDER/ranked.jsonl` and the images that it names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--prompts", type=int, default=240, help="how many of the training prompts")
+    parser.add_argument("--prompts", type=int, default=120, help="how many of the training prompts")
     parser.add_argument("--images", type=int, default=4, help="images of each")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

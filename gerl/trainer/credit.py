@@ -208,8 +208,8 @@ def conclude_validation(
     metrics, count, failed = scored.metrics(config.reward, validation=True), scored.measured, scored.unscored
     if not count:
         logger.info(
-            "step %d: %d held-out prompts are drawn; no scorer with a weight looks at them, people are asked in "
-            "training only",
+            "step %d: %d held-out prompts are drawn; no scorer with a weight looks at them (people are asked in "
+            "training only)",
             *(step, len(scored.samples)),
         )
         return metrics, None

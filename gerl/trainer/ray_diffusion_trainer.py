@@ -354,7 +354,7 @@ class RayDiffusionTrainer(DurableRun):
             with meanwhile(self.rewards, self.on_their_way), trained:
                 metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag, self.drawn_ends, drawn.gate)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
-        groups = list(drawn.scored.by_group().values())
+        groups = [] if drawn.scored.given else list(drawn.scored.by_group().values())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal, groups)
 
     def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:

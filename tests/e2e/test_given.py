@@ -114,3 +114,22 @@ def test_data_beside_reinforcement_learning_holds_the_policy_near_to_it(
         found[coef] = bright[-1] - bright[0]
         assert len(run.column("actor/data_error")) == (2 if coef else 0) and len(run.column("reward/mean")) == 2
     assert found[3] < found[0] - 0.01, found
+
+
+def test_a_run_without_a_scorer_is_resumed_and_shared_by_workers(
+    train: Train, seeing: Path, pictures: Path, workplace: Path, tmp_path: Path
+) -> None:
+    keys = [*EASY, "algorithm=kto", "algorithm.beta=50", f"validation.data={workplace / 'val.txt'}"]
+    keys += ["checkpoint.every=1", f"data.cache={tmp_path / 'cache'}", "rollout.micro_batch_size=5"]
+    keys += ["rollout.prompts_per_step=5", "reward.scorers={}"]  # pairs, of which a micro-batch has parts
+    given = {"data__train": written(pictures, "kto", pairs("bright", "dark")), "model__path": seeing, "scorer": ""}
+    whole = train(tmp_path / "whole" / "run", *keys, **given)
+    assert len(list((tmp_path / "cache" / "images").rglob("*.safetensors"))) == 2 * len(PROMPTS)
+    half = tmp_path / "half" / "run"
+    train(half, *keys, **given, trainer__steps=1)
+    resumed = train(half, *keys, f"checkpoint.resume={half}", **given)
+    resumed.assert_same(whole, 2)
+    shared = train(tmp_path / "shared" / "run", *keys, **given, cluster__num_workers=2)
+    assert np.allclose(shared.lora(2), whole.lora(2), rtol=1e-3, atol=1e-5)
+    assert not [name for row in whole.metrics for name in row if "reward/" in name or name.startswith("health/highest")]
+    assert whole.column("actor/preference_margin")[-1] > 0
