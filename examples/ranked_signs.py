@@ -1,4 +1,4 @@
-"""Make images with ranks to train on: the signs model that ships with gerl draws four of each prompt, an OCR ranks them.
+"""Make images with ranks to train on: the signs model that ships with gerl draws them, an OCR ranks them.
 
     python examples/ranked_signs.py my_signs
     python -m gerl.trainer.main_flowgrpo algorithm=diffusion_dpo_offline data.train=my_signs/ranked.jsonl
