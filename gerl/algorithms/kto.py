@@ -9,6 +9,8 @@ z is a constant, the mean over all images and noise levels of the update. At the
 derivative by mse is y w beta / 4. The sigmoid bounds what a single image adds, so labels may be wrong now and then.
 """
 
+import math
+
 import torch
 
 from gerl.algorithms.base import Rewards
@@ -58,8 +60,8 @@ class KTO(ForwardProcess):
     def sums(self, pooled: Pooled, samples: list[Sample], level: int, like: torch.Tensor) -> Sums:
         """The sum of g over all images and noise levels of the update, and their number."""
         del samples, level
-        total = sum(value for value, _ in pooled.values())
-        count = sum(number for _, number in pooled.values())
+        total = math.fsum(value for value, _ in pooled.values())
+        count = float(sum(number for _, number in pooled.values()))
         return torch.full_like(like, total), torch.full_like(like, count)
 
     def _better(self, s: Noised) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -94,9 +94,7 @@ class Update:
             part, given = parts[number], given_to[number]
             pairs = count_pairs((task, given[task.id]) for task in part)
             given = Rows(given | image_credit(images, pairs, credit, self.config))
-            at_once = (
-                None if sets is None else [list(members) for members in sets if not given.keys().isdisjoint(members)]
-            )
+            at_once = _those_of(given, sets)
             pools = self.algorithm.pools
             pooled = pooled_sum(self.workers.run(HybridWorker.pool, given, at_once, pull)) if pools else None
             new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled, at_once, pull), UpdateStats())
@@ -255,3 +253,8 @@ def image_credit(
     ones = {task.id: like.new_ones(len(task.samples), like.shape[1]) for task in tasks}
     own = count_pairs((task, ones[task.id]) for task in tasks)
     return {number: config.algorithm.data_coef * pairs / own * rows for number, rows in ones.items()}
+
+
+def _those_of(given: Mapping[int, torch.Tensor], sets: Sequence[Sequence[int]] | None) -> list[list[int]] | None:
+    """The sets of tasks that have some of `given`, where there are sets."""
+    return None if sets is None else [list(members) for members in sets if not given.keys().isdisjoint(members)]

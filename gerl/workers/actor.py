@@ -302,7 +302,7 @@ class Actor:
 
 
 def beside(found: UpdateStats) -> UpdateStats:
-    """What was measured of images that are imitated beside the algorithm, whose averages are not over their pairs."""
+    """The measurements of images that are imitated beside the algorithm, whose averages are not over their pairs."""
     return UpdateStats(sums={"data_error": found.sums["squared_error"], "data_pairs": float(found.pairs)})
 
 
