@@ -303,7 +303,8 @@ class RayDiffusionTrainer(DurableRun):
 
     def wait_until_drawn(self, rollouts: Rollouts, watch: Stopwatch) -> None:
         """Wait for the images of a step, which are scored meanwhile."""
-        with watch("rollout"), waiting(f"drawing {rollouts.total} images", self.progress_of(rollouts), self.patience):
+        what = "drawing" if self.config.data.train_on == "drawn" else "reading"
+        with watch("rollout"), waiting(f"{what} {rollouts.total} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
 
     def roll_out(self, tasks: Sequence[RolloutTask]) -> Rolled:
