@@ -32,6 +32,10 @@ from gerl.utils.files import finite, write_file
 NEUTRAL = {
     ("data", "columns"): {},
     ("data", "stream"): None,
+    ("data", "train_on"): "drawn",
+    ("data", "regularise"): None,
+    ("data", "regularise_images"): None,
+    ("algorithm", "data_coef"): 0.0,
     ("data", "cache"): None,
     ("data", "cache_gb"): 2.0,
     ("algorithm", "regression"): "squared",
@@ -53,6 +57,7 @@ NEUTRAL = {
     ("algorithm", "diversity"): "none",
     ("algorithm", "diversity_scorer"): "diversity",
     ("algorithm", "diversity_coef"): 0.1,
+    ("algorithm", "reference"): "old",
     ("validation", "images_per_prompt"): 1,
     ("validation", "height"): None,
     ("validation", "width"): None,

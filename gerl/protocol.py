@@ -15,14 +15,24 @@ K = TypeVar("K", int, str)
 
 
 @dataclass(frozen=True)
+class GivenImage:
+    """An image that is trained on as it is in its file. The better of two of a prompt has the higher `score`; of one
+    alone it is positive if it is liked and negative if it is not."""
+
+    path: str
+    score: float
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A row of a prompt file or a data set: `id` is its index among all prompts, so that equal texts stay different
-    prompts, and `source` the number of the one it is from."""
+    prompts, and `source` the number of the one it is from. `given`: its images, where they are not drawn."""
 
     id: int
     text: str
     metadata: dict[str, Any] = field(default_factory=dict)
     source: int = 0
+    given: tuple[GivenImage, ...] = ()
 
 
 class Group(NamedTuple):
@@ -58,6 +68,11 @@ class Sample:
     def group(self) -> Group:
         """Samples are compared within a group only."""
         return Group(self.prompt.id, self.turn, self.role, self.branch)
+
+    @property
+    def given(self) -> GivenImage | None:
+        """The image that is trained on in place of one that is drawn."""
+        return self.prompt.given[self.index] if self.prompt.given else None
 
 
 @dataclass(frozen=True)

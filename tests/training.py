@@ -11,7 +11,15 @@ from gerl.algorithms import Algorithm, Batch, Rewards, build_algorithm, count_pa
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.pooling import Pooled
-from gerl.config import ActorConfig, Config, RolloutConfig, SamplingConfig, ValidationConfig, algorithm_config
+from gerl.config import (
+    ActorConfig,
+    Config,
+    DataConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ValidationConfig,
+    algorithm_config,
+)
 from gerl.engine import Tape
 from gerl.engine.kernels import FlowRule
 from gerl.model.ema import EMA
@@ -63,6 +71,7 @@ def config(
         sampling=SamplingConfig(**{**fixed, **DRAWN.get(name, {}), **sampling}),  # type: ignore[arg-type]
         rollout=RolloutConfig(prompts_per_step=2, n=n, micro_batch_size=micro or 2 * n),
         actor=ActorConfig(micro_batch_size=actor_micro),
+        data=DataConfig(train_on="files" if name == "sft" else "drawn"),
     )
 
 

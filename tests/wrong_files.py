@@ -21,6 +21,14 @@ FILES: dict[str, str | bytes] = {
     "list.jsonl": '["a"]\n',
     "captions.csv": "caption\na\n",
     "notparquet.parquet": "hello",
+    # images to train on
+    "pairs.jsonl": '{"prompt": "a", "chosen": "images/0.png", "rejected": "images/1.png"}\n',
+    "singles.jsonl": '{"prompt": "a", "image": "images/0.png"}\n',
+    "disliked.jsonl": '{"prompt": "a", "image": "images/0.png", "label": false}\n',
+    "ties.jsonl": '{"prompt": "a", "images": ["images/0.png", "images/1.png"], "ranks": [1, 1]}\n',
+    "lost.jsonl": '{"prompt": "a", "chosen": "images/0.png", "rejected": "images/9.png"}\n',
+    "nopicture.jsonl": '{"prompt": "a", "image": "good.txt"}\n',
+    "three.jsonl": '{"prompt": "a", "images": ["images/0.png", "images/1.png", "images/2.png"], "ranks": [1, 2, 3]}\n',
     # experiments
     "voted/journal.jsonl": '{"vote": 1}\n',
     "stepz.yaml": "trainer:\n  stepz: 3\n",

@@ -14,10 +14,11 @@ from gerl.algorithms.flow_dppo import FlowDPPO
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.forward_process import ForwardProcess
 from gerl.algorithms.grpo_guard import GRPOGuard
+from gerl.algorithms.kto import KTO
 from gerl.algorithms.neighbor_grpo import NeighborGRPO
 from gerl.algorithms.opd import OPD
 from gerl.algorithms.policy_gradient import PolicyGradient
-from gerl.algorithms.regression import BestOfN, RewardWeightedRegression
+from gerl.algorithms.regression import SFT, BestOfN, RewardWeightedRegression, regularising
 from gerl.algorithms.tempflow_grpo import TempFlowGRPO
 from gerl.config import Config, distillation, noised_images, policy_gradients
 from gerl.config.algorithm_keys import AlgorithmConfig
@@ -43,9 +44,14 @@ ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm]] = {
     noised_images.BestOfNConfig: BestOfN,
     distillation.OPDConfig: OPD,
     distillation.DMDRConfig: DMDR,
+    noised_images.SFTConfig: SFT,
+    noised_images.KTOConfig: KTO,
 }
 
 
 def build_algorithm(config: Config) -> Algorithm:
     """The algorithm of `config.algorithm.name`."""
-    return ALGORITHMS[type(config.algorithm)](config)
+    algorithm = ALGORITHMS[type(config.algorithm)](config)
+    if config.data.regularise is not None:
+        algorithm.regulariser = SFT(regularising(config))
+    return algorithm

@@ -84,6 +84,7 @@ class Algorithm:
     reads_finished = False  # it reads the finished latents besides those of the trained steps
     old_decay: Sequence[float] | None = None  # of the old policy, see `core_algos.decay_at`; None where none is kept
     rollout_decay: Sequence[float] | None = None  # of the averaged weights that draw; None where the trained ones do
+    regulariser: Algorithm | None = None  # imitates the images of `data.regularise`, if there are any
     rollout_old_after: int | None = None  # trainer steps after which the old policy draws; None: never
 
     def __init__(self, config: Config) -> None:
@@ -91,6 +92,10 @@ class Algorithm:
         self.kl_coef = self.settings.kl_coef  # the guard may raise it
         self.gate = Gate(self.settings.kl_share) if self.settings.kl_share < 1 else None
         self.reference_step = 0  # the trainer step after which the weights were that the KL is measured from
+
+    def of(self, samples: Sequence[Sample]) -> Algorithm:
+        """The algorithm that trains on a micro-batch of `samples`."""
+        return self.regulariser if self.regulariser is not None and samples[0].given is not None else self
 
     # --- on the driver
 

@@ -1,10 +1,11 @@
-"""Online Diffusion-DPO (arXiv 2311.12908): the best image of each group against its worst.
+"""Diffusion-DPO (arXiv 2311.12908): the best image of each group against its worst.
 
 The policy should fit the winner better and the loser worse than the reference does, at the same noise eps and level:
 
     L = -log sigmoid(-beta / 2 * ((mse_w - mse_w_ref) - (mse_l - mse_l_ref))),    mse = mean((v - target)^2)
 
-It is online: the pairs are drawn from the current policy, and the reference is the old policy, refreshed now and then.
+Online the pairs are drawn from the current policy, and the reference is the old policy, refreshed now and then; as
+published they are those of a file (data.train_on=files), and the reference is the base model (reference=base).
 At the reference the loss is ln 2 and its derivatives by mse_w and mse_l are beta / 4 and -beta / 4.
 """
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import preference_pairs
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.config import Config
 from gerl.config.noised_images import DiffusionDPOConfig
 
 
@@ -21,16 +23,21 @@ class DiffusionDPO(ForwardProcess):
     """The credit is +1 for the best of a group, -1 for the worst, and 0 for the others, which are not trained on."""
 
     settings: DiffusionDPOConfig
-    uses_old = True
-    compared_with_old = ("preference_margin",)
     shared_noise = True
+
+    def __init__(self, config: Config) -> None:
+        assert isinstance(config.algorithm, DiffusionDPOConfig)
+        self.uses_old = config.algorithm.reference == "old"
+        self.uses_reference = not self.uses_old
+        self.compared_with_old = ("preference_margin",) if self.uses_old else ()
+        super().__init__(config)
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         """One pair per group; none where all rewards are equal."""
         return preference_pairs(rewards.totals, rewards.group_ids)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """`dpo_loss`; reports the mean `preference_margin`: how much more than `old` the policy prefers the winners."""
+        """`dpo_loss`; reports the mean `preference_margin`: how much more than the reference it prefers winners."""
         excess, beta = self._excess(s), self.settings.beta
         if s.pooled is None:
             pairs = paired(s.advantages, s.groups)
@@ -50,9 +57,9 @@ class DiffusionDPO(ForwardProcess):
         return s.advantages.sign() * self._excess(s).detach()
 
     def _excess(self, s: Noised) -> torch.Tensor:
-        assert s.old is not None
-        target = s.target
-        return per_sample((s.output - target) ** 2) - per_sample((s.old - target) ** 2)
+        reference, target = s.old if self.uses_old else s.reference, s.target
+        assert reference is not None
+        return per_sample((s.output - target) ** 2) - per_sample((reference - target) ** 2)
 
 
 def dpo_loss(margin: torch.Tensor, pairs: torch.Tensor, beta: float) -> torch.Tensor:

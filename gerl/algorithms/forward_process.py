@@ -114,7 +114,7 @@ class ForwardProcess(Algorithm):
     """The common part: noise levels, noise, and the outputs of old policy and base model at the same inputs."""
 
     settings: ForwardProcessConfig
-    uses_old: ClassVar[bool] = False
+    uses_old: bool = False
     uses_reference: bool = False
     guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
     shared_noise: bool = False  # the samples of a group get the same noise at each level
@@ -148,6 +148,10 @@ class ForwardProcess(Algorithm):
     def pooled(self, s: Noised) -> torch.Tensor:
         """The part of each row in the losses of the others of its group, `[B]` or `[B, n]`: the group's sum matters."""
         raise NotImplementedError
+
+    def sums(self, pooled: Pooled, samples: list[Sample], level: int, like: torch.Tensor) -> Sums:
+        """The sums of the rows at noise level `level`, of all that is `pooled`: here over the group of each."""
+        return group_sums(pooled, samples, level, like)
 
     def kl_weights(self, s: Noised) -> torch.Tensor | float:
         """Factors `[B]` of the rows' distances to the base model, besides `kl_coef`."""
@@ -201,7 +205,7 @@ class ForwardProcess(Algorithm):
             if meter is not None:
                 meter.begin(k)
             if batch.pooled is not None:
-                s = replace(s, pooled=group_sums(batch.pooled, samples, k, s.advantages))
+                s = replace(s, pooled=self.sums(batch.pooled, samples, k, s.advantages))
             loss, metrics = self.loss(s)
             to_base = _distance(s.output, s.reference, self.kl_coef)
             pull = self.kl_coef * self.kl_weights(s) * (to_base if s.gate is None else s.gate * to_base)

@@ -108,7 +108,7 @@ def any_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, 
 
 
 def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_version: int) -> list[Sample]:
-    """The samples of trainer step `step`: `rollout.n` of each prompt."""
+    """The samples of trainer step `step`: `rollout.n` of each prompt, or those that it has in files."""
     seed, same = config.trainer.seed, config.sampling.same_init_noise
     return [
         Sample(
@@ -122,7 +122,7 @@ def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_ve
             role=prompt.metadata.get("role"),
         )
         for prompt in prompts
-        for k in range(config.rollout.n)
+        for k in range(len(prompt.given) or config.rollout.n)
     ]
 
 
@@ -143,6 +143,13 @@ def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: 
         others = schedule.mixed(others)
     size = config.rollout.prompts_per_step
     return [prompts[i] for i in others[(attempt - 1) * size : attempt * size]]
+
+
+def plan_images(config: Config, images: Sequence[Prompt], step: int) -> list[Prompt]:
+    """Those of the `images` of `data.regularise` that trainer step `step` (from 1) imitates."""
+    count = min(len(images), config.data.regularise_images or config.rollout.prompts_per_step)
+    schedule = PromptSchedule(len(images), count, config.data.shuffle, derive_seed("images", config.trainer.seed))
+    return [images[i] for i in schedule.batch(step - 1)]
 
 
 def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> list[list[Sample]]:

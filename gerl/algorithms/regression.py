@@ -8,12 +8,15 @@ keeps the best of each group. Weights are never negative: nothing is pushed away
 are merely less bad are imitated too.
 """
 
+from dataclasses import replace
+
 import torch
 
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import best_of_group, regression_weights
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.config.noised_images import BestOfNConfig, RWRConfig
+from gerl.config import Config
+from gerl.config.noised_images import BestOfNConfig, RWRConfig, SFTConfig
 
 
 class _Regression(ForwardProcess):
@@ -41,3 +44,25 @@ class BestOfN(_Regression):
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         """Nothing where all rewards are equal."""
         return best_of_group(rewards.totals, rewards.group_ids)
+
+
+def regularising(config: Config) -> Config:
+    """The configuration by which the images of `data.regularise` are imitated beside another algorithm."""
+    data = replace(config.data, train_on="files", regularise=None)
+    return replace(config, algorithm=SFTConfig("sft"), data=data)
+
+
+class SFT(_Regression):
+    """Supervised fine-tuning: the credit is 1 for what a file has as good, and others are not trained on.
+
+    That is the best image of a row with several, and one alone unless it is disliked.
+    """
+
+    settings: SFTConfig
+
+    def advantages(self, rewards: Rewards) -> torch.Tensor:
+        """1, or NaN for what is left out."""
+        ids, totals = rewards.group_ids, rewards.totals
+        alone = ids.bincount()[ids] == 1
+        good = torch.where(alone, totals > 0, best_of_group(totals, ids) > 0)
+        return torch.where(good, 1.0, torch.nan)

@@ -28,6 +28,7 @@ from gerl.config.blocks import (
 )
 from gerl.config.data import DataConfig, Source, sources
 from gerl.config.elsewhere import MEANING, absent, elsewhere
+from gerl.config.given import check_given
 from gerl.config.guard import GuardConfig
 from gerl.config.model import ModelConfig
 from gerl.config.noised_images import AWMConfig
@@ -75,6 +76,7 @@ class Config:
                 f"rollout.n={self.rollout.n}: {self.algorithm.name} compares images of the same prompt, use at least 2"
             )
         self.algorithm.check_sampling(self.sampling)
+        check_given(self)
         self._check_batches()
         self._check_data()
         self._check_ranks()

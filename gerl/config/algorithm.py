@@ -17,7 +17,9 @@ from gerl.config.noised_images import (
     DGPOConfig,
     DiffusionDPOConfig,
     DiffusionNFTConfig,
+    KTOConfig,
     RWRConfig,
+    SFTConfig,
 )
 from gerl.config.policy_gradients import (
     BranchGRPOConfig,
@@ -33,7 +35,7 @@ from gerl.config.policy_gradients import (
 AnyAlgorithm = Annotated[
     FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | DenseGRPOConfig | BranchGRPOConfig
     | FDFOConfig | NeighborGRPOConfig | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig
-    | RWRConfig | BestOfNConfig | OPDConfig | DMDRConfig,
+    | OPDConfig | DMDRConfig | SFTConfig | KTOConfig | RWRConfig | BestOfNConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {

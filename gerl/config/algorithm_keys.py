@@ -26,6 +26,7 @@ class AlgorithmConfig(Block):
     whole_groups: ClassVar[bool] = False  # the loss of an image depends on the others of its group
     scores_steps: ClassVar[bool] = False  # it scores the rollout's noise: on policy the ratio to what was recorded is 1
     replays_latents: ClassVar[bool] = False  # it trains at the latents of the trajectory, not at images noised again
+    needs_files: ClassVar[bool] = False  # it learns from images of files only
     branches: ClassVar[bool] = False  # trajectories split: the tree says which steps are stochastic
     imitates: ClassVar[bool] = False  # a second LoRA is trained, which imitates the images that are drawn
 
@@ -52,6 +53,9 @@ class AlgorithmConfig(Block):
         above=0,
     )
     advantage_clip: float = key(5.0, "advantages are clipped to +- this", above=0)
+    data_coef: float = key(
+        0.0, "weight of imitating the images of data.regularise, which hold the policy near to them (DDRL)", low=0
+    )
     dynamic_sampling: int = key(
         0, "times a step draws further prompts in place of groups whose rewards are all equal (DAPO)", low=0
     )

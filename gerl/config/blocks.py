@@ -156,12 +156,15 @@ class RewardConfig(Block):
     )
 
     def check(self) -> None:
+        if "reward" in self.scorers:
+            raise ConfigError("reward.scorers.reward: this name is taken by the total, choose another")
+
+    def check_weights(self) -> None:
+        """Raise `ConfigError` if no scorer has a weight."""
         if not any(scorer.weight for scorer in self.scorers.values()):
             raise ConfigError(
                 "reward.scorers has no scorer with a weight: give one, such as reward.scorers.ocr.weight=1"
             )
-        if "reward" in self.scorers:
-            raise ConfigError("reward.scorers.reward: this name is taken by the total, choose another")
 
     @property
     def gpu_shares(self) -> list[float]:

@@ -50,12 +50,13 @@ FIXED = {
     "algorithm.decoupled": "it decides whether the weights that a step began with are saved",
     "actor.updates_per_step": "the learning-rate schedule and the averages count optimizer steps",
     "actor.epochs": "the learning-rate schedule and the averages count optimizer steps",
+    "data.train_on": "the order of the prompts goes by the rows that prefer an image",
     "data.prompt_key": "the order of the prompts and what is kept of them go by the prompts",
     "trainer.staleness": "the saved policies of earlier steps are as many, and drew what was on its way",
     "trainer.seed": "the noise and the order of the prompts of the steps before were drawn from it",
 }
 # The keys of files that are compared by content: they may have another name.
-CONTENT = ("data.train", "validation.data")
+CONTENT = ("data.train", "validation.data", "data.regularise")
 # Blocks of which a key that is no longer there has changed nothing of what a run computes.
 HARMLESS = ("checkpoint", "cluster", "guard", "logger")
 # Values that older versions wrote for the same.

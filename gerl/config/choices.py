@@ -29,3 +29,4 @@ Optimizer = Literal["adamw", "adamw8bit"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 RewardNormalisation = Literal["none", "group", "batch", "rank"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
+TrainedImages = Literal["drawn", "files"]  # what the algorithm learns from

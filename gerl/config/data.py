@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
+from gerl.config.choices import TrainedImages
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
@@ -133,6 +134,17 @@ class DataConfig(Block):
         "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a list of gerl's, or "
         "'hf:owner/name[split]'; several: '[a.txt, {path: b.txt, weight: 2}]', docs/data.md",
     )
+    train_on: TrainedImages = key(
+        "drawn",
+        "what is trained on: images that are drawn for the prompts and scored; or files: images that the rows of "
+        "data.train name, whose ranks or labels stand in place of rewards, docs/preferences.md",
+    )
+    regularise: Given | None = key(
+        None,
+        "images that you have, imitated beside reinforcement learning with the weight algorithm.data_coef (DDRL): a "
+        "file as for data.train_on=files; null: none",
+    )
+    regularise_images: int | None = key(None, "how many of them a trainer step; null: as many as it has prompts", low=1)
     shuffle: bool = key(True, "shuffle the prompts every epoch")
     prompt_key: str = key(
         "prompt", "column of the prompt in .jsonl, .csv and .parquet rows and in data sets; other columns are metadata"

@@ -128,6 +128,9 @@ class CRDConfig(ContrastConfig):
 @dataclass(frozen=True)
 class DiffusionDPOConfig(PreferenceConfig):
     name: Literal["diffusion_dpo"] = name_key("diffusion_dpo")
+    reference: Literal["old", "base"] = key(
+        "old", "what preferences are measured from: the old policy, renewed now and then, or the base model"
+    )
 
     def compared(self, n: int) -> int:
         return 2  # the best and the worst
@@ -142,3 +145,26 @@ class RWRConfig(ForwardProcessConfig):
 @dataclass(frozen=True)
 class BestOfNConfig(ForwardProcessConfig):
     name: Literal["best_of_n"] = name_key("best_of_n")
+
+
+@dataclass(frozen=True)
+class SFTConfig(ForwardProcessConfig):
+    needs_files = True
+
+    name: Literal["sft"] = name_key("sft")
+
+    @property
+    def groups_of_one(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class KTOConfig(ForwardProcessConfig):
+    name: Literal["kto"] = name_key("kto")
+    beta: float = key(1000.0, "sharpness of preferences", above=0)
+    weight_liked: float = key(1.0, "weight of images that are liked, or better than the mean of their group", low=0)
+    weight_disliked: float = key(1.0, "weight of the others", low=0)
+
+    @property
+    def groups_of_one(self) -> bool:
+        return True

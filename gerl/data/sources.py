@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.config import Config, DataConfig, Source, sources
+from gerl.data.preferences import settled, with_images
 from gerl.errors import DataError
 from gerl.protocol import Prompt
 from gerl.utils import dataset
@@ -29,11 +30,16 @@ def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     for number, source in enumerate(sources(given, name)):
         try:
-            rows = _rows(source, data)
+            rows = _rows(source, data, given_images(data, name))
         except DataError as error:
             raise DataError(f"{name}={source.path}: {error}") from None
         prompts += [replace(prompt, id=len(prompts) + i, source=number) for i, prompt in enumerate(rows)]
     return prompts
+
+
+def given_images(data: DataConfig, name: str) -> bool:
+    """Whether the rows of the key `name` have the images that are trained on."""
+    return name == "data.regularise" or (name == "data.train" and data.train_on == "files")
 
 
 def digest(given: object, data: DataConfig, name: str) -> str:
@@ -104,7 +110,7 @@ def may_have_pictures(data: DataConfig) -> bool:
     )
 
 
-def _rows(source: Source, data: DataConfig) -> list[Prompt]:
+def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
     key = _prompt_key(source, data)
     if source.on_hub:
         place, found = Path.cwd(), list(_hub(source, data).rows)
@@ -114,12 +120,13 @@ def _rows(source: Source, data: DataConfig) -> list[Prompt]:
         if path.suffix.lower() != ".txt":
             found = _renamed(found, _columns(source, data), key, str(path))
     rows = []
-    for where, prompt in found:
+    for where, row in found:
+        prompt = with_images(row, place, where) if given else row
         metadata = with_absolute_paths(prompt.metadata, place, where)
         if source.data_source is not None:
             metadata = {**metadata, "data_source": source.data_source}
         rows.append(replace(prompt, metadata=metadata))
-    return rows
+    return settled(rows) if given else rows
 
 
 def _renamed(

@@ -10,6 +10,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 from gerl.model.drawing_weights import DrawingWeights
 from gerl.model.ema import EMA
 from gerl.model.fake import fake_active
+from gerl.model.latents import ImageLatents
 from gerl.model.lora import lora_disabled, lora_file
 from gerl.model.teachers import TeacherModel, adapter_active
 
@@ -23,7 +24,8 @@ class Policy:
     use; `old` an earlier policy that an algorithm compares with; `sampler` draws the rollouts, if it is not the trained
     weights that do. `earlier[i]`: the weights that drew after the last finished step but `i`, as many as
     `trainer.staleness` asks for, and of each the `version` as its number of updates. `drawing`: 8-bit copies of frozen
-    weights that draw in their place. `teachers`: in the order of `algorithm.teachers`.
+    weights that draw in their place. `teachers`: in the order of `algorithm.teachers`. `images`: the latents of image
+    files.
     """
 
     pipe: DiffusionPipeline
@@ -42,6 +44,7 @@ class Policy:
     earlier: list[EMA] = field(default_factory=list)
     drawing: DrawingWeights | None = None
     teachers: list[TeacherModel] = field(default_factory=list)
+    images: ImageLatents = field(default_factory=lambda: ImageLatents(0.0))
 
     def averages(self) -> dict[str, EMA]:
         """All weights besides the trained ones, by name."""

@@ -49,6 +49,11 @@ class Measured:
 
 def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     """Measure with so many `batches`, log the report and write it to `out`."""
+    if config.data.train_on == "files":
+        raise ConfigError(
+            "signal: it measures how well rewards of drawn images tell what to learn, and with data.train_on=files "
+            "none are drawn; leave it out"
+        )
     config = replace(config, reward=without_people(config.reward))
     resolve(config.model.path)
     prompts = read_prompts(config, "data.train", config.data.train)

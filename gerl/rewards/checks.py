@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
-from gerl.data.sources import check_mixture, load, named
+from gerl.data.preferences import check_groups, good_images
+from gerl.data.sources import check_mixture, given_images, load, named
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
 from gerl.rewards.scorers import asks_people, known_scorer
@@ -37,12 +38,34 @@ def read_prompts(
     prompts = load(given, config.data, key)
     if key == "data.train":
         check_mixture(config, prompts[:most])
+        if given_images(config.data, key):
+            try:
+                check_groups(prompts, config.rollout.n, config.algorithm.groups_of_one, config.algorithm.name)
+            except DataError as error:
+                raise DataError(f"{key}={named(given)}: {error}") from None
     try:
         prompts = arrange(prompts)[:most]
         check_reward(config.reward, prompts)
     except DataError as error:
         raise DataError(f"{key}={named(given)}: {error}") from None
     return prompts
+
+
+def read_regularising(config: Config) -> list[Prompt]:
+    """The images of `data.regularise`, each with its prompt; raises `DataError`."""
+    given, key = config.data.regularise, "data.regularise"
+    if given is None:
+        if config.algorithm.data_coef:
+            raise ConfigError(
+                f"algorithm.data_coef={config.algorithm.data_coef:g}: there are no images to imitate; name a file of "
+                "them in data.regularise, or set algorithm.data_coef=0"
+            )
+        return []
+    try:
+        return good_images(load(given, config.data, key))
+    except DataError as error:
+        said = str(error)
+        raise DataError(said if said.startswith(key) else f"{key}={named(given)}: {said}") from None
 
 
 def without_people(config: RewardConfig) -> RewardConfig:

@@ -160,7 +160,7 @@ class RewardManager:
     @property
     def capacity(self) -> int:
         """Micro-batches with calls in a queue at which the scorers have enough to do."""
-        return 2 * max(len(pool.workers) for pool in self._pools())
+        return 2 * max((len(pool.workers) for pool in self._pools()), default=1)
 
     def submit(self) -> None:
         """Give idle processes the calls at the heads of their queues."""

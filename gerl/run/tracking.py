@@ -142,9 +142,10 @@ class Progress:
             tqdm(total=total, initial=initial, disable=disable, unit="step", dynamic_ncols=True, smoothing=0.1)
         )
 
-    def update(self, reward: float, **postfix: object) -> None:
-        """One trainer step is done, with this mean reward; floats are shown with three digits."""
-        self._bar.set_postfix({"reward": f"{reward:.3f}", **postfix}, refresh=False)
+    def update(self, reward: float | None, **postfix: object) -> None:
+        """One trainer step is done, with this mean reward if it has one; floats are shown with three digits."""
+        shown = {} if reward is None else {"reward": f"{reward:.3f}"}
+        self._bar.set_postfix({**shown, **postfix}, refresh=False)
         self._bar.update()
 
     def go_back(self, step: int) -> None:

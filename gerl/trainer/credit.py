@@ -53,7 +53,7 @@ class Scored:
         is no total where only people score, who are asked in training only.
         """
         metrics: Metrics = {"val/failures": float(self.unscored)} if validation else {}
-        total = {"reward": self.totals} if self.measured else {}
+        total = {"reward": self.totals} if self.measured and not self.given else {}
         for name, values in {**total, **self.by_scorer}.items():
             key = f"val/{name}" if validation else "reward" if name == "reward" else f"reward/{name}"
             if validation and not self._whole(config, name, values):
@@ -75,6 +75,11 @@ class Scored:
                 found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
         means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
         return means if len(means) > 1 else {}
+
+    @property
+    def given(self) -> bool:
+        """Whether the images are those of files, whose ranks and labels are no rewards."""
+        return any(sample.given is not None for sample in self.samples)
 
     @property
     def unscored(self) -> int:
@@ -118,6 +123,12 @@ class Scored:
         return [group for group, values in self.by_group().items() if len(set(values)) > 1 and None not in values]
 
 
+def scores_of(samples: Sequence[Sample], scores: Scores) -> Scores:
+    """`scores`, in place of which images of files have what their files say of them."""
+    given = [sample.given.score for sample in samples if sample.given is not None]
+    return Scores(list(given), {}, [[] for _ in given]) if given else scores
+
+
 def credit_step(
     config: Config, algorithm: Algorithm, scored: Scored, kl: Sequence[float] | None = None
 ) -> tuple[Metrics, torch.Tensor, torch.Tensor | None]:
@@ -133,14 +144,14 @@ def credit_step(
     samples = [scored.samples[i] for i in kept]
     ids = group_ids(samples)
     weighted = {name: scorer for name, scorer in config.reward.scorers.items() if scorer.weight != 0}
+    weighted = {} if scored.given else weighted
     weights = torch.tensor([scorer.weight for scorer in weighted.values()])
-    columns = torch.stack([_counted(s, [scored.by_scorer[n][i] for i in kept], ids) for n, s in weighted.items()], 1)
+    parts = [_counted(s, [scored.by_scorer[n][i] for i in kept], ids) for n, s in weighted.items()]
+    columns = torch.stack(parts, 1) if parts else torch.empty(len(kept), 0)
     totals = torch.tensor([total for i in kept if (total := scored.totals[i]) is not None])
     if any(scorer.normalise != "none" for scorer in weighted.values()):
         totals = columns @ weights
     metrics = scored.metrics(config.reward) | {
-        "reward/std": float(totals.std(correction=0)),
-        "reward/failures": float(scored.unscored),
         "group/zero_std_fraction": zero_std_fraction(totals, ids),
         "group/dropped": float(len(report)),
     }
@@ -150,6 +161,8 @@ def credit_step(
         asked = doubters(config.algorithm, config.reward.scorers)
         gate[kept] = algorithm.gate.choose(totals, torch.stack([_column(scored, n, kept) for n in asked], 1))
         metrics |= {"group/kl_share": float(gate[kept].mean()), "group/kl_share_of_doubted": algorithm.gate.share}
+    if not scored.given:
+        metrics |= {"reward/std": float(totals.std(correction=0)), "reward/failures": float(scored.unscored)}
     if kl is not None:
         paid = torch.tensor(kl) if gate is None else gate * torch.tensor(kl)
         totals = totals - algorithm.kl_coef * paid[kept]
@@ -195,8 +208,8 @@ def conclude_validation(
     metrics, count, failed = scored.metrics(config.reward, validation=True), scored.measured, scored.unscored
     if not count:
         logger.info(
-            "step %d: %d held-out prompts are drawn; no scorer with a weight looks at them, people are asked in "
-            "training only",
+            "step %d: %d held-out prompts are drawn; no scorer with a weight looks at them (people are asked in "
+            "training only)",
             *(step, len(scored.samples)),
         )
         return metrics, None

@@ -24,7 +24,7 @@ CURRENT = "config.yaml"
 
 def identity(config: Config) -> dict[str, str]:
     """Digests of the prompts, which a resumed run must share with the one that wrote the checkpoint, by key."""
-    given = dict(zip(CONTENT, (config.data.train, config.validation.data), strict=True))
+    given = dict(zip(CONTENT, (config.data.train, config.validation.data, config.data.regularise), strict=True))
     return {key: digest(value, config.data, key) for key, value in given.items() if value}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gerl.algorithms import Algorithm
-from gerl.algorithms.planning import plan_prompts, plan_samples, plan_validation, prompt_schedule
+from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, plan_validation, prompt_schedule
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
@@ -24,7 +24,7 @@ from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
 from gerl.run.timing import Stopwatch
 from gerl.run.tracking import Progress
-from gerl.trainer.credit import Metrics, Scored, credit_step
+from gerl.trainer.credit import Metrics, Scored, credit_step, scores_of
 from gerl.trainer.drawing import Drawn, Rolled, end_drawing, roll_out
 from gerl.trainer.durable import DurableRun
 from gerl.trainer.folder import RunFolder
@@ -55,6 +55,7 @@ class RayDiffusionTrainer(DurableRun):
     ) -> None:
         super().__init__(config, run_dir, cluster, identity)
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
+        self.regularising: Sequence[Prompt] = ()  # with an image each, of files
         self.latest: Metrics = {}  # the last line of the metrics
         self.announced = False  # where the run folder is
         self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
@@ -90,7 +91,7 @@ class RayDiffusionTrainer(DurableRun):
                     progress.go_back(self.state.step - bool(self.state.unlogged))
                     with contextlib.suppress(WentBack):
                         watch = Stopwatch(self.timeline) if self.state.unlogged else self.undisturbed(self.take_step)
-                        reward = self.state.unlogged["reward/mean"]
+                        reward = self.state.unlogged.get("reward/mean")
                         self.conclude(watch)
                         self.record()
                         progress.update(reward, **self.validations.postfix())
@@ -204,7 +205,7 @@ class RayDiffusionTrainer(DurableRun):
         )
         self.check_model()
         with waiting("trying the scorers on grey images", self.downloads):
-            try_scorers(self.rewards, config, self.prompts)
+            try_scorers(self.rewards, config, self.prompts if config.data.train_on == "drawn" else self.held_out)
         self.model = model = self.load_model()
         for sentence in [*model.notes, *saving_notes(config)]:
             logger.info("%s", sentence)
@@ -277,6 +278,9 @@ class RayDiffusionTrainer(DurableRun):
         prompts = plan_prompts(self.config, self.prompts, step, attempt)
         samples = plan_samples(self.config, prompts, step, self.state.policy_version)
         tasks = self.algorithm.plan(samples, first_id=begun + step % (staleness + 1) * APART)
+        if self.regularising and attempt == 0:
+            given = plan_samples(self.config, plan_images(self.config, self.regularising, step), step, 0)
+            tasks += Algorithm.plan(self.algorithm, given, first_id=tasks[-1].id + 1)
         # drawn with the weights there were when the one before it was due, also if that was before the run was resumed
         lag = max(0, self.state.step - max(0, step - 1 - staleness))
         return [replace(task, lag=lag) for task in tasks] if lag else tasks
@@ -301,7 +305,8 @@ class RayDiffusionTrainer(DurableRun):
 
     def wait_until_drawn(self, rollouts: Rollouts, watch: Stopwatch) -> None:
         """Wait for the images of a step, which are scored meanwhile."""
-        with watch("rollout"), waiting(f"drawing {rollouts.total} images", self.progress_of(rollouts), self.patience):
+        what = "drawing" if self.config.data.train_on == "drawn" else "reading"
+        with watch("rollout"), waiting(f"{what} {rollouts.total} images", self.progress_of(rollouts), self.patience):
             rollouts.wait_until_drawn()
 
     def roll_out(self, tasks: Sequence[RolloutTask]) -> Rolled:
@@ -314,8 +319,10 @@ class RayDiffusionTrainer(DurableRun):
         said = f"scoring {rollouts.total} images"
         with watch("reward_wait"), waiting(said, self.progress_of(rollouts), self.patience):
             found = rollouts.finish(self.on_their_way)
+        found = [scores_of(task.samples, scores) for task, scores in zip(rolled.tasks, found, strict=True)]
         for task, scores in zip(rolled.tasks, found, strict=True):
-            drawn.scored.add(task.samples, scores)
+            if not self.regularising or task.samples[0].given is None:
+                drawn.scored.add(task.samples, scores)
         rolled.end(drawn, self.config)
         return rollouts.images[0], found[0]
 
@@ -350,7 +357,7 @@ class RayDiffusionTrainer(DurableRun):
             with meanwhile(self.rewards, self.on_their_way), trained:
                 metrics = self.update.run(drawn.tasks, credit, drawn.sets, lag, self.drawn_ends, drawn.gate)
         signal = bool((credit.nan_to_num().abs() > NO_CREDIT).any())
-        groups = list(drawn.scored.by_group().values())
+        groups = [] if drawn.scored.given else list(drawn.scored.by_group().values())
         return metrics | self.health.measure(drawn.scored.by_scorer, signal, groups)
 
     def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:

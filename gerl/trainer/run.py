@@ -13,7 +13,7 @@ from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
-from gerl.rewards.checks import read_prompts
+from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.run.log import RunLog
 from gerl.run.report import write_report
 from gerl.run.session import has_results, session
@@ -48,6 +48,7 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
         if model.lora is not None:
             local_lora(model.lora)
         prompts = read_prompts(config, "data.train", config.data.train)
+        regularising = read_regularising(config)
         held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         with importing():
@@ -65,6 +66,7 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
             with interruption_said(run_dir, config.trainer.steps):
                 with entered(machines) as cluster, _reported(folder):
                     trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))
+                    trainer.regularising = regularising
                     with contextlib.closing(trainer.each_step(folder)) as steps:
                         for _ in steps:
                             yield trainer

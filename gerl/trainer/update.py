@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -77,6 +77,7 @@ class Update:
         gate: torch.Tensor | None,
     ) -> Metrics:
         seed_everything("update", self.config.trainer.seed, self.state.step)
+        tasks, images = drawn_and_given(tasks, self.algorithm)
         by_task = by_id(tasks, credit)
         pull = Pull(self.algorithm.kl_coef, None if gate is None else Rows(by_id(tasks, gate)))
         stats, off_policy = UpdateStats(), UpdateStats()
@@ -92,9 +93,8 @@ class Update:
         for turn, number in enumerate(learned, start=1):
             part, given = parts[number], given_to[number]
             pairs = count_pairs((task, given[task.id]) for task in part)
-            at_once = (
-                None if sets is None else [list(members) for members in sets if not given.keys().isdisjoint(members)]
-            )
+            given = Rows(given | image_credit(images, pairs, credit, self.config))
+            at_once = _those_of(given, sets)
             pools = self.algorithm.pools
             pooled = pooled_sum(self.workers.run(HybridWorker.pool, given, at_once, pull)) if pools else None
             new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled, at_once, pull), UpdateStats())
@@ -207,8 +207,11 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
     to the rollout. `step_grad_norm/K` is the norm of what the first micro-batch of each update added at step K (root
     mean square), `step_grad_share` the largest share of one step in their squares.
     """
-    measured = {name: value / stats.pairs for name, value in stats.sums.items() if name not in SPREAD}
+    sums = {name: value for name, value in stats.sums.items() if name not in ("data_error", "data_pairs")}
+    measured = {name: value / stats.pairs for name, value in sums.items() if name not in SPREAD}
     measured |= {name: total / count for name, (total, count) in stats.parts.items()}
+    if stats.sums.get("data_pairs"):
+        measured["data_error"] = stats.sums["data_error"] / stats.sums["data_pairs"]
     if "clip_fraction_low" in stats.sums:
         measured["clip_fraction"] = (stats.sums["clip_fraction_low"] + stats.sums["clip_fraction_high"]) / stats.pairs
     if deviation is not None:
@@ -232,3 +235,27 @@ def off_policy_metrics(stats: UpdateStats) -> Metrics:
     values = {name: means[name] for name in SPREAD}
     values["clip_fraction"] = means["clip_fraction_low"] + means["clip_fraction_high"]
     return {f"actor/off_policy/{name}": value for name, value in values.items()}
+
+
+def drawn_and_given(tasks: Sequence[RolloutTask], algorithm: Algorithm) -> tuple[list[RolloutTask], list[RolloutTask]]:
+    """The tasks that the algorithm has a credit for, and those of images that are imitated beside it."""
+    drawn = [task for task in tasks if algorithm.of(task.samples) is algorithm]
+    return drawn, [task for task in tasks if algorithm.of(task.samples) is not algorithm]
+
+
+def image_credit(
+    tasks: Sequence[RolloutTask], pairs: int, like: torch.Tensor, config: Config
+) -> dict[int, torch.Tensor]:
+    """The credit of images that are imitated beside an update of `pairs` pairs, by task id.
+
+    An update divides by its pairs. So that what the images add is `algorithm.data_coef` times the mean over their own
+    pairs, however many there are, their credit is that times the ratio of the two numbers.
+    """
+    ones = {task.id: like.new_ones(len(task.samples), like.shape[1]) for task in tasks}
+    own = count_pairs((task, ones[task.id]) for task in tasks)
+    return {number: config.algorithm.data_coef * pairs / own * rows for number, rows in ones.items()}
+
+
+def _those_of(given: Mapping[int, torch.Tensor], sets: Sequence[Sequence[int]] | None) -> list[list[int]] | None:
+    """The sets of tasks that have some of `given`, where there are sets."""
+    return None if sets is None else [list(members) for members in sets if not given.keys().isdisjoint(members)]

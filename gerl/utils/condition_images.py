@@ -14,8 +14,7 @@ from gerl.utils.files import reason
 
 # Columns that become the pipeline's arguments of the same name: the path of a picture, or a list of paths.
 COLUMNS = ("image", "mask_image", "control_image")
-# what Pillow raises for a damaged file
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)  # of a damaged file
 
 
 def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str) -> dict[str, object]:
@@ -28,18 +27,19 @@ def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str
     for name in COLUMNS:
         value = metadata.get(name)
         if isinstance(value, str):
-            found[name] = _absolute(value, folder, f"{where} has {name}={value!r}")
+            found[name] = absolute_picture(value, folder, f"{where} has {name}={value!r}")
         elif value is not None:
             if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
                 raise DataError(
                     f"{where} has {name}={value!r:.80}: give the path of a picture or a list of paths, or rename the "
                     "column if it is not for the pipeline"
                 )
-            found[name] = [_absolute(part, folder, f"{where} has {part!r} in {name}") for part in value]
+            found[name] = [absolute_picture(part, folder, f"{where} has {part!r} in {name}") for part in value]
     return found
 
 
-def _absolute(value: str, folder: Path, what: str) -> str:
+def absolute_picture(value: str, folder: Path, what: str) -> str:
+    """The absolute path of a picture, seen from `folder`; `DataError`, which begins with `what`, where it is none."""
     try:
         url = urlsplit(value)
         path = Path(unquote(url.path)) if url.scheme == "file" else Path(value).expanduser()

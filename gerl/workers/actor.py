@@ -88,10 +88,12 @@ class Actor:
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
             parts, idle = self._parts(batch)
+            algorithm = self.algorithm.of(batch.samples)
             for rows in parts:
                 new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
                 meter = StepGradients(self.parameters, self._squared_norm) if new else None
-                stats += self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
+                found = algorithm.train(self.policy, batch, rows, num_pairs, meter)
+                stats += found if algorithm is self.algorithm else beside(found)
                 if meter is not None:
                     measured = meter.end() | measured
             for blank, rows in idle:
@@ -132,6 +134,8 @@ class Actor:
         """The part of `batches` in the losses of the others of their groups."""
         found: list[Pooled] = []
         for batch in batches:
+            if self.algorithm.of(batch.samples) is not self.algorithm:
+                continue
             parts, idle = self._parts(batch)
             found += [self.algorithm.pool(self.policy, batch, rows) for rows in parts]
             for blank, rows in idle:
@@ -143,7 +147,7 @@ class Actor:
 
         That are a batch and rows of it, of which nothing counts.
         """
-        parts = list(self.algorithm.micro_batches(batch, self.most))
+        parts = list(self.algorithm.of(batch.samples).micro_batches(batch, self.most))
         more = 0 if self.ranks is None else self.ranks.most(len(parts)) - len(parts)
         if not more:
             return parts, []
@@ -295,6 +299,11 @@ class Actor:
                 )
         if extra := [name for name in tensors if name not in expected]:
             raise CheckpointError(f"{self.file} has a tensor {extra[0]}, for which the run has no use")
+
+
+def beside(found: UpdateStats) -> UpdateStats:
+    """The measurements of images that are imitated beside the algorithm, whose averages are not over their pairs."""
+    return UpdateStats(sums={"data_error": found.sums["squared_error"], "data_pairs": float(found.pairs)})
 
 
 def _of_optimizer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from gerl.config.distillation import DMDRConfig
 from gerl.model.drawing_weights import DrawingWeights
 from gerl.model.ema import EMA
 from gerl.model.fake import add_fake
+from gerl.model.latents import ImageLatents, latents_folder
 from gerl.model.loading import load_policy, precision
 from gerl.model.policy import Policy
 from gerl.model.prompts import PromptCache, folder_of
@@ -37,4 +38,7 @@ def loaded_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
         PromptCache(data.cache_gb, folder).attach(policy.pipe)
         for pipe in {id(t.pipe): t.pipe for t in policy.teachers if t.pipe is not None}.values():
             PromptCache(data.cache_gb).attach(pipe)
+    if data.train_on == "files" or data.regularise is not None:
+        kept = None if data.cache is None else latents_folder(Path(data.cache), model, precision(model, device))
+        policy.images = ImageLatents(data.cache_gb, kept)
     return policy

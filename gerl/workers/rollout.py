@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import FeatureCache, Reads, Tape, Trajectory, branch, lean, record, record_probe
+from gerl.engine.batching import select_call
+from gerl.engine.encode import record_loop
 from gerl.engine.instrument import noise_from
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError, ReplayError
@@ -65,6 +68,7 @@ class Rollout:
 
         `owner`: rank of this worker.
         """
+        algorithm = algorithm.of(task.samples)
         after, segments = algorithm.rollout_old_after, len(task.segments)
         with model_errors("rollout", len(task.samples)):
             pixels, tapes, task = self.draw(
@@ -117,6 +121,8 @@ class Rollout:
         if segment.parent is not None:
             return self._branch(tapes[segment.parent], segment.start, segment.rows, segment)
         samples = [task.samples[leaf] for leaf in segment.leaves]
+        if samples[0].given is not None:
+            return self.called(partial(self._read, samples), samples, way, sigmas=training_sigmas(self.sampling))
         if self.lockstep and len(samples) > 1 and not self._probes:  # which of the two is needed depends on the samples
             self._probes = self.called(self._both_probes, samples, way, sigmas=training_sigmas(self.sampling))
         first, rows = beginnings(samples)
@@ -147,6 +153,19 @@ class Rollout:
         if tape.probe is not None:
             self._probes[several] = tape.probe
         return output, tape
+
+    def _read(self, samples: Sequence[Sample], call: dict[str, object]) -> tuple[BaseOutput, Tape]:
+        """The images that are given, and a tape that ends at their latents."""
+        from diffusers import ImagePipelineOutput  # in here: the driver of a run does without diffusers
+
+        pipe, several = self.policy.pipe, len(samples) > 1
+        paths = [sample.given.path for sample in samples if sample.given is not None]
+        clean, pixels = self.policy.images.read(pipe, select_call(call, [0]), paths)
+        tape = record_loop(pipe, call)
+        tape.steps[-1] = replace(tape.steps[-1], x_next=clean)
+        if several:
+            tape.probe = self._probes.setdefault(True, self._probes.get(True) or record_probe(pipe, call))
+        return ImagePipelineOutput(images=pixels / 255), tape
 
     def _both_probes(self, call: dict[str, object]) -> dict[bool, Tape]:
         pipe = self.policy.pipe

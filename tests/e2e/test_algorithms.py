@@ -59,6 +59,7 @@ FITTED = {
 }
 # they learn from teachers, whatever the reward: `tests/e2e/test_distillation.py`
 TAUGHT = ("opd", "guidance_distillation")
+ON_FILES = ("ddrl", "diffusion_dpo_offline", "kto", "sft")  # test_given.py has images for them
 # on random weights it drifts with either sign, by what it draws: what the sign decides is the difference
 DRIFTING = ("rwr",)
 # the metrics of an update beside the loss, the optimizer step and, where it has a weight, the KL to the base model
@@ -95,7 +96,7 @@ def sd15(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in shipped("algorithm") if name not in TAUGHT])
+@pytest.mark.parametrize("name", [name for name in shipped("algorithm") if name not in (*TAUGHT, *ON_FILES)])
 def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workplace: Path, tmp_path: Path) -> None:
     settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split()]
     settings += FITTED.get(name, "").split()

@@ -19,8 +19,9 @@ trainer.steps=1 checkpoint.every=0 reward.scorers.bright.weight=1
 # the published noise levels, from the second to before 0.9 of them, in ten steps rather than fourteen
 FITTED = {"awm": ["sampling.window_range=[1,9]"]}
 IMAGES = {"branch_grpo": 1, "tree_grpo": 1, "tempflow_grpo": 1}  # of a tree: images a prompt; elsewhere 4
+ON_FILES = ("ddrl", "diffusion_dpo_offline", "kto", "sft")  # test_given.py has images for them
 OTHER_PIPELINES = ("ddpo",)  # its kernel is that of Stable Diffusion 1.x
-PRESETS = [name for name in shipped("algorithm") if name not in OTHER_PIPELINES]
+PRESETS = [name for name in shipped("algorithm") if name not in (*OTHER_PIPELINES, *ON_FILES)]
 
 
 @pytest.fixture(scope="module")

@@ -249,10 +249,15 @@ def test_a_key_with_two_letters_swapped_is_suggested(name: str, data: st.DataObj
     assert did_you_mean(f"{block}.{typo}") == f", did you mean {name!r}"
 
 
+ON_FILES = {"sft": {"train_on": "files"}}
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_run_has_the_keys_that_its_algorithm_reads(name: str) -> None:
     sampling = DRAWN.get(name, {"kernel": "flow_sde"})
-    settings = from_mapping({"algorithm": {"name": name}, "sampling": sampling}).algorithm
+    settings = from_mapping(
+        {"algorithm": {"name": name}, "sampling": sampling, "data": ON_FILES.get(name, {})}
+    ).algorithm
     read = {known.removeprefix("algorithm.") for known, _ in keys(BY_NAME[name]) if known.startswith("algorithm.")}
     assert set(dataclasses.asdict(settings)) == read == {f.name for f in dataclasses.fields(settings)}
     for known, _ in keys():

@@ -17,6 +17,8 @@ KEYS: dict[str, dict[str, Any]] = {
     "diffusion_dpo": {"beta": 2.0},
     "rwr": {"beta": 2.0},
     "best_of_n": {},
+    "sft": {},
+    "kto": {"beta": 2.0},
 }
 
 
@@ -28,7 +30,7 @@ def algorithm(case: str) -> ForwardProcess:
 
 def nearer_to_the_good(a: ForwardProcess, totals: list[float]) -> float:
     """How much nearer to the first of two images than to the second a velocity ends that starts between them."""
-    credit = a.credit(rewards(samples_of([0, 0]), totals))[:, 0]
+    credit = a.credit(rewards(samples_of([0, 0]), totals))[:, 0].nan_to_num()
     target = torch.tensor([[-0.7, -0.7], [1.3, 1.3]])
     theta = start = target.mean(0)
     for _ in range(20):
@@ -70,6 +72,8 @@ NEEDS = {  # old policy, base model, rows without advantage, one noise per group
     "diffusion_dpo": (True, False, False, True),
     "rwr": (False, False, False, False),
     "best_of_n": (False, False, False, False),
+    "sft": (False, False, False, False),
+    "kto": (False, True, False, False),
 }
 
 

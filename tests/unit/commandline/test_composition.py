@@ -180,6 +180,8 @@ def test_an_algorithm_is_picked_with_its_settings(name: str) -> None:
         "awm_fast": "awm",
         "guidance_distillation": "opd",
         "few_step_grpo": "flow_grpo",
+        "diffusion_dpo_offline": "diffusion_dpo",
+        "ddrl": "flow_grpo",
     }
     assert config.algorithm.name == others.get(name, name)
     assert (config.sampling.height, config.trainer.steps) == (32, 76)  # of the signs experiment

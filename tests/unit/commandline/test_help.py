@@ -21,11 +21,9 @@ def test_all_explains_every_key_and_says_who_reads_it() -> None:
     for name, f in keys():
         found = explanation(text, f"  {name}=")
         assert any(line.startswith(f.metadata["help"]) for line in found), name
-        assert len(found) == 1 or name in (
-            "algorithm.cfg",
-            "algorithm.beta",
-            "algorithm.teachers",
-        )  # with a default for each family
+        # those with a default for each family
+        several = ("algorithm.cfg", "algorithm.beta", "algorithm.teachers", "algorithm.reference")
+        assert len(found) == 1 or name in several
         if 0 < len(who := readers(name.partition(".")[2])) < len(BY_NAME):
             assert name.split(".")[0] != "algorithm" or all(any(one in line for line in found) for one in who)
     for name in (*experiments(), *shipped("algorithm")):

@@ -1,0 +1,78 @@
+"""Diffusion-KTO (arXiv 2404.04465): images that are liked and images that are not, without pairs.
+
+The policy should fit liked images better than the base model does, and the others worse, beyond how much better it fits
+images anyway:
+
+    g = mse_ref - mse,    z = max(0, mean of g),    L = w (1 - sigmoid(y beta (g - z))),    y = +-1, liked or not
+
+z is a constant, the mean over all images and noise levels of the update. At the reference L is w / 2, and its
+derivative by mse is y w beta / 4. The sigmoid bounds what a single image adds, so labels may be wrong now and then.
+"""
+
+import math
+
+import torch
+
+from gerl.algorithms.base import Rewards
+from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.algorithms.pooling import Pooled, Sums
+from gerl.config.noised_images import KTOConfig
+from gerl.protocol import Sample
+
+
+class KTO(ForwardProcess):
+    """The credit is +1 for liked images and -1 for disliked ones; of several, those above and below their mean.
+
+    Images at the mean are not trained on. Works on files and on drawn images.
+    """
+
+    settings: KTOConfig
+    uses_reference = True
+
+    @property
+    def pools(self) -> bool:
+        """A first pass finds z."""
+        return True
+
+    def advantages(self, rewards: Rewards) -> torch.Tensor:
+        """The sign of the reward, relative to the group's mean where it has several images; NaN for 0."""
+        ids, totals = rewards.group_ids, rewards.totals.double()
+        counts = ids.bincount()
+        means = totals.new_zeros(len(counts)).index_add(0, ids, totals) / counts
+        excess = torch.where(counts[ids] == 1, totals, totals - means[ids])
+        near = excess.abs() <= 1e-9 * totals.abs().max()
+        return torch.where(near, torch.nan, excess.sign()).to(rewards.totals.dtype)
+
+    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+        """`kto_loss`; reports `preference_margin`, the mean of y g, and `fit_margin`, z."""
+        better = self._better(s)
+        mean = better.detach().mean().expand_as(better) if s.pooled is None else s.pooled[0] / s.pooled[1]
+        margin, liked = mean.clamp(min=0), s.advantages > 0
+        weights = torch.where(liked, self.settings.weight_liked, self.settings.weight_disliked)
+        losses = kto_loss(better, margin, s.advantages.sign(), weights, self.settings.beta)
+        means = torch.stack([(s.advantages.sign() * better.detach()).mean(), margin.mean()]).tolist()
+        return losses, {"preference_margin": means[0], "fit_margin": means[1]}
+
+    def pooled(self, s: Noised) -> torch.Tensor:
+        """g of each row."""
+        return self._better(s).detach()
+
+    def sums(self, pooled: Pooled, samples: list[Sample], level: int, like: torch.Tensor) -> Sums:
+        """The sum of g over all images and noise levels of the update, and their number."""
+        del samples, level
+        total = math.fsum(value for value, _ in pooled.values())
+        count = float(sum(number for _, number in pooled.values()))
+        return torch.full_like(like, total), torch.full_like(like, count)
+
+    def _better(self, s: Noised) -> torch.Tensor:
+        """g `[B]`: by how much the policy fits better than the base model."""
+        assert s.reference is not None
+        target = s.target
+        return per_sample((s.reference - target) ** 2) - per_sample((s.output - target) ** 2)
+
+
+def kto_loss(
+    better: torch.Tensor, margin: torch.Tensor, signs: torch.Tensor, weights: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """`w (1 - sigmoid(y beta (g - z)))`, `[B]` from `[B]` each: g, z, y and w."""
+    return weights * (1 - (signs * beta * (better - margin)).sigmoid())

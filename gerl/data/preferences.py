@@ -1,0 +1,149 @@
+"""Rows of a prompt file that have images to train on, and say which of them are better.
+
+The columns tell which kind of row it is:
+    images, ranks: paths, and the rank of each from 1 for the best, as `gerl vote` writes them (whose column sources
+        becomes image, the picture that the prompt is about)
+    chosen, rejected: the better and the worse of two
+    image_0, image_1, label_0: 1 if the first is better, 0 if the second is, 0.5 for a tie, as Pick-a-Pic has them
+    image, label: true if it is liked, false if it is not
+    image: one that is to be imitated
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gerl.errors import DataError
+from gerl.protocol import GivenImage, Prompt
+from gerl.utils.condition_images import absolute_picture
+
+logger = logging.getLogger(__name__)
+KINDS = (("images", "ranks"), ("chosen", "rejected"), ("image_0", "image_1", "label_0"), ("image", "label"), ("image",))
+SPELLED = ", or ".join(" and ".join(", ".join(kind).rsplit(", ", 1)) for kind in KINDS)
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
+    """The prompt with the images of its row, whose columns are no longer metadata; paths are relative to `folder`.
+
+    Raises `DataError`, which begins with `where`, for a row of none of the kinds above, or an image that is not there.
+    """
+    row = prompt.metadata
+    kind = next((kind for kind in KINDS if all(row.get(name) is not None for name in kind)), None)
+    if kind is None:
+        raise DataError(
+            f"{where} has the columns {', '.join(row) or 'none'} besides its prompt: with data.train_on=files a row "
+            f"has {SPELLED}; docs/preferences.md"
+        )
+    match kind[0]:
+        case "images":
+            paths, scores = _ranked(row["images"], row["ranks"], where)
+        case "chosen":
+            paths, scores = [row["chosen"], row["rejected"]], [1.0, 0.0]
+        case "image_0":
+            first = _number(row["label_0"], f"{where} has label_0", 0.0, 1.0)
+            paths, scores = [row["image_0"], row["image_1"]], [first, 1 - first]
+        case _:
+            liked = "label" not in kind or _liked(row["label"], where)
+            paths, scores = [row["image"]], [1.0 if liked else -1.0]
+    names = list(kind) if kind[0] != "images" else ["images"] * len(paths)
+    given = []
+    for name, path, score in zip(names, paths, scores, strict=False):
+        if not isinstance(path, str):
+            raise DataError(f"{where} has {name}={path!r:.80}: give the path of an image")
+        given.append(GivenImage(absolute_picture(path, folder, f"{where} has {name}={path!r}"), score))
+    metadata = {name: value for name, value in row.items() if name not in (*kind, "sources")}
+    if (sources := row.get("sources")) and kind[0] == "images":  # of a vote on edited pictures
+        metadata.setdefault("image", sources[0] if isinstance(sources, list) and len(sources) == 1 else sources)
+    return replace(prompt, metadata=metadata, given=tuple(given))
+
+
+def settled(rows: Sequence[Prompt]) -> list[Prompt]:
+    """The rows that prefer an image, or like or dislike one; of several about the same images one, with mean scores.
+
+    Raises `DataError` if there are none.
+    """
+    alike: dict[tuple[str, ...], list[Prompt]] = {}
+    for row in rows:
+        alike.setdefault((row.text, *(image.path for image in row.given)), []).append(row)
+    found = [_mean(same) for same in alike.values()]
+    kept = [row for row in found if _says_something(row)]
+    if not kept:
+        raise DataError(
+            f"none of its {len(rows)} rows prefers an image to another: all ranks of a row are equal, or its label "
+            "is a tie"
+        )
+    if len(kept) < len(found):
+        logger.info("%d of %d rows prefer no image to another and are left out", len(found) - len(kept), len(found))
+    return kept
+
+
+def good_images(rows: Sequence[Prompt]) -> list[Prompt]:
+    """A prompt for each image to be imitated: the best of each row, and one alone unless it is disliked.
+
+    Their ids are below 0, so that they are no prompt's that is drawn. Raises `DataError` if there are none.
+    """
+    found: list[Prompt] = []
+    for row in rows:
+        best = max(image.score for image in row.given)
+        good = [image for image in row.given if image.score == best and (len(row.given) > 1 or best > 0)]
+        found += [replace(row, id=-1 - len(found) - i, given=(image,)) for i, image in enumerate(good)]
+    if not found:
+        raise DataError("all of its images are disliked: name some that are to be imitated")
+    return found
+
+
+def check_groups(prompts: Sequence[Prompt], most: int, alone: bool, algorithm: str) -> None:
+    """Raise `DataError` if a prompt has more than `most` images, or only one where it cannot be trained on `alone`."""
+    largest = max(prompts, key=lambda prompt: len(prompt.given))
+    if len(largest.given) > most:
+        raise DataError(
+            f"prompt {largest.id} {largest.text!r:.80} has {len(largest.given)} images, and rollout.n={most} is the "
+            f"most that a row may have: set rollout.n={len(largest.given)}"
+        )
+    single = next((prompt for prompt in prompts if len(prompt.given) == 1), None)
+    if single is not None and not alone:
+        raise DataError(
+            f"prompt {single.id} {single.text!r:.80} has one image, and {algorithm} compares the images of a row: give "
+            "two or more with ranks, chosen and rejected, or use algorithm=kto or algorithm=sft"
+        )
+
+
+def _mean(rows: Sequence[Prompt]) -> Prompt:
+    scores = zip(*([image.score for image in row.given] for row in rows), strict=True)
+    means = [math.fsum(values) / len(rows) for values in scores]
+    given = [replace(image, score=score) for image, score in zip(rows[0].given, means, strict=True)]
+    return replace(rows[0], given=tuple(given))
+
+
+def _says_something(row: Prompt) -> bool:
+    scores = {image.score for image in row.given}
+    return len(scores) > 1 if len(row.given) > 1 else scores != {0.0}
+
+
+def _ranked(images: object, ranks: object, where: str) -> tuple[list[object], list[float]]:
+    if not isinstance(images, list) or not isinstance(ranks, list) or len(images) != len(ranks) or len(images) < 2:
+        raise DataError(
+            f"{where} has images={images!r:.80} and ranks={ranks!r:.80}: give two or more paths, and a rank of each"
+        )
+    return images, [-_number(rank, f"{where} has a rank", 1.0, math.inf) for rank in ranks]
+
+
+def _number(value: object, what: str, low: float, high: float) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not (low <= number <= high) or math.isinf(number) or isinstance(value, bool):
+        limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
+        raise DataError(f"{what}={value!r:.80}: it must be a number {limits}")
+    return number
+
+
+def _liked(value: object, where: str) -> bool:
+    known = LABELS.get(str(value).strip().lower())
+    if known is None:
+        raise DataError(f"{where} has label={value!r:.80}: it must be true if the image is liked, or false")
+    return known
