@@ -46,10 +46,10 @@ def pull_back(
     """Replay step `k`, add to the parameters' gradient that of `sum(leads_to(step) * gradient)`.
 
     `leads_to`: latents that follow from the step, such as `step.mean`; `gradient`: that of these, `[B, ...]`. With
-    `carry` the gradient of the latents before the step is returned, None at the first one, whose latents are noise; they
-    come out of the step before, so what a pipeline does to them in between is part of it. `latents`: others in place of
-    the recorded ones of step `k`, which have no gradient. `index` and `cfg`: as for `replay`. A second modality (sound)
-    is data: its gradient does not go back.
+    `carry` the gradient of the latents before the step is returned (None at the first one, whose latents are noise):
+    these come out of the step before, so what a pipeline does to them in between is part of it. `latents`: others in
+    place of the recorded ones of step `k`, which have no gradient. `index` and `cfg`: as for `replay`. A second
+    modality (sound) is data: its gradient does not go back.
 
     Raises `ReplayError` as `replay` does, and with `carry` where a step has no call of the denoiser to itself.
     """

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from replaying import Recorded, counted_rows, distance, own, randomise
 
