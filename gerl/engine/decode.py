@@ -7,9 +7,8 @@ conversion to pixels) is in the graph.
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,29 +27,41 @@ if TYPE_CHECKING:
 def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor:
     """Images `[B, 3, H, W]` or videos `[B, F, 3, H, W]` of finished `latents`, fp32 in [0, 1], with graph.
 
-    `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. While they are decoded a
-    VAE that can recompute its activations does so. Raises `ReplayError` where the pipeline does not do what it did in
-    the rollout, or decodes without gradient.
+    `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. From the first call on
+    the VAE recomputes its activations in a backward pass, if it can. Raises `ReplayError` where the pipeline does not
+    do what it did in the rollout, or decodes without gradient.
     """
     decoder = Decoder(tape, latents)
     call = select_call(tape.call, range(tape.batch_size)) | {"output_type": "pt"}
     undecorated = inspect.unwrap(type(pipe).__call__)
+    _recompute(pipe)
     # the decoder switches the gradient on at the last step, and leaving no_grad puts back what was before
-    with _recomputing(pipe), torch.no_grad(), routed(pipe, decoder):
-        output = undecorated(pipe, **call)
+    with torch.no_grad(), routed(pipe, decoder):
+        try:
+            output = undecorated(pipe, **call)
+        except RuntimeError as error:
+            if "requires grad" not in str(error):  # of torch, where a pipeline goes on in numpy
+                raise
+            raise ReplayError(f"{_undifferentiable(pipe)} ({error})") from error
     if decoder.step != len(tape.steps):
         raise ReplayError(f"the pipeline took {decoder.step} steps to decode, {len(tape.steps)} in the rollout")
     images = _pixels(output)
     if latents.requires_grad and not images.requires_grad:
-        raise ReplayError(
-            f"{type(pipe).__name__} decodes its latents without gradient: rewards cannot be differentiated, use an "
-            "algorithm that needs their values only"
-        )
+        raise ReplayError(_undifferentiable(pipe))
     return images
+
+
+def _undifferentiable(pipe: DiffusionPipeline) -> str:
+    return (
+        f"{type(pipe).__name__} decodes its latents without gradient: rewards cannot be differentiated, use an "
+        "algorithm that needs their values only"
+    )
 
 
 class Decoder(CompanionsFromTape):
     """The head of a decoding: see `instrument.Head`."""
+
+    hands_out_clean = True  # what it hands out at the last step is what is decoded, whatever the scheduler calls it
 
     def __init__(self, tape: Tape, latents: torch.Tensor) -> None:
         self.tape, self.latents = tape, latents
@@ -96,7 +107,7 @@ class Decoder(CompanionsFromTape):
 def _pixels(output: object) -> torch.Tensor:
     """The images or videos of a pipeline's output, fp32."""
     given = dict(output.items()) if hasattr(output, "items") else {}
-    found = next((given[name] for name in ("images", "frames") if given.get(name) is not None), None)
+    found = next((given[name] for name in ("images", "frames", "image") if given.get(name) is not None), None)
     if isinstance(found, list) and found and all(torch.is_tensor(part) for part in found):
         found = torch.stack(found)
     if not torch.is_tensor(found) or found.ndim not in (4, 5):
@@ -105,19 +116,11 @@ def _pixels(output: object) -> torch.Tensor:
     return found[:, 0].float() if found.ndim == 5 and found.shape[1] == 1 else found.float()
 
 
-@contextlib.contextmanager
-def _recomputing(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Let the VAEs of `pipe` recompute their activations in a backward pass, those that can."""
-    switched = [
-        part
-        for part in pipe.components.values()
-        if hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False)
-        if not part.is_gradient_checkpointing
-    ]
-    for part in switched:
-        part.enable_gradient_checkpointing()
-    try:
-        yield
-    finally:
-        for part in switched:
-            part.disable_gradient_checkpointing()
+def _recompute(pipe: DiffusionPipeline) -> None:
+    """Let the VAEs of `pipe` recompute their activations in a backward pass, those that can.
+
+    That stays so: the backward pass comes later, and without gradient it changes nothing.
+    """
+    for part in pipe.components.values():
+        if hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False):
+            part.enable_gradient_checkpointing()
