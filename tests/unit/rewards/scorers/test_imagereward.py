@@ -200,4 +200,4 @@ def test_what_cannot_be_found_is_named_with_a_remedy(folder: str, tmp_path: Path
 
 
 def test_scores_of_tensors_have_a_gradient(folder: str) -> None:
-    assert_differentiable(scorer(folder), pictures(3), PROMPTS[:3], tolerance=2e-2)
+    assert_differentiable(scorer(folder), pictures(3), PROMPTS[:3], tolerance=0.2)
