@@ -33,6 +33,7 @@ from gerl.config.model import ModelConfig
 from gerl.config.noised_images import AWMConfig
 from gerl.config.policy_gradients import FlowGRPOConfig
 from gerl.config.remedies import check_remedies
+from gerl.config.reward_gradients import RewardGradientConfig
 from gerl.config.sampling import SamplingConfig
 from gerl.config.savings import check_savings
 from gerl.config.schema import shown
@@ -76,6 +77,7 @@ class Config:
             )
         self.algorithm.check_sampling(self.sampling)
         self._check_batches()
+        self._check_gradients()
         self._check_data()
         self._check_ranks()
         self._check_train()
@@ -128,6 +130,26 @@ class Config:
             raise ConfigError(
                 f"model.shard={shard}: the weights are shared by the ranks of a worker, of which there is one; raise "
                 "cluster.ranks_per_worker, or use model.shard=none"
+            )
+
+    def _check_gradients(self) -> None:
+        algorithm = self.algorithm
+        if not isinstance(algorithm, RewardGradientConfig):
+            return
+        if self.actor.updates > 1:
+            raise ConfigError(
+                f"{self.actor.said}: {algorithm.name} goes back through the steps that drew an image, which after an "
+                "update are those of other weights; use 1"
+            )
+        if self.trainer.staleness:
+            raise ConfigError(
+                f"trainer.staleness={self.trainer.staleness}: {algorithm.name} goes back through the steps that drew "
+                "an image, which ahead of time are those of other weights; use trainer.staleness=0"
+            )
+        if self.cluster.context > 1 and algorithm.carries:
+            raise ConfigError(
+                f"cluster.context={self.cluster.context}: {algorithm.name} needs the gradient of latents, of which "
+                "ranks that share tokens have a part each; use cluster.context=1, or algorithm=draft with last=1"
             )
 
     def _check_staleness(self) -> None:

@@ -28,11 +28,25 @@ from gerl.config.policy_gradients import (
     NeighborGRPOConfig,
     TempFlowGRPOConfig,
 )
+from gerl.config.reward_gradients import (
+    DRaFTConfig,
+    DRaFTLVConfig,
+    DRTuneConfig,
+    FlowBPBridgeConfig,
+    FlowBPLagrangeConfig,
+    FlowBPSparseConfig,
+    LeapAlignConfig,
+    MixedGradientConfig,
+    ReFLConfig,
+    SRPOConfig,
+)
 
 AnyAlgorithm = Annotated[
     FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | DenseGRPOConfig | BranchGRPOConfig
     | FDFOConfig | NeighborGRPOConfig | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig
-    | RWRConfig | BestOfNConfig,
+    | RWRConfig | BestOfNConfig
+    | ReFLConfig | DRaFTConfig | DRaFTLVConfig | DRTuneConfig | SRPOConfig | LeapAlignConfig | FlowBPSparseConfig
+    | FlowBPBridgeConfig | FlowBPLagrangeConfig | MixedGradientConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {

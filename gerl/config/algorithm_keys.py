@@ -25,6 +25,7 @@ class AlgorithmConfig(Block):
     whole_groups: ClassVar[bool] = False  # the loss of an image depends on the others of its group
     scores_steps: ClassVar[bool] = False  # it scores the rollout's noise: on policy the ratio to what was recorded is 1
     replays_latents: ClassVar[bool] = False  # it trains at the latents of the trajectory, not at images noised again
+    differentiates: ClassVar[bool] = False  # it needs the gradient of the reward, not only its value
     branches: ClassVar[bool] = False  # trajectories split: the tree says which steps are stochastic
 
     name: str
