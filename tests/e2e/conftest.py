@@ -32,6 +32,13 @@ def compute_score(images, prompts, metadata):
     return [float(np.asarray(image).mean()) / 255 for image in images]
 """
 
+BRIGHT_TENSORS = """
+def compute_score(images, prompts, metadata):
+    return images.flatten(1).mean(1)
+
+compute_score.takes_tensors = True
+"""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -84,6 +91,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.txt").write_text("\n".join(PROMPTS) + "\n")
     (folder / "val.txt").write_text("\n".join(PROMPTS[:4]) + "\n")
     (folder / "bright.py").write_text(BRIGHT)
+    (folder / "bright_tensors.py").write_text(BRIGHT_TENSORS)
     return folder
 
 

@@ -25,6 +25,11 @@ EASY = """
 sampling.num_inference_steps=5 model.lora_alpha=32 actor.lr=0.02 actor.ema_decay=0.5 rollout.prompts_per_step=3
 rollout.n=12 rollout.micro_batch_size=18 trainer.steps=6 validation.every=0 checkpoint.every=0
 """
+# of rewards: their scorer takes tensors, and a margin beyond what it can give leaves none without gradient
+GRADIENTS = """
+refl draft draft_lv alignprop drtune srpo leapalign flowbp_sparse flowbp_bridge flowbp_lagrange
+""".split()
+FITTED_GRADIENT = "rollout.prompts_per_step=6 rollout.micro_batch_size=6 trainer.steps=3 algorithm.decode_batch=6"
 # what the published settings need to fit in five denoising steps, and to show in few trainer steps
 FITTED = {
     "flow_grpo_fast": "sampling.window_size=2 sampling.window_range=[0,4]",
@@ -53,6 +58,8 @@ FITTED = {
     # without bad examples a random model drifts towards whatever it draws, which the KL holds back
     "rwr": "algorithm.beta=8 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=7 "
     "rollout.prompts_per_step=6 trainer.seed=1",
+} | dict.fromkeys(GRADIENTS, FITTED_GRADIENT) | {
+    "mixed_gradient": "rollout.n=4 rollout.prompts_per_step=6 trainer.steps=3",
 }
 # on random weights it drifts with either sign, by what it draws: what the sign decides is the difference
 DRIFTING = ("rwr",)
@@ -63,7 +70,9 @@ POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
 dense_grpo tree_grpo
 """.split()
-MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
+OF_GRADIENTS = "tensor_reward without_gradient"
+MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | dict.fromkeys(GRADIENTS, OF_GRADIENTS) | {
+    "mixed_gradient": f"{RATIO} {OF_GRADIENTS} reward_loss",
     "fdfo": RATIO,
     "neighbor_grpo": RATIO,
     "awm": "",  # its ratio is that to the weights themselves
@@ -93,7 +102,8 @@ def sd15(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workplace: Path, tmp_path: Path) -> None:
     settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split()]
     settings += FITTED.get(name, "").split()
-    keys = ON_SD15 | {"model__path": sd15} if name == "ddpo" else {}
+    keys: dict[str, Any] = ON_SD15 | {"model__path": sd15} if name in ("ddpo", "alignprop") else {}
+    keys["scorer"] = "bright_tensors.py" if name in (*GRADIENTS, "mixed_gradient") else "bright.py"
     change = {}
     for weight in (1, -1) if name == "flow_grpo" or name not in POLICY_GRADIENTS else (1,):
         run = train(tmp_path / str(weight), *settings, f"reward.scorers.bright.weight={weight}", **keys)
