@@ -34,7 +34,8 @@ def compute_score(images, prompts, metadata):
 
 BRIGHT_TENSORS = """
 def compute_score(images, prompts, metadata):
-    return images.flatten(1).mean(1)
+    signs = [-1.0 if prompt.startswith("dark. ") else 1.0 for prompt in prompts]
+    return images.flatten(1).mean(1) * images.new_tensor(signs)
 
 compute_score.takes_tensors = True
 """

@@ -59,7 +59,8 @@ FITTED = {
     "rwr": "algorithm.beta=8 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=7 "
     "rollout.prompts_per_step=6 trainer.seed=1",
 } | dict.fromkeys(GRADIENTS, FITTED_GRADIENT) | {
-    "mixed_gradient": "rollout.n=4 rollout.prompts_per_step=6 trainer.steps=3",
+    "srpo": f"{FITTED_GRADIENT} algorithm.positive=[bright] algorithm.negative=[dark] algorithm.margin=9",
+    "mixed_gradient": "rollout.n=4 rollout.prompts_per_step=6 trainer.steps=3 algorithm.gradient_weight=10",
 }
 # on random weights it drifts with either sign, by what it draws: what the sign decides is the difference
 DRIFTING = ("rwr",)
