@@ -60,8 +60,8 @@ def parted_steps(total: int, parts: Sequence[float], latest: int | None, draw: n
 def split_count(count: int, before: int, after: int) -> tuple[int, int]:
     """`count` active steps shared among `before` and `after` steps by their numbers, at least one each."""
     count = min(count, before + after)
-    first = min(max(round(count * before / (before + after)), 1, count - after), before)
-    return first, max(1, count - first)
+    first = min(max(round(count * before / (before + after)), 1, count - after), before, count - 1)
+    return first, count - first
 
 
 def scale_up(lengths: Sequence[float], active: Sequence[int], rescale: float) -> float:

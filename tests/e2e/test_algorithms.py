@@ -25,11 +25,6 @@ EASY = """
 sampling.num_inference_steps=5 model.lora_alpha=32 actor.lr=0.02 actor.ema_decay=0.5 rollout.prompts_per_step=3
 rollout.n=12 rollout.micro_batch_size=18 trainer.steps=6 validation.every=0 checkpoint.every=0
 """
-# of rewards: their scorer takes tensors, and a margin beyond what it can give leaves none without gradient
-GRADIENTS = """
-refl draft draft_lv alignprop drtune srpo leapalign flowbp_sparse flowbp_bridge flowbp_lagrange
-""".split()
-FITTED_GRADIENT = "rollout.prompts_per_step=6 rollout.micro_batch_size=6 trainer.steps=3 algorithm.decode_batch=6"
 # what the published settings need to fit in five denoising steps, and to show in few trainer steps
 FITTED = {
     "flow_grpo_fast": "sampling.window_size=2 sampling.window_range=[0,4]",
@@ -58,10 +53,15 @@ FITTED = {
     # without bad examples a random model drifts towards whatever it draws, which the KL holds back
     "rwr": "algorithm.beta=8 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=7 "
     "rollout.prompts_per_step=6 trainer.seed=1",
-} | dict.fromkeys(GRADIENTS, FITTED_GRADIENT) | {
-    "srpo": f"{FITTED_GRADIENT} algorithm.positive=[bright] algorithm.negative=[dark] algorithm.margin=9",
-    "mixed_gradient": "rollout.n=4 rollout.prompts_per_step=6 trainer.steps=3 algorithm.gradient_weight=10",
 }
+# those that differentiate the reward, whose scorer takes tensors
+GRADIENTS = """
+refl draft draft_lv alignprop drtune srpo leapalign flowbp_sparse flowbp_bridge flowbp_lagrange
+""".split()
+FEW = "rollout.prompts_per_step=6 rollout.micro_batch_size=6 rollout.n=1 trainer.steps=3 algorithm.decode_batch=6"
+FITTED |= dict.fromkeys(GRADIENTS, FEW)
+FITTED["srpo"] = f"{FEW} algorithm.positive=[bright] algorithm.negative=[dark] algorithm.margin=9"
+FITTED["mixed_gradient"] = f"{FEW} rollout.n=4 rollout.micro_batch_size=24 algorithm.gradient_weight=10"
 # on random weights it drifts with either sign, by what it draws: what the sign decides is the difference
 DRIFTING = ("rwr",)
 # the metrics of an update beside the loss, the optimizer step and, where it has a weight, the KL to the base model
@@ -71,9 +71,7 @@ POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
 dense_grpo tree_grpo
 """.split()
-OF_GRADIENTS = "tensor_reward without_gradient"
-MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | dict.fromkeys(GRADIENTS, OF_GRADIENTS) | {
-    "mixed_gradient": f"{RATIO} {OF_GRADIENTS} reward_loss",
+MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
     "fdfo": RATIO,
     "neighbor_grpo": RATIO,
     "awm": "",  # its ratio is that to the weights themselves
@@ -85,6 +83,8 @@ MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | dict.fromkeys(GRADIENTS, OF_
     "diffusion_dpo": "preference_margin",
     "diffusion_nft": "old_distance",
 }
+OF_GRADIENTS = "tensor_reward without_gradient"
+MEASURED |= dict.fromkeys(GRADIENTS, OF_GRADIENTS) | {"mixed_gradient": f"{RATIO} {OF_GRADIENTS} reward_loss"}
 WITH_KL = ("awm", "dgpo", "diffusion_nft", "rwr")
 EVERY_STEP = "loss grad_norm grad_rms lr lora_max nonfinite_updates policy_version"
 ON_SD15 = {"sampling__call": "{output_type: np}"}
@@ -104,7 +104,8 @@ def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workpl
     settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split()]
     settings += FITTED.get(name, "").split()
     keys: dict[str, Any] = ON_SD15 | {"model__path": sd15} if name in ("ddpo", "alignprop") else {}
-    keys["scorer"] = "bright_tensors.py" if name in (*GRADIENTS, "mixed_gradient") else "bright.py"
+    if name in (*GRADIENTS, "mixed_gradient"):
+        keys["scorer"] = "bright_tensors.py"
     change = {}
     for weight in (1, -1) if name == "flow_grpo" or name not in POLICY_GRADIENTS else (1,):
         run = train(tmp_path / str(weight), *settings, f"reward.scorers.bright.weight={weight}", **keys)

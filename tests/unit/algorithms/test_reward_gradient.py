@@ -1,5 +1,7 @@
 """Reward gradients: each algorithm against a loop written by hand, whose graph is kept as published code keeps it."""
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -7,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from training import Training, config
+from replaying import counted_rows
+from training import Training, config, new_policy
 
-from gerl.algorithms import surrogates
+from gerl.algorithms import build_algorithm, surrogates
 from gerl.algorithms.reward_gradient import RewardGradient
+from gerl.config import from_mapping
+from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt
 
-STEPS = 5
+STEPS = 4
+same_policy = functools.cache(new_policy)  # whose weights no test changes
 Tensor = torch.Tensor
 
 
@@ -24,8 +30,9 @@ def reward(images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
     return scales * (weights * images).flatten(1).sum(1)
 
 
-def training(name: str, guidance: float = 1.0, n: int = 2, **keys: Any) -> Training:
-    t = Training(config(name, n=n, guidance=guidance, steps=STEPS, **{"sampling_kernel": "ode"} | keys))
+def training(name: str, guidance: float = 1.0, n: int = 1, **keys: Any) -> Training:
+    given = {"n": n, "guidance": guidance, "steps": STEPS, "sampling_kernel": "ode"}
+    t = Training(config(name, **given | keys), same_policy())
     assert isinstance(t.algorithm, RewardGradient)
     t.algorithm.reward = reward
     return t
@@ -195,8 +202,127 @@ def test_the_gradient_is_that_of_the_loop_written_by_hand(
     t = training(name, **keys)
     h = Naive(t)
     expected = h.gradient(by_hand(h))
-    ours, stats = t.gradient(torch.ones(4, STEPS))
+    ours, stats = t.gradient(torch.ones(2, STEPS))
     assert (ours - expected).norm() < 2e-4 * expected.norm() and expected.norm() > 0
     assert all(p.grad is None for p in t.policy.pipe.vae.parameters())
-    assert stats.pairs == 4 * len(t.algorithm.trained_steps((), 1))
+    assert stats.pairs == 2 * len(t.algorithm.trained_steps((), 1))
     assert stats.sums["loss"] / stats.pairs == pytest.approx(float(by_hand(h).detach()), rel=1e-3, abs=1e-6)
+
+
+# --- what a part of an update adds
+
+
+@pytest.mark.parametrize(("name", "keys"), [("draft", {"last": 3}), ("draft_lv", {}), ("leapalign", {})])
+def test_the_parts_of_an_update_add_up(name: str, keys: dict[str, Any]) -> None:
+    whole = training(name, guidance=3.0, **keys)
+    expected, stats = whole.gradient(torch.ones(2, STEPS))
+    given = {"n": 1, "guidance": 3.0, "steps": STEPS, "sampling_kernel": "ode", "actor_micro": 1, "decode_batch": 3}
+    together = build_algorithm(config(name, **given | keys))
+    assert isinstance(together, RewardGradient)
+    together.reward = reward
+    ours, parts = whole.gradient(torch.ones(2, STEPS), algorithm=together)
+    assert (ours - expected).norm() < 1e-5 * expected.norm()
+    assert parts.pairs == stats.pairs and parts.sums == pytest.approx(stats.sums, rel=1e-4)
+    half = torch.ones(2, STEPS)
+    half[1:] = torch.nan  # images without a score are left out
+    some, _ = whole.gradient(half)
+    assert (some - expected).norm() / expected.norm() > 0.1
+
+
+def test_a_part_that_only_keeps_others_company_adds_nothing_and_calls_the_model_as_often() -> None:
+    t = training("draft", last=2, margin=-1e9)  # no image falls short of the margin
+    with counted_rows(t.policy.pipe) as rows:
+        gradient, stats = t.gradient(torch.ones(2, STEPS))
+    assert gradient.abs().max() == 0 and rows == {True: 2 * 2}
+    assert stats.sums["without_gradient"] / stats.pairs == 1
+    with counted_rows(t.policy.pipe) as rows:
+        gradient, stats = t.gradient(torch.ones(2, STEPS), pairs=math.inf)  # type: ignore[arg-type]
+    assert gradient.abs().max() == 0 and rows == {True: 2 * 2} and stats.sums["loss"] == 0
+
+
+def test_the_loss_may_be_measured_from_a_target_or_a_margin() -> None:
+    def losses(**keys: Any) -> list[float]:
+        algorithm = build_algorithm(config("draft", **keys))
+        assert isinstance(algorithm, RewardGradient)
+        return algorithm.loss(torch.tensor([0.5, 3.0])).tolist()
+
+    assert losses() == [-0.5, -3.0]
+    assert losses(margin=2.0, loss_scale=0.1) == pytest.approx([0.15, 0.0])
+    assert losses(target=2.0) == [1.5, 1.0]
+
+
+def test_the_distance_to_the_base_model_is_added() -> None:
+    plain, _ = training("draft", last=2, loss_scale=1e-9).gradient(torch.ones(2, STEPS))
+    t = training("draft", last=2, loss_scale=1e-9, kl_coef=0.5)
+    h = Naive(t)
+    terms = []
+    for k in (STEPS - 2, STEPS - 1):
+        with t.policy.base(), torch.no_grad():
+            base = h.v(h.xs[k], k)
+        terms.append((h.v(h.xs[k], k) - base).square().mean())
+    expected = h.gradient(0.5 * torch.stack(terms).mean())
+    ours, stats = t.gradient(torch.ones(2, STEPS))
+    assert (ours - plain - expected).norm() < 1e-4 * expected.norm()
+    assert stats.sums["kl"] / stats.pairs == pytest.approx(float(torch.stack(terms).mean().detach()), rel=1e-4)
+
+
+def test_a_mixture_is_the_weighted_sum_of_a_policy_gradient_and_a_reward_gradient() -> None:
+    noisy = {"sampling_kernel": "flow_sde", "sampling_window_range": [0, 3], "n": 2}
+    mixed = training("mixed_gradient", last=2, policy_weight=3.0, gradient_weight=2.0, **noisy)
+    credit = torch.randn(4, 1, generator=torch.Generator().manual_seed(0)).expand(-1, STEPS)
+    ours, stats = mixed.gradient(credit)
+    alone = training("draft", last=2, **noisy)
+    by_reward, of_reward = alone.gradient(torch.ones(4, STEPS))
+    grpo = Training(config("flow_grpo", n=2, steps=STEPS, sampling_window_range=[0, 3]), same_policy())
+    by_ratio, of_ratio = grpo.gradient(credit)
+    expected = 3 * by_ratio + 2 * by_reward
+    assert (ours - expected).norm() < 1e-5 * expected.norm() and min(by_ratio.norm(), by_reward.norm()) > 0
+    for name, value in of_ratio.sums.items():
+        assert stats.sums[name] / stats.pairs == pytest.approx(value / of_ratio.pairs, abs=1e-6)
+    assert stats.sums["reward_loss"] / stats.pairs == pytest.approx(of_reward.sums["loss"] / of_reward.pairs, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["leapalign", "flowbp_sparse", "flowbp_lagrange", "srpo"])
+def test_leaps_are_for_flow_matching(name: str) -> None:
+    given = {"sampling_kernel": "ode", "sampling_call": {"output_type": "np"}}
+    t = Training(config(name, n=1, steps=STEPS, **given), policy=same_policy("sd15"))
+    t.algorithm.reward = reward  # type: ignore[attr-defined]
+    with pytest.raises(ReplayError, match=rf"algorithm\.name={name}: its leaps .* has a DDIM scheduler; use draft"):
+        t.gradient(torch.ones(2, STEPS))
+
+
+def test_epsilon_models_are_trained_by_what_their_steps_predict() -> None:
+    given = {"sampling_kernel": "ddim", "sampling_noise_level": 1.0, "sampling_call": {"output_type": "np"}}
+    for name in ("refl", "drtune", "draft_lv"):
+        t = Training(config(name, n=1, steps=STEPS, **given), policy=same_policy("sd15"))
+        t.algorithm.reward = reward  # type: ignore[attr-defined]
+        gradient, _ = t.gradient(torch.ones(2, STEPS))
+        assert torch.isfinite(gradient).all() and gradient.norm() > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "draft", "cfg": "off"}, r"algorithm\.cfg=off: the images that are scored were drawn with guidance"),
+        ({"name": "draft", "margin": 1, "target": 2}, r"algorithm\.margin=1.* and algorithm\.target=2"),
+        ({"name": "draft", "dynamic_sampling": 1}, r"algorithm\.dynamic_sampling=1: a gradient is there"),
+        ({"name": "srpo", "positive": []}, r"algorithm\.positive=\[\]: give at least one word"),
+        ({"name": "srpo", "strength": [1]}, r"algorithm\.strength=\[1.*: give two numbers"),
+        ({"name": "flowbp_lagrange", "parts": [1, 2]}, r"algorithm\.parts=\[1.*: give three positive numbers"),
+        ({"name": "leapalign", "sampling": {"kernel": "flow_sde"}}, r"sampling\.kernel=flow_sde: leapalign is defined"),
+        ({"name": "draft", "sampling": {"solver": "dpm2"}}, r"sampling\.solver=dpm2: draft differentiates every step"),
+        ({"name": "draft", "sampling": {"cache": "taylorseer"}}, r"sampling\.cache=taylorseer: draft differentiates"),
+        ({"name": "srpo", "sampling": {"num_inference_steps": 2, "kernel": "ode"}}, r"sampling\.num.*=2: srpo needs"),
+        ({"name": "draft", "actor": {"updates_per_step": 2}}, r"actor\.updates_per_step=2: draft goes back through"),
+        ({"name": "draft", "trainer": {"staleness": 1}}, r"trainer\.staleness=1: draft goes back through"),
+        (
+            {"name": "leapalign", "cluster": {"context": 2, "ranks_per_worker": 2}},
+            r"cluster\.context=2: leapalign needs the gradient of latents",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_differentiated_is_refused(values: dict[str, Any], message: str) -> None:
+    blocks = {k: v for k, v in values.items() if isinstance(v, dict)}
+    algorithm = {k: v for k, v in values.items() if not isinstance(v, dict)}
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        from_mapping({"sampling": {"kernel": "ode"}, **blocks, "algorithm": algorithm})
