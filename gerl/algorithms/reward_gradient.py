@@ -179,7 +179,7 @@ class RewardGradient(Algorithm):
 
     def _stay_near(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
         """Add the gradient of the squared distance to the base model at the trained steps; its sum, as a metric."""
-        if self.settings.kl_coef == 0:
+        if self.kl_coef == 0:
             return {}
         index = None if rows == list(range(batch.tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": self.settings.cfg}
@@ -189,7 +189,7 @@ class RewardGradient(Algorithm):
             nonlocal total
             distances = (step.model_output - base[k].model_output).square().flatten(1).mean(1)
             total += float(distances.detach().sum())
-            return self.settings.kl_coef * distances.sum() / num_pairs
+            return self.kl_coef * self.pulled(distances, batch, rows).sum() / num_pairs
 
         replay(policy.pipe, batch.tape, on_step, **options)
         return {"kl": total}
