@@ -89,7 +89,7 @@ class ReFL(RewardGradient):
     settings: ReFLConfig
 
     def drawn(self, step: int) -> tuple[int, ...]:
-        return (late_step(self, self.settings.last, step),)
+        return (late_step(self, self.settings.late, step),)
 
     def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
         hop = Hop(trained[0], predicted)
@@ -110,7 +110,7 @@ class DRTune(RewardGradient):
         return tuple(evenly_spread(stop + 1, self.settings.active, draw))
 
     def _stop(self, step: int) -> int:
-        return late_step(self, self.settings.last, step)
+        return late_step(self, self.settings.late, step)
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         return tuple(sorted({*self.drawn(step), self._stop(step)}))  # the denoiser runs there, if without gradient
@@ -159,7 +159,7 @@ class FlowBPSparse(RewardGradient):
         return [Look(chain(tape, {k: (scaled[k], 0.0) for k in trained}))]
 
     def scaled(self, tape: Tape, trained: tuple[int, ...]) -> dict[int, LeadsTo]:
-        """What each of the trained steps leads to, its velocity counting more for those that have no gradient."""
+        """The ends of the trained steps, whose velocities count more for those that have no gradient."""
         rules = [flow_rule(tape, k, self.settings.name) for k in range(len(tape.steps))]
         factor = scale_up([rule.dt for rule in rules], trained, self.settings.rescale)
         return {k: partial(by_rule, leap(rules[k], rules[k].sigma + factor * rules[k].dt)) for k in trained}

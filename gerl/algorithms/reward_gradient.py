@@ -64,7 +64,7 @@ class Look:
 
 @dataclass
 class Found:
-    """What the images of a micro-batch gave, as sums."""
+    """Rewards and losses of the images of a micro-batch, as sums."""
 
     reward: float = 0.0
     loss: float = 0.0

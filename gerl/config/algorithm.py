@@ -44,9 +44,9 @@ from gerl.config.reward_gradients import (
 AnyAlgorithm = Annotated[
     FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | DenseGRPOConfig | BranchGRPOConfig
     | FDFOConfig | NeighborGRPOConfig | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig
-    | RWRConfig | BestOfNConfig
     | ReFLConfig | DRaFTConfig | DRaFTLVConfig | DRTuneConfig | SRPOConfig | LeapAlignConfig | FlowBPSparseConfig
-    | FlowBPBridgeConfig | FlowBPLagrangeConfig | MixedGradientConfig,
+    | FlowBPBridgeConfig | FlowBPLagrangeConfig | MixedGradientConfig
+    | RWRConfig | BestOfNConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {

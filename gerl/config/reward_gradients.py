@@ -15,6 +15,10 @@ def _nested_key(default: float) -> Any:
     return key(default, help, low=0, high=1)
 
 
+def _active_key(default: int, low: int = 1) -> Any:
+    return main_key(default, "steps whose denoiser calls have a gradient, drawn anew each trainer step", low=low)
+
+
 def _tau_key(default: float) -> Any:
     return key(
         default,
@@ -33,12 +37,12 @@ class RewardGradientConfig(AlgorithmConfig):
     without_noise: ClassVar[bool] = False  # it is defined for deterministic steps only
     needs_steps: ClassVar[int] = 1
 
-    margin: float | None = main_key(
+    margin: float | None = key(
         None, "the loss is by how much the reward falls short of this, 0 above; null: the negative reward"
     )
     target: float | None = key(None, "the loss is the distance of the reward to this; null: see margin")
     loss_scale: float = key(1.0, "factor of the loss", above=0)
-    decode_batch: int = main_key(
+    decode_batch: int = key(
         1, "images that are decoded and scored with gradient at the same time: memory of decoder and scorers", low=1
     )
 
@@ -114,14 +118,14 @@ class DRaFTLVConfig(RewardGradientConfig):
 @dataclass(frozen=True)
 class ReFLConfig(RewardGradientConfig):
     name: Literal["refl"] = name_key("refl")
-    last: int = main_key(10, "the step whose predicted image is scored is one of the last so many", low=1)
+    late: int = main_key(10, "the step whose predicted image is scored is one of the last so many", low=1)
 
 
 @dataclass(frozen=True)
 class DRTuneConfig(RewardGradientConfig):
     name: Literal["drtune"] = name_key("drtune")
-    last: int = main_key(10, "the step whose predicted image is scored is one of the last so many", low=1)
-    active: int = main_key(3, "steps whose denoiser calls have a gradient, evenly spread up to that one", low=1)
+    late: int = main_key(10, "the step whose predicted image is scored is one of the last so many", low=1)
+    active: int = _active_key(3)
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class FlowBPSparseConfig(RewardGradientConfig):
     name: Literal["flowbp_sparse"] = name_key("flowbp_sparse")
     without_noise = True
 
-    active: int = main_key(4, "steps whose denoiser calls have a gradient, drawn anew each trainer step", low=1)
+    active: int = _active_key(4)
     bias: float = key(1.0, "later steps are likelier: step i, from 1, is drawn by i to this power")
     rescale: float = key(
         0.5, "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the way",
@@ -188,7 +192,7 @@ class FlowBPBridgeConfig(FlowBPSparseConfig):
     name: Literal["flowbp_bridge"] = name_key("flowbp_bridge")  # type: ignore[assignment]  # another of the union
     needs_steps = 2
 
-    active: int = main_key(5, "steps whose denoiser calls have a gradient, on both sides of one in between", low=2)
+    active: int = _active_key(5, low=2)
     bias: float = key(4.0, "later steps are likelier: step i, from 1, is drawn by i to this power")
     rescale: float = key(
         0.0, "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the way",
@@ -233,8 +237,8 @@ class MixedGradientConfig(DRaFTConfig, FlowGRPOConfig):
 
     name: Literal["mixed_gradient"] = name_key("mixed_gradient")  # type: ignore[assignment]  # another of the union
 
-    policy_weight: float = main_key(1.0, "weight of the policy gradient", above=0)
-    gradient_weight: float = main_key(1.0, "weight of the reward's gradient", above=0)
+    policy_weight: float = key(1.0, "weight of the policy gradient", above=0)
+    gradient_weight: float = key(1.0, "weight of the reward's gradient", above=0)
 
     @property
     def groups_of_one(self) -> bool:

@@ -183,9 +183,9 @@ def of_srpo(h: Naive) -> Tensor:
 
 CASES: list[tuple[str, dict[str, Any], Callable[[Naive], Tensor]]] = [
     *(("draft", {"last": last}, partial(of_draft, last=last)) for last in (1, 2, STEPS)),
-    ("refl", {"last": 3, "margin": 2.0, "loss_scale": 0.001}, of_refl),
+    ("refl", {"late": 3, "margin": 2.0, "loss_scale": 0.001}, of_refl),
     ("draft_lv", {}, of_draft_lv),
-    *(("drtune", {"last": 3, "active": n}, partial(of_drtune, active=n)) for n in (1, 3)),
+    *(("drtune", {"late": 3, "active": n}, partial(of_drtune, active=n)) for n in (1, 3)),
     *(("leapalign", {"nested": a, "tau": 0.1}, partial(of_leapalign, share=a, tau=0.1)) for a in (0.0, 0.3, 1.0)),
     ("flowbp_sparse", {"active": 3, "rescale": 0.5}, partial(of_sparse, rescale=0.5)),
     ("flowbp_sparse", {"active": STEPS, "rescale": 1.0}, partial(of_sparse, rescale=1.0)),
