@@ -66,7 +66,7 @@ KEYS = [
     row("cache where all is trained", "train algorithm=neighbor_grpo sampling.cache=taylorseer", "sampling.cache=taylorseer: ",
         "leave it out"),
     row("8-bit rollouts without a ratio", "train algorithm=fdfo rollout.quantize=int8", "rollout.quantize=int8: ", "leave it out"),
-    row("gradient of a reward without one", "small algorithm=draft reward.scorers.ocr.weight=1", "reward.scorers.", "watches", None),
+    row("gradient of a reward without one", "small algorithm=draft", "reward.scorers.bright: ", "takes_tensors.*watches them", None),
     row("leaps between noisy steps", "train algorithm=leapalign sampling.kernel=flow_sde", "sampling.kernel=flow_sde: ", "kernel=ode"),
     row("fp8 rollouts on a CPU", "small rollout.quantize=fp8", "rollout.quantize=fp8: ", "use int8", None),
     row("attention that there is not", "small model.attention=fast", "model.attention=fast: ", "native", None),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gerl.config import RewardConfig, ScorerConfig
+from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import ConfigError, RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import SCORERS, Scorer, build_scorer, known_scorer, scorer_class
@@ -33,6 +33,12 @@ def differentiable_scorers(reward: RewardConfig, all_of_them: bool) -> list[str]
             "others to 0, which watches them"
         )
     return found
+
+
+def differentiated(config: Config) -> list[str]:
+    """The scorers whose gradient is used; raises `ConfigError` where the algorithm needs one that has none."""
+    # beside a policy gradient, which learns from all scorers, those without a gradient may stay
+    return differentiable_scorers(config.reward, all_of_them=not config.algorithm.scores_steps)
 
 
 def _of_gerl() -> list[str]:

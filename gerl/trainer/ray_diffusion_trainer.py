@@ -18,7 +18,6 @@ from gerl.commandline.command import PAGE, watching
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.savings import saving_notes
-from gerl.objects import Function
 from gerl.protocol import Images, Prompt, RolloutTask, Scores, StepEnd
 from gerl.rewards.manager import RewardManager, given
 from gerl.rewards.total import described
@@ -36,7 +35,7 @@ from gerl.trainer.recovery import WentBack
 from gerl.trainer.rollouts import Rollouts, meanwhile
 from gerl.trainer.update import Update
 from gerl.workers.hybrid import HybridWorker, repeated
-from gerl.workers.rewarding import differentiated, with_scorers_found
+from gerl.workers.rewarding import with_scorers_found
 
 logger = logging.getLogger(__name__)
 APART = 1_000_000  # between the ids of micro-batches of steps that are on their way together
@@ -181,10 +180,7 @@ class RayDiffusionTrainer(DurableRun):
         """Start the workers, check the model and try the scorers, and load the model, as a resumed run needs it."""
         config, cluster = self.config, self.cluster
         whole = spared = with_scorers_found(replace(config, model=config.model.carried_on()) if resumed else config)
-        functions: dict[str, Function] = {}
-        if config.algorithm.differentiates:
-            differentiated(config)
-            functions = given(config.reward.scorers)
+        functions = given(config.reward.scorers) if config.algorithm.differentiates else {}
         if cluster.training < cluster.processes and config.model.offload == "none":
             # those that only train call nothing but the denoiser: what else there is stays in main memory
             spared = replace(whole, model=replace(whole.model, offload="encoders"))

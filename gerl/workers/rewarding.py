@@ -8,7 +8,7 @@ from gerl.algorithms import Algorithm
 from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.config import Config
 from gerl.objects import PREFIX, Function, offer
-from gerl.rewards.gradients import TensorReward, differentiable_scorers
+from gerl.rewards.gradients import TensorReward, differentiated
 
 
 def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Function]) -> None:
@@ -20,12 +20,6 @@ def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Funct
         return
     offer(functions)
     algorithm.reward = TensorReward(algorithm.config.reward, differentiated(algorithm.config), device)
-
-
-def differentiated(config: Config) -> list[str]:
-    """The scorers whose gradient is used; raises `ConfigError` where the algorithm needs one that has none."""
-    # beside a policy gradient, which learns from all scorers, those without a gradient may stay
-    return differentiable_scorers(config.reward, all_of_them=not config.algorithm.scores_steps)
 
 
 def with_scorers_found(config: Config) -> Config:

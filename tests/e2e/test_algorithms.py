@@ -165,6 +165,17 @@ def test_a_variant_follows_its_sign_too(
     assert change[1] > 0.001 and change[-1] < -0.001, change
 
 
+def test_a_differentiated_brightness_whitens_the_signs_in_a_few_steps(train: Train, tmp_path: Path) -> None:
+    settings = """
+    algorithm=draft model.path=signs model.lora_rank=16 model.lora_alpha=32 sampling.height=32 sampling.width=96
+    sampling.num_inference_steps=3 rollout.n=1 rollout.prompts_per_step=3 actor.lr=0.01 trainer.steps=7
+    """.split()
+    run = train(tmp_path / "run", *settings, scorer="bright_tensors.py", sampling__call="{max_sequence_length: 1}")
+    bright = run.column("reward/bright/mean")
+    assert bright[0] < 0.55 and min(bright[-2:]) > 0.85, bright  # what a white board with its text has is about 0.9
+    assert run.column("actor/tensor_reward") == pytest.approx(bright, abs=1e-3)
+
+
 def test_an_interrupted_run_carries_its_old_policies_on(train: Train, tmp_path: Path) -> None:
     settings = """
     algorithm=diffusion_nft algorithm.old_decay=[0,0.6,0,0.6] algorithm.rollout_decay=[0,0.3,0.1,0.9]
