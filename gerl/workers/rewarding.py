@@ -33,3 +33,9 @@ def with_scorers_found(config: Config) -> Config:
         for name, scorer in config.reward.scorers.items()
     }
     return replace(config, reward=replace(config.reward, scorers=scorers))
+
+
+def give_brightness(algorithm: Algorithm) -> None:
+    """Give `algorithm` a reward that takes next to no memory, to find out what all else takes."""
+    if isinstance(algorithm, RewardGradient):
+        algorithm.reward = lambda images, prompts: images.flatten(1).mean(1)
