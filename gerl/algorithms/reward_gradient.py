@@ -94,6 +94,7 @@ class RewardGradient(Algorithm):
     needs_all_samples = True
     reads_finished = True
     reward: Score  # set where images are decoded, by the worker
+    decode = staticmethod(decoded)
 
     @abstractmethod
     def drawn(self, step: int) -> tuple[int, ...]:
@@ -167,7 +168,7 @@ class RewardGradient(Algorithm):
         for start in range(0, count, self.settings.decode_batch):
             index = list(range(start, min(start + self.settings.decode_batch, count)))
             x = latents[start * each : (index[-1] + 1) * each].detach().clone().requires_grad_()
-            images = decoded(policy.pipe, part.tape.rows(index), x)
+            images = self.decode(policy.pipe, part.tape.rows(index), x)
             rewards = (look.score or self.reward)(images, [part.prompts[i] for i in index])
             losses = self.loss(rewards)
             gradients += torch.autograd.grad((weights[index] * losses).sum(), x)

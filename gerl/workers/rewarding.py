@@ -35,7 +35,11 @@ def with_scorers_found(config: Config) -> Config:
     return replace(config, reward=replace(config.reward, scorers=scorers))
 
 
-def give_brightness(algorithm: Algorithm) -> None:
-    """Give `algorithm` a reward that takes next to no memory, to find out what all else takes."""
+def without_decoder(algorithm: Algorithm) -> None:
+    """Let `algorithm` differentiate something of its latents in place of a reward, if it differentiates one.
+
+    For a model without weights, of which only the denoiser is run.
+    """
     if isinstance(algorithm, RewardGradient):
-        algorithm.reward = lambda images, prompts: images.flatten(1).mean(1)
+        algorithm.decode = lambda pipe, tape, latents: latents
+        algorithm.reward = lambda images, prompts: images.reshape(len(prompts), -1).mean(1)
