@@ -11,6 +11,7 @@ from gerl.algorithms import Algorithm, Batch, Rewards, build_algorithm, count_pa
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.pooling import Pooled
+from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.config import (
     ActorConfig,
     Config,
@@ -35,6 +36,8 @@ from gerl.workers.rollout import Rollout
 DRAWN: dict[str, dict[str, Any]] = {
     "neighbor_grpo": {"kernel": "ode", "same_init_noise": True, "init_noise_spread": 0.3}
 }
+GRADIENTS = "refl draft draft_lv drtune srpo leapalign flowbp_sparse flowbp_bridge flowbp_lagrange".split()
+DRAWN |= {name: {"kernel": "ode"} for name in GRADIENTS}
 PROMPTS = [Prompt(0, "a red fox"), Prompt(1, "blue")]
 
 
@@ -87,6 +90,8 @@ class Training:
             fake = fake_parameters(denoisers) or add_fake(denoisers, 2.0, "cpu", 0)
             self.policy = replace(self.policy, trained=self.policy.trained | fake)
         self.algorithm: Algorithm = build_algorithm(c)
+        if isinstance(self.algorithm, RewardGradient):
+            self.algorithm.reward = lambda images, prompts: images.flatten(1).mean(1)
         self.actor = Actor(self.policy, c.actor, self.algorithm, total_updates=10)
         self.rollout = Rollout(self.policy, c.sampling, ValidationConfig())
         drawn = samples or plan_samples(c, PROMPTS, 1, 0)

@@ -72,6 +72,8 @@ KEYS = [
         "algorithm.teachers: lora='./nowhere'", "correct the path", None),
     row("teacher of noise there is not", "train algorithm=opd sampling.kernel=ode", "sampling.kernel=ode: ", "distance=mean"),
     row("8-bit rollouts without a ratio", "train algorithm=fdfo rollout.quantize=int8", "rollout.quantize=int8: ", "leave it out"),
+    row("gradient of a reward without one", "small algorithm=draft", "reward.scorers.bright: ", "takes_tensors.*watches them", None),
+    row("leaps between noisy steps", "train algorithm=leapalign sampling.kernel=flow_sde", "sampling.kernel=flow_sde: ", "kernel=ode"),
     row("fp8 rollouts on a CPU", "small rollout.quantize=fp8", "rollout.quantize=fp8: ", "use int8", None),
     row("attention that there is not", "small model.attention=fast", "model.attention=fast: ", "native", None),
     row("attention for inference", "small model.attention=sage", "model.attention=sage ", "null", None),

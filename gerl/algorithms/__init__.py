@@ -13,14 +13,26 @@ from gerl.algorithms.fdfo import FDFO
 from gerl.algorithms.flow_dppo import FlowDPPO
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.forward_process import ForwardProcess
+from gerl.algorithms.gradient_paths import (
+    DRaFT,
+    DRaFTLV,
+    DRTune,
+    FlowBPBridge,
+    FlowBPLagrange,
+    FlowBPSparse,
+    LeapAlign,
+    ReFL,
+)
 from gerl.algorithms.grpo_guard import GRPOGuard
 from gerl.algorithms.kto import KTO
+from gerl.algorithms.mixed_gradient import MixedGradient
 from gerl.algorithms.neighbor_grpo import NeighborGRPO
 from gerl.algorithms.opd import OPD
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.algorithms.regression import SFT, BestOfN, RewardWeightedRegression, regularising
+from gerl.algorithms.srpo import SRPO
 from gerl.algorithms.tempflow_grpo import TempFlowGRPO
-from gerl.config import Config, distillation, noised_images, policy_gradients
+from gerl.config import Config, distillation, noised_images, policy_gradients, reward_gradients
 from gerl.config.algorithm_keys import AlgorithmConfig
 
 __all__ = ["ALGORITHMS", "Algorithm", "Batch", "ForwardProcess", "PolicyGradient", "Pull", "Rewards",
@@ -46,6 +58,16 @@ ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm]] = {
     distillation.DMDRConfig: DMDR,
     noised_images.SFTConfig: SFT,
     noised_images.KTOConfig: KTO,
+    reward_gradients.ReFLConfig: ReFL,
+    reward_gradients.DRaFTConfig: DRaFT,
+    reward_gradients.DRaFTLVConfig: DRaFTLV,
+    reward_gradients.DRTuneConfig: DRTune,
+    reward_gradients.SRPOConfig: SRPO,
+    reward_gradients.LeapAlignConfig: LeapAlign,
+    reward_gradients.FlowBPSparseConfig: FlowBPSparse,
+    reward_gradients.FlowBPBridgeConfig: FlowBPBridge,
+    reward_gradients.FlowBPLagrangeConfig: FlowBPLagrange,
+    reward_gradients.MixedGradientConfig: MixedGradient,
 }
 
 

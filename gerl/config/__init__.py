@@ -34,9 +34,11 @@ from gerl.config.model import ModelConfig
 from gerl.config.noised_images import AWMConfig
 from gerl.config.policy_gradients import FlowGRPOConfig
 from gerl.config.remedies import check_remedies
+from gerl.config.reward_gradients import RewardGradientConfig
 from gerl.config.sampling import SamplingConfig
 from gerl.config.savings import check_savings
 from gerl.config.schema import shown
+from gerl.config.trained import check_trained
 from gerl.errors import ConfigError
 
 __all__ = [
@@ -78,9 +80,10 @@ class Config:
         self.algorithm.check_sampling(self.sampling)
         check_given(self)
         self._check_batches()
+        self._check_gradients()
         self._check_data()
         self._check_ranks()
-        self._check_train()
+        check_trained(self)
         self._check_staleness()
         self._check_environments()
         check_savings(self)
@@ -132,6 +135,26 @@ class Config:
                 "cluster.ranks_per_worker, or use model.shard=none"
             )
 
+    def _check_gradients(self) -> None:
+        algorithm = self.algorithm
+        if not isinstance(algorithm, RewardGradientConfig):
+            return
+        if self.actor.updates > 1:
+            raise ConfigError(
+                f"{self.actor.said}: {algorithm.name} goes back through the steps that drew an image, which after an "
+                "update are those of other weights; use 1"
+            )
+        if self.trainer.staleness:
+            raise ConfigError(
+                f"trainer.staleness={self.trainer.staleness}: {algorithm.name} goes back through the steps that drew "
+                "an image, which ahead of time are those of other weights; use trainer.staleness=0"
+            )
+        if self.cluster.context > 1 and algorithm.carries:
+            raise ConfigError(
+                f"cluster.context={self.cluster.context}: {algorithm.name} needs the gradient of latents, of which "
+                "ranks that share tokens have a part each; use cluster.context=1, or algorithm=draft with last=1"
+            )
+
     def _check_staleness(self) -> None:
         given = f"trainer.staleness={self.trainer.staleness}"
         if not self.trainer.staleness:
@@ -155,44 +178,6 @@ class Config:
         if getattr(self.algorithm, "rollout_old_after", None) is not None:
             raise ConfigError(
                 f"{given}: with algorithm.rollout_old_after the old policy draws, which is late already; leave one out"
-            )
-
-    def _check_train(self) -> None:
-        if (
-            self.model.train != "lora"
-            and self.algorithm.moves_reference
-            and any(teacher.is_base for teacher in self.algorithm.taught_by)
-        ):
-            raise ConfigError(
-                f"model.train={self.model.train}: the model that training starts from is kept once, and as the "
-                "reference of the KL it would move; use algorithm.kl_reset_every=0 and kl_reset_above=null, or "
-                "model.train=lora"
-            )
-        if self.model.train != "lora" and self.algorithm.imitates:
-            raise ConfigError(
-                f"model.train={self.model.train}: {self.algorithm.name} trains a second LoRA beside the first; use "
-                "model.train=lora"
-            )
-        if self.algorithm.imitates and self.lockstep:
-            raise ConfigError(
-                f"cluster.ranks_per_worker={self.cluster.ranks_per_worker}: {self.algorithm.name} and weights or "
-                "tokens that ranks share do not go together yet; use 1"
-            )
-        if self.model.train != "lora" and (taught := [t for t in self.algorithm.taught_by if t.lora is not None]):
-            raise ConfigError(
-                f"algorithm.teachers: lora={taught[0].lora} would be a LoRA beside the trained one, and with "
-                f"model.train={self.model.train} there is none; use model.train=lora, or merge it into a pipeline of "
-                "its own and give that as path"
-            )
-        if self.model.train != "lora" and self.cluster.context > 1:
-            raise ConfigError(
-                f"cluster.context={self.cluster.context}: calls whose tokens ranks share and model.train="
-                f"{self.model.train} do not go together yet; use cluster.context=1, or model.train=lora"
-            )
-        if self.model.train != "lora" and self.actor.optimizer != "adamw":
-            raise ConfigError(
-                f"actor.optimizer={self.actor.optimizer}: it works for a LoRA only, and model.train="
-                f"{self.model.train}; use actor.optimizer=adamw, or model.train=lora"
             )
 
     def _check_data(self) -> None:

@@ -31,11 +31,26 @@ from gerl.config.policy_gradients import (
     NeighborGRPOConfig,
     TempFlowGRPOConfig,
 )
+from gerl.config.reward_gradients import (
+    DRaFTConfig,
+    DRaFTLVConfig,
+    DRTuneConfig,
+    FlowBPBridgeConfig,
+    FlowBPLagrangeConfig,
+    FlowBPSparseConfig,
+    LeapAlignConfig,
+    MixedGradientConfig,
+    ReFLConfig,
+    SRPOConfig,
+)
 
 AnyAlgorithm = Annotated[
     FlowGRPOConfig | GRPOGuardConfig | FlowDPPOConfig | TempFlowGRPOConfig | DenseGRPOConfig | BranchGRPOConfig
     | FDFOConfig | NeighborGRPOConfig | DiffusionNFTConfig | AWMConfig | DGPOConfig | CRDConfig | DiffusionDPOConfig
-    | OPDConfig | DMDRConfig | SFTConfig | KTOConfig | RWRConfig | BestOfNConfig,
+    | OPDConfig | DMDRConfig | SFTConfig | KTOConfig
+    | ReFLConfig | DRaFTConfig | DRaFTLVConfig | DRTuneConfig | SRPOConfig | LeapAlignConfig | FlowBPSparseConfig
+    | FlowBPBridgeConfig | FlowBPLagrangeConfig | MixedGradientConfig
+    | RWRConfig | BestOfNConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 BY_NAME: dict[str, type[AlgorithmConfig]] = {

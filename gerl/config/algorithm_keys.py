@@ -27,6 +27,7 @@ class AlgorithmConfig(Block):
     scores_steps: ClassVar[bool] = False  # it scores the rollout's noise: on policy the ratio to what was recorded is 1
     replays_latents: ClassVar[bool] = False  # it trains at the latents of the trajectory, not at images noised again
     needs_files: ClassVar[bool] = False  # it learns from images of files only
+    differentiates: ClassVar[bool] = False  # it needs the gradient of the reward, not only its value
     branches: ClassVar[bool] = False  # trajectories split: the tree says which steps are stochastic
     imitates: ClassVar[bool] = False  # a second LoRA is trained, which imitates the images that are drawn
 

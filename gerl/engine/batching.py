@@ -81,27 +81,28 @@ def select_call(call: Mapping[str, object], index: Sequence[int]) -> dict[str, o
     return {name: pick(value) for name, value in call.items()}
 
 
-def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int = 1) -> Any:
+def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int = 1, graph: bool = False) -> Any:
     """The samples `index` of `full`, computed for `n` samples; `probe_value` is the same computed for `probed` samples.
 
     Handles `[m * n, ...]` (negative and positive prompts, say), the batch in a later dimension, lists with an entry per
     sample, and nested dictionaries and tuples. Where `probe_value` has another structure (a mask that is None without
     padding), the first dimension of size `n` is taken. A value without batch dimension is returned whole, as a copy,
-    and so is everything where `n` is `probed`. `probed` is 1, or 2 where `n` is 1.
+    and so is everything where `n` is `probed`. `probed` is 1, or 2 where `n` is 1. `graph`: gradients flow.
     """
+    copied = _copy if graph else detached_copy
     if n == probed or not isinstance(full, torch.Tensor | list | tuple | dict):
-        return detached_copy(full)
+        return copied(full)
     if isinstance(full, torch.Tensor):
-        return _take_tensor(full, probe_value, index, n, probed)
+        return _take_tensor(full if graph else full.detach(), probe_value, index, n, probed)
     if isinstance(full, dict):
         named = probe_value if isinstance(probe_value, dict) else {}
-        picked = {name: take(value, named.get(name), index, n, probed) for name, value in full.items()}
+        picked = {name: take(value, named.get(name), index, n, probed, graph) for name, value in full.items()}
         return picked if type(full) is dict else type(full)(**picked)
     like = probe_value if isinstance(probe_value, list | tuple) else None
     if multiple := entries(full, like, n, probed):
-        return type(full)(detached_copy(full[j * n + i]) for j in range(multiple) for i in index)
+        return type(full)(copied(full[j * n + i]) for j in range(multiple) for i in index)
     parts = like if like is not None and len(like) == len(full) else [None] * len(full)
-    taken = [take(value, part, index, n, probed) for value, part in zip(full, parts, strict=True)]
+    taken = [take(value, part, index, n, probed, graph) for value, part in zip(full, parts, strict=True)]
     return type(full)(*taken) if hasattr(full, "_fields") else type(full)(taken)
 
 
@@ -169,9 +170,14 @@ def same(ours: Tree, theirs: Tree) -> bool:
     )
 
 
+def _copy(tree: Nested) -> Nested:
+    copied: Nested = tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, tree)
+    return copied
+
+
 def _take_tensor(full: torch.Tensor, probe_value: object, index: Sequence[int], n: int, probed: int) -> torch.Tensor:
     dim = batch_dim(full, probe_value, n, probed)
     if dim is None:
-        return full.detach().clone()
+        return full.clone()
     where = torch.as_tensor(list(index), device=full.device)
-    return full.detach().unflatten(dim, (-1, n)).index_select(dim + 1, where).flatten(dim, dim + 1)
+    return full.unflatten(dim, (-1, n)).index_select(dim + 1, where).flatten(dim, dim + 1)

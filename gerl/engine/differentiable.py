@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 from gerl.engine.batching import Tree
 from gerl.errors import ReplayError
 
-_FOUND: "WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]]" = WeakKeyDictionary()  # to switch, by denoiser
+_Found: TypeAlias = "WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]]"  # modules to switch, by denoiser
+_FOUND: _Found = WeakKeyDictionary()  # where the weights need a gradient
+_CARRYING: _Found = WeakKeyDictionary()  # where the latents do too: more modules pass one on
 
 
 class Differentiable:
@@ -29,6 +32,7 @@ class Differentiable:
 
     def __init__(self) -> None:
         self.switched: list[torch.nn.Module] = []
+        self.carries = False  # whether what the denoiser is called with needs a gradient
 
     def __enter__(self) -> "Differentiable":
         return self
@@ -42,8 +46,8 @@ class Differentiable:
         compute = functools.partial(forward, *args, **kwargs)
         if not torch.is_grad_enabled():
             return compute()
-        if denoiser in _FOUND:
-            self._switch(_FOUND[denoiser])
+        if denoiser in self._found:
+            self._switch(self._found[denoiser])
             return compute()
         if not is_compiled(denoiser):
             return self._checked(denoiser, compute)
@@ -64,8 +68,12 @@ class Differentiable:
                     "gradient would be wrong, so this model cannot be trained"
                 )
             output = again
-        _FOUND[denoiser] = [b.module for b in blocked]
+        self._found[denoiser] = [b.module for b in blocked]
         return output
+
+    @property
+    def _found(self) -> _Found:
+        return _CARRYING if self.carries else _FOUND
 
     def _switch(self, modules: list[torch.nn.Module]) -> None:
         for module in modules:

@@ -134,7 +134,8 @@ def _halves(
     for call in alike:
         count = len(_leading(call.output))
         if call.inputs is not None and count and count != total:
-            one, other = (take(tree, call.inputs, r, total, count) for r in (range(half), range(half, total)))
+            rows = (range(half), range(half, total))
+            one, other = (take(tree, call.inputs, part, total, count, graph=True) for part in rows)
             return one, other
     for value in [] if rows_in_list else tree_leaves(tree):
         if torch.is_tensor(value) and total in value.shape[1:] and value.shape[0] != total:

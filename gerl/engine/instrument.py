@@ -116,12 +116,13 @@ class _Step:
         dtype = model_output.dtype if gives_model_dtype(scheduler) else sample.dtype
         dtype = torch.float32 if per_token_timesteps is not None else dtype
         x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
+        decoding = getattr(self.head, "hands_out_clean", False)
         # the pipelines of consistency models decode the clean latents of the last step
         if is_trigflow(scheduler):
-            clean = scm_clean(timestep, model_output, sample)
+            clean = x_next if decoding else scm_clean(timestep, model_output, sample)
             return SCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
         if is_lcm(scheduler):
-            clean = lcm_clean(scheduler, timestep, model_output, sample)
+            clean = x_next if decoding else lcm_clean(scheduler, timestep, model_output, sample)
             return LCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
         return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
 

@@ -380,3 +380,8 @@ def _ddim_noise(rule: DDIMRule, kernel: str, noise_level: float) -> tuple[float,
     left = 1 - (rule.sqrt_alpha / rule.sqrt_alpha_next) ** 2
     std = noise_level * rule.sigma_next / rule.sigma * math.sqrt(max(left, 0.0)) if kernel == "ddim" else 0.0
     return math.sqrt(max(rule.sigma_next**2 - std**2, 0.0)), std
+
+
+def leap(rule: FlowRule, sigma: float) -> FlowRule:
+    """The Euler step from the noise level of `rule` to `sigma`, of any length: `x + (sigma - s) v`."""
+    return replace(rule, sigma_next=sigma, kappa=sigma, std=0.0)

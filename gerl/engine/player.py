@@ -125,6 +125,9 @@ class Player(CompanionsFromTape):
         self.probed = [c for c in probe if c.component in self.looped]
         self.parted = False  # whether a step was seen at which no two samples are at the same latents
         self.cuts: list[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        self.carries_from: int | None = None  # the step whose latents get a gradient, see `adjoint`
+        self.leaf: torch.Tensor | None = None  # these latents, as the step before it hands them out
+        self.direct: torch.Tensor | None = None  # the part of their gradient that does not go through the denoiser
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         del method, args, kwargs
@@ -185,6 +188,8 @@ class Player(CompanionsFromTape):
         """The denoiser, run once for samples that are at the same latents."""
         x, n, probe = self.tape.steps[self.step].x, self.tape.batch_size, self.tape.probe
         like = [c for c in self.probed if c.component == recorded.component] or self.probed[-1:]
+        # merged, samples would get a gradient of their latents together
+        self.parted = self.parted or self.leaf is not None
         if self.parted or self.step in self.latents or probe is None or probe.batch_size == n or not like:
             return of_rows(len(x))
         kinds = first_of_kind(x)
@@ -226,6 +231,9 @@ class Player(CompanionsFromTape):
         if self.step > max(self.trained):
             self._backward_through_denoiser()
             raise StopPipeline
+        if k + 1 == self.carries_from:
+            self.leaf = recorded.x_next.detach().clone().requires_grad_()
+            return self.leaf
         return self.latents[k + 1].float() if k + 1 in self.latents else recorded.x_next
 
     def _arrived(self, k: int, recorded: TapeStep, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -236,6 +244,9 @@ class Player(CompanionsFromTape):
         given = self.latents.get(k)
         x = recorded.x if given is None else given.float()
         if sample.shape == x.shape and torch.equal(x.to(sample.dtype), sample):
+            if k == self.carries_from and self.leaf is not None:
+                moved = sample.float()
+                x = x + (moved - moved.detach())  # the exact values, with the graph of what the pipeline did to them
             return x, None if given is None else recorded.written
         if given is not None and (sample.shape != x.shape or recorded.x.is_meta):
             raise ReplayError(
@@ -267,7 +278,10 @@ class Player(CompanionsFromTape):
             latest = self.cuts[-1][0]  # those of earlier steps are there where several run in one forward pass
             leaves = [leaf for step, cut in self.cuts if step == latest for _, leaf in cut]
             # retain_graph: a second scheduler stream may share this denoiser call
+            leaves += [] if self.leaf is None else [self.leaf]
             torch.autograd.backward(loss, inputs=leaves, retain_graph=True)
+            if self.leaf is not None:
+                self.direct, self.leaf.grad = self.leaf.grad, None
 
     def _backward_through_denoiser(self) -> None:
         """Second half of the backward pass: from the cut to the parameters."""
@@ -283,7 +297,8 @@ def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor
     reads = tape.reads
     if reads is None:
         return
-    if trained != {k for k in reads.steps if k <= max(trained)}:
+    known = trained <= reads.steps if reads.chain else trained == {k for k in reads.steps if k <= max(trained)}
+    if not known:
         raise ReplayError(
             f"steps {sorted(trained)} cannot be replayed: the lean tape was kept for steps {sorted(reads.steps)}"
         )

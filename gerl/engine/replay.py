@@ -71,16 +71,16 @@ def replay(
     player = Player(part, on_step, steps, given, grad, cfg)
     if step_batch > 1 and len(player.live_at) > 1:
         gatherer = Gatherer(part, on_step, steps, given, False, cfg)
-        _play(pipe, gatherer, start)
+        play(pipe, gatherer, start)
         player = stacked = StackedPlayer(part, on_step, steps, given, grad, cfg)
         stacked.plan(gatherer.gathered, step_batch)
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
     with player.differentiable:
-        _play(pipe, player, start)
+        play(pipe, player, start)
 
 
-def _play(pipe: DiffusionPipeline, player: Player, start: dict[int, Tree]) -> None:
+def play(pipe: DiffusionPipeline, player: Player, start: dict[int, Tree]) -> None:
     """Run the pipeline with `player`, up to the last trained step; `start`: see `started_at`."""
     player.components, player.start = pipe.components, start
     call = select_call(player.tape.call, range(player.tape.batch_size))  # fresh: some pipelines write into their lists

@@ -66,6 +66,7 @@ class Reads:
     outputs: bool = True  # the denoiser's outputs at guided trained steps, for replays with cfg other than joint
     forward: bool = False  # the clean latents, which are noised again (`latents` of a replay)
     finished: bool = False  # the clean latents besides those of the trained steps
+    chain: bool = False  # any steps, one at a time, and whatever the decoding of the finished latents needs
 
     @property
     def clean(self) -> bool:

@@ -14,16 +14,20 @@ def lean(tape: Tape, reads: Reads) -> Tape:
     """`tape` with the tensors that a replay of `reads` does not read replaced by their shapes (device `meta`).
 
     A replay ends at the last trained step, lets the denoiser compute at the trained ones and answers from the tape at
-    those before. It can train all of `reads.steps`, or the first of them; anything else raises `ReplayError`, and so
-    does a branch. The result shares its tensors with `tape`.
+    those before. It can train all of `reads.steps`, or the first of them, with `reads.chain` any of them; anything else
+    raises `ReplayError`, and so does a branch. The result shares its tensors with `tape`.
     """
     final = len(tape.steps) - 1
     last = max((k for k in reads.steps if k <= final), default=-1)  # of others a replay complains
     looped, live = tape.looped_components(), tape.live_at(reads.steps)
     num_answers = tape.steps[last].num_answers if last >= 0 else 0
+    if reads.chain:  # at any step all others answer from the tape, and the pipeline runs to its end to decode
+        live, num_answers = set(), len(tape.answers)
     outputs = reads.outputs and is_guided(tape, live)
     # the caller's latents stand for those of trained steps; but the search for guidance's roles takes the recorded ones
     given = reads.steps if reads.forward and not outputs else frozenset()
+
+    read_last = reads.clean or reads.chain
 
     def is_left(k: int) -> bool:
         return k < last and k + 1 not in given if reads.forward else k <= last
@@ -33,8 +37,8 @@ def lean(tape: Tape, reads: Reads) -> Tape:
             step,
             # the initial latents are recognised by their values, as is what a pipeline writes into later ones
             x=step.x if k <= last and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
-            written=step.written if k in given or (given and k == 1) else shapes(step.written),
-            x_next=step.x_next if is_left(k) or (reads.clean and k == final) else shapes(step.x_next),
+            written=step.written if k in given or (given and k == 1) or reads.chain else shapes(step.written),
+            x_next=step.x_next if is_left(k) or (read_last and k == final) else shapes(step.x_next),
             mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
         )
         for k, step in enumerate(tape.steps)
@@ -46,7 +50,8 @@ def lean(tape: Tape, reads: Reads) -> Tape:
         for c in tape.component_calls
     ]
     answers = [a if i < num_answers else replace(a, value=shapes(a.value)) for i, a in enumerate(tape.answers)]
-    companions = [c if c.step <= last else replace(c, x=shapes(c.x), x_next=shapes(c.x_next)) for c in tape.companions]
+    kept = final + 1 if reads.chain else last
+    companions = [c if c.step <= kept else replace(c, x=shapes(c.x), x_next=shapes(c.x_next)) for c in tape.companions]
     return replace(tape, steps=steps, answers=answers, component_calls=calls, companions=companions, reads=reads)
 
 

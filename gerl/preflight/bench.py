@@ -24,6 +24,7 @@ from gerl.preflight.measure import Usage, capacity, measured, release
 from gerl.protocol import Prompt, RolloutTask, SamplingProbe, UpdateStats
 from gerl.utils.condition_images import COLUMNS, pictures_of
 from gerl.workers.hybrid import HybridWorker
+from gerl.workers.rewarding import give_reward
 
 logger = logging.getLogger("gerl")
 T = TypeVar("T")
@@ -80,6 +81,7 @@ class Bench:
         worker = self.worker
         worker.rollout.ways.divides = worker.actor.divides = False  # what does not fit is what is looked for
         algorithm = worker.algorithm = worker.actor.algorithm = build_algorithm(sized(self.config, rollout, actor))
+        give_reward(algorithm, worker.device, {})  # whose memory counts, where it is differentiated
         task = self.task(algorithm)
         credit = torch.ones(len(task.samples), self.config.sampling.num_inference_steps)
         credit[1::2] = -1.0

@@ -19,7 +19,7 @@ from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.savings import saving_notes
 from gerl.protocol import Images, Prompt, RolloutTask, Scores, StepEnd
-from gerl.rewards.manager import RewardManager
+from gerl.rewards.manager import RewardManager, given
 from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
 from gerl.run.timing import Stopwatch
@@ -35,6 +35,7 @@ from gerl.trainer.recovery import WentBack
 from gerl.trainer.rollouts import Rollouts, meanwhile
 from gerl.trainer.update import Update
 from gerl.workers.hybrid import HybridWorker, repeated
+from gerl.workers.rewarding import with_scorers_found
 
 logger = logging.getLogger(__name__)
 APART = 1_000_000  # between the ids of micro-batches of steps that are on their way together
@@ -179,7 +180,8 @@ class RayDiffusionTrainer(DurableRun):
     def start(self, resumed: bool = False) -> None:
         """Start the workers, check the model and try the scorers, and load the model, as a resumed run needs it."""
         config, cluster = self.config, self.cluster
-        whole = spared = replace(config, model=config.model.carried_on()) if resumed else config
+        whole = spared = with_scorers_found(replace(config, model=config.model.carried_on()) if resumed else config)
+        functions = given(config.reward.scorers) if config.algorithm.differentiates else {}
         if cluster.training < cluster.processes and config.model.offload == "none":
             # those that only train call nothing but the denoiser: what else there is stays in main memory
             spared = replace(whole, model=replace(whole.model, offload="encoders"))
@@ -198,6 +200,7 @@ class RayDiffusionTrainer(DurableRun):
                 cluster.worker_device(rank),
                 cluster.threads,
                 total_updates,
+                functions,
             ),
             gpus=cluster.gpus,
             threads=cluster.threads,

@@ -14,6 +14,7 @@ from gerl.commandline.waiting import waiting
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.rewards.checks import read_prompts, read_regularising
+from gerl.rewards.gradients import differentiated
 from gerl.run.log import RunLog
 from gerl.run.report import write_report
 from gerl.run.session import has_results, session
@@ -49,6 +50,8 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
             local_lora(model.lora)
         prompts = read_prompts(config, "data.train", config.data.train)
         regularising = read_regularising(config)
+        if config.algorithm.differentiates:
+            differentiated(config)
         held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         with importing():

@@ -5,7 +5,7 @@ from __future__ import annotations  # of what the driver, which only names this 
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,17 +24,8 @@ from gerl.errors import ClusterError, ConfigError, ModelError
 from gerl.model.call import check_arguments
 from gerl.model.failures import model_errors
 from gerl.model.paths import WEIGHTS
-from gerl.protocol import (
-    Images,
-    ModelFacts,
-    RolloutTask,
-    Sample,
-    SamplingProbe,
-    StepEnd,
-    StepFacts,
-    StepResult,
-    UpdateStats,
-)
+from gerl.objects import Function
+from gerl.protocol import Images, SamplingProbe, StepEnd, UpdateStats
 from gerl.run.state import WorkerState
 from gerl.utils.logs import capture_logs
 from gerl.utils.seeding import seed_everything
@@ -43,11 +34,13 @@ from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.keeping import Keeping, Snapshot, restored
 from gerl.workers.looks import looks_of
 from gerl.workers.probing import probe
+from gerl.workers.rewarding import give_reward
 from gerl.workers.rollout import Rollout, count_blank
 
 if TYPE_CHECKING:
     from gerl.model.policy import Policy
     from gerl.model.shards import Part
+    from gerl.protocol import ModelFacts, RolloutTask, Sample, StepFacts, StepResult
     from gerl.workers.actor import Actor
     from gerl.workers.weights import Weights
     from gerl.workers.whole import Writing
@@ -73,8 +66,13 @@ class HybridWorker:
     first says counts; of the gradient each has a part.
     """
 
-    def __init__(self, config: Config, rank: int, device: str, threads: int, total_updates: int) -> None:
+    def __init__(
+        self, config: Config, rank: int, device: str, threads: int, total_updates: int,
+        functions: Mapping[str, Function] | None = None,
+    ) -> None:  # fmt: skip
+        """`functions`: those of the driver's program that are scorers here, by name, where they are differentiated."""
         self.config, self.rank, self.device, self.threads = config, rank, device, threads
+        self.functions = functions or {}
         self.total_updates = total_updates
         self.drawn: dict[int, Trajectory] = {}  # by task id
         self.kept: tuple[int, Parts] | None = None  # the last finished step and its state where weights are trained
@@ -134,6 +132,7 @@ class HybridWorker:
         self.rollout.ways.divides = self.ranks is None  # ranks in lockstep make the same calls
         self.rollout.ways.say = self.notes.append
         self.algorithm = build_algorithm(self.config)
+        give_reward(self.algorithm, self.device, self.functions)
         first = next(iter(self.policy.trained.values()))
         group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
         settings = replace(self.config.actor, lr=self.config.actor.rate(model.train))

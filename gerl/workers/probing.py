@@ -22,12 +22,13 @@ def probe(pipe: DiffusionPipeline, trajectory: Trajectory, algorithm: Algorithm)
     segment, tape = trajectory.task.segments[0], trajectory.tapes[0]
     half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))
     found: list[torch.Tensor] = []
+    noisy = [k for k in segment.trained if tape.steps[k].log_prob is not None]
     with model_errors("update"):
         replay(
             pipe,
             tape,
             lambda k, step: found.append(algorithm.log_ratio(step).abs().cpu()),
-            steps=segment.trained,
+            steps=noisy,
             index=half,
             grad=False,
         )
@@ -36,5 +37,5 @@ def probe(pipe: DiffusionPipeline, trajectory: Trajectory, algorithm: Algorithm)
     turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in with_kappa if r.kappa < 0]
     settings = algorithm.settings
     weighting = settings.step_weighting if isinstance(settings, WeightedConfig) else None
-    steps, noise = algorithm.step_facts(tape, segment.trained), float(torch.cat(found).quantile(0.99))
+    steps, noise = algorithm.step_facts(tape, tuple(noisy)), float(torch.cat(found).quantile(0.99))
     return SamplingProbe(noise, turned, tape.steps[0].x[0].numel(), steps, weighting)

@@ -268,6 +268,7 @@ def reads_of(algorithm: Algorithm, segment: Segment) -> Reads:
         outputs=algorithm.settings.cfg != "joint",
         forward=not algorithm.settings.replays_latents,
         finished=algorithm.reads_finished,
+        chain=algorithm.settings.differentiates,
     )
 
 

@@ -32,6 +32,14 @@ def compute_score(images, prompts, metadata):
     return [float(np.asarray(image).mean()) / 255 for image in images]
 """
 
+BRIGHT_TENSORS = """
+def compute_score(images, prompts, metadata):
+    signs = [-1.0 if prompt.startswith("dark. ") else 1.0 for prompt in prompts]
+    return images.flatten(1).mean(1) * images.new_tensor(signs)
+
+compute_score.takes_tensors = True
+"""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -84,6 +92,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.txt").write_text("\n".join(PROMPTS) + "\n")
     (folder / "val.txt").write_text("\n".join(PROMPTS[:4]) + "\n")
     (folder / "bright.py").write_text(BRIGHT)
+    (folder / "bright_tensors.py").write_text(BRIGHT_TENSORS)
     return folder
 
 

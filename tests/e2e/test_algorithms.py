@@ -60,6 +60,14 @@ FITTED = {
 # they learn from teachers, whatever the reward: `tests/e2e/test_distillation.py`
 TAUGHT = ("opd", "guidance_distillation")
 ON_FILES = ("ddrl", "diffusion_dpo_offline", "kto", "sft")  # test_given.py has images for them
+# those that differentiate the reward, whose scorer takes tensors
+GRADIENTS = """
+refl draft draft_lv alignprop drtune srpo leapalign flowbp_sparse flowbp_bridge flowbp_lagrange
+""".split()
+FEW = "rollout.prompts_per_step=6 rollout.micro_batch_size=6 rollout.n=1 trainer.steps=3 algorithm.decode_batch=6"
+FITTED |= dict.fromkeys(GRADIENTS, FEW)
+FITTED["srpo"] = f"{FEW} algorithm.positive=[bright] algorithm.negative=[dark] algorithm.margin=9"
+FITTED["mixed_gradient"] = f"{FEW} rollout.n=4 rollout.micro_batch_size=24 algorithm.gradient_weight=10"
 # on random weights it drifts with either sign, by what it draws: what the sign decides is the difference
 DRIFTING = ("rwr",)
 # the metrics of an update beside the loss, the optimizer step and, where it has a weight, the KL to the base model
@@ -82,6 +90,8 @@ MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
     "diffusion_dpo": "preference_margin",
     "diffusion_nft": "old_distance",
 }
+OF_GRADIENTS = "tensor_reward without_gradient"
+MEASURED |= dict.fromkeys(GRADIENTS, OF_GRADIENTS) | {"mixed_gradient": f"{RATIO} {OF_GRADIENTS} reward_loss"}
 WITH_KL = ("awm", "dgpo", "diffusion_nft", "rwr")
 EVERY_STEP = "loss grad_norm grad_rms lr lora_max nonfinite_updates policy_version"
 ON_SD15 = {"sampling__call": "{output_type: np}"}
@@ -100,7 +110,9 @@ def sd15(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workplace: Path, tmp_path: Path) -> None:
     settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split()]
     settings += FITTED.get(name, "").split()
-    keys = ON_SD15 | {"model__path": sd15} if name == "ddpo" else {}
+    keys: dict[str, Any] = ON_SD15 | {"model__path": sd15} if name in ("ddpo", "alignprop") else {}
+    if name in (*GRADIENTS, "mixed_gradient"):
+        keys["scorer"] = "bright_tensors.py"
     change = {}
     for weight in (1, -1) if name == "flow_grpo" or name not in POLICY_GRADIENTS else (1,):
         run = train(tmp_path / str(weight), *settings, f"reward.scorers.bright.weight={weight}", **keys)
@@ -158,6 +170,17 @@ def test_a_variant_follows_its_sign_too(
         bright = run.column("val/bright/mean")
         change[weight] = bright[-1] - bright[0]
     assert change[1] > 0.001 and change[-1] < -0.001, change
+
+
+def test_a_differentiated_brightness_whitens_the_signs_in_a_few_steps(train: Train, tmp_path: Path) -> None:
+    settings = """
+    algorithm=draft model.path=signs model.lora_rank=16 model.lora_alpha=32 sampling.height=32 sampling.width=96
+    sampling.num_inference_steps=3 rollout.n=1 rollout.prompts_per_step=3 actor.lr=0.01 trainer.steps=7
+    """.split()
+    run = train(tmp_path / "run", *settings, scorer="bright_tensors.py", sampling__call="{max_sequence_length: 1}")
+    bright = run.column("reward/bright/mean")
+    assert bright[0] < 0.55 and min(bright[-2:]) > 0.85, bright  # what a white board with its text has is about 0.9
+    assert run.column("actor/tensor_reward") == pytest.approx(bright, abs=1e-3)
 
 
 def test_an_interrupted_run_carries_its_old_policies_on(train: Train, tmp_path: Path) -> None:

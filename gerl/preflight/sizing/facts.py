@@ -28,6 +28,7 @@ from gerl.protocol import Prompt, RolloutTask
 from gerl.utils.condition_images import COLUMNS
 from gerl.workers.actor import Actor
 from gerl.workers.hybrid import HybridWorker
+from gerl.workers.rewarding import without_decoder
 from gerl.workers.rollout import Rollout
 
 FP32 = 4  # bytes
@@ -118,6 +119,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
     with _on_shapes(pipe):
         worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
         worker.algorithm = build_algorithm(config)
+        without_decoder(worker.algorithm)
         worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
         task = Bench(worker, _prompt(pipe, config, folder)).task(worker.algorithm)
         stage.phase = "rollout"

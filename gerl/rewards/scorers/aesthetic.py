@@ -44,8 +44,14 @@ class AestheticScore(ClipScorer):
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         features = self.tower.image_features(images, self.batch_size)
+        self._head.to(features.device)
         with torch.inference_mode():
             return self._head(features).squeeze(-1).tolist()
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
+        features = self.tower.features_of(images)
+        scores: torch.Tensor = self._head.to(features.device)(features).squeeze(-1)
+        return scores
 
     @cached_property
     def _head(self) -> torch.nn.Sequential:
@@ -100,7 +106,7 @@ def linear_head(tensors: dict[str, torch.Tensor], width: int, source: str) -> to
             assert isinstance(layer, torch.nn.Linear)
             layer.weight.copy_(weight)
             layer.bias.copy_(tensors[f"layers.{i}.bias"])
-    return head.eval()
+    return head.eval().requires_grad_(False)
 
 
 def read_tensors(kwarg: str, path: str) -> dict[str, torch.Tensor]:

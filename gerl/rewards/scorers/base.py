@@ -4,13 +4,16 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from PIL import Image
 from pydantic import ConfigDict
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Occasion, Prompt
+
+if TYPE_CHECKING:
+    import torch
 
 Metadata = dict[str, Any]  # the other columns of a prompt's row
 Columns = dict[str, list[float]]  # name of a column -> [B]
@@ -22,13 +25,14 @@ class Scorer(ABC):
 
     A scorer of gerl is a dataclass derived from this, whose fields are its kwargs. `groupwise`: a call gets all images
     of one group, to be compared with each other. `takes_frames`: a video arrives as a list of frames; others are shown
-    single frames, and the mean of their scores counts.
+    single frames, and the mean of their scores counts. `differentiable`: `tensor_scores` gives scores with a gradient.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     groupwise: bool = False
     takes_frames: bool = False
+    differentiable: bool = False
 
     @property
     def shares(self) -> str | None:
@@ -42,6 +46,13 @@ class Scorer(ABC):
         Or several such lists by name, of which the first is the score and the others are watched. The type is `object`
         because a user's own function may return anything; `columns_of` and the reward worker check it.
         """
+
+    def tensor_scores(self, images: "torch.Tensor", prompts: list[str], metadata: list[Metadata]) -> "torch.Tensor":
+        """Scores `[B]` with graph, where `differentiable`, of images `[B, 3, H, W]`, fp32 in [0, 1], on its device.
+
+        Of those that take frames, of videos `[B, F, 3, H, W]` too.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def place(self, error: BaseException | None = None) -> str:
         """` (FILE, line N: code)` of the user's own code that raised `error` or, without one, of the function called.

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from gerl.config.choices import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Scorer
+from gerl.rewards.scorers.on_tensors import normalised, resized, shorter_side
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, CLIPModel, PreTrainedTokenizerBase
@@ -52,6 +53,22 @@ class ClipTower:
                 output = self.model.get_image_features(pixels.to(self.model.device, self.dtype))
             features.append(_normalised(output.pooler_output))
         return torch.cat(features)
+
+    def features_of(self, images: torch.Tensor) -> torch.Tensor:
+        """Features [B, dim] of length 1, fp32 on the model's device, with graph, of images [B, 3, H, W] in [0, 1]."""
+        processor = self.image_processor
+        size, crop = processor.size, processor.crop_size if processor.do_center_crop else None
+        if processor.do_resize:
+            short = size.get("shortest_edge")
+            images = shorter_side(images, short) if short else resized(images, size["height"], size["width"])
+        if crop is not None:
+            top, left = (
+                (side - crop[name]) // 2 for side, name in zip(images.shape[2:], ("height", "width"), strict=True)
+            )
+            images = images[:, :, top : top + crop["height"], left : left + crop["width"]]
+        pixels = normalised(images, processor.image_mean, processor.image_std)
+        output = self.model.get_image_features(pixels.to(self.model.device, self.dtype))
+        return torch.nn.functional.normalize(output.pooler_output.float(), dim=-1)
 
     def text_features(self, texts: list[str], batch_size: int) -> torch.Tensor:
         """Features [B, dim] of length 1, fp32 on the CPU; a text beyond the model's length (77 tokens) is cut off."""
@@ -111,7 +128,7 @@ def _tower(model: str, processor: str, device: str, dtype: torch.dtype) -> ClipT
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     # Before the cast: 4.605 in bfloat16 is 4.594, which would lower every score by 1.1 %.
     scale = clip.logit_scale.detach().exp().item()
-    return ClipTower(clip.to(device, dtype).eval(), images, tokenizer, scale, dtype)
+    return ClipTower(clip.to(device, dtype).eval().requires_grad_(False), images, tokenizer, scale, dtype)
 
 
 def expanded(source: str) -> str:
@@ -168,6 +185,8 @@ class ClipScorer(Scorer):
     device: Device = "auto"
     dtype: Dtype = "auto"
 
+    differentiable = True
+
     @property
     def shares(self) -> str:
         return f"clip {self.model} {self.processor} {self.device} {self.dtype}"
@@ -181,3 +200,8 @@ class ClipScorer(Scorer):
         """Cosine [B] of each image's feature with that of its prompt."""
         image = self.tower.image_features(images, self.batch_size)
         return (image * self.tower.text_features(prompts, self.batch_size)).sum(-1)
+
+    def tensor_cosines(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """`cosines` of images [B, 3, H, W] in [0, 1], with graph."""
+        image = self.tower.features_of(images)
+        return (image * self.tower.text_features(prompts, self.batch_size).to(image.device)).sum(-1)

@@ -6,6 +6,7 @@ Source: "CLIPScore: A Reference-free Evaluation Metric for Image Captioning" (ar
 
 from dataclasses import dataclass
 
+import torch
 from PIL import Image
 
 from gerl.rewards.scorers.base import Metadata
@@ -21,5 +22,12 @@ class ClipScore(ClipScorer):
     raw: bool = False
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
-        factor = 1.0 if self.raw else self.tower.logit_scale / SCALE
-        return (self.cosines(images, prompts) * factor).tolist()
+        return (self.cosines(images, prompts) * self.factor).tolist()
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
+        return self.tensor_cosines(images, prompts) * self.factor
+
+    @property
+    def factor(self) -> float:
+        """Of the cosine in the score."""
+        return 1.0 if self.raw else self.tower.logit_scale / SCALE

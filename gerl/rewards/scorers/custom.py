@@ -9,17 +9,23 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer
+from gerl.rewards.scorers.tensor_function import checked, on_pictures
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CustomScorer(Scorer):
     """Calls `function(images, prompts, metadata, **kwargs) -> list of float` of the Python file `path`.
 
-    The attributes `groupwise` and `takes_frames` of the function, where it has them, mean what they do for `Scorer`.
+    The attributes `groupwise` and `takes_frames` of the function, where it has them, mean what they do for `Scorer`;
+    with `takes_tensors` it is given tensors, see `tensor_function`.
 
     `key` is the configuration key of the scorer, for messages. Relative paths are from the current directory.
 
@@ -32,6 +38,7 @@ class CustomScorer(Scorer):
         self.function = _function(key, path, function)
         self.groupwise = bool(getattr(self.function, "groupwise", False))
         self.takes_frames = bool(getattr(self.function, "takes_frames", False))
+        self.differentiable = bool(getattr(self.function, "takes_tensors", False))
         try:
             inspect.signature(self.function).bind([], [], [], **kwargs)
         except TypeError as error:
@@ -41,6 +48,14 @@ class CustomScorer(Scorer):
             ) from None
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
+        if self.differentiable:
+            return on_pictures(self._tensors, images, prompts, metadata)
+        return self.function(images, prompts, metadata, **self.kwargs)
+
+    def tensor_scores(self, images: "torch.Tensor", prompts: list[str], metadata: list[Metadata]) -> "torch.Tensor":
+        return checked(self._tensors(images, prompts, metadata), images, self.place())
+
+    def _tensors(self, images: "torch.Tensor", prompts: list[str], metadata: list[Metadata]) -> object:
         return self.function(images, prompts, metadata, **self.kwargs)
 
     def place(self, error: BaseException | None = None) -> str:

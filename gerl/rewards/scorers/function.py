@@ -3,13 +3,17 @@
 import inspect
 import traceback
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from gerl.errors import RewardError
 from gerl.objects import PREFIX, Function, function
 from gerl.rewards.scorers.base import Metadata, Scorer
+from gerl.rewards.scorers.tensor_function import checked, on_pictures
+
+if TYPE_CHECKING:
+    import torch
 
 GIVEN = 3  # images, prompts, metadata
 
@@ -17,7 +21,7 @@ GIVEN = 3  # images, prompts, metadata
 class FunctionScorer(Scorer):
     """Calls a function of images, prompts and metadata [B], or of the first one or two of these, and its kwargs.
 
-    The attributes `groupwise` and `takes_frames` of the function, where it has them, mean what they do for `Scorer`.
+    The attributes `groupwise`, `takes_frames` and `takes_tensors` of the function mean what they do for `CustomScorer`.
     Raises `RewardError` if the function is not here, or does not take these arguments.
     """
 
@@ -33,9 +37,18 @@ class FunctionScorer(Scorer):
         self.taken = taken(key, path.removeprefix(PREFIX), found, kwargs)
         self.groupwise = bool(getattr(found, "groupwise", False))
         self.takes_frames = bool(getattr(found, "takes_frames", False))
+        self.differentiable = bool(getattr(found, "takes_tensors", False))
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
-        return self.function(*(images, prompts, metadata)[: self.taken], **self.kwargs)
+        if self.differentiable:
+            return on_pictures(self._called, images, prompts, metadata)
+        return self._called(images, prompts, metadata)
+
+    def tensor_scores(self, images: "torch.Tensor", prompts: list[str], metadata: list[Metadata]) -> "torch.Tensor":
+        return checked(self._called(images, prompts, metadata), images, self.place())
+
+    def _called(self, *given: object) -> object:
+        return self.function(*given[: self.taken], **self.kwargs)
 
     def place(self, error: BaseException | None = None) -> str:
         code = getattr(inspect.unwrap(self.function), "__code__", None)

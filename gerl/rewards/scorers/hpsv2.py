@@ -22,6 +22,7 @@ from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer, require
 from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype
 from gerl.rewards.scorers.imagereward import PIXEL_MEAN, PIXEL_STD
+from gerl.rewards.scorers.on_tensors import longer_side, normalised
 
 if TYPE_CHECKING:
     import open_clip
@@ -42,6 +43,8 @@ class HpsV2(Scorer):
     device: Device = "auto"
     dtype: Dtype = "auto"
 
+    differentiable = True
+
     def __post_init__(self) -> None:
         _open_clip()
 
@@ -51,6 +54,9 @@ class HpsV2(Scorer):
             rows = slice(start, start + self.batch_size)
             scores += self.network.cosines(images[rows], prompts[rows]).tolist()
         return scores
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
+        return self.network.tensor_cosines(images, prompts)
 
     @property
     def shares(self) -> str:
@@ -83,6 +89,14 @@ class HpsNetwork:
         text = text[[unique.index(prompt) for prompt in prompts]]
         return F.cosine_similarity(image.float(), text.float()).cpu()
 
+    def tensor_cosines(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """`cosines` of images [B, 3, H, W] in [0, 1], on the model's device, with graph."""
+        pixels = normalised(longer_side(images, self.clip.visual.image_size[0]), PIXEL_MEAN, PIXEL_STD)
+        image = self.clip.encode_image(pixels.to(self.device, self.dtype))
+        with torch.no_grad():
+            text = self.clip.encode_text(self.tokenizer(prompts).to(self.device))
+        return F.cosine_similarity(image.float(), text.float())
+
 
 @cache
 def _network(model: str, checkpoint: str, architecture: str, device: torch.device, dtype: torch.dtype) -> HpsNetwork:
@@ -96,7 +110,9 @@ def _network(model: str, checkpoint: str, architecture: str, device: torch.devic
         tensors = torch.load(file, map_location="cpu", weights_only=True)["state_dict"]
         clip = _open_clip().CLIP(**sizes)
         clip.load_state_dict(tensors)
-    return HpsNetwork(clip.to(device, dtype).eval(), _open_clip().get_tokenizer(architecture), device, dtype)
+    return HpsNetwork(
+        clip.to(device, dtype).eval().requires_grad_(False), _open_clip().get_tokenizer(architecture), device, dtype
+    )
 
 
 def _open_clip() -> ModuleType:

@@ -24,6 +24,7 @@ from gerl.config.choices import Dtype
 from gerl.rewards.scorers.aesthetic import linear_head, read_tensors
 from gerl.rewards.scorers.base import Metadata, Scorer
 from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype
+from gerl.rewards.scorers.on_tensors import normalised, shorter_side
 
 if TYPE_CHECKING:
     from transformers import BlipTextConfig, BlipVisionConfig, PreTrainedTokenizerBase
@@ -60,18 +61,25 @@ class ImageReward(Scorer):
     device: Device = "auto"
     dtype: Dtype = "auto"
 
+    differentiable = True
+
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         network, tokenizer = self._network, self._tokenizer
         scores: list[float] = []
         for start in range(0, len(images), self.batch_size):
             rows = slice(start, start + self.batch_size)
             pixels = torch.stack([preprocess(image, network.image_size) for image in images[rows]])
-            inputs = tokenizer(
-                prompts[rows], padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
-            )
             with torch.inference_mode():
-                scores += network(pixels, inputs["input_ids"], inputs["attention_mask"]).tolist()
+                scores += network(pixels, *_read(tokenizer, prompts[rows])).tolist()
         return scores
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
+        network = self._network
+        images = shorter_side(images, size := network.image_size)
+        top, left = (round((side - size) / 2) for side in images.shape[2:])
+        pixels = normalised(images[:, :, top : top + size, left : left + size], PIXEL_MEAN, PIXEL_STD)
+        ratings: torch.Tensor = network(pixels, *_read(self._tokenizer, prompts))
+        return ratings
 
     @cached_property
     def _network(self) -> "ImageRewardNetwork":
@@ -85,7 +93,7 @@ class ImageReward(Scorer):
         network = ImageRewardNetwork(read_tensors("model", weights), text, self.model).eval().to(device)
         for encoder in (network.vision, network.text):  # the head stays in fp32
             encoder.to(dtype=resolve_dtype(self.dtype, device))
-        return network
+        return network.requires_grad_(False)
 
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -121,12 +129,18 @@ class ImageRewardNetwork(torch.nn.Module):
         self.head = linear_head(head, text_config.hidden_size, source)
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Ratings [B], fp32 on the CPU, of pixels [B, 3, size, size] for token ids and mask [B, tokens]."""
+        """Ratings [B], fp32, of pixels [B, 3, size, size] for token ids and mask [B, tokens]."""
         device, dtype = self.vision.device, self.vision.dtype
         seen = self.vision(pixels.to(device, dtype)).last_hidden_state
         read = self.text(ids.to(device), attention_mask=mask.to(device), encoder_hidden_states=seen)
         ratings: torch.Tensor = self.head(read.last_hidden_state[:, 0].float()).squeeze(-1)
-        return ((ratings - MEAN) / STD).cpu()
+        return (ratings - MEAN) / STD
+
+
+def _read(tokenizer: "PreTrainedTokenizerBase", prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask [B, tokens]."""
+    inputs = tokenizer(prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
+    return inputs["input_ids"], inputs["attention_mask"]
 
 
 def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ the division by 26, near the mean score of good images, is Flow-GRPO's (arXiv 25
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 from PIL import Image
 from pydantic import Field
 
@@ -24,3 +25,6 @@ class PickScore(ClipScorer):
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         return (self.cosines(images, prompts) * (self.tower.logit_scale / self.scale)).tolist()
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
+        return self.tensor_cosines(images, prompts) * (self.tower.logit_scale / self.scale)

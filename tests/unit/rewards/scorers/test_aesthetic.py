@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tensor_scores import assert_differentiable
 from tiny_clip import pictures, whole_model
 from torch import nn
 
@@ -124,3 +125,8 @@ def test_a_file_with_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(Exception, match=r"[Ww]eights.only"):
         read_tensors("head", "evil.pth")
     assert not Path("ran").exists()
+
+
+def test_scores_of_tensors_have_a_gradient(clip: str, tmp_path: Path) -> None:
+    head = saved(tmp_path / "head.pth", Original())
+    assert_differentiable(AestheticScore(model=clip, head=head, device="cpu"), pictures(2), ["a", "b"])

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tensor_scores import assert_differentiable
 from tiny_clip import assert_scored_alone, pictures, whole_model
 
 from gerl.rewards.scorers.clipscore import ClipScore
@@ -20,3 +21,7 @@ def test_the_score_is_the_models_logit_over_30_or_the_bare_cosine(clip: str) -> 
 def test_scores_move_with_their_images(clip: str) -> None:
     scorer = ClipScore(model=clip, device="cpu", batch_size=2)
     assert_scored_alone(scorer, pictures(4), [*PROMPTS, "something else entirely"])
+
+
+def test_scores_of_tensors_have_a_gradient(clip: str) -> None:
+    assert_differentiable(ClipScore(model=clip, device="cpu"), pictures(3), ["a cat", "two dogs", "a"])

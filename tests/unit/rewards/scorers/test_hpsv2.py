@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from tensor_scores import assert_differentiable
 from tiny_clip import SIZE, assert_scored_alone, pictures
 from torchvision_ops import importable_open_clip
 
@@ -170,3 +171,7 @@ def test_a_torchvision_for_another_torch_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
     with pytest.raises(RewardError, match=r"torchvision does not fit torch .* 'gerl.clip.'"):
         HpsV2()
+
+
+def test_scores_of_tensors_have_a_gradient(folder: str) -> None:
+    assert_differentiable(scorer(folder), pictures(4), PROMPTS, tolerance=1e-5)

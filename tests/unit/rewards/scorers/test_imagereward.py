@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
+from tensor_scores import assert_differentiable
 from tiny_clip import assert_scored_alone, pictures
 
 from gerl.errors import RewardError
@@ -196,3 +197,7 @@ def test_what_cannot_be_found_is_named_with_a_remedy(folder: str, tmp_path: Path
             ImageReward(model=name, tokenizer=folder, device="cpu")(pictures(1), ["a"], [{}])
         with pytest.raises(RewardError, match=f"^tokenizer={name} cannot be loaded .* a BERT tokenizer"):
             ImageReward(model=folder, tokenizer=name, device="cpu")(pictures(1), ["a"], [{}])
+
+
+def test_scores_of_tensors_have_a_gradient(folder: str) -> None:
+    assert_differentiable(scorer(folder), pictures(3), PROMPTS[:3], tolerance=0.2)

@@ -2,6 +2,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tensor_scores import assert_differentiable
 from tiny_clip import assert_scored_alone, pictures, whole_model
 
 from gerl.rewards.scorers.pickscore import PickScore
@@ -43,3 +44,7 @@ def test_without_kwargs_the_weights_are_pickscores_and_the_rest_is_the_clip_it_w
         for name in names:
             shutil.copy(Path(clip) / name, place / "snapshots" / REVISION)
     assert PickScore(device="cpu")(pictures(3), PROMPTS, [{}] * 3) == pytest.approx(expected, abs=1e-5)
+
+
+def test_scores_of_tensors_have_a_gradient(clip: str) -> None:
+    assert_differentiable(PickScore(model=clip, processor=None, device="cpu"), pictures(3), ["a cat", "two dogs", "a"])

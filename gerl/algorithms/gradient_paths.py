@@ -1,0 +1,269 @@
+"""The published reward gradients: where each looks, and through which steps it goes back.
+
+Sources, with what is not as published: `configs/algorithm/` and `docs/algorithms.md`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from gerl.algorithms.reward_gradient import (
+    Hop,
+    LeadsTo,
+    Look,
+    RewardGradient,
+    chain,
+    flow_rule,
+    handed_on_clean,
+    mean,
+    predicted,
+)
+from gerl.algorithms.surrogates import (
+    drawn_length,
+    evenly_spread,
+    generator,
+    lagrange_weights,
+    late_biased,
+    parted_steps,
+    scale_up,
+    split_count,
+    spread_supports,
+    two_steps,
+)
+from gerl.config.reward_gradients import (
+    DRaFTConfig,
+    DRaFTLVConfig,
+    DRTuneConfig,
+    FlowBPBridgeConfig,
+    FlowBPLagrangeConfig,
+    FlowBPSparseConfig,
+    LeapAlignConfig,
+    ReFLConfig,
+)
+from gerl.engine import ReplayedStep, Tape
+from gerl.engine.kernels import FlowRule, leap
+from gerl.protocol import Sample
+from gerl.utils.seeding import derive_seed, sample_generators
+
+
+class DRaFT(RewardGradient):
+    """DRaFT-K (arXiv 2309.17400): the gradient of the finished images through the last K steps.
+
+    AlignProp (arXiv 2310.03739) draws K anew each trainer step.
+    """
+
+    settings: DRaFTConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        total, draw = self.config.sampling.num_inference_steps, generator(self.config.trainer.seed, step)
+        length = drawn_length(self.settings.last, self.settings.last_std, total, draw)
+        return tuple(range(total - length, total))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        return [Look(chain(tape, dict.fromkeys(trained, (mean, 1.0))))]
+
+
+class DRaFTLV(RewardGradient):
+    """DRaFT-LV (arXiv 2309.17400): the last step, and finished images noised again to its level."""
+
+    settings: DRaFTLVConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        return (self.config.sampling.num_inference_steps - 1,)
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        (last,), count = trained, self.settings.noised_copies + 1
+        looks = [Look(chain(tape, {last: (mean, 0.0)}), weights=1 / count)]
+        rule, finished = tape.steps[last].rule, tape.steps[-1].x_next
+        for copy in range(1, count):
+            noise = drawn_noise(finished, [("low variance", copy, s.seed) for s in samples])
+            hop = Hop(last, predicted, latents=rule.noised(finished, noise))
+            looks.append(Look((hop,), at=hop, weights=1 / count))
+        return looks
+
+
+class ReFL(RewardGradient):
+    """ReFL (arXiv 2304.05977): the image that one late step predicts, drawn anew each trainer step."""
+
+    settings: ReFLConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        return (late_step(self, self.settings.late, step),)
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        hop = Hop(trained[0], predicted)
+        return [Look((hop,), at=hop)]
+
+
+class DRTune(RewardGradient):
+    """DRTune (arXiv 2405.00760): the image that one late step predicts, through a few steps up to it.
+
+    The latents that a step begins with are data to its denoiser call, and have their gradient by the rules.
+    """
+
+    settings: DRTuneConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        stop = self._stop(step)
+        draw = generator(self.config.trainer.seed, step, "spread")
+        return tuple(evenly_spread(stop + 1, self.settings.active, draw))
+
+    def _stop(self, step: int) -> int:
+        return late_step(self, self.settings.late, step)
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        return tuple(sorted({*self.drawn(step), self._stop(step)}))  # the denoiser runs there, if without gradient
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        step = samples[0].step
+        stop, active = self._stop(step), self.drawn(step)
+        at = Hop(stop, predicted)
+        earlier = chain(tape, {k: (mean, 0.0) for k in active if k < stop}, end=stop)
+        onward = partial(handed_on_clean, tape, stop)
+        if earlier:
+            first = earlier[0]
+            earlier = (Hop(first.step, first.leads_to, (onward, *first.before), first.nested), *earlier[1:])
+        return [Look((at, *earlier) if stop in active else earlier, at=at)]
+
+
+class LeapAlign(RewardGradient):
+    """LeapAlign (arXiv 2604.15311): two leaps stand for all steps in the gradient, between two that are drawn."""
+
+    settings: LeapAlignConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        total = self.config.sampling.num_inference_steps
+        return two_steps(total, generator(self.config.trainer.seed, step))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        (k, j), name = trained, self.settings.name
+        leaps = {i: leap(flow_rule(tape, i, name), sigma_at(tape, end)) for i, end in ((k, j), (j, len(tape.steps)))}
+        arrived = {i: rule.mean(tape.steps[i].x, said(tape, i)) for i, rule in leaps.items()}
+        hops = (Hop(j, partial(by_rule, leaps[j]), nested=self.settings.nested), Hop(k, partial(by_rule, leaps[k])))
+        return [Look(hops, weights=likeness(tape, j, [arrived[k], arrived[j]], self.settings.tau))]
+
+
+class FlowBPSparse(RewardGradient):
+    """FlowBP-Sparse (arXiv 2606.11075): some steps, later ones likelier, whose latents are data to their calls."""
+
+    settings: FlowBPSparseConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        total = self.config.sampling.num_inference_steps
+        draw = generator(self.config.trainer.seed, step)
+        return tuple(late_biased(range(total), self.settings.active, self.settings.bias, draw))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        scaled = self.scaled(tape, trained)
+        return [Look(chain(tape, {k: (scaled[k], 0.0) for k in trained}))]
+
+    def scaled(self, tape: Tape, trained: tuple[int, ...]) -> dict[int, LeadsTo]:
+        """The ends of the trained steps, whose velocities count more for those that have no gradient."""
+        rules = [flow_rule(tape, k, self.settings.name) for k in range(len(tape.steps))]
+        factor = scale_up([rule.dt for rule in rules], trained, self.settings.rescale)
+        return {k: partial(by_rule, leap(rules[k], rules[k].sigma + factor * rules[k].dt)) for k in trained}
+
+
+class FlowBPBridge(FlowBPSparse):
+    """FlowBP-Bridge (arXiv 2606.11075): as Sparse, but the latents of one step in between have a gradient."""
+
+    settings: FlowBPBridgeConfig
+
+    def _bridge(self, step: int) -> int:
+        """The step in between, with steps before it."""
+        return two_steps(self.config.sampling.num_inference_steps, generator(self.config.trainer.seed, step))[1]
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        total, j = self.config.sampling.num_inference_steps, self._bridge(step)
+        draw, settings = generator(self.config.trainer.seed, step, "sides"), self.settings
+        before, after = split_count(settings.active, j, total - j)
+        early = late_biased(range(j), before, settings.bias, draw)
+        late = late_biased(range(j + 1, total), after - 1, settings.bias, draw) if j + 1 < total else []
+        return (*early, j, *late)
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        scaled, j = self.scaled(tape, trained), self._bridge(samples[0].step)
+        return [Look(chain(tape, {k: (scaled[k], self.settings.nested if k == j else 0.0) for k in trained}))]
+
+
+class FlowBPLagrange(RewardGradient):
+    """FlowBP-Lagrange (arXiv 2606.11075): as LeapAlign, its leaps being quadratures of the steps' velocities."""
+
+    settings: FlowBPLagrangeConfig
+
+    def _starts(self, step: int) -> tuple[int, int]:
+        total, settings = self.config.sampling.num_inference_steps, self.settings
+        return parted_steps(total, settings.parts, settings.latest, generator(self.config.trainer.seed, step))
+
+    def _supports(self, step: int) -> list[list[int]]:
+        """Of the first and of the second leap."""
+        (k, j), total = self._starts(step), self.config.sampling.num_inference_steps
+        return [spread_supports(k, j, self.settings.supports), spread_supports(j, total, self.settings.supports)]
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        return tuple(i for supports in self._supports(step) for i in supports[: 2 if self.settings.second else 1])
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        settings, step = self.settings, samples[0].step
+        first, second = self._supports(step)
+        hops: list[Hop] = []
+        arrived = []
+        for supports, end in ((first, second[0]), (second, len(tape.steps))):
+            rules = [flow_rule(tape, i, settings.name) for i in supports]
+            start, goal = rules[0].sigma, sigma_at(tape, end)
+            weights = lagrange_weights([rule.sigma for rule in rules], start, goal)
+            parts = zip(supports, rules, weights, strict=True)
+            led = [
+                leap(rule, rule.sigma + w).mean(tape.steps[i].x, said(tape, i)) - tape.steps[i].x
+                for i, rule, w in parts
+            ]
+            arrived.append(tape.steps[supports[0]].x + torch.stack(led).sum(0))
+            own = Hop(supports[0], partial(by_rule, leap(rules[0], start + weights[0])), nested=settings.nested)
+            other = [
+                Hop(i, partial(by_rule, leap(rule, rule.sigma + settings.second * w)))
+                for i, rule, w in list(zip(supports, rules, weights, strict=True))[1:2]
+                if settings.second
+            ]
+            hops = [*other, own, *hops]  # the second leap's come first
+        return [Look(tuple(hops), weights=likeness(tape, second[0], arrived, settings.tau))]
+
+
+def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
+    """One of the last so many steps, drawn for trainer step `step`."""
+    total = algorithm.config.sampling.num_inference_steps
+    draw = generator(algorithm.config.trainer.seed, step)
+    return int(draw.integers(total - min(last, total), total))
+
+
+def by_rule(rule: FlowRule, step: ReplayedStep) -> torch.Tensor:
+    """Where another rule than its own leads from a step."""
+    return rule.mean(step.x, step.model_output)
+
+
+def sigma_at(tape: Tape, k: int) -> float:
+    """The noise level before step `k`, or after the last one."""
+    return tape.steps[k].rule.sigma if k < len(tape.steps) else tape.steps[-1].rule.sigma_next
+
+
+def said(tape: Tape, k: int) -> torch.Tensor:
+    """The model output at a deterministic step of flow matching, from where it led."""
+    step = tape.steps[k]
+    velocity = (step.x_next - step.x) / step.rule.dt
+    return -velocity if getattr(step.rule, "inverted", False) else velocity
+
+
+def likeness(tape: Tape, j: int, arrived: Sequence[torch.Tensor], tau: float | None) -> float | torch.Tensor:
+    """The weights `[B]` of images by how near two leaps `arrived` to the latents of step `j`, and to the finished."""
+    if tau is None:
+        return 1.0
+    pairs = zip((tape.steps[j].x, tape.steps[-1].x_next), arrived, strict=True)
+    distances = [(a - b).abs().reshape(tape.batch_size, -1).mean(1).clamp_min(tau) for a, b in pairs]
+    return 1 / (distances[0] + distances[1])
+
+
+def drawn_noise(like: torch.Tensor, seeds: Sequence[tuple[int | str, ...]]) -> torch.Tensor:
+    """Standard normal noise as `like` `[B, ...]`, from a seed for each sample."""
+    shape = (len(like) // len(seeds), *like.shape[1:])
+    drawn = [torch.randn(shape, generator=g) for g in sample_generators([derive_seed(*seed) for seed in seeds])]
+    return torch.cat(drawn).to(like.device)

@@ -1,0 +1,251 @@
+"""Reward gradients: the reward of decoded images is differentiated, back to the weights.
+
+A loss of the rewards has a gradient at some latents: the finished ones, or those that one step predicts. From there it
+goes back by hops. A hop is the replay of one denoising step, whose output leads to latents of which the gradient is
+known; it adds to the gradient of the weights, and gives that of its own latents to the hop before, or not. What
+algorithms differ in is where the reward looks, and the hops (`gradient_paths`).
+"""
+
+from __future__ import annotations  # of the model, which the driver of a run does not have
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.step_gradients import StepGradients
+from gerl.config.reward_gradients import RewardGradientConfig
+from gerl.engine import ReplayedStep, Tape, decoded, pull_back, replay
+from gerl.engine.kernels import FlowRule
+from gerl.errors import ReplayError
+from gerl.protocol import Prompt, Sample, UpdateStats
+
+if TYPE_CHECKING:
+    from gerl.model.policy import Policy
+
+LeadsTo = Callable[[ReplayedStep], torch.Tensor]
+Score = Callable[[torch.Tensor, Sequence[Prompt]], torch.Tensor]  # images, their prompts -> rewards [B], with graph
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A step through whose denoiser call the gradient goes.
+
+    `leads_to`: latents that follow from it, whose gradient is known by then. `before`: what becomes of the gradient on
+    the way to these latents, where steps lie in between. `nested`: the share of the gradient of its own latents that
+    goes through the denoiser's call with them; 0: they are not differentiated, and the gradient stays as it is.
+    `latents`: others than those of the trajectory, which are data.
+    """
+
+    step: int
+    leads_to: LeadsTo
+    before: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+    nested: float = 0.0
+    latents: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """A part of the loss: where the reward looks, and how its gradient goes back.
+
+    `at`: a hop whose latents are decoded; None: the finished ones. `weights`: of the images `[B]`. `score`: the reward,
+    where it is not that of the configuration.
+    """
+
+    hops: tuple[Hop, ...]
+    at: Hop | None = None
+    weights: float | torch.Tensor = 1.0
+    score: Score | None = None
+
+
+@dataclass
+class Found:
+    """Rewards and losses of the images of a micro-batch, as sums."""
+
+    reward: float = 0.0
+    loss: float = 0.0
+    without: int = 0  # images whose loss has no gradient, being beyond the margin
+
+    def sums(self, steps: int) -> dict[str, float]:
+        """As metrics of (sample, step) pairs."""
+        names = {"loss": self.loss, "tensor_reward": self.reward, "without_gradient": float(self.without)}
+        return {name: value * steps for name, value in names.items()}
+
+
+@dataclass
+class Part:
+    """The rows of a batch that are trained together: their tape, prompts, and what they share with the update."""
+
+    tape: Tape
+    prompts: list[Prompt]
+    images: float  # of the update
+    measured: int | None = None  # the step whose gradient is measured at present
+    found: Found = field(default_factory=Found)
+
+
+class RewardGradient(Algorithm):
+    """The common part: rewards, their loss, and the way back."""
+
+    settings: RewardGradientConfig
+    needs_all_samples = True
+    reads_finished = True
+    reward: Score  # set where images are decoded, by the worker
+    decode = staticmethod(decoded)
+
+    @abstractmethod
+    def drawn(self, step: int) -> tuple[int, ...]:
+        """The steps, in order, through whose denoiser calls trainer step `step` goes back."""
+
+    @abstractmethod
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        """The loss of the rows of `tape`, drawn for `samples`; `trained`: as `drawn`."""
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        return self.drawn(step)
+
+    def credit(self, rewards: Rewards) -> torch.Tensor:
+        """Each image counts 1: what it teaches is in the gradient of its reward."""
+        return torch.ones(len(rewards.samples), self.config.sampling.num_inference_steps)
+
+    def loss(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Losses `[B]` of rewards `[B]`."""
+        settings = self.settings
+        if settings.target is not None:
+            return settings.loss_scale * (rewards - settings.target).abs()
+        if settings.margin is not None:
+            return settings.loss_scale * (settings.margin - rewards).relu()
+        return -settings.loss_scale * rewards
+
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
+        tape = batch.tape if rows == list(range(batch.tape.batch_size)) else batch.tape.rows(rows)
+        samples = [batch.samples[r] for r in rows]
+        part = Part(tape, [s.prompt for s in samples], num_pairs / len(batch.trained))
+        near = self._stay_near(policy, batch, rows, num_pairs)  # first: `meter` measures the reward's gradient alone
+        for look in self.looks(tape, batch.trained, samples):
+            self._go_back(policy, part, look, meter)
+        return UpdateStats(len(rows) * len(batch.trained), part.found.sums(len(batch.trained)) | near)
+
+    def _go_back(self, policy: Policy, part: Part, look: Look, meter: StepGradients[Any] | None) -> None:
+        """Add the gradient of the weights of one part of the loss."""
+        tape, cfg = part.tape, self.settings.cfg
+        gradient = self._at(policy, part, look, self._decodable(policy, tape, look.at))
+        hops = look.hops
+        for number, hop in enumerate(hops):
+            if meter is not None and hop.step != part.measured:
+                meter.begin(hop.step)
+                part.measured = hop.step
+            for passed in hop.before:
+                gradient = passed(gradient)
+            carry = hop.nested > 0 and number + 1 < len(hops)
+            options: dict[str, Any] = {"latents": hop.latents, "cfg": cfg, "carry": carry}
+            latents = pull_back(policy.pipe, tape, hop.step, hop.leads_to, gradient, **options)
+            if latents is not None:
+                gradient = latents.direct + hop.nested * latents.through
+
+    def _decodable(self, policy: Policy, tape: Tape, at: Hop | None) -> torch.Tensor:
+        if at is None:
+            return tape.steps[-1].x_next
+        found: dict[int, torch.Tensor] = {}
+        given = {} if at.latents is None else {at.step: at.latents}
+
+        def keep(k: int, step: ReplayedStep) -> None:
+            found[k] = at.leads_to(step)
+
+        replay(policy.pipe, tape, keep, steps=[at.step], latents=given, grad=False, cfg=self.settings.cfg)
+        return found[at.step]
+
+    def _at(self, policy: Policy, part: Part, look: Look, latents: torch.Tensor) -> torch.Tensor:
+        """The gradient of the loss at `latents`, `[B, ...]` fp32; images are decoded a few at a time."""
+        gradients, count = list[torch.Tensor](), part.tape.batch_size
+        weights = torch.as_tensor(look.weights, device=latents.device).expand(count) / part.images
+        each = len(latents) // count  # rows of a sample
+        for start in range(0, count, self.settings.decode_batch):
+            index = list(range(start, min(start + self.settings.decode_batch, count)))
+            x = latents[start * each : (index[-1] + 1) * each].detach().clone().requires_grad_()
+            images = self.decode(policy.pipe, part.tape.rows(index), x)
+            rewards = (look.score or self.reward)(images, [part.prompts[i] for i in index])
+            losses = self.loss(rewards)
+            gradients += torch.autograd.grad((weights[index] * losses).sum(), x)
+            plain = weights[index].detach() * part.images if part.images != float("inf") else 0 * weights[index]
+            part.found.reward += float((plain * rewards.detach()).sum())
+            part.found.loss += float((plain * losses.detach()).sum())
+            part.found.without += int((losses == 0).sum())
+        return torch.cat(gradients)
+
+    def _stay_near(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
+        """Add the gradient of the squared distance to the base model at the trained steps; its sum, as a metric."""
+        if self.kl_coef == 0:
+            return {}
+        index = None if rows == list(range(batch.tape.batch_size)) else rows
+        options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": self.settings.cfg}
+        base, total = self.base_steps(policy, batch.tape, options), 0.0
+
+        def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
+            nonlocal total
+            distances = (step.model_output - base[k].model_output).square().flatten(1).mean(1)
+            total += float(distances.detach().sum())
+            return self.kl_coef * self.pulled(distances, batch, rows).sum() / num_pairs
+
+        replay(policy.pipe, batch.tape, on_step, **options)
+        return {"kl": total}
+
+
+def mean(step: ReplayedStep) -> torch.Tensor:
+    """The latents after a step, but for its noise, which has no gradient."""
+    return step.mean
+
+
+def predicted(step: ReplayedStep) -> torch.Tensor:
+    """The clean latents that a step predicts."""
+    return step.rule.clean(step.x, step.model_output)
+
+
+def chain(tape: Tape, active: dict[int, tuple[LeadsTo, float]], end: int | None = None) -> tuple[Hop, ...]:
+    """Hops through the `active` steps, each with what it leads to and its `nested`, from before step `end` back.
+
+    The other steps hand the gradient of their latents on by their rule, their outputs being data.
+    """
+    hops, position = [], len(tape.steps) if end is None else end
+    for k in sorted(active, reverse=True):
+        leads_to, nested = active[k]
+        before = tuple(partial(handed_on, tape, i) for i in range(position - 1, k, -1))
+        hops.append(Hop(k, leads_to, before, nested))
+        position = k if nested > 0 else k + 1
+    return tuple(hops)
+
+
+def handed_on(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of the latents before step `k` from that of those after it, where its output is data."""
+    step = tape.steps[k]
+    return _derivative(step.rule.mean, step.x, gradient, None if k == 0 else step.written)
+
+
+def handed_on_clean(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
+    """The same from that of the clean latents that the step predicts."""
+    step = tape.steps[k]
+    return _derivative(step.rule.clean, step.x, gradient, step.written)
+
+
+def _derivative(
+    rule: Callable[..., torch.Tensor], x: torch.Tensor, gradient: torch.Tensor, written: torch.Tensor | None
+) -> torch.Tensor:
+    leaf = x.detach().clone().requires_grad_()
+    (found,) = torch.autograd.grad(rule(leaf, torch.zeros_like(leaf)), leaf, gradient)
+    return found if written is None else found.masked_fill(written, 0.0)
+
+
+def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:
+    """The rule of step `k`; raises `ReplayError` where it is not one of flow matching."""
+    rule = tape.steps[k].rule
+    if not isinstance(rule, FlowRule):
+        raise ReplayError(
+            f"algorithm.name={name}: its leaps between noise levels are for flow matching, this pipeline has a "
+            f"{type(rule).__name__.removesuffix('Rule')} scheduler; use draft, refl or draft_lv"
+        )
+    return rule

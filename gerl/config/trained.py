@@ -1,0 +1,60 @@
+"""What goes with training all weights or parts of them, and with a second LoRA."""
+
+from typing import Protocol
+
+from gerl.config.algorithm_keys import AlgorithmConfig
+from gerl.config.blocks import ActorConfig, ClusterConfig
+from gerl.config.model import ModelConfig
+from gerl.errors import ConfigError
+
+
+class Settings(Protocol):
+    """The parts of a `Config` that are looked at."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def actor(self) -> ActorConfig: ...
+    @property
+    def cluster(self) -> ClusterConfig: ...
+    @property
+    def lockstep(self) -> bool: ...
+
+
+def check_trained(config: Settings) -> None:
+    """Raise `ConfigError` where what is trained does not go with the rest."""
+    based = any(teacher.is_base for teacher in config.algorithm.taught_by)
+    if config.model.train != "lora" and config.algorithm.moves_reference and based:
+        raise ConfigError(
+            f"model.train={config.model.train}: the model that training starts from is kept once, and as the "
+            "reference of the KL it would move; use algorithm.kl_reset_every=0 and kl_reset_above=null, or "
+            "model.train=lora"
+        )
+    if config.model.train != "lora" and config.algorithm.imitates:
+        raise ConfigError(
+            f"model.train={config.model.train}: {config.algorithm.name} trains a second LoRA beside the first; use "
+            "model.train=lora"
+        )
+    if config.algorithm.imitates and config.lockstep:
+        raise ConfigError(
+            f"cluster.ranks_per_worker={config.cluster.ranks_per_worker}: {config.algorithm.name} and weights or "
+            "tokens that ranks share do not go together yet; use 1"
+        )
+    if config.model.train != "lora" and (taught := [t for t in config.algorithm.taught_by if t.lora is not None]):
+        raise ConfigError(
+            f"algorithm.teachers: lora={taught[0].lora} would be a LoRA beside the trained one, and with "
+            f"model.train={config.model.train} there is none; use model.train=lora, or merge it into a pipeline of "
+            "its own and give that as path"
+        )
+    if config.model.train != "lora" and config.cluster.context > 1:
+        raise ConfigError(
+            f"cluster.context={config.cluster.context}: calls whose tokens ranks share and model.train="
+            f"{config.model.train} do not go together yet; use cluster.context=1, or model.train=lora"
+        )
+    if config.model.train != "lora" and config.actor.optimizer != "adamw":
+        raise ConfigError(
+            f"actor.optimizer={config.actor.optimizer}: it works for a LoRA only, and model.train="
+            f"{config.model.train}; use actor.optimizer=adamw, or model.train=lora"
+        )

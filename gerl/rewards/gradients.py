@@ -1,0 +1,112 @@
+"""The total reward of images as a function with a gradient, computed where the images are decoded."""
+
+from __future__ import annotations  # of torch, which the driver of a run may do without
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gerl.config import Config, RewardConfig, ScorerConfig
+from gerl.errors import ConfigError, RewardError
+from gerl.protocol import Prompt
+from gerl.rewards.scorers import SCORERS, Scorer, build_scorer, known_scorer, scorer_class
+from gerl.rewards.total import applies
+from gerl.rewards.worker import FRAMES
+
+if TYPE_CHECKING:
+    import torch
+
+
+def differentiable_scorers(reward: RewardConfig, all_of_them: bool) -> list[str]:
+    """The scorers with a weight whose scores have a gradient; raises `ConfigError` if there is none.
+
+    `all_of_them`: also if there is one whose scores have none.
+    """
+    weighted = {name: scorer for name, scorer in reward.scorers.items() if scorer.weight}
+    lacking = {name: why for name, scorer in weighted.items() if (why := _lacks(name, scorer))}
+    found = [name for name in weighted if name not in lacking]
+    if lacking and (all_of_them or not found):
+        name, why = next(iter(lacking.items()))
+        raise ConfigError(
+            f"reward.scorers.{name}: {why}, and this algorithm differentiates rewards; those of "
+            f"{', '.join(_of_gerl())} and of functions with takes_tensors can be differentiated: set the weight of "
+            "others to 0, which watches them"
+        )
+    return found
+
+
+def differentiated(config: Config) -> list[str]:
+    """The scorers whose gradient is used; raises `ConfigError` where the algorithm needs one that has none."""
+    # beside a policy gradient, which learns from all scorers, those without a gradient may stay
+    return differentiable_scorers(config.reward, all_of_them=not config.algorithm.scores_steps)
+
+
+def _of_gerl() -> list[str]:
+    return [name for name in SCORERS if scorer_class(name).differentiable]
+
+
+def _lacks(name: str, config: ScorerConfig) -> str:
+    """Why the scores of a scorer have no gradient; "" if they have one."""
+    if config.env:
+        return "it runs in an environment of its own"
+    if config.normalise != "none":
+        return f"normalise={config.normalise} compares it with the scores of other images"
+    scorer = known_scorer(name, config)
+    if scorer.groupwise:
+        return "it compares the images of a group"
+    return "" if scorer.differentiable else "its scores have no gradient"
+
+
+class TensorReward:
+    """The weighted sum of the scores that have a gradient; a scorer is built, and loads its model, when first needed.
+
+    Relative paths of scorers are from the current directory of this process.
+    """
+
+    def __init__(self, reward: RewardConfig, names: Sequence[str], device: str) -> None:
+        self.configs = {name: reward.scorers[name] for name in names}
+        self.device = device
+        self.scorers: dict[str, Scorer] = {}
+
+    def __call__(
+        self, images: torch.Tensor, prompts: Sequence[Prompt], text: Callable[[str], str] = str
+    ) -> torch.Tensor:
+        """Totals `[B]`, fp32 with graph, of images `[B, 3, H, W]` or videos `[B, F, 3, H, W]`, fp32 in [0, 1].
+
+        `text`: what becomes of a prompt's text before the scorers read it. A total is 0 where no scorer applies.
+        """
+        import torch
+
+        totals = torch.zeros(len(images), device=images.device)
+        for name, config in self.configs.items():
+            rows = [i for i, prompt in enumerate(prompts) if applies(config, prompt)]
+            if rows:
+                score = self._score(name, images[rows], [prompts[i] for i in rows], text)
+                value = config.scale * score.float().to(images.device) + config.offset
+                value = value if config.clip is None else value.clamp(*config.clip)
+                totals = totals.index_add(0, torch.tensor(rows, device=images.device), config.weight * value)
+        return totals
+
+    def _score(
+        self, name: str, images: torch.Tensor, prompts: Sequence[Prompt], text: Callable[[str], str]
+    ) -> torch.Tensor:
+        import torch
+
+        scorer = self._scorer(name)
+        texts, metadata = [text(prompt.text) for prompt in prompts], [prompt.metadata for prompt in prompts]
+        try:
+            if images.ndim == 4 or scorer.takes_frames:
+                return scorer.tensor_scores(images, texts, metadata)
+            shown = torch.linspace(0, images.shape[1] - 1, min(images.shape[1], FRAMES)).round().long()
+            parts = [scorer.tensor_scores(images[:, k], texts, metadata) for k in shown.tolist()]
+        except RewardError as error:
+            raise RewardError(f"reward.scorers.{name}: {error}") from error
+        return torch.stack(parts).mean(0)
+
+    def _scorer(self, name: str) -> Scorer:
+        if name not in self.scorers:
+            scorer: Any = build_scorer(name, self.configs[name])
+            if getattr(scorer, "device", None) == "auto":
+                scorer = dataclasses.replace(scorer, device=self.device)  # that of the images
+            self.scorers[name] = scorer
+        return self.scorers[name]
