@@ -71,6 +71,8 @@ def _of_cache(config: Settings) -> str | None:
 def _of_step_batch(config: Settings) -> str | None:
     if config.actor.step_batch > 1 and config.algorithm.cfg == "detach_uncond":
         return "algorithm.cfg=detach_uncond runs the halves of each step apart; use cfg=joint"
+    if config.actor.step_batch > 1 and config.algorithm.differentiates and not config.algorithm.scores_steps:
+        return f"{config.algorithm.name} goes back from one step to the one before"
     return None
 
 

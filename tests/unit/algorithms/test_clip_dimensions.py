@@ -16,6 +16,7 @@ from gerl.engine.kernels import gaussian_log_prob
 
 SCALED = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo grpo_guard tempflow_grpo dense_grpo branch_grpo tree_grpo
+dmdr mixed_gradient
 """.split()
 
 

@@ -17,7 +17,8 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+# a gradient of the reward goes back step by step: nothing of it is together
+@pytest.mark.parametrize("name", [name for name in sorted(BY_NAME) if not BY_NAME[name].differentiates])
 def test_steps_in_one_pass_train_the_same(name: str) -> None:
     settings = NEEDS.get(name, {})
     joint = training.config(name, **settings).algorithm.cfg == "joint"
