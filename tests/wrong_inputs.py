@@ -197,7 +197,7 @@ EXPERIMENTS = [
     row("suffix too much", "train experiment=plain.yaml", "experiment=plain.yaml: there is no such file", "'plain'"),
     row("empty experiment", "train experiment=", "experiment is empty: ", "signs"),
     row("unknown algorithm", "train algorithm=flow-grpo", "algorithm=flow-grpo: there is no such algorithm", "'flow_grpo'"),
-    row("algorithm unlike any", "train algorithm=zzzz", "algorithm=zzzz: ", "choose one of awm, .*rwr, tempflow_grpo, tree_grpo$"),
+    row("algorithm unlike any", "train algorithm=zzzz", "algorithm=zzzz: ", "choose one of alignprop, .*rwr, sft, srpo, tempflow_grpo, tree_grpo$"),
     row("two algorithms", "train algorithm=awm algorithm=flow_grpo", "algorithm=awm and algorithm=flow_grpo ", "keep one"),
     row("two names of algorithms", "train algorithm=awm algorithm.name=flow_grpo",
         "algorithm=awm and algorithm.name=flow_grpo ", "keep one"),

@@ -19,7 +19,7 @@ import torch
 from gerl.algorithms.base import Algorithm, Batch, Rewards
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config.reward_gradients import RewardGradientConfig
-from gerl.engine import ReplayedStep, Tape, decoded, pull_back, replay
+from gerl.engine import ReplayedStep, Tape, decoded, gradient_of, pull_back, replay
 from gerl.engine.kernels import FlowRule
 from gerl.errors import ReplayError
 from gerl.protocol import Prompt, Sample, UpdateStats
@@ -171,7 +171,7 @@ class RewardGradient(Algorithm):
             images = self.decode(policy.pipe, part.tape.rows(index), x)
             rewards = (look.score or self.reward)(images, [part.prompts[i] for i in index])
             losses = self.loss(rewards)
-            gradients += torch.autograd.grad((weights[index] * losses).sum(), x)
+            gradients.append(gradient_of(policy.pipe, (weights[index] * losses).sum(), x))
             plain = weights[index].detach() * part.images if part.images != float("inf") else 0 * weights[index]
             part.found.reward += float((plain * rewards.detach()).sum())
             part.found.loss += float((plain * losses.detach()).sum())

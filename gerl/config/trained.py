@@ -1,4 +1,4 @@
-"""What goes with training all weights or parts of them, and with a second LoRA."""
+"""Checks of a configuration that trains all weights or parts of them, or a second LoRA."""
 
 from typing import Protocol
 

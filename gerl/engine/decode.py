@@ -51,6 +51,19 @@ def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch
     return images
 
 
+def gradient_of(pipe: DiffusionPipeline, loss: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """The gradient at `latents` of a loss of the images that `pipe` decoded from them, shape of `latents`.
+
+    Raises `ReplayError` where the pipeline wrote over what its own derivative needs.
+    """
+    try:
+        return torch.autograd.grad(loss, latents)[0]
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise ReplayError(f"{_undifferentiable(pipe)} (it writes into them: {error})") from error
+
+
 def _undifferentiable(pipe: DiffusionPipeline) -> str:
     return (
         f"{type(pipe).__name__} decodes its latents without gradient: rewards cannot be differentiated, use an "
@@ -101,7 +114,7 @@ class Decoder(CompanionsFromTape):
                 f"{list(recorded.x_next.shape)}: give one row per sample of the tape"
             )
         torch.set_grad_enabled(self.latents.requires_grad)
-        return self.latents
+        return self.latents.clone()  # pipelines write into what they get, which torch refuses for a leaf
 
 
 def _pixels(output: object) -> torch.Tensor:

@@ -38,13 +38,12 @@ def run(train: Train, workplace: Path) -> Train:
 @pytest.mark.parametrize(
     "settings",
     [
-        ["actor.updates_per_step=2"],
         ["algorithm=diffusion_nft", "algorithm.rollout_decay=[0,0.3,0.1,0.9]"],  # a policy of its own draws
-        ["algorithm=tempflow_grpo", "rollout.n=2", "algorithm.branch_factor=2"],  # trees
+        ["algorithm=tempflow_grpo", "rollout.n=2", "algorithm.branch_factor=2", "actor.updates_per_step=2"],  # trees
         ["algorithm=dgpo", "sampling.window_range=[0,4]"],  # sums over groups, of all workers that train
         ["trainer.staleness=2", "algorithm=awm_fast"],
     ],
-    ids=["flow_grpo", "diffusion_nft", "tempflow_grpo", "dgpo", "staleness"],
+    ids=["diffusion_nft", "tempflow_grpo", "dgpo", "staleness"],
 )
 def test_the_numbers_are_those_of_workers_that_do_both(settings: list[str], run: Train, tmp_path: Path) -> None:
     both = run(tmp_path / "both", *settings, "cluster.num_workers=2")

@@ -151,7 +151,7 @@ BAD = [
         "algorithm.kl_in_reward=true",
         "branch_grpo does not read it, only flow_grpo, ",
     ),
-    ({"algorithm": {"name": "nope"}}, "algorithm.name='nope'", "'opd' or 'dmdr'"),
+    ({"algorithm": {"name": "nope"}}, "algorithm.name='nope'", "'rwr' or 'best_of_n'"),
     ({"algorithm": 5}, "algorithm=5", "dictionary"),
     ({"algorithm": {"name": "tempflow_grpo", "kl_type": "k1"}}, "algorithm.kl_type=k1", "use gaussian or k2"),
     (

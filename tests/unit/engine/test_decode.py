@@ -2,10 +2,13 @@
 
 import diffusers
 import pytest
+import tiny
 import torch
 from replaying import EACH, GUIDED, own
+from zoo.checks import build, call_for
+from zoo.entries import BY_NAME
 
-from gerl.engine import Reads, decoded, lean
+from gerl.engine import Reads, decoded, gradient_of, lean, record
 from gerl.errors import ReplayError
 
 
@@ -41,3 +44,15 @@ def test_a_decoder_without_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ReplayError, match=r"latents to decode have shape \[2, 4, 8, 8\], those of the rollout \[4, "):
         decoded(r.pipe, tape, leaf[:2])
     assert decoded(r.pipe, tape, leaf).requires_grad
+
+
+def test_a_pipeline_that_writes_into_its_finished_latents_is_refused() -> None:
+    """Kandinsky 5 normalises the first frame in place, by numbers that the derivative needs as they were."""
+    (entry,) = (entry for name, entry in BY_NAME.items() if name.startswith("Kandinsky5I2VPipeline"))
+    pipe, _ = build(entry)
+    call = call_for(entry, pipe, False) | {"output_type": "pt"}
+    options = {"kernel": entry.kernel, "noise_level": 0.5, "generators": tiny.generators(entry.batch)}
+    _, tape = record(pipe, call, **options)
+    leaf = tape.steps[-1].x_next.clone().requires_grad_()
+    with pytest.raises(ReplayError, match=r"Kandinsky5I2VPipeline decodes its latents without gradient.* writes into"):
+        gradient_of(pipe, decoded(pipe, tape, leaf).sum(), leaf)
