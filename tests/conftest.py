@@ -1,6 +1,7 @@
 """Settings of the whole suite: one thread (the tensors are tiny, and sums keep their order), reproducible examples."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,20 @@ torch.set_num_threads(1)
 def pytest_runtest_setup() -> None:
     """One thread again: a run in this process takes all cores, and where two processes do, every sum waits for both."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """One core for this process and those it starts: a run of theirs takes as many threads as there are cores.
+
+    Where two processes test, the threads of tiny tensors wait for each other most of the time.
+    """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if cores:
+        os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+    yield
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 settings.register_profile("gerl", deadline=None, derandomize=True)

@@ -89,6 +89,7 @@ def test_the_numbers_of_the_demo_are_on_record() -> None:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line {block.line}")
+@pytest.mark.usefixtures("one_core")
 def test_python_blocks_run(
     block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -45,8 +45,8 @@ def test_a_reward_that_rises_alone_is_no_signal() -> None:
 
 def test_other_images_of_the_same_kind_are_no_signal() -> None:
     """Chance alone: validations that are no better and no worse, each compared with another one."""
-    pairs = [(validation(0, seed), validation(5, 1000 + seed)) for seed in range(300)]
-    assert sum(bool(keys(later, first)) for first, later in pairs) <= 2
+    pairs = [(validation(0, seed), validation(5, 1000 + seed)) for seed in range(100)]
+    assert sum(bool(keys(later, first)) for first, later in pairs) <= 1
 
 
 def test_a_watched_scorer_that_falls_while_the_reward_rises() -> None:
