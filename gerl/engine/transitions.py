@@ -104,7 +104,9 @@ class Transitions:
     def _noise(self, stochastic: bool | None, last: bool) -> float:
         if stochastic and last:
             raise ModelError(
-                "the last denoising step is deterministic and has no log-probability: leave it out of the window"
+                "the last denoising step is deterministic and has no log-probability: leave it out of the window "
+                "(sampling.window_range), or, where the pipeline takes fewer steps than sampling.num_inference_steps, "
+                "as one that starts from an image with strength < 1 does, let the window end before its last one"
             )
         return self.sampler.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
 
