@@ -1,33 +1,10 @@
 """Checks of a configuration that trains on images of files."""
 
-from typing import Protocol
-
-from gerl.config.algorithm_keys import AlgorithmConfig
-from gerl.config.blocks import ClusterConfig, RewardConfig, TrainerConfig
-from gerl.config.data import DataConfig, sources
-from gerl.config.model import ModelConfig
+from gerl.config.data import sources
+from gerl.config.parts import Settings
 from gerl.errors import ConfigError
 
 FILES = "data.train_on=files"
-
-
-class Settings(Protocol):
-    """The parts of a `Config` that are looked at."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def reward(self) -> RewardConfig: ...
-    @property
-    def cluster(self) -> ClusterConfig: ...
-    @property
-    def trainer(self) -> TrainerConfig: ...
-    @property
-    def lockstep(self) -> bool: ...
 
 
 def check_given(config: Settings) -> None:

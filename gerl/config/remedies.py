@@ -1,25 +1,11 @@
 """The keys against reward hacking and what they work with: a KL, watched scorers, held-out prompts."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from gerl.config.algorithm_keys import AlgorithmConfig, ShapedConfig
-from gerl.config.blocks import RewardConfig, ScorerConfig, ValidationConfig
-from gerl.config.guard import GuardConfig
+from gerl.config.blocks import ScorerConfig
+from gerl.config.parts import Settings
 from gerl.errors import ConfigError
-
-
-class Settings(Protocol):
-    """The parts of a `Config` that are looked at."""
-
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def reward(self) -> RewardConfig: ...
-    @property
-    def validation(self) -> ValidationConfig: ...
-    @property
-    def guard(self) -> GuardConfig: ...
 
 
 def check_remedies(config: Settings) -> None:

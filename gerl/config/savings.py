@@ -7,33 +7,13 @@ trained, and the recorded log-probabilities, which are theirs, correct for it. g
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from gerl.config.algorithm_keys import AlgorithmConfig
-from gerl.config.blocks import ActorConfig, RolloutConfig
-from gerl.config.model import ModelConfig
-from gerl.config.sampling import SamplingConfig
+from gerl.config.parts import Settings
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
 
 Effect = Literal["exact", "rounding", "images", "policy", "gradient"]
-
-
-class Settings(Protocol):
-    """The parts of a `Config` that are looked at."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def sampling(self) -> SamplingConfig: ...
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def actor(self) -> ActorConfig: ...
-    @property
-    def lockstep(self) -> bool: ...
 
 
 def _no_refusal(_: Settings) -> str | None:

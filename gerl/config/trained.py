@@ -1,26 +1,7 @@
 """Checks of a configuration that trains all weights or parts of them, or a second LoRA."""
 
-from typing import Protocol
-
-from gerl.config.algorithm_keys import AlgorithmConfig
-from gerl.config.blocks import ActorConfig, ClusterConfig
-from gerl.config.model import ModelConfig
+from gerl.config.parts import Settings
 from gerl.errors import ConfigError
-
-
-class Settings(Protocol):
-    """The parts of a `Config` that are looked at."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def actor(self) -> ActorConfig: ...
-    @property
-    def cluster(self) -> ClusterConfig: ...
-    @property
-    def lockstep(self) -> bool: ...
 
 
 def check_trained(config: Settings) -> None:

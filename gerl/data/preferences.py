@@ -33,9 +33,10 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
     row = prompt.metadata
     kind = next((kind for kind in KINDS if all(row.get(name) is not None for name in kind)), None)
     if kind is None:
+        there = f"the columns {', '.join(row)}" if row else "no column"
         raise DataError(
-            f"{where} has the columns {', '.join(row) or 'none'} besides its prompt: with data.train_on=files a row "
-            f"has {SPELLED}; docs/preferences.md"
+            f"{where} has {there} besides its prompt: with data.train_on=files a row needs {SPELLED}; see "
+            "docs/preferences.md"
         )
     match kind[0]:
         case "images":

@@ -35,6 +35,8 @@ class AestheticScore(ClipScorer):
     head: str = "sac+logos+ava1-l14-linearMSE"
     repository: str = "camenduru/improved-aesthetic-predictor"  # the authors have it on GitHub only
 
+    differentiable = True
+
     def __post_init__(self) -> None:
         if self.head not in HEADS and not Path(self.head).expanduser().is_file():
             raise RewardError(

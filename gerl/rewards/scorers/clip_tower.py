@@ -185,8 +185,6 @@ class ClipScorer(Scorer):
     device: Device = "auto"
     dtype: Dtype = "auto"
 
-    differentiable = True
-
     @property
     def shares(self) -> str:
         return f"clip {self.model} {self.processor} {self.device} {self.dtype}"

@@ -21,6 +21,8 @@ class ClipScore(ClipScorer):
 
     raw: bool = False
 
+    differentiable = True
+
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         return (self.cosines(images, prompts) * self.factor).tolist()
 

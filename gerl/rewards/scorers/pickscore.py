@@ -23,6 +23,8 @@ class PickScore(ClipScorer):
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 26.0
 
+    differentiable = True
+
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         return (self.cosines(images, prompts) * (self.tower.logit_scale / self.scale)).tolist()
 

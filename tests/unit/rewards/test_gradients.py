@@ -11,6 +11,7 @@ from gerl.errors import ConfigError, RewardError
 from gerl.objects import PREFIX, offered
 from gerl.protocol import Prompt
 from gerl.rewards.gradients import TensorReward, differentiable_scorers
+from gerl.rewards.scorers import SCORERS, Scorer, scorer_class
 
 
 def red(images: torch.Tensor) -> torch.Tensor:
@@ -60,6 +61,7 @@ def test_a_video_counts_by_the_mean_of_some_of_its_frames() -> None:
     ("scorer", "why"),
     [
         ({"jpeg_compressibility": ScorerConfig()}, "its scores have no gradient"),
+        ({"image_similarity": ScorerConfig()}, "its scores have no gradient"),
         ({"diversity": ScorerConfig()}, "it compares the images of a group"),
         ({"pickscore": ScorerConfig(normalise="group")}, "normalise=group compares it with the scores of other images"),
         ({"pickscore": ScorerConfig(env={"pip": ["x"]})}, "it runs in an environment of its own"),
@@ -75,6 +77,12 @@ def test_scorers_without_gradient_are_named_with_those_that_have_one(scorer: dic
     assert name != "pickscore" or differentiable_scorers(both, False) == ["clipscore"]
     watched = RewardConfig({"clipscore": ScorerConfig(), "jpeg_compressibility": ScorerConfig(weight=0)})
     assert differentiable_scorers(watched, True) == ["clipscore"]
+
+
+def test_the_scorers_of_gerl_that_say_that_they_have_a_gradient_have_one() -> None:
+    found = {name for name in SCORERS if scorer_class(name).differentiable}
+    assert found == {"pickscore", "clipscore", "hpsv2", "aesthetic", "imagereward"}  # as docs/rewards.md has them
+    assert found == {name for name in SCORERS if scorer_class(name).tensor_scores is not Scorer.tensor_scores}
 
 
 def test_a_failure_names_its_scorer(tmp_path: Path) -> None:
