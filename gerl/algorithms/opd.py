@@ -5,9 +5,9 @@ with the student's std, so that the KL to it has a closed form, a mean over dime
 
     KL(student || teacher) = mean((mu - mu')^2) / (2 std^2)
 
-Its gradient is exact. Flow-OPD's first form (`reward_mode` kl_only) takes -KL, with its gradient, for the advantage of a
-policy gradient: the same gradient, and noise beside it, as the KL of step k is a function of x_k, drawn before the noise
-whose likelihood it multiplies. Its `gkd` is the form here.
+Its gradient is exact. Flow-OPD's first form (`reward_mode` kl_only) takes -KL, with its gradient, for the advantage of
+a policy gradient: the same gradient and noise beside it, as the KL of step k is a function of x_k, drawn before the
+noise whose likelihood it multiplies. Its `gkd` is the form here.
 
 Several teachers share a student by `data_source`: specialists become one model. A teacher may be the base model with
 another guidance, which teaches the student to do without (guidance distillation). Rewards are only watched.

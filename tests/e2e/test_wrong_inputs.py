@@ -21,7 +21,8 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 from wrong_files import FILES, LORAS
-from wrong_inputs import TABLE, Row
+from wrong_inputs import TABLE
+from wrong_rows import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
