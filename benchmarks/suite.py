@@ -76,12 +76,16 @@ Run = dict[str, Any]  # a result as the file has it
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings of an algorithm: `keys` are those that the suite chooses, `arguments` all of the command line."""
+    """Settings of an algorithm: `keys` are those that the suite chooses, `arguments` all of the command line.
+
+    `images_before` were drawn and scored before a run, which learns from them.
+    """
 
     algorithm: str
     keys: tuple[str, ...]
     arguments: tuple[str, ...]
     fingerprint: str
+    images_before: int = 0
     config: Config = field(default_factory=Config, compare=False)
 
 
@@ -102,19 +106,25 @@ class Job:
 
     def command(self) -> list[str]:
         """The command that makes this run, and no other."""
+        chosen = self.candidate
         end = [] if self.until is None else ["--until", str(self.until)]
-        return [PROGRAM, self.candidate.algorithm, *self.candidate.arguments, "--seeds", str(self.seed), *end]
+        before = ["--images-before", str(chosen.images_before)] if chosen.images_before else []
+        return [PROGRAM, chosen.algorithm, *chosen.arguments, "--seeds", str(self.seed), *end, *before]
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The plan: candidates by algorithm, and the seeds."""
+    """The plan: candidates and images of a trainer step by algorithm, seeds, and files that have to be made before.
+
+    `prepared` are those files and the arguments of Python that make them.
+    """
 
     candidates: Mapping[str, Sequence[Candidate]]
     tuning_seed: int
     tuning_steps: int | None
     seeds: Sequence[int]
-    images: int
+    images: Mapping[str, int] = field(default_factory=dict)
+    prepared: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -158,22 +168,41 @@ class Suite:
 def read_suite(path: Path = SUITE, algorithms: Sequence[str] = (), overrides: Sequence[str] = ()) -> Suite:
     """The plan of `algorithms` (none: all), every run changed by `overrides`; raises `ConfigError` and `KeyError`."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    names = algorithms or sorted(content["algorithms"])
-    candidates = {
-        name: [
-            candidate(name, entry["keys"], [*content["common"], *entry["keys"], *overrides])
-            for entry in content["algorithms"][name]
+    groups = [{"algorithms": content["algorithms"]}, *content["others"].values()]
+    group_of = {name: group for group in groups for name in group["algorithms"]}
+    names = list(algorithms) or sorted(group_of)
+    candidates, prepared = {}, {}
+    for name in names:
+        group = group_of[name]
+        common, before = [*content["common"], *group.get("common", ())], group.get("images_before", 0)
+        candidates[name] = [
+            candidate(name, entry["keys"], [*common, *entry["keys"], *overrides], before)
+            for entry in group["algorithms"][name]
         ]
-        for name in names
-    }
-    return Suite(candidates, content["tuning_seed"], content["tuning_steps"], content["seeds"], content["images"])
+        prepared |= group.get("prepared", {})
+    images = {name: group_of[name].get("images", content["images"]) for name in names}
+    return Suite(candidates, content["tuning_seed"], content["tuning_steps"], content["seeds"], images, prepared)
 
 
-def candidate(algorithm: str, keys: Sequence[str], arguments: Sequence[str]) -> Candidate:
+def learns_from(path: Path = SUITE) -> dict[str, str]:
+    """What the algorithms that learn from something else than the OCR's rewards learn from, in words."""
+    others = yaml.safe_load(path.read_text(encoding="utf-8"))["others"]
+    return {name: words for words, group in others.items() for name in group["algorithms"]}
+
+
+def prepare(suite: Suite) -> None:
+    """Make the files of images that runs learn from, unless they are there."""
+    for path, arguments in suite.prepared.items():
+        if not Path(path).exists():
+            print(f"making {path}", flush=True)
+            subprocess.run([sys.executable, *shlex.split(arguments)], check=True)
+
+
+def candidate(algorithm: str, keys: Sequence[str], arguments: Sequence[str], images_before: int = 0) -> Candidate:
     """A candidate of the suite; of two `arguments` with the same key the later one counts."""
     merged = {argument.partition("=")[0]: argument for argument in [*arguments, ONE_THREAD]}
     config = compose_run([f"algorithm={algorithm}", *FIXED, *merged.values()]).config
-    return Candidate(algorithm, tuple(keys), tuple(merged.values()), fingerprint(config), config)
+    return Candidate(algorithm, tuple(keys), tuple(merged.values()), fingerprint(config), images_before, config)
 
 
 def fingerprint(config: Config) -> str:

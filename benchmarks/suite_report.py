@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
-from suite import FINAL, TUNE, Run, best_run, evaluations, last_reward
+from suite import FINAL, TUNE, Run, best_run, evaluations, last_reward, learns_from
 
 from gerl.commandline.experiments import algorithm_of
 from gerl.config.algorithm import BY_NAME
@@ -27,6 +27,13 @@ LEVEL = 0.05  # of the tests together
 SEEDS = 5  # of an algorithm, with fewer of which nothing is claimed
 LOWEST = 0.4  # reward at the lower edge of the picture
 MARKERS = "os^vDPX*<>"
+OTHERS = (
+    "Presets that learn from something else, or from something besides, are measured by the same OCR. A drawing of the "
+    "text asked for is a reward with a gradient (`examples/legibility_reward.py`); what it wants is nearly what "
+    "the OCR reads. The guided base model teaches what it says itself, whatever the reward. Ranked images "
+    "(`examples/ranked_signs.py`) are as many as the others draw in all, and counted with their cost:"
+)
+LEARNS_FROM = learns_from()  # of the presets that are in a table of their own
 COLUMNS = (
     *("algorithm", "group", "settings", "seeds", "held-out reward", "exactly as asked"),
     *("evaluations", f"to {GOAL:g}", "CPU seconds", "images", "optimizer steps"),
@@ -170,12 +177,24 @@ def table(runs: Sequence[Run], seeds: int = SEEDS) -> str:
     found = [summary for summary in summaries(runs) if len(summary.runs) >= seeds]
     if not found:
         return NOT_MEASURED
-    marks = letters(found)
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    by_rewards, others = ([s for s in found if (s.algorithm in LEARNS_FROM) is other] for other in (False, True))
     usual = usual_validation(found)
-    lines += [f"| {' | '.join(cells(summary, mark, usual))} |" for summary, mark in zip(found, marks, strict=True)]
+    parts = [rows_of(by_rewards, usual)] if by_rewards else []
+    if others:
+        parts += [OTHERS, rows_of(others, usual, {"learns from": [LEARNS_FROM[s.algorithm] for s in others]})]
     picture = f"![Held-out reward against denoiser evaluations](pictures/{PICTURE.name})"
-    return "\n".join([*lines, "", ranking(found, marks), "", conditions(found), "", picture])
+    return "\n\n".join([*parts, conditions(found), picture])
+
+
+def rows_of(found: Sequence[Summary], validation: float, more: Mapping[str, Sequence[str]] | None = None) -> str:
+    """A table with its ranking, the columns of `more` after the first two; `validation`: see `cpu_seconds`."""
+    marks, columns = letters(found), dict(more or {})
+    lines = [f"| {' | '.join([*COLUMNS[:2], *columns, *COLUMNS[2:]])} |"]
+    lines.append("|---" * (len(COLUMNS) + len(columns)) + "|")
+    for i, (summary, mark) in enumerate(zip(found, marks, strict=True)):
+        own = cells(summary, mark, validation)
+        lines.append(f"| {' | '.join([*own[:2], *(values[i] for values in columns.values()), *own[2:]])} |")
+    return "\n".join([*lines, "", ranking(found, marks)])
 
 
 def cells(summary: Summary, mark: str, validation: float) -> list[str]:
@@ -266,11 +285,14 @@ def plot(runs: Sequence[Run], path: Path = PICTURE, seeds: int = SEEDS) -> None:
         return
     # texts stay texts and names do not change, so that a new picture differs only where the numbers do
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gerl", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(11, 5), layout="constrained")
-        axes = figure.subplots(1, 2, sharex=True, sharey=True)
-        families = {"policy gradients": True, "forward process": False}
-        for side, (title, is_gradient) in zip(axes, families.items(), strict=True):
-            own = [s for s in found if BY_NAME[algorithm_of(s.algorithm)].scores_steps == is_gradient]
+        families: dict[str, list[Summary]] = {"policy gradients": [], "forward process": [], "from something else": []}
+        for summary in found:
+            is_gradient = BY_NAME[algorithm_of(summary.algorithm)].scores_steps
+            other = summary.algorithm in LEARNS_FROM
+            families[list(families)[2 if other else 1 - is_gradient]].append(summary)
+        figure = Figure(figsize=(15, 5), layout="constrained")
+        axes = figure.subplots(1, 3, sharex=True, sharey=True)
+        for side, (title, own) in zip(axes, families.items(), strict=True):
             for number, summary in enumerate(own):
                 draw(side, summary, number)
             side.set(title=title, xlabel="evaluations of the denoiser")

@@ -4,11 +4,12 @@
     python benchmarks/time_to_reward.py --suite [--jobs N] [--hours H] [ALGORITHM ...]
     python benchmarks/time_to_reward.py --table --plot
 
-Trains the signs pipeline in this process, with one model, prompts and OCR reward for all, and validates on the held-out
-prompts as it goes. Counted are the evaluations of the denoiser on an image: forward (rollout, update, old policy, base
-model) and backward, and the images scored, without those of validation. The CPU seconds are those of the process in the
-training steps, the OCR included; those of a validation, which is the same work in every run, say how fast the machine
-was. `--suite` is described in suite.py, `--table` and `--plot` in suite_report.py.
+Trains the signs pipeline in this process, with one model and prompts for all, and validates on the held-out prompts as
+it goes, by the OCR (a run without it: by its own rewards). Counted are the evaluations of the denoiser on an image:
+forward (rollout, update, old policy, base model) and backward, and the images scored, without those of validation. The
+CPU seconds are those of the process in the training steps, the OCR included; those of a validation, which is the same
+work in every run, say how fast the machine was. `--suite` is described in suite.py, `--table` and `--plot` in
+suite_report.py.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -44,7 +45,7 @@ from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
 from gerl.utils.files import finite
 
-EXACT = "val/ocr/exact/mean"
+REWARD, EXACT = "val/ocr/mean", "val/ocr/exact/mean"
 
 
 @dataclass
@@ -119,14 +120,15 @@ class CountingTrainer(RayDiffusionTrainer):
         """The first thing that a step does."""
         self.started = time.process_time()
         drawn = super().draw(step, watch)
-        self.images += sum(len(task.samples) for task in drawn.tasks)
+        if self.config.data.train_on != "files":  # those are counted where they were scored
+            self.images += sum(len(task.samples) for task in drawn.tasks)
         return drawn
 
     def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
         self.calls.counting, before = False, time.process_time()
         metrics = super().validate(step, watch)
         self.calls.counting, seconds = True, time.process_time() - before
-        rewards = metrics["val/reward/mean"], metrics.get(EXACT, float("nan"))
+        rewards = metrics.get(REWARD, metrics["val/reward/mean"]), metrics.get(EXACT, float("nan"))
         paid = self.calls.forward, self.calls.backward, self.cpu_seconds, self.images
         point = Point(step, *paid, *rewards)
         self.measured.validation_seconds += (seconds - self.measured.validation_seconds) / (
@@ -147,8 +149,18 @@ class CountingTrainer(RayDiffusionTrainer):
         """No checkpoints."""
 
 
-def measure(name: str, seed: int, target: float, overrides: Sequence[str], until: int | None = None) -> Measured:
-    """Train with algorithm `name` to `target`, step `until`, the last step, or an update that makes no sense."""
+def measure(
+    name: str,
+    seed: int,
+    target: float,
+    overrides: Sequence[str],
+    until: int | None = None,
+    images_before: int = 0,
+) -> Measured:
+    """Train with algorithm `name` to `target`, step `until`, the last step, or an update that makes no sense.
+
+    `images_before` were drawn and scored before, as a validation does it, and are counted as if by this run.
+    """
     config = compose_run([f"algorithm={name}", f"trainer.seed={seed}", *suite.FIXED, *overrides]).config
     measured = Measured(fingerprint=suite.fingerprint(config))
     with tempfile.TemporaryDirectory() as folder, Cluster(config.cluster, config.reward.gpu_shares) as cluster:
@@ -161,6 +173,18 @@ def measure(name: str, seed: int, target: float, overrides: Sequence[str], until
                 trainer.fit()
         except TrainingError as error:  # a result as well: with these settings it diverges
             measured.error = str(error)
+    if images_before:
+        forward = images_before * config.sampling.num_inference_steps
+        seconds = measured.validation_seconds * images_before / len(held_out)
+        measured.points = [
+            replace(
+                point,
+                forward=point.forward + forward,
+                images=point.images + images_before,
+                cpu_seconds=point.cpu_seconds + seconds,
+            )
+            for point in measured.points
+        ]
     return measured
 
 
@@ -193,7 +217,7 @@ def by_hand(names: Sequence[str], overrides: Sequence[str], args: argparse.Names
     columns = ("algorithm", "seed", "steps", "optimizer steps", "forward", "backward", "CPU seconds", "held-out reward")
     table = f"\n| {' | '.join(columns)} | exactly as asked | calls to {args.target:g} |\n|{'---|' * 10}\n"
     for name, seed in product(names or ["flow_grpo", "flow_grpo_fast", "diffusion_nft"], args.seeds):
-        measured = measure(name, seed, args.target, overrides, args.until)
+        measured = measure(name, seed, args.target, overrides, args.until, args.images_before)
         table += row(name, seed, measured, args.target)
         if args.out:
             with args.out.open("a") as file:
@@ -207,6 +231,7 @@ def whole_suite(names: Sequence[str], overrides: Sequence[str], args: argparse.N
     plan = suite.read_suite(algorithms=names, overrides=overrides)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        suite.prepare(plan)
         failed = suite.carry_out(plan, args.results, args.jobs, args.hours)
     except KeyboardInterrupt:
         print("stopped: the same command carries on; the runs that were going on start anew")
@@ -230,6 +255,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--target", type=float, default=2.0, help="end a run at this held-out reward")
     parser.add_argument("--until", type=int, help="end a run at the validation of this step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--images-before", type=int, default=0, help="drawn and scored before, and counted as well")
     parser.add_argument("--out", type=Path, help="append each run as a line of JSON")
     parser.add_argument("--suite", action="store_true", help="make the runs of suite.yaml that --results lacks")
     parser.add_argument("--jobs", type=int, default=1, help="processes of the suite at a time, each with one thread")

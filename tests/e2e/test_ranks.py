@@ -68,29 +68,19 @@ def compute_score(images, prompts, metadata):
 """
 # FLUX draws 16 tokens of an image and 8 of a text
 SHARED = """
-rollout.prompts_per_step=2 actor.updates_per_step=2 actor.micro_batch_size=3 actor.lr=0.01 actor.eps=1e-4
-trainer.steps=2 cluster.num_workers=1
+algorithm=dgpo sampling.window_range=[0,3] rollout.prompts_per_step=2 actor.updates_per_step=2
+actor.micro_batch_size=3 actor.lr=0.01 actor.eps=1e-4 trainer.steps=2 cluster.num_workers=1
 """.split()
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "shard"),
-    [
-        ("algorithm=flow_grpo algorithm.kl_in_reward=true algorithm.kl_coef=0.01", "none"),
-        ("algorithm=dgpo sampling.window_range=[0,3]", "denoiser"),  # pools its groups of four in parts of three
-    ],
-    ids=["flow_grpo", "dgpo"],
-)
-def test_ranks_that_share_tokens_train_as_one(
-    train: Callable[..., Any], workplace: Path, tmp_path: Path, algorithm: str, shard: str
-) -> None:
+def test_ranks_that_share_tokens_train_as_one(train: Callable[..., Any], workplace: Path, tmp_path: Path) -> None:
+    """An algorithm that pools its groups of four in parts of three; a policy gradient: unit/model/test_context.py."""
     (workplace / "order.py").write_text(ORDER)
     tiny.flux().save_pretrained(tmp_path / "flux")
     keys = {"scorer": "order.py", "validation__data": workplace / "val.txt", "model__path": tmp_path / "flux"}
-    given = [*SHARED, *algorithm.split()]
-    one = train(tmp_path / "one", *given, **keys)
-    ranks = {"cluster__launcher": "ray", "cluster__ranks_per_worker": 2, "cluster__context": 2, "model__shard": shard}
-    shared = train(tmp_path / "shared", *given, **keys, **ranks)
+    one = train(tmp_path / "one", *SHARED, **keys)
+    ranks = {"cluster__launcher": "ray", "cluster__ranks_per_worker": 2, "cluster__context": 2}
+    shared = train(tmp_path / "shared", *SHARED, "model.shard=denoiser", **keys, **ranks)
     for found, expected in zip(shared.untimed(), one.untimed(), strict=True):
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
     torch.testing.assert_close(shared.lora(2), one.lora(2), atol=2e-5, rtol=1e-3)

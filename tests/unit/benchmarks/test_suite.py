@@ -23,7 +23,7 @@ def candidates(name: str, count: int = 2) -> list[Candidate]:
 
 
 def plan(*names: str, seeds: tuple[int, ...] = (1, 2), count: int = 2) -> Suite:
-    return Suite({name: candidates(name, count) for name in names}, 0, 10, seeds, 96)
+    return Suite({name: candidates(name, count) for name in names}, 0, 10, seeds)
 
 
 def result(job: Job, reward: float = 0.5, cost: int = 100, error: str = "") -> dict[str, Any]:
@@ -188,38 +188,44 @@ def test_an_interruption_ends_the_processes(tmp_path: Path) -> None:
 # --- suite.yaml
 
 
-# they learn from files, of which the benchmark has none
-ON_FILES = ("ddrl", "diffusion_dpo_offline", "kto", "sft")
-# OCR, the reward of the suite, has no gradient
-WITH_GRADIENT = [name for name in shipped("algorithm") if name in BY_NAME and BY_NAME[name].differentiates]
-COMPARED = [name for name in shipped("algorithm") if name not in (*ON_FILES, *WITH_GRADIENT)]
-
-
 @pytest.fixture(scope="module")
 def shipped_suite() -> Suite:
     return suite.read_suite()
 
 
 def test_every_preset_has_as_many_different_candidates(shipped_suite: Suite) -> None:
-    assert sorted(shipped_suite.candidates) == COMPARED
-    learned = [compose_run([f"algorithm={name}"]).config for name in ON_FILES]
-    assert all(c.data.train_on == "files" or c.algorithm.data_coef > 0 for c in learned)
+    assert sorted(shipped_suite.candidates) == list(shipped("algorithm"))
     assert {len({c.fingerprint for c in found}) for found in shipped_suite.candidates.values()} == {4}
     assert shipped_suite.tuning_seed not in shipped_suite.seeds and len(set(shipped_suite.seeds)) == 5
     job = shipped_suite.next_job([])
     assert job is not None and job.command()[-2:] == ["--until", "5"]
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", shipped("algorithm"))
 def test_every_candidate_has_the_same_budget(name: str, shipped_suite: Suite) -> None:
     for candidate in shipped_suite.candidates[name]:
         config = candidate.config
         assert (config.trainer.steps, config.validation.every, config.sampling.num_inference_steps) == (15, 5, 10)
         assert config.cluster.launcher == "local" and config.cluster.threads_per_worker == 1
+        assert any(key.startswith("actor.lr=") for key in candidate.keys)
+        [ocr] = [scorer for name, scorer in config.reward.scorers.items() if name == "ocr"]
+        differentiates = BY_NAME[config.algorithm.name].differentiates
+        assert (ocr.weight == 0) is (differentiates and name != "mixed_gradient")
+        assert (candidate.images_before > 0) is (config.data.train_on == "files" or config.algorithm.data_coef > 0)
+        if config.data.train_on == "files":
+            assert candidate.images_before == config.trainer.steps * shipped_suite.images[name]
+            continue
         prompts = plan_prompts(config, load_prompts(config.data.train), 1)
         tasks = build_algorithm(config).plan(plan_samples(config, prompts, 1, 0))
-        assert sum(len(task.samples) for task in tasks) == shipped_suite.images, candidate.keys
-        assert any(key.startswith("actor.lr=") for key in candidate.keys)
+        assert sum(len(task.samples) for task in tasks) == shipped_suite.images[name], candidate.keys
+
+
+def test_files_that_runs_learn_from_are_made_once(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    found = Suite({}, 0, 5, (1,), prepared={str(made): f"-c \"open('{made}', 'a').write('x')\""})
+    suite.prepare(found)
+    suite.prepare(found)
+    assert made.read_text() == "x"
 
 
 def test_the_fingerprint_is_that_of_what_is_computed() -> None:
