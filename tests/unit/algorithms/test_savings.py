@@ -38,7 +38,7 @@ GRADIENTS = [name for name in BY_NAME if BY_NAME[name].differentiates]
 NAMES = [name for name in sorted(BY_NAME) if name not in GRADIENTS or name in ("draft", "mixed_gradient", "srpo")]
 EACH = pytest.mark.parametrize("name", NAMES)
 # one for each way of calling the denoiser, which is all that its layout and kernels depend on
-CALLING = ("awm", "diffusion_nft", "dgpo", "dmdr", "draft", "flow_grpo", "neighbor_grpo", "opd", "tempflow_grpo")
+CALLING = ("awm", "diffusion_nft", "dgpo", "draft", "flow_grpo", "neighbor_grpo", "opd", "tempflow_grpo")
 
 
 def config(name: str, **keys: Any) -> Config:
