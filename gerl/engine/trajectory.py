@@ -27,18 +27,19 @@ def lean(tape: Tape, reads: Reads) -> Tape:
     # the caller's latents stand for those of trained steps; but the search for guidance's roles takes the recorded ones
     given = reads.steps if reads.forward and not outputs else frozenset()
 
-    read_last = reads.clean or reads.chain
+    # a gradient is handed on by the rules of steps that are not trained, and leaps pass over their latents
+    end = final if reads.chain else last
 
     def is_left(k: int) -> bool:
-        return k < last and k + 1 not in given if reads.forward else k <= last
+        return k < last and k + 1 not in given if reads.forward else k <= end
 
     steps = [
         replace(
             step,
             # the initial latents are recognised by their values, as is what a pipeline writes into later ones
-            x=step.x if k <= last and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
+            x=step.x if k <= end and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
             written=step.written if k in given or (given and k == 1) or reads.chain else shapes(step.written),
-            x_next=step.x_next if is_left(k) or (read_last and k == final) else shapes(step.x_next),
+            x_next=step.x_next if is_left(k) or (reads.clean and k == final) else shapes(step.x_next),
             mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
         )
         for k, step in enumerate(tape.steps)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gerl.run.settings import get, is_stochastic
+from gerl.run.settings import differentiates, get, is_stochastic
 
 Row = Mapping[str, Any]
 PATIENCE = 5  # steps in a row without a signal, or with one and the same reward, before it is said
@@ -204,7 +204,7 @@ class Health:
     def _one_step(self, row: Row) -> list[tuple[str, str]]:
         """Whether nearly all of the gradient has come from one denoising step for a while."""
         share, prefix = _number(row, "actor/step_grad_share"), "actor/step_grad_norm/"
-        if share is None:  # no update, or one of a single step
+        if share is None or differentiates(self.config):  # no update, one of a single step, or no noise of steps in it
             return []
         self._dominated = self._dominated + 1 if share > DOMINANT else 0
         norms = {int(name.removeprefix(prefix)): row[name] or 0.0 for name in row if name.startswith(prefix)}

@@ -12,6 +12,7 @@ import yaml
 from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import shipped
 from gerl.config import Config, ScorerConfig
+from gerl.config.algorithm import BY_NAME
 from gerl.config.blocks import FULL
 from gerl.errors import ConfigError
 from gerl.run.charts import Labels
@@ -90,6 +91,12 @@ def _defaults(algorithm: str) -> Config:
 def labels(config: Values) -> Labels:
     """The names of the curves: noise is mentioned where there is some."""
     return Labels("training, with exploration noise" if is_stochastic(config) else "training")
+
+
+def differentiates(config: Values) -> bool:
+    """Whether the algorithm differentiates the reward; False where it is not known."""
+    known = BY_NAME.get(get(config, "algorithm", "name"))
+    return known is not None and known.differentiates
 
 
 def is_stochastic(config: Values) -> bool:

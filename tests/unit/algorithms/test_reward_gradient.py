@@ -3,20 +3,23 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from replaying import counted_rows
-from training import Training, config, new_policy
+from training import PROMPTS, Training, config, new_policy
 
 from gerl.algorithms import build_algorithm, surrogates
+from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.config import from_mapping
+from gerl.engine.trajectory import lean
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt
+from gerl.workers import rollout
 
 STEPS = 4
 same_policy = functools.cache(new_policy)  # whose weights no test changes
@@ -298,6 +301,23 @@ def test_epsilon_models_are_trained_by_what_their_steps_predict() -> None:
         t.algorithm.reward = reward  # type: ignore[attr-defined]
         gradient, _ = t.gradient(torch.ones(2, STEPS))
         assert torch.isfinite(gradient).all() and gradient.norm() > 0
+
+
+@pytest.mark.parametrize("name", ["drtune", "leapalign", "flowbp_sparse", "flowbp_bridge", "flowbp_lagrange"])
+def test_a_trajectory_keeps_what_is_looked_at_after_the_last_trained_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = config(name, n=1, steps=8, sampling_kernel="ode")
+    algorithm: Any = build_algorithm(c)
+    step = min(range(1, 99), key=lambda step: max(algorithm.drawn(step)))  # whose last trained one comes earliest
+    samples = [replace(sample, step=step) for sample in plan_samples(c, PROMPTS, 1, 0)]
+    gradients = []
+    for keep in (lean, lambda tape, reads: replace(tape, reads=reads)):
+        monkeypatch.setattr(rollout, "lean", keep)
+        t = Training(c, same_policy(), samples)
+        t.algorithm.reward = reward  # type: ignore[attr-defined]
+        gradients.append(t.gradient(torch.ones(2, 8))[0])
+    assert torch.equal(*gradients) and gradients[0].norm() > 0
 
 
 @pytest.mark.parametrize(

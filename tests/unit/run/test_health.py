@@ -165,6 +165,11 @@ def test_a_gradient_that_is_that_of_one_denoising_step_is_said_after_some_steps(
         assert not health.observe({"step": i + 1, "actor/step_grad_share": 0.5 if i % 4 else 0.95})
 
 
+def test_a_reward_that_is_differentiated_may_have_its_gradient_from_one_step() -> None:
+    assert dominated(CONFIG | {"algorithm": {"name": "draft"}}, 11) == []
+    assert dominated(CONFIG | {"algorithm": {"name": "flow_grpo"}}, 11)
+
+
 def test_what_is_advised_then_takes_nothing_from_the_steps_with_more_noise() -> None:
     best = CONFIG | {"algorithm": {"timestep_weights": "std2_over_jacobian"}, "sampling": {"window_range": [2, 12]}}
     (said,) = dominated(best, 11, first=2)
