@@ -30,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/python -m gerl.trainer.main_flowgrpo $(ARGS)
 
 test: $(STAMP)
-	$(CACHING) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(CACHING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-lowest: $(STAMP)
 	$(PYTHON) -m venv $(LOWEST)

@@ -1,6 +1,8 @@
 """A reward with a gradient, of your own: how well the lettering of a sign agrees with a drawing of the text asked for.
 
-    python -m gerl.trainer.main_flowgrpo algorithm=draft experiment=signs 'algorithm.last=2' \
+    python -m gerl.trainer.main_flowgrpo algorithm=drtune algorithm.late=4 algorithm.margin=1 \
+        sampling.num_inference_steps=10 rollout.prompts_per_step=24 trainer.steps=15 validation.every=5 \
+        actor.lr=3e-3 actor.lr_schedule=constant \
         'reward.scorers={legible: {path: examples/legibility_reward.py}, ocr: {weight: 0}}'
 
 For the signs model that ships with gerl, whose lettering always has the same size and place but for a pixel. An OCR,

@@ -1,5 +1,6 @@
 """Settings of the whole suite: one thread (the tensors are tiny, and sums keep their order), reproducible examples."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ with importing():
         import transformers  # noqa: F401
 
 torch.set_num_threads(1)
+gc.set_threshold(100_000)  # after every 700 objects, as is usual, the collector takes a fiftieth of the time
 
 
 @pytest.hookimpl(tryfirst=True)
