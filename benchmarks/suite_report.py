@@ -28,11 +28,11 @@ SEEDS = 5  # of an algorithm, with fewer of which nothing is claimed
 LOWEST = 0.4  # reward at the lower edge of the picture
 MARKERS = "os^vDPX*<>"
 OTHERS = (
-    "Presets that learn from something else, or from something besides, are measured by the same OCR. A drawing of the "
-    "text asked for is a reward with a gradient (`examples/legibility_reward.py`): it says of every pixel what it should "
-    "be, where the OCR gives a number for an image, so that this table and the one above do not compare algorithms. The "
-    "guided base model teaches what it says itself, whatever the reward. Ranked images (`examples/ranked_signs.py`) are "
-    "as many as the others draw in all, and counted with their cost:"
+    "Presets that learn from something else, or from something besides, are measured by the same OCR. A drawing of "
+    "the text asked for is a reward with a gradient (`examples/legibility_reward.py`): it says of every pixel what it "
+    "should be, where the OCR gives a number for an image, so that this table and the one above do not compare "
+    "algorithms. The guided base model teaches what it says itself, whatever the reward. Ranked images "
+    "(`examples/ranked_signs.py`) are as many as the others draw in all, and counted with their cost:"
 )
 LEARNS_FROM = learns_from()  # of the presets that are in a table of their own
 COLUMNS = (
