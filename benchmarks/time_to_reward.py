@@ -175,7 +175,7 @@ def measure(
             measured.error = str(error)
     if images_before:
         forward = images_before * config.sampling.num_inference_steps
-        seconds = measured.validation_seconds * images_before / len(held_out)
+        seconds = measured.validation_seconds * images_before / len(held_out[: config.validation.max_prompts])
         measured.points = [
             replace(
                 point,

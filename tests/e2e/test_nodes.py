@@ -16,9 +16,12 @@ SETTINGS = "checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.
 # three workers on two nodes: two that train have to meet, and trajectories go from one node to the other
 SPLIT = "cluster.layout=split cluster.rollout_workers=1 cluster.actor_workers=2".split()
 # a head without CPUs, as KubeRay and SkyPilot have it, and two nodes; a line from stdin ends one of them, or starts one
+# (the cluster asks them often, so that it soon knows of the end)
 NODES = """
+import os
 import sys
 from pathlib import Path
+os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3"}
 from ray.cluster_utils import Cluster
 
 def workers(node):  # of the run, which are children of the node's raylet
