@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sections import write_section
+
 from gerl.run.card import hardware, now, software
 from gerl.utils.files import write_file
 
@@ -304,10 +306,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not args.table:
         write_file(RESULTS, json.dumps(drill(args.kills, args.seed, overrides), indent=1) + "\n")
-    results = json.loads(RESULTS.read_text())
-    page = README.read_text(encoding="utf-8")
-    start, end = page.index(BEGIN), page.index(END)
-    write_file(README, f"{page[:start]}{BEGIN}\n\n{table(results)}\n\n{page[end:]}")
+    write_section(README, BEGIN, END, table(json.loads(RESULTS.read_text())))
     return 0
 
 

@@ -39,6 +39,7 @@ from gpu_cases import (
     variants,
     worker_of,
 )
+from sections import write_section
 
 from gerl.algorithms import batches_of, count_pairs
 from gerl.errors import GerlError
@@ -315,9 +316,7 @@ def write_table(results: Path, page: Path) -> None:
     rows = read_rows(results)
     if any(row["dry_run"] for row in rows):
         raise GerlError(f"{results} has rows of a dry run, which are no measurements: remove them")
-    text = page.read_text(encoding="utf-8")
-    start, end = text.index(BEGIN), text.index(END)
-    write_file(page, f"{text[:start]}{BEGIN}\n\n{table(rows)}\n\n{text[end:]}")
+    write_section(page, BEGIN, END, table(rows))
 
 
 # --- the command

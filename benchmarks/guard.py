@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sections import write_section
+
 from gerl.run.card import hardware, now, software
 from gerl.run.statistics import share_interval
 from gerl.utils.files import write_file
@@ -160,12 +162,6 @@ def interval(count: int, total: int) -> str:
     return f"{low:.0%} to {high:.0%}"
 
 
-def write_table(results: dict[str, Any], page: Path = PAGE) -> None:
-    text = page.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    write_file(page, f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2)
@@ -182,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
         jobs = [Job(reward, seed) for seed in range(1, args.seeds + 1) for reward in REWARDS]
         jobs += [Job(HONEST, seed) for seed in range(args.seeds + 1, args.honest + 1)]
         run_all(jobs, args.jobs, results["runs"], lambda: write_file(RESULTS, json.dumps(results, indent=1) + "\n"))
-    write_table(results)
+    write_section(PAGE, BEGIN, END, table(results))
     return 0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from scale_model import Fit, Network, Record, Work, errors, fit, fit_collective, lost, step_seconds
+from sections import write_section
 from sizing import SHARE, config_of, facts_of, on
 
 from gerl.preflight.sizing.facts import Facts
@@ -220,13 +221,11 @@ def summary(found: Record) -> str:
     return "\n".join(lines)
 
 
-def between(found: Record) -> str:
+def section(found: Record) -> str:
     """What stands between the markers of the README."""
-    return f"{BEGIN}\n\n{table(found)}\n\n{summary(found)}\n\n{END}"
+    return f"{table(found)}\n\n{summary(found)}"
 
 
 def write_table() -> None:
     """Put the table into the README."""
-    text = PAGE.read_text(encoding="utf-8")
-    start, end = text.index(BEGIN), text.index(END) + len(END)
-    PAGE.write_text(text[:start] + between(load(SIMULATED)) + text[end:], encoding="utf-8")
+    write_section(PAGE, BEGIN, END, section(load(SIMULATED)))

@@ -184,10 +184,10 @@ def read_suite(path: Path = SUITE, algorithms: Sequence[str] = (), overrides: Se
     return Suite(candidates, content["tuning_seed"], content["tuning_steps"], content["seeds"], images, prepared)
 
 
-def learns_from(path: Path = SUITE) -> dict[str, str]:
-    """What the algorithms that learn from something else than the OCR's rewards learn from, in words."""
-    others = yaml.safe_load(path.read_text(encoding="utf-8"))["others"]
-    return {name: words for words, group in others.items() for name in group["algorithms"]}
+def other_groups(path: Path = SUITE) -> dict[str, Any]:
+    """The groups of presets that learn from something else than the OCR's rewards, by what that is in words."""
+    groups: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["others"]
+    return groups
 
 
 def prepare(suite: Suite) -> None:

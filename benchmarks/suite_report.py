@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
-from suite import FINAL, TUNE, Run, best_run, evaluations, last_reward, learns_from
+from suite import FINAL, TUNE, Run, best_run, evaluations, last_reward, other_groups
 
 from gerl.commandline.experiments import algorithm_of
 from gerl.config.algorithm import BY_NAME
@@ -27,14 +27,9 @@ LEVEL = 0.05  # of the tests together
 SEEDS = 5  # of an algorithm, with fewer of which nothing is claimed
 LOWEST = 0.4  # reward at the lower edge of the picture
 MARKERS = "os^vDPX*<>"
-OTHERS = (
-    "Presets that learn from something else, or from something besides, are measured by the same OCR. A drawing of "
-    "the text asked for is a reward with a gradient (`examples/legibility_reward.py`): it says of every pixel what it "
-    "should be, where the OCR gives a number for an image, so that this table and the one above do not compare "
-    "algorithms. The guided base model teaches what it says itself, whatever the reward. Ranked images "
-    "(`examples/ranked_signs.py`) are as many as the others draw in all, and counted with their cost:"
-)
-LEARNS_FROM = learns_from()  # of the presets that are in a table of their own
+OTHERS = "Presets that learn from something else, or from something besides, are measured by the same OCR."
+GROUPS = other_groups()  # of the presets that have a table of their own
+LEARNS_FROM = {name: words for words, group in GROUPS.items() for name in group["algorithms"]}
 COLUMNS = (
     *("algorithm", "group", "settings", "seeds", "held-out reward", "exactly as asked"),
     *("evaluations", f"to {GOAL:g}", "CPU seconds", "images", "optimizer steps"),
@@ -182,7 +177,10 @@ def table(runs: Sequence[Run], seeds: int = SEEDS) -> str:
     usual = usual_validation(found)
     parts = [rows_of(by_rewards, usual)] if by_rewards else []
     if others:
-        parts += [OTHERS, rows_of(others, usual, {"learns from": [LEARNS_FROM[s.algorithm] for s in others]})]
+        origins = [LEARNS_FROM[summary.algorithm] for summary in others]
+        explained = (GROUPS[words].get("explained") for words in dict.fromkeys(origins))
+        parts += [" ".join([OTHERS, *filter(None, explained)])]
+        parts += [rows_of(others, usual, {"learns from": origins})]
     picture = f"![Held-out reward against denoiser evaluations](pictures/{PICTURE.name})"
     return "\n\n".join([*parts, conditions(found), picture])
 
@@ -259,20 +257,6 @@ def version(gerl: Mapping[str, object]) -> str:
 
 def machine(hardware: Mapping[str, object]) -> str:
     return f"{hardware['cpu']} with {hardware['cores']} cores"
-
-
-def write_table(runs: Sequence[Run], page: Path = PAGE) -> None:
-    """Replace the section of the page between the marks."""
-    page.write_text(with_section(page.read_text(encoding="utf-8"), table(runs)), encoding="utf-8")
-
-
-def with_section(text: str, content: str) -> str:
-    """`text` with `content` between the marks; raises `ValueError` where they are not there once each."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in after or END in after:
-        raise ValueError(f"the page must have {BEGIN} and {END} once each, in this order")
-    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
 
 
 # --- the curves

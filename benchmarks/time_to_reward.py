@@ -31,6 +31,7 @@ from typing import Any
 
 import suite
 import torch
+from sections import write_section
 from torch.utils._pytree import tree_leaves
 
 from gerl.cluster import Cluster
@@ -286,7 +287,8 @@ def main() -> int:
         import suite_report  # it needs scipy
 
         if args.table:
-            suite_report.write_table(suite.load_runs(args.results))
+            table = suite_report.table(suite.load_runs(args.results))
+            write_section(suite_report.PAGE, suite_report.BEGIN, suite_report.END, table)
         if args.plot:
             suite_report.plot(suite.load_runs(args.results))
     if not (args.suite or args.table or args.plot):

@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from sections import write_section
+
 from gerl.run.card import hardware, now, software
 from gerl.utils.dataset import load_prompts
 from gerl.utils.files import write_file
@@ -121,12 +123,6 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_table(results: dict[str, Any], page: Path = PAGE) -> None:
-    text = page.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    write_file(page, f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of the student")
@@ -136,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--table", action="store_true", help="write the results into docs/algorithms.md")
     args = parser.parse_intermixed_args(arguments)
     if args.table:
-        write_table(json.loads(args.out.read_text()))
+        write_section(PAGE, BEGIN, END, table(json.loads(args.out.read_text())))
         return 0
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(args.jobs) as pool:
         write_prompts(Path(place))

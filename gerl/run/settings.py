@@ -94,9 +94,9 @@ def labels(config: Values) -> Labels:
 
 
 def differentiates(config: Values) -> bool:
-    """Whether the algorithm differentiates the reward; False where it is not known."""
+    """Whether the algorithm learns by the gradient of the reward alone; False where it is not known."""
     known = BY_NAME.get(get(config, "algorithm", "name"))
-    return known is not None and known.differentiates
+    return known is not None and known.differentiates and not known.scores_steps
 
 
 def is_stochastic(config: Values) -> bool:

@@ -300,12 +300,12 @@ def check_stacked(trial: Trial) -> None:
 
 
 def check_noised(trial: Trial) -> None:
-    """Latents of the caller's at two levels, on a lean tape and without its last sample."""
+    """Latents of the caller's, on a lean tape and without its last sample; guidance has a level of its own."""
     _, tape = trial.record(0.0)
     x0, generator = tape.steps[-1].x_next, torch.Generator().manual_seed(6)
     index = list(range(trial.entry.batch))
     index = index if "sub_batch" in trial.entry.fails else index[:-1] or index
-    for k in (0, 1):  # by themselves: guidance with momentum has the outputs of earlier steps in later ones
+    for k in (0, 1) if trial.entry.cfg is None else (int(trial.guided),):  # alone, as guidance may have momentum
         noised = tape.steps[k].rule.noised(x0, torch.randn(x0.shape, generator=generator))
         rows = noised.unflatten(0, (trial.entry.batch, -1))[index].flatten(0, 1)
         kept = lean(tape, Reads(frozenset({k}), means=False, outputs=False, forward=True))

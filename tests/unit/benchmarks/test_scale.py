@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import scale_report as report
 from scale_model import FREE, Fit, Network, Work, fit, fit_collective, least_squares, predicted, step_seconds
+from sections import with_section
 
 INSTANT = Network(float("inf"), float("inf"), hop=0.0, latency=0.0)
 WORK = Work(workers=1, images=24, micro_batch=6, draw=0.25, update=0.5)
@@ -100,6 +101,5 @@ def test_micro_batches_are_equally_many_in_every_update() -> None:
 
 
 def test_the_readme_has_the_table_of_the_results() -> None:
-    text = report.PAGE.read_text(encoding="utf-8")
-    start, end = text.index(report.BEGIN), text.index(report.END) + len(report.END)
-    assert text[start:end] == report.between(report.load(report.SIMULATED))
+    text, content = report.PAGE.read_text(encoding="utf-8"), report.section(report.load(report.SIMULATED))
+    assert text == with_section(text, report.BEGIN, report.END, content)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from apart import import_scipy
+from sections import with_section
 from suite import FINAL, RESULTS, TUNE, load_runs
 
 import_scipy()
@@ -144,18 +145,21 @@ def test_the_table() -> None:
     assert "rwr" not in report.table(runs, seeds=2) and report.table(runs) == "not measured yet"
 
 
-def test_the_section_is_replaced_and_nothing_else() -> None:
-    page = f"before\n{report.BEGIN}\n\nold\n\n{report.END}\nafter"
-    once = report.with_section(page, "new")
-    assert once == page.replace("old", "new") == report.with_section(once, "new")
-    for wrong in ("no marks", page.replace(report.END, ""), page + report.BEGIN):
-        with pytest.raises(ValueError, match="once each"):
-            report.with_section(wrong, "new")
+def test_presets_that_learn_from_something_else_have_a_table_of_their_own() -> None:
+    runs = [*runs_of("awm", 0.90, 0.92), *runs_of("draft", 0.95, 0.95), *runs_of("mixed_gradient", 0.7, 0.9)]
+    table = report.table(runs, seeds=2)
+    by_rewards, others = table.split(report.OTHERS)
+    assert "`awm`" in by_rewards and not any(word in by_rewards for word in ("draft", "mixed", "learns from"))
+    assert "A drawing of the text" in others and "Ranked images" not in others
+    assert (
+        "| group | learns from | settings |" in others and "| `draft` | a | the gradient of a drawing | `act" in others
+    )
+    assert "| `mixed_gradient` | a | OCR and the gradient of a drawing | `actor.lr=1e-3` | 2 |" in others
 
 
 def test_the_page_has_the_committed_results() -> None:
     page = report.PAGE.read_text(encoding="utf-8")
-    has = page == report.with_section(page, report.table(load_runs(RESULTS)))
+    has = page == with_section(page, report.BEGIN, report.END, report.table(load_runs(RESULTS)))
     assert has, "run python benchmarks/time_to_reward.py --table"
 
 

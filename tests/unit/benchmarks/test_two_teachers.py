@@ -7,6 +7,7 @@ from apart import import_scipy
 
 import_scipy()
 import two_teachers  # noqa: E402
+from sections import with_section  # noqa: E402
 
 from gerl.commandline.composition import compose_run  # noqa: E402
 
@@ -46,3 +47,9 @@ def test_the_table_compares_each_student_with_its_own_teachers() -> None:
     less = lines[6].split(" | ")
     assert less[1] == "-0.010 ± 0.000" and less[2].startswith("-0.050 ± 0.635")
     assert "2 seeds" in lines[-1] and "a CPU, 2 cores" in lines[-1]
+
+
+def test_the_page_has_the_committed_results() -> None:
+    page = two_teachers.PAGE.read_text(encoding="utf-8")
+    content = two_teachers.table(json.loads(two_teachers.RESULTS.read_text()))
+    assert page == with_section(page, two_teachers.BEGIN, two_teachers.END, content)

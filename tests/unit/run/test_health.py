@@ -167,7 +167,8 @@ def test_a_gradient_that_is_that_of_one_denoising_step_is_said_after_some_steps(
 
 def test_a_reward_that_is_differentiated_may_have_its_gradient_from_one_step() -> None:
     assert dominated(CONFIG | {"algorithm": {"name": "draft"}}, 11) == []
-    assert dominated(CONFIG | {"algorithm": {"name": "flow_grpo"}}, 11)
+    for name in ("flow_grpo", "mixed_gradient"):
+        assert dominated(CONFIG | {"algorithm": {"name": name}}, 11)
 
 
 def test_what_is_advised_then_takes_nothing_from_the_steps_with_more_noise() -> None:
