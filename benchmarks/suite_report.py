@@ -276,16 +276,20 @@ def plot(runs: Sequence[Run], path: Path = PICTURE, seeds: int = SEEDS) -> None:
             other = summary.algorithm in LEARNS_FROM
             families[list(families)[2 if other else 1 - is_gradient]].append(summary)
         figure = Figure(figsize=(15, 5), layout="constrained")
-        axes = figure.subplots(1, 3, sharex=True, sharey=True)
+        axes = figure.subplots(1, 3, sharey=True)
+        axes[1].sharex(axes[0])  # which compare algorithms; what costs something else has its own scale
         for side, (title, own) in zip(axes, families.items(), strict=True):
             for number, summary in enumerate(own):
                 draw(side, summary, number)
             side.set(title=title, xlabel="evaluations of the denoiser")
             side.grid(alpha=0.3)
+            side.locator_params(axis="x", nbins=5)
             if own:
                 side.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
         # not before both are drawn: a limit that is given ends the scaling; what collapses leaves the picture
-        axes[0].set(ylabel="held-out OCR reward", xlim=(0, None), ylim=(LOWEST, None))
+        for side in axes:
+            side.set(xlim=(0, None))
+        axes[0].set(ylabel="held-out OCR reward", ylim=(LOWEST, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     print(path)

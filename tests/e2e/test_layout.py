@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drills import ALL
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
@@ -80,14 +81,15 @@ def test_over_ray_workers_of_both_kinds_may_die(
     settings = ["trainer.staleness=1", "cluster.max_restarts=20"]
     both = run(tmp_path / "both", *settings)
     (tmp_path / "kills").mkdir()
-    for call in ("accumulate.0.2", "generate.1.3", "hand_over.2.4"):
+    calls = ["accumulate.0.2", "generate.1.3", *(["hand_over.2.4"] if ALL else [])]
+    for call in calls:
         (tmp_path / "kills" / call).write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))  # the workers inherit both
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
     apart = run(tmp_path / "apart", *settings, *split(2, 1), cluster__launcher="ray")
     assert not list((tmp_path / "kills").iterdir())
     apart.assert_same(both, STEPS)
-    assert sum(apart.column("cluster/restarts")) >= 3
+    assert sum(apart.column("cluster/restarts")) >= len(calls)
     assert "3 worker(s) on cpu (2 to draw, 1 to train)" in caplog.text
 
 

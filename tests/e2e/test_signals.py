@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM at random moments of a run: one sentence, the exit code, a checkpoint, no process left behind.
 
 A run is signalled and carried on until it is finished, and must then be, bit for bit, the one that nothing interrupted.
-Each costs a start: 3 are sent over Ray, and with `GERL_SIGNALS=20`, as in `.ci/run`, that many.
+Each costs a start: 3 are sent over Ray, or 20 (`drills.ALL`).
 """
 
 import json
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drills import ALL
 
 STEPS = 24
-SIGNALS = int(os.environ.get("GERL_SIGNALS", "3"))
+SIGNALS = 20 if ALL else 3
 TWO_WORKERS = max(SIGNALS // 10, 1)  # of them with two workers: a start costs half as much again
 OFTEN = "validation.every=2 checkpoint.every=3 actor.lr=0.01 rollout.micro_batch_size=2".split()
 OF_RAY = re.compile(r"\(raylet|\(gcs_server|\(\w+ pid=|Stack trace|core_worker|ray::|\[[\d:, -]+ [EWI] \d+ \d+\]")

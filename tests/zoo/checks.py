@@ -305,7 +305,7 @@ def check_noised(trial: Trial) -> None:
     x0, generator = tape.steps[-1].x_next, torch.Generator().manual_seed(6)
     index = list(range(trial.entry.batch))
     index = index if "sub_batch" in trial.entry.fails else index[:-1] or index
-    for k in (0, 1) if trial.entry.cfg is None else (int(trial.guided),):  # alone, as guidance may have momentum
+    for k in (0, 1) if trial.entry.cfg is None or "noised" in trial.entry.fails else (int(trial.guided),):  # by itself
         noised = tape.steps[k].rule.noised(x0, torch.randn(x0.shape, generator=generator))
         rows = noised.unflatten(0, (trial.entry.batch, -1))[index].flatten(0, 1)
         kept = lean(tape, Reads(frozenset({k}), means=False, outputs=False, forward=True))
