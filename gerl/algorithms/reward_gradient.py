@@ -15,11 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards
 from gerl.algorithms.step_gradients import StepGradients
 from gerl.config.reward_gradients import RewardGradientConfig
-from gerl.engine import ReplayedStep, Tape, decoded, gradient_of, pull_back, replay
+from gerl.engine import ReplayedStep, Tape, decoded, pull_back, replay
 from gerl.engine.kernels import FlowRule
 from gerl.errors import ReplayError
 from gerl.protocol import Prompt, Sample, UpdateStats
@@ -168,10 +169,11 @@ class RewardGradient(Algorithm):
         for start in range(0, count, self.settings.decode_batch):
             index = list(range(start, min(start + self.settings.decode_batch, count)))
             x = latents[start * each : (index[-1] + 1) * each].detach().clone().requires_grad_()
-            images = self.decode(policy.pipe, part.tape.rows(index), x)
-            rewards = (look.score or self.reward)(images, [part.prompts[i] for i in index])
-            losses = self.loss(rewards)
-            gradients.append(gradient_of(policy.pipe, (weights[index] * losses).sum(), x))
+            with allow_mutation_on_saved_tensors():
+                images = self.decode(policy.pipe, part.tape.rows(index), x)
+                rewards = (look.score or self.reward)(images, [part.prompts[i] for i in index])
+                losses = self.loss(rewards)
+                gradients += torch.autograd.grad((weights[index] * losses).sum(), x)
             plain = weights[index].detach() * part.images if part.images != float("inf") else 0 * weights[index]
             part.found.reward += float((plain * rewards.detach()).sum())
             part.found.loss += float((plain * losses.detach()).sum())

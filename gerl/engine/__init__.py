@@ -2,7 +2,7 @@
 
 from gerl.engine.adjoint import LatentsGradient, pull_back
 from gerl.engine.branch import branch
-from gerl.engine.decode import decoded, gradient_of
+from gerl.engine.decode import decoded
 from gerl.engine.feature_cache import FeatureCache
 from gerl.engine.player import ReplayedStep
 from gerl.engine.record import record, record_probe, record_structure
@@ -12,5 +12,5 @@ from gerl.engine.trajectory import Trajectory, lean
 
 __all__ = [
     "FeatureCache", "LatentsGradient", "Reads", "ReplayedStep", "Tape", "Trajectory", "branch", "decoded",
-    "gradient_of", "lean", "pull_back", "record", "record_probe", "record_structure", "replay",
+    "lean", "pull_back", "record", "record_probe", "record_structure", "replay",
 ]  # fmt: skip

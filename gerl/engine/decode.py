@@ -29,7 +29,8 @@ def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch
 
     `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. From the first call on
     the VAE recomputes its activations in a backward pass, if it can. Raises `ReplayError` where the pipeline does not
-    do what it did in the rollout, or decodes without gradient.
+    do what it did in the rollout, or decodes without gradient. Decode and differentiate within torch's
+    `allow_mutation_on_saved_tensors`: a pipeline may write into what its derivative needs (Kandinsky 5).
     """
     decoder = Decoder(tape, latents)
     call = select_call(tape.call, range(tape.batch_size)) | {"output_type": "pt"}
@@ -49,19 +50,6 @@ def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch
     if latents.requires_grad and not images.requires_grad:
         raise ReplayError(_undifferentiable(pipe))
     return images
-
-
-def gradient_of(pipe: DiffusionPipeline, loss: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """The gradient at `latents` of a loss of the images that `pipe` decoded from them, shape of `latents`.
-
-    Raises `ReplayError` where the pipeline wrote over what its own derivative needs.
-    """
-    try:
-        return torch.autograd.grad(loss, latents)[0]
-    except RuntimeError as error:
-        if "inplace operation" not in str(error):
-            raise
-        raise ReplayError(f"{_undifferentiable(pipe)} (it writes into them: {error})") from error
 
 
 def _undifferentiable(pipe: DiffusionPipeline) -> str:

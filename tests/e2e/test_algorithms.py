@@ -150,9 +150,9 @@ def few_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 VARIANTS = {
     "cross_entropy": ("crd", "algorithm.kl_coef=0 algorithm.regression=cross_entropy rollout.n=8 trainer.steps=4"),
     "lcm": (
-        "flow_grpo",
+        "flow_grpo",  # noise drawn anew at each step hides what a step decides: more images, one update
         "sampling.kernel=cps sampling.noise_level=1 sampling.num_inference_steps=3 sampling.window_range=[0,2] "
-        "trainer.steps=4",
+        "actor.updates_per_step=1 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=4",
     ),
     "flow_map": ("neighbor_grpo", "trainer.steps=5 rollout.n=6"),
 }

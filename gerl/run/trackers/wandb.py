@@ -49,3 +49,4 @@ class Wandb:
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
+        self._wandb.teardown()  # waits for its service, which has the end of the run still to write

@@ -1,5 +1,6 @@
 """Each tracker with its real package, offline: what a run and the run that carries it on wrote is read back."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from apart import find_trackers
 from http_service import Answer, HttpService
@@ -18,6 +20,7 @@ from PIL import Image
 
 from gerl.config import LoggerConfig
 from gerl.run.trackers import REMOTE
+from gerl.run.trackers.process import TrackerProcess
 from gerl.run.tracking import Tracker
 
 CONFIG = """
@@ -36,10 +39,11 @@ WARNING = "step 2: nothing to learn from"
 
 @dataclass(frozen=True)
 class Tracked:
-    """The folder of a run that was carried on, and what `trackers.json` had before and after that."""
+    """The folder of a run that was carried on, what `trackers.json` had before and after that, and what was left."""
 
     folder: Path
     records: list[dict[str, dict[str, str]]]
+    left: list[int]  # processes of wandb's service that were still there when wandb had closed
 
     def id(self, tracker: str) -> str:
         first, second = (record[tracker] for record in self.records)
@@ -78,7 +82,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, patch: pytest.MonkeyPatch)
     }.items():
         patch.setenv(name, value)
     config = LoggerConfig(trackers=["wandb", "trackio", "mlflow", "swanlab"], project="paint", tags=["mine"])
-    records = []
+    records, left = [], watch_service(patch, here / "staging")
     for start in (-1, 2):
         tracker = Tracker(folder, config, start_step=start)
         for step in range(max(start, 0) + 1, max(start, 0) + 3):
@@ -89,7 +93,27 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, patch: pytest.MonkeyPatch)
         tracker.checkpoint(step, {"lora/weights.safetensors": f"weights {step}".encode(), "state.safetensors": b"x"})
         tracker.close()
         records.append(json.loads((folder / "trackers.json").read_text()))
-    return Tracked(folder, records)
+    return Tracked(folder, records, left)
+
+
+def watch_service(patch: pytest.MonkeyPatch, data: Path) -> list[int]:
+    """Filled in as wandb closes: the processes of its service that are still there then."""
+    left: list[int] = []
+    close = TrackerProcess.close
+
+    def watched(tracker: TrackerProcess, failed: bool = False) -> None:
+        close(tracker, failed)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if (
+                    tracker.name == "wandb"
+                    and process.name() == "wandb-core"
+                    and process.environ().get("WANDB_DATA_DIR") == str(data)
+                ):
+                    left.append(process.pid)
+
+    patch.setattr(TrackerProcess, "close", watched)
+    return left
 
 
 def is_red(path: Path) -> bool:
@@ -122,6 +146,10 @@ def wandb_records(path: Path) -> dict[str, list[Any]]:
         kind = record.WhichOneof("record_type")
         found.setdefault(kind, []).append(getattr(record, kind))
     return found
+
+
+def test_wandbs_service_has_written_the_end_of_a_run_when_it_closes(tracked: Tracked) -> None:
+    assert tracked.left == []
 
 
 def test_wandb(tracked: Tracked) -> None:
