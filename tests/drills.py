@@ -1,8 +1,11 @@
-"""How thorough the drills are that signal and kill runs: each signal and each death costs a start of processes.
+"""How many of the tests are run that signal and kill processes over Ray: each signal and each death costs a start.
 
-With `GERL_DRILLS=all`, as in `.ci/run`, they have all of them, otherwise some.
+All of them with `GERL_DRILLS=all`, as in `.ci/run`; otherwise one of each kind, without those marked `more`.
 """
 
 import os
 
+import pytest
+
 ALL = os.environ.get("GERL_DRILLS") == "all"
+more = pytest.mark.skipif(not ALL, reason="with GERL_DRILLS=all")

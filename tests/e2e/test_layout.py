@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drills import ALL
+from drills import more
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
@@ -74,6 +74,7 @@ def test_workers_that_only_train_keep_all_but_the_denoiser_off_their_device(
         assert [bool(getattr(pipe, part)._forward_pre_hooks) for pipe in pipes] == away
 
 
+@more
 def test_over_ray_workers_of_both_kinds_may_die(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,7 +82,7 @@ def test_over_ray_workers_of_both_kinds_may_die(
     settings = ["trainer.staleness=1", "cluster.max_restarts=20"]
     both = run(tmp_path / "both", *settings)
     (tmp_path / "kills").mkdir()
-    calls = ["accumulate.0.2", "generate.1.3", *(["hand_over.2.4"] if ALL else [])]
+    calls = ["accumulate.0.2", "generate.1.3", "hand_over.2.4"]
     for call in calls:
         (tmp_path / "kills" / call).write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))  # the workers inherit both
@@ -93,6 +94,7 @@ def test_over_ray_workers_of_both_kinds_may_die(
     assert "3 worker(s) on cpu (2 to draw, 1 to train)" in caplog.text
 
 
+@more
 def test_ranks_with_a_part_of_trained_weights_send_it_to_the_same_ranks(run: Train, tmp_path: Path) -> None:
     full = "model.train=full actor.full_lr=0.003 actor.eps=1e-4".split()
     whole = run(tmp_path / "whole", *full, "cluster.num_workers=2")

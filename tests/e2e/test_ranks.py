@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from drills import more
 from ranks import ROOT
 
 # three of the six prompts always get the same reward, so that some ranks have nothing to train
@@ -73,6 +74,7 @@ actor.micro_batch_size=3 actor.lr=0.01 actor.eps=1e-4 trainer.steps=2 cluster.nu
 """.split()
 
 
+@more
 def test_ranks_that_share_tokens_train_as_one(train: Callable[..., Any], workplace: Path, tmp_path: Path) -> None:
     """An algorithm that pools its groups of four in parts of three; a policy gradient: unit/model/test_context.py."""
     (workplace / "order.py").write_text(ORDER)

@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM at random moments of a run: one sentence, the exit code, a checkpoint, no process left behind.
 
 A run is signalled and carried on until it is finished, and must then be, bit for bit, the one that nothing interrupted.
-Each costs a start: 3 are sent over Ray, or 20 (`drills.ALL`).
+Each costs a start: two are sent over Ray, or 20 (`drills.ALL`).
 """
 
 import json
@@ -20,8 +20,7 @@ import pytest
 from drills import ALL
 
 STEPS = 24
-SIGNALS = 20 if ALL else 3
-TWO_WORKERS = max(SIGNALS // 10, 1)  # of them with two workers: a start costs half as much again
+OVER_RAY = {1: 18, 2: 2} if ALL else {2: 2}  # signals by number of workers: with two a start costs half as much again
 OFTEN = "validation.every=2 checkpoint.every=3 actor.lr=0.01 rollout.micro_batch_size=2".split()
 OF_RAY = re.compile(r"\(raylet|\(gcs_server|\(\w+ pid=|Stack trace|core_worker|ray::|\[[\d:, -]+ [EWI] \d+ \d+\]")
 
@@ -146,14 +145,9 @@ def drills(
     return build
 
 
-@pytest.mark.parametrize(
-    ("workers", "launchers"),
-    [(1, ["ray"] * (SIGNALS - TWO_WORKERS)), (2, ["ray"] * TWO_WORKERS + ["local"])],
-    ids=["one worker", "two workers"],
-)
-def test_signals_at_random_moments(
-    drills: Any, run_whole: Callable[..., Any], tmp_path: Path, workers: int, launchers: list[str]
-) -> None:
+@pytest.mark.parametrize("workers", OVER_RAY)
+def test_signals_at_random_moments(drills: Any, run_whole: Callable[..., Any], tmp_path: Path, workers: int) -> None:
+    launchers = ["ray"] * OVER_RAY[workers] + ["local"] * (workers == 2)
     moments = Moments(random.Random(len(launchers)))
     whole = run_whole(tmp_path / "whole", workers)
     for one in drills(moments, workers, launchers):

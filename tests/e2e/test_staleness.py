@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drills import more
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (
@@ -60,6 +61,7 @@ def test_a_resumed_run_draws_again_what_was_on_its_way(
     run.assert_same(whole, STEPS)
 
 
+@more
 def test_over_ray_a_worker_may_die_with_what_was_on_its_way(
     whole: Any, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
