@@ -2,11 +2,12 @@
 
     python -m gerl.trainer.main_flowgrpo algorithm=drtune algorithm.late=4 algorithm.margin=1 \
         sampling.num_inference_steps=10 rollout.prompts_per_step=24 trainer.steps=15 validation.every=5 \
-        actor.lr=3e-3 actor.lr_schedule=constant \
-        'reward.scorers={legible: {path: examples/legibility_reward.py}, ocr: {weight: 0}}'
+        actor.lr=3e-3 actor.lr_schedule=constant algorithm.kl_coef=0.03 \
+        '+reward.scorers.legible={path: examples/legibility_reward.py}' reward.scorers.ocr.weight=0
 
 For the signs model that ships with gerl, whose lettering always has the same size and place but for a pixel. An OCR,
-which has no gradient, is watched besides: it says whether what the drawing wants can also be read.
+which has no gradient, is watched besides: it says whether what the drawing wants can also be read. Nothing here asks
+for the colour of the board, which is lost on some without `algorithm.kl_coef` (docs/rewards.md).
 """
 
 from functools import cache

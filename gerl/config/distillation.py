@@ -79,7 +79,7 @@ class DMDRConfig(FlowGRPOConfig):
         "the model whose images those of a model of few steps are to look like, [{path: PIPELINE, guidance: 4.5}]; []: "
         "the model that training starts from",
     )
-    matching_coef: float = main_key(1.0, "weight of distribution matching", low=0)
+    matching_coef: float = main_key(0.01, "weight of distribution matching", low=0)
     matching_steps: int = key(
         20, "noise levels that images are compared at: those of so many denoising steps", low=2, high=1000
     )

@@ -36,8 +36,7 @@ FITTED = {
     "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] rollout.prompts_per_step=6 rollout.micro_batch_size=24 "
     "trainer.steps=6",
     "few_step_grpo": "sampling.num_inference_steps=4 trainer.steps=5",
-    # random weights are no denoiser of their own images, so that matching has nothing to say
-    "dmdr": "sampling.num_inference_steps=4 algorithm.matching_steps=4 trainer.steps=5 algorithm.matching_coef=0.01",
+    "dmdr": "sampling.num_inference_steps=4 algorithm.matching_steps=4 trainer.steps=5",
     "neighbor_grpo": "trainer.steps=3",
     "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 trainer.steps=5",
     "dense_grpo": "trainer.steps=7",

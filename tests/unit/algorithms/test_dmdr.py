@@ -66,7 +66,7 @@ def test_of_gaussians_it_points_to_the_real_one() -> None:
 
 
 def test_each_loss_trains_its_own_lora() -> None:
-    training = trained()
+    training = trained(matching_coef=1.0)
     whole, stats = training.gradient(chain_credit(CREDIT))
     own, fake = parts(training, whole)
     assert own.any() and fake.any() and stats.pairs == 8
