@@ -285,7 +285,7 @@ def plot(runs: Sequence[Run], path: Path = PICTURE, seeds: int = SEEDS) -> None:
             side.grid(alpha=0.3)
             side.locator_params(axis="x", nbins=5)
             if own:
-                side.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
+                side.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
         # not before both are drawn: a limit that is given ends the scaling; what collapses leaves the picture
         for side in axes:
             side.set(xlim=(0, None))
