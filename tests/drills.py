@@ -1,6 +1,6 @@
-"""How many of the tests are run that signal and kill processes over Ray: each signal and each death costs a start.
+"""How many of the costly tests over Ray are run: of signals, killed workers, and workers of several ranks.
 
-All of them with `GERL_DRILLS=all`, as in `.ci/run`; otherwise one of each kind, without those marked `more`.
+All of them with `GERL_DRILLS=all`, as in `.ci/run`; otherwise some of each kind, without those marked `more`.
 """
 
 import os

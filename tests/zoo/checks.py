@@ -300,12 +300,12 @@ def check_stacked(trial: Trial) -> None:
 
 
 def check_noised(trial: Trial) -> None:
-    """Latents of the caller's, on a lean tape and without its last sample; guidance has a level of its own."""
+    """Latents of the caller's, on a lean tape and without its last sample; one level a replay, for guidance with momentum."""
     _, tape = trial.record(0.0)
     x0, generator = tape.steps[-1].x_next, torch.Generator().manual_seed(6)
     index = list(range(trial.entry.batch))
     index = index if "sub_batch" in trial.entry.fails else index[:-1] or index
-    for k in (0, 1) if trial.entry.cfg is None or "noised" in trial.entry.fails else (int(trial.guided),):  # by itself
+    for k in (0, 1) if trial.entry.cfg is None or "noised" in trial.entry.fails else (int(trial.guided),):
         noised = tape.steps[k].rule.noised(x0, torch.randn(x0.shape, generator=generator))
         rows = noised.unflatten(0, (trial.entry.batch, -1))[index].flatten(0, 1)
         kept = lean(tape, Reads(frozenset({k}), means=False, outputs=False, forward=True))
