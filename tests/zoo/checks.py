@@ -300,7 +300,7 @@ def check_stacked(trial: Trial) -> None:
 
 
 def check_noised(trial: Trial) -> None:
-    """Latents of the caller's, on a lean tape and without its last sample; one level a replay, for guidance with momentum."""
+    """Latents of the caller's, on a lean tape, without its last sample; one level a replay (guidance with momentum)."""
     _, tape = trial.record(0.0)
     x0, generator = tape.steps[-1].x_next, torch.Generator().manual_seed(6)
     index = list(range(trial.entry.batch))
