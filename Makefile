@@ -61,6 +61,8 @@ $(STAMP): pyproject.toml constraints.txt
 		-c constraints.txt open-clip-torch timm torchvision ftfy wcwidth
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/scipy \
 		-c constraints.txt scipy  # apart as well: tests/apart.py says why
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/torchao \
+		-c constraints.txt torchao
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/trackers \
 		-c constraints.txt $(TRACKERS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/sweepers \

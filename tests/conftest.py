@@ -2,13 +2,16 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from gerl.commandline.imports import importing
 
+sys.path.append(str(Path(sys.prefix) / "torchao"))  # tests/apart.py says why; diffusers looks for it as it is imported
 with importing():
     import torch
 

@@ -1,8 +1,12 @@
 """Large libraries, imported in less time."""
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping
+
+Packages = Mapping[str, list[str]]
 
 
 @contextlib.contextmanager
@@ -10,14 +14,34 @@ def importing() -> Iterator[None]:
     """A block with imports, in which Python's cyclic garbage collector pauses.
 
     Imports make hundreds of thousands of objects that stay, and the collector would go through all of them again and
-    again. After the block it leaves them out (`gc.freeze`).
+    again. After the block it leaves them out (`gc.freeze`). What diffusers asks for as it is imported, which packages
+    each installed distribution has, is only found out if it looks there.
     """
     if not gc.isenabled():
         yield
         return
     gc.disable()
+    find = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = lambda: WhenRead(find)  # type: ignore[assignment, return-value]
     try:
         yield
     finally:
+        importlib.metadata.packages_distributions = find
         gc.freeze()
         gc.enable()
+
+
+class WhenRead(Packages):
+    """The distributions of each package, found when they are first read: that takes a file for each of them."""
+
+    def __init__(self, find: Callable[[], Packages]) -> None:
+        self._found = functools.cache(find)
+
+    def __getitem__(self, package: str) -> list[str]:
+        return self._found()[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found())
+
+    def __len__(self) -> int:
+        return len(self._found())
