@@ -1,8 +1,8 @@
 """Packages for the tests that need them; `make` puts them apart, in folders that are on nobody's path but theirs.
 
 Wherever scipy and torchao can be found, diffusers and transformers import them, which would cost each of the many
-processes of the tests a tenth of its start. The trackers' packages ask for older versions of Pillow and protobuf than the others have
-(and work with the newer ones), and transformers and accelerate look for them.
+processes of the tests a tenth of its start. The trackers' packages ask for older versions of Pillow and protobuf than
+the others have (and work with the newer ones), and transformers and accelerate look for them.
 """
 
 import importlib
