@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,14 +157,23 @@ def check_arguments(overrides: Sequence[str]) -> None:
 
 def register(settings: Mapping[str, Any]) -> None:
     """Make the defaults, block by block changed by `settings`, known to Hydra as `gerl`."""
+    ConfigStore.instance().store("gerl", _schema(settings) if settings else _defaults())
+    ConfigStore.instance().store(NO_SCORERS, {"reward": {"scorers": None}}, group="experiment", package="_global_")
+
+
+def _schema(settings: Mapping[str, Any]) -> DictConfig:
     defaults = dataclasses.asdict(Config())
     defaults["algorithm"] = {}  # an algorithm's own defaults are those of its class
     del defaults["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
     schema = OmegaConf.create({block: {**values, **settings.get(block, {})} for block, values in defaults.items()})
     for free in FREE:
         OmegaConf.set_struct(OmegaConf.select(schema, free), False)
-    ConfigStore.instance().store("gerl", schema)
-    ConfigStore.instance().store(NO_SCORERS, {"reward": {"scorers": None}}, group="experiment", package="_global_")
+    return schema
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    return _schema({})  # Hydra keeps a copy
 
 
 @contextlib.contextmanager

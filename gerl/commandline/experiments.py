@@ -1,5 +1,6 @@
 """The experiments and algorithm presets that there are: those that ship with gerl, and files of the user."""
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator
@@ -137,6 +138,7 @@ def algorithm_of(preset: str) -> str:
     return str(preset_of(preset).name) if preset in shipped("algorithm") else ""
 
 
+@functools.cache
 def preset_of(preset: str) -> DictConfig:
     """The keys of the block `algorithm` that a shipped preset sets."""
     block = OmegaConf.load(config_folder() / "algorithm" / f"{preset}.yaml").algorithm

@@ -22,7 +22,7 @@ def importing() -> Iterator[None]:
         return
     gc.disable()
     find = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = lambda: WhenRead(find)  # type: ignore[assignment, return-value]
+    importlib.metadata.packages_distributions = lambda: WhenRead(find)
     try:
         yield
     finally:

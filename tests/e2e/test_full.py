@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from drills import more
 from PIL import Image
 
 import gerl
@@ -93,8 +94,12 @@ def test_two_ranks_train_as_one_process(alone: Any, divided: Any) -> None:
     assert max(alone.column("actor/grad_norm")) > 0 and max(alone.column("actor/kl")) > 0
 
 
-def test_other_numbers_of_ranks_carry_on(alone: Any, divided: Any, fit: Callable[..., Any]) -> None:
+def test_one_process_carries_on_what_two_ranks_began(divided: Any, fit: Callable[..., Any]) -> None:
     assert_close(fit("cluster.launcher=local", "model.shard=none", "cluster.ranks_per_worker=1", of=divided), divided)
+
+
+@more
+def test_two_ranks_carry_on_what_one_process_began(alone: Any, fit: Callable[..., Any]) -> None:
     assert_close(fit(*RANKS, of=alone), alone)
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from drills import more
 from ranks import ROOT
 
 NODES = """
@@ -40,6 +41,7 @@ nodes.shutdown()
 """
 
 
+@more
 def test_ranks_of_a_worker_run_on_one_node_and_want_of_room_is_said(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NODES], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
