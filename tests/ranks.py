@@ -17,7 +17,7 @@ SECONDS = 1200  # that they get
 
 def run_ranks(program: str, folder: Path, count: int, *arguments: str, **variables: str) -> list[list[dict[str, Any]]]:
     """The lines that each of `count` ranks of `tests/PROGRAM.py` writes; they meet in `folder`."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "tests", Path(sys.prefix) / "torchao"]))
     command = [sys.executable, "-W", "ignore", "-m", program, str(count), str(folder), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)

@@ -42,10 +42,10 @@ FITTED = {
     "dense_grpo": "trainer.steps=7",
     "fdfo": "sampling.noise_level=0.3 actor.lr=0.005 trainer.steps=4",
     # a prompt's past rewards say little after few visits, and a random UNet drifts with the noise of late steps
-    "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=48 trainer.steps=10 actor.lr=0.01 "
+    "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=48 trainer.steps=6 actor.lr=0.01 "
     "sampling.same_init_noise=true algorithm.history=0 algorithm.timestep_weights=std2_over_jacobian",
-    "dance_grpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=32 trainer.steps=17",
-    "grpo_guard": "rollout.prompts_per_step=6 rollout.micro_batch_size=36 trainer.steps=8",
+    "dance_grpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=32 trainer.steps=15",
+    "grpo_guard": "rollout.prompts_per_step=6 rollout.micro_batch_size=36 trainer.steps=6",
     "dgpo": "rollout.micro_batch_size=36 sampling.window_range=[0,4] trainer.steps=7",
     "awm": "rollout.micro_batch_size=36 sampling.window_range=[1,4] trainer.steps=4",
     "awm_fast": "trainer.steps=3",

@@ -90,8 +90,7 @@ def left(place: Path) -> list[str]:
 # the process that is killed, how long after a step, what the run is told, and whether workers live on with that step
 KILLS = (
     ("gcs_server", 0, 0.0, (), True),
-    *([("raylet/raylet", 0, 0.0, (), False)] if ALL else []),
-    ("ray::HybridWorker", 1, 0.3, (FRAIL,), True),
+    *([("raylet/raylet", 0, 0.0, (), False), ("ray::HybridWorker", 1, 0.3, (FRAIL,), True)] if ALL else []),
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drills import more
 
 Train = Callable[..., Any]
 Refused = Callable[..., str]
@@ -109,6 +110,7 @@ def test_over_ray_the_traceback_of_the_worker_is_in_the_log(refused: Refused, tm
     assert "Traceback" in log and "check_inputs" in log  # of the pipeline, in the other process
 
 
+@more
 def test_over_ray_the_first_worker_checks_the_model_before_it_is_loaded(refused: Refused, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from drills import ALL
 
-STEPS = 24
+STEPS = 24 if ALL else 12
 OVER_RAY = {1: 18, 2: 2} if ALL else {2: 1}  # signals by number of workers: with two a start costs half as much again
 OFTEN = "validation.every=2 checkpoint.every=3 actor.lr=0.01 rollout.micro_batch_size=2".split()
 OF_RAY = re.compile(r"\(raylet|\(gcs_server|\(\w+ pid=|Stack trace|core_worker|ray::|\[[\d:, -]+ [EWI] \d+ \d+\]")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from drills import more
 
 from gerl.trainer.main_flowgrpo import main
 
@@ -103,6 +104,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> str:
     return os.pathsep.join([str(Path(__file__).resolve().parents[2]), *map(str, folders)])
 
 
+@more
 def test_optuna_chooses_and_submitit_starts(
     swept: Callable[..., list[str]], start: Callable[..., Any], plugins: str, tmp_path: Path
 ) -> None:

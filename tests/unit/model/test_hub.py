@@ -19,11 +19,13 @@ from gerl.model.hub import Downloads
 COMMIT = "a" * 40
 READ = """
 import sys, time, logging
-from gerl.config import ModelConfig, SamplingConfig
-from gerl.errors import GerlError
-from gerl.model.hub import fetch_lora
-from gerl.model.loading import check_model, read_pipeline
-import torch
+from gerl.commandline.imports import importing
+with importing():
+    from gerl.config import ModelConfig, SamplingConfig
+    from gerl.errors import GerlError
+    from gerl.model.hub import fetch_lora
+    from gerl.model.loading import check_model, read_pipeline
+    import torch
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 for path in sys.argv[1:]:
