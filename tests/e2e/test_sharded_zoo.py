@@ -1,28 +1,30 @@
 """Pipelines of the zoo with their weights divided among the ranks of a worker: they draw and learn what whole ones do.
 
 Two processes over gloo walk through them. By default through some of the architectures that `test_sharding.py` has not,
-with `GERL_ZOO=all` through all and through compiled blocks, which takes some minutes.
+more of them with all drills, with `GERL_ZOO=all` through all and through compiled blocks, which takes some minutes.
 """
 
 import os
 from pathlib import Path
 from typing import Any
 
+import drills
 import pytest
 from ranks import run_ranks, worst
 from zoo.entries import BY_NAME
 
 SOME = [
     "StableDiffusionXLPipeline-text-to-image",
-    "SanaPipeline-text-to-image",
-    "Lumina2Pipeline-text-to-image",
     "NucleusMoEImagePipeline-text-to-image",
-    "Flux2Pipeline-text-to-image",
-    "Ideogram4Pipeline-text-to-image",
     "FluxControlNetPipeline-ControlNet",
     "WanPipeline-text-to-video-(Wan-2.2,-two-experts)",
     "LTX2Pipeline-text-to-video-with-sound",
 ]
+if drills.ALL:
+    SOME += [
+        f"{name}Pipeline-text-to-image"  # whose blocks are like those of others
+        for name in ("Sana", "Lumina2", "Flux2", "Ideogram4")
+    ]
 ALL = os.environ.get("GERL_ZOO") == "all"
 TRAINED = [name for name, entry in BY_NAME.items() if not entry.refused]
 CASES = TRAINED if ALL else SOME
