@@ -1,4 +1,4 @@
-"""How many of the costly tests over Ray are run: of signals, killed workers, and workers of several ranks.
+"""How many of the costly tests are run: of signals, killed processes, workers of several ranks, services of others.
 
 All of them with `GERL_DRILLS=all`, as in `.ci/run`; otherwise some of each kind, without those marked `more`.
 """

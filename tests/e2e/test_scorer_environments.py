@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drills import more
 from PIL import Image
 from thin_environment import thin_environment, tiny_package
 
@@ -70,6 +71,7 @@ def test_a_scorer_uses_packages_that_only_its_environment_has(score: Any) -> Non
     assert [row["own/thin"] for row in rows] == [0, 0]  # another environment than that of the command
 
 
+@more
 def test_an_environment_that_cannot_be_made_is_a_sentence(score: Any) -> None:
     done = score("{pip: ['--no-index', no-such-package]}", "failed")
     assert done.returncode == 1 and "Traceback" not in done.stderr

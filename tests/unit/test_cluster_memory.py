@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from drills import more
 
 WORKER = """
 import os, time
@@ -37,7 +38,7 @@ except WorkerDied as error:
     ("call", "environment", "named"),
     [
         ("hold", {"RAY_memory_usage_threshold": "0.001"}, ["memory was nearly full", "rollout.micro_batch_size"]),
-        ("vanish", {}, ["worker 0 died", "memory is full", "restart the command"]),
+        pytest.param("vanish", {}, ["worker 0 died", "memory is full", "restart the command"], marks=more),
     ],
 )
 def test_a_worker_that_is_ended_for_want_of_memory(call: str, environment: dict[str, str], named: list[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from apart import find_trackers
+from drills import more
 from http_service import Answer, HttpService
 from PIL import Image
 
@@ -148,6 +149,7 @@ def wandb_records(path: Path) -> dict[str, list[Any]]:
     return found
 
 
+@more
 def test_wandbs_service_has_written_the_end_of_a_run_when_it_closes(tracked: Tracked) -> None:
     assert tracked.left == []
 
