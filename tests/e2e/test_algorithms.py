@@ -28,33 +28,33 @@ rollout.n=12 rollout.micro_batch_size=18 trainer.steps=6 validation.every=0 chec
 """
 # what the published settings need to fit in five denoising steps, and to show in few trainer steps
 FITTED = {
-    "flow_grpo_fast": "sampling.window_size=2 sampling.window_range=[0,4]",
-    "flow_dppo": "sampling.window_size=2 sampling.window_range=[0,4] trainer.steps=5",
+    "flow_grpo_fast": "sampling.window_size=2 sampling.window_range=[0,4] rollout.n=24 rollout.micro_batch_size=24 "
+    "actor.lr=0.03",
+    "flow_dppo": "sampling.window_size=2 sampling.window_range=[0,4] trainer.steps=4",
     "mix_grpo": "sampling.window_size=2 sampling.window_every=2 trainer.steps=3",
     "mix_grpo_flash": "sampling.window_size=2 sampling.window_every=2 trainer.steps=3",
-    "tempflow_grpo": "rollout.n=2 algorithm.branch_factor=3 rollout.micro_batch_size=12 trainer.steps=3",
-    "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] rollout.prompts_per_step=6 rollout.micro_batch_size=24 "
-    "trainer.steps=6",
+    "tempflow_grpo": "rollout.n=2 algorithm.branch_factor=3 rollout.micro_batch_size=12 trainer.steps=4",
+    "branch_grpo": "rollout.n=2 algorithm.split_steps=[0,1,2] rollout.prompts_per_step=6 rollout.micro_batch_size=24",
     "few_step_grpo": "sampling.num_inference_steps=4 trainer.steps=5",
     "dmdr": "sampling.num_inference_steps=4 algorithm.matching_steps=4 trainer.steps=5",
     "neighbor_grpo": "trainer.steps=3",
-    "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 trainer.steps=5",
-    "dense_grpo": "trainer.steps=7",
+    "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 trainer.steps=4",
+    "dense_grpo": "trainer.steps=5",
     "fdfo": "sampling.noise_level=0.3 actor.lr=0.005 trainer.steps=4",
     # a prompt's past rewards say little after few visits, and a random UNet drifts with the noise of late steps
     "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=48 trainer.steps=6 actor.lr=0.01 "
     "sampling.same_init_noise=true algorithm.history=0 algorithm.timestep_weights=std2_over_jacobian",
-    "dance_grpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=32 trainer.steps=15",
-    "grpo_guard": "rollout.prompts_per_step=6 rollout.micro_batch_size=36 trainer.steps=6",
-    "dgpo": "rollout.micro_batch_size=36 sampling.window_range=[0,4] trainer.steps=7",
-    "awm": "rollout.micro_batch_size=36 sampling.window_range=[1,4] trainer.steps=4",
+    "dance_grpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=32 trainer.steps=10",
+    "grpo_guard": "rollout.prompts_per_step=6 rollout.micro_batch_size=36 trainer.steps=5",
+    "dgpo": "rollout.micro_batch_size=36 sampling.window_range=[0,4] trainer.steps=5",
+    "awm": "rollout.micro_batch_size=36 sampling.window_range=[1,4] trainer.steps=3",
     "awm_fast": "trainer.steps=3",
-    "crd": "algorithm.kl_coef=0 trainer.steps=5",
-    "diffusion_nft": "rollout.micro_batch_size=36 trainer.steps=5",
-    "diffusion_dpo": "rollout.micro_batch_size=36 trainer.steps=7",
-    "best_of_n": "rollout.micro_batch_size=36",
+    "crd": "algorithm.kl_coef=0 trainer.steps=3",
+    "diffusion_nft": "rollout.micro_batch_size=36 trainer.steps=3",
+    "diffusion_dpo": "rollout.micro_batch_size=36 trainer.steps=4",
+    "best_of_n": "rollout.micro_batch_size=36 trainer.steps=4",
     # without bad examples a random model drifts towards whatever it draws, which the KL holds back
-    "rwr": "algorithm.beta=8 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=7 "
+    "rwr": "algorithm.beta=8 algorithm.kl_coef=0.5 rollout.n=24 rollout.micro_batch_size=72 trainer.steps=3 "
     "rollout.prompts_per_step=6 trainer.seed=1",
 }
 # they learn from teachers, whatever the reward: `tests/e2e/test_distillation.py`
@@ -147,7 +147,7 @@ def few_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 VARIANTS = {
-    "cross_entropy": ("crd", "algorithm.kl_coef=0 algorithm.regression=cross_entropy rollout.n=8 trainer.steps=4"),
+    "cross_entropy": ("crd", "algorithm.kl_coef=0 algorithm.regression=cross_entropy trainer.steps=3"),
     "lcm": (
         "flow_grpo",  # noise drawn anew at each step hides what a step decides: more images, one update
         "sampling.kernel=cps sampling.noise_level=1 sampling.num_inference_steps=3 sampling.window_range=[0,2] "

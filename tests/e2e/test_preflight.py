@@ -39,12 +39,12 @@ def test_a_run_is_looked_at_without_rewards_and_prompts(preflight: Preflight, tm
     found = preflight(data__train=tmp_path / "to_come.txt", sampling__window_range="[0,2]", **clip)
     assert found["pipeline"] == "StableDiffusion3Pipeline" and found["own_scheduler"] is None
     transformer = next(c for c in found["components"] if c["name"] == "transformer")
-    assert transformer["lora_modules"] > 20 and transformer["dtype"] == "float32"
+    assert transformer["lora_modules"] > 10 and transformer["dtype"] == "float32"
     assert "transformer_blocks.*.attn.to_q" in transformer["targets"]
     assert {c["name"] for c in found["components"] if not c["lora_modules"]} >= {"vae", "text_encoder"}
     run = found["run"]
     assert (run["images"], run["drawn"], run["trained"]) == (4, 4, 4)
-    assert run["deviation"] == 0 and run["finite"] and run["gradients"]["transformer"] > 20
+    assert run["deviation"] == 0 and run["finite"] and run["gradients"]["transformer"] > 10
     assert found["probe"]["log_ratio_noise"] < 1e-5 and found["max_ratio_deviation"] == 1e-3
     assert found["clip"] == pytest.approx(3.2)  # 0.2 is for 65536 latent dimensions, here there are 256
     assert found["seconds"]["images"] == 8 and found["seconds"]["rollout"] > 0 and found["seconds"]["update"] > 0

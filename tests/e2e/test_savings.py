@@ -15,7 +15,8 @@ FAST = ("algorithm=flow_grpo_fast", "sampling.window_size=1", "sampling.window_r
 def test_a_run_with_a_feature_cache_is_exact_where_it_trains(
     train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = {"sampling__num_inference_steps": 6}
+    tiny.sd3().save_pretrained(tmp_path / "model")  # of its two blocks the second is left out
+    keys = {"sampling__num_inference_steps": 6, "model__path": tmp_path / "model"}
     plain = train(tmp_path / "plain", *FAST, **keys)
     assert "approximate" not in caplog.text
     cached = train(tmp_path / "cached", *FAST, "sampling.cache=first_block", "sampling.cache_threshold=9", **keys)
