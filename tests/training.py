@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import tiny
@@ -41,9 +42,10 @@ DRAWN |= {name: {"kernel": "ode"} for name in GRADIENTS}
 PROMPTS = [Prompt(0, "a red fox"), Prompt(1, "blue")]
 
 
-def new_policy(name: str = "sd3", perturbed: bool = True) -> Policy:
-    """A tiny pipeline with a LoRA; the same weights every time."""
-    pipe = tiny.build(tiny.CASES[name])
+def new_policy(name: str = "sd3", perturbed: bool = True, blocks: int = 1) -> Policy:
+    """A tiny pipeline with a LoRA; the same weights every time. `blocks` are those of SD3's denoiser."""
+    case = tiny.CASES[name]
+    pipe = tiny.build(replace(case, build=partial(tiny.sd3, blocks)) if name == "sd3" else case)
     denoiser = tiny.denoiser_of(pipe)
     lora = {f"denoiser.{key}": p for key, p in add_lora(denoiser, 4, 4.0, None, seed=0).items()}
     if perturbed:

@@ -257,7 +257,7 @@ def test_without_guidance_in_the_update_the_conditional_output_learns_the_guided
 def test_another_pipeline_teaches_at_the_students_states() -> None:
     teacher = Teacher(path="other", guidance=3.0)
     training = trained_on(teacher, n=2)
-    training.policy.teachers = [replace(training.policy.teachers[0], pipe=tiny.sd3())]  # the student's base
+    training.policy.teachers = [replace(training.policy.teachers[0], pipe=tiny.sd3(layers=1))]  # the student's base
     found, stats = training.gradient(chain_credit([1.0] * 4))
     expected, _ = trained_on(Teacher(guidance=3.0), n=2).gradient(chain_credit([1.0] * 4))
     assert relative(found, expected) < 1e-4 and stats.pairs == 12
@@ -266,7 +266,7 @@ def test_another_pipeline_teaches_at_the_students_states() -> None:
 def test_a_pipeline_with_other_noise_levels_or_latents_is_refused() -> None:
     training = trained_on(Teacher(path="other"), n=2)
     for change, said in (("shift", "noise level"), ("call", "latents of other")):
-        pipe, teacher = tiny.sd3(), Teacher(path="other")
+        pipe, teacher = tiny.sd3(layers=1), Teacher(path="other")
         if change == "shift":
             pipe.scheduler = tiny.euler(shift=5.0)
         else:

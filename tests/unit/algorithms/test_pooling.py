@@ -61,7 +61,7 @@ def test_an_update_in_parts_of_groups_has_the_gradient_of_whole_ones(
     assert max(float(torch.as_tensor(total).abs().max()) / count for total, count in sums) > 1e-3
     assert algorithm.pools == (name != "diffusion_dpo" or actor_micro == 1)  # two rows are a pair
     found, found_stats = training.gradient(chain_credit(ADVANTAGES[name]), algorithm=algorithm)
-    assert expected.norm() > 0 and relative(found, expected) < 1e-6
+    assert expected.norm() > 0 and relative(found, expected) < 3e-6
     assert found_stats.pairs == stats.pairs and set(found_stats.sums) == set(stats.sums)
     assert all(found_stats.sums[key] == pytest.approx(stats.sums[key], rel=1e-4, abs=1e-6) for key in stats.sums)
 
