@@ -73,7 +73,7 @@ def test_over_ray_a_worker_may_die_with_what_was_on_its_way(
     assert "going on from step 1 with 1 new process(es)" in caplog.text
     state, expected = run.state(STEPS), whole.state(STEPS)  # another process may round in another way
     assert sorted(state) == sorted(expected)
-    assert all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=1e-6) for name in state)
+    assert all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=2e-5) for name in state)
     rows = [{key: value for key, value in row.items() if not key.startswith("cluster/")} for row in run.untimed()]
     for row, other in zip(rows, whole.untimed(), strict=True):
         assert row == pytest.approx(other, rel=1e-3, abs=1e-5)
