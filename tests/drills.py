@@ -1,4 +1,4 @@
-"""How many of the costly tests are run: of signals, killed processes, workers of several ranks, services of others.
+"""How many of the costly tests are run: signals, killed processes, workers of several ranks, other programs' services.
 
 All of them with `GERL_DRILLS=all`, as in `.ci/run`; otherwise some of each kind, without those marked `more`.
 """

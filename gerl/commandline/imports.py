@@ -14,8 +14,8 @@ def importing() -> Iterator[None]:
     """A block with imports, in which Python's cyclic garbage collector pauses.
 
     Imports make hundreds of thousands of objects that stay, and the collector would go through all of them again and
-    again. After the block it leaves them out (`gc.freeze`). What diffusers asks for as it is imported, which packages
-    each installed distribution has, is only found out if it looks there.
+    again. After the block it leaves them out (`gc.freeze`). diffusers, as it is imported, asks which distribution each
+    installed package is from, and seldom uses the answer: it is found when it is first read.
     """
     if not gc.isenabled():
         yield
@@ -32,7 +32,7 @@ def importing() -> Iterator[None]:
 
 
 class WhenRead(Packages):
-    """The distributions of each package, found when they are first read: that takes a file for each of them."""
+    """The distributions that each package is from, by `find`, which reads the list of files of every distribution."""
 
     def __init__(self, find: Callable[[], Packages]) -> None:
         self._found = functools.cache(find)

@@ -21,10 +21,7 @@ SOME = [
     "LTX2Pipeline-text-to-video-with-sound",
 ]
 if drills.ALL:
-    SOME += [
-        f"{name}Pipeline-text-to-image"  # whose blocks are like those of others
-        for name in ("Sana", "Lumina2", "Flux2", "Ideogram4")
-    ]
+    SOME += [f"{name}Pipeline-text-to-image" for name in ("Sana", "Lumina2", "Flux2", "Ideogram4")]
 ALL = os.environ.get("GERL_ZOO") == "all"
 TRAINED = [name for name, entry in BY_NAME.items() if not entry.refused]
 CASES = TRAINED if ALL else SOME

@@ -190,12 +190,12 @@ def test_an_interruption_ends_the_processes(tmp_path: Path) -> None:
 # --- suite.yaml
 
 
-READ = shipped("algorithm")[:: 1 if ALL else 4]  # each has four candidates, whose keys Hydra composes
+SOME = shipped("algorithm")[:: 1 if ALL else 4]  # of all, composing the configurations takes some ten seconds
 
 
 @pytest.fixture(scope="module")
 def shipped_suite() -> Suite:
-    return suite.read_suite(algorithms=READ)
+    return suite.read_suite(algorithms=SOME)
 
 
 def test_every_preset_has_candidates() -> None:
@@ -212,7 +212,7 @@ def test_candidates_differ(shipped_suite: Suite) -> None:
     assert job is not None and job.command()[-2:] == ["--until", "5"]
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", SOME)
 def test_every_candidate_has_the_same_budget(name: str, shipped_suite: Suite) -> None:
     for candidate in shipped_suite.candidates[name]:
         config = candidate.config
