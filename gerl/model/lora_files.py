@@ -1,4 +1,4 @@
-"""The files of a LoRA in the layouts that gerl.export writes, read: diffusers, PEFT and kohya."""
+"""The files of a LoRA, read: those of diffusers, PEFT and kohya, and the layouts that diffusers converts."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
 from gerl.errors import ModelError
-from gerl.model.lora_layouts import kohya_halves
+from gerl.model.lora_converters import convert
+from gerl.model.lora_layouts import in_layout, kohya_halves
 from gerl.model.lora_weights import KEY, METADATA, Halves
 from gerl.model.paths import WEIGHTS
 from gerl.utils.files import reason
@@ -22,7 +23,7 @@ PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.s
 KOHYA = "lora_unet_"
 # what a LoRA of peft may be that is no sum of two matrices' product and the weights
 OTHER = ("use_dora", "lora_bias", "modules_to_save", "fan_in_fan_out")
-KINDS = "a file or folder of diffusers, PEFT or kohya, as gerl.export writes them"
+KINDS = "a file or folder of diffusers, PEFT or kohya, or another layout that diffusers reads"
 
 
 def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
@@ -70,14 +71,18 @@ def _read(file: Path, denoisers: Denoisers) -> dict[str, Layers]:
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read ({reason(error)}): give a .safetensors file that is whole") from None
     try:
-        if any(key.startswith(KOHYA) for key in tensors):
+        if all(key.startswith(KOHYA) for key in tensors):
             name = _denoiser_of(file.stem.removeprefix("lora_"), denoisers)
-            return {name: kohya_halves(tensors, denoisers[name])}
+            if in_layout(tensors, denoisers[name]):
+                return {name: kohya_halves(tensors, denoisers[name])}
         if all(key.startswith(PEFT_PREFIX) for key in tensors):
             name = _denoiser_of(file.parent.name, denoisers)
             config = _peft_config(file.with_name(PEFT_CONFIG))
             return _of_peft({f"{name}.{k.removeprefix(PEFT_PREFIX)}": v for k, v in tensors.items()}, {name: config})
         names = {key.partition(".")[0] for key in tensors}
+        if not names <= denoisers.keys() or not all(KEY.fullmatch(key) for key in tensors):
+            name = _denoiser_of(file.stem, denoisers)
+            return _of_peft(*convert(tensors, denoisers[name], name))
         configs = {n: {k.removeprefix(f"{n}."): v for k, v in header.items() if k.startswith(f"{n}.")} for n in names}
         return _of_peft(tensors, configs)
     except ModelError as error:

@@ -162,6 +162,11 @@ def kohya_file(
     return pack_tensors(tensors, {"format": "pt", **_note(base), **facts})
 
 
+def in_layout(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> bool:
+    """Whether `kohya_halves` knows all modules of a file for the class of `denoiser`."""
+    return type(denoiser).__name__ in LAYOUTS and {n.split(".")[0] for n in tensors} <= _kohya_names(denoiser).keys()
+
+
 def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> dict[str, Halves]:
     """The LoRA of each layer of `denoiser` in the tensors of a file in kohya's layout, see `kohya_file`.
 
@@ -178,6 +183,9 @@ def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module)
         halves = [tensors.get(f"{module}.{part}.weight") for part in ("lora_down", "lora_up")]
         alpha = tensors.get(f"{module}.alpha")
         down, up = halves
+        known = {f"{module}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")}
+        if unread := sorted({name for name in tensors if name.split(".")[0] == module} - known):
+            raise ModelError(f"its {unread[0]} is no part of a LoRA, and would be left out")
         if module not in originals or down is None or up is None or not down.ndim == up.ndim == 2:
             raise ModelError(f"its {module} is no LoRA of a linear layer of {type(denoiser).__name__}")
         scale = 1.0 if alpha is None else float(alpha) / len(down)

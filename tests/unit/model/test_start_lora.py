@@ -213,8 +213,8 @@ def changed(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tenso
             return {key: value for key, value in tensors.items() if key != first}
         case "not finite":
             return tensors | {first: torch.full_like(tensors[first], torch.nan)}
-        case "old names":
-            return {key.replace("lora_A", "lora.down"): value for key, value in tensors.items()}
+        case "a tensor more":  # as a DoRA has
+            return tensors | {first.replace("lora_A", "lora_magnitude_vector"): torch.ones(4)}
         case _:
             return {key: value for key, value in tensors.items() if ".ff." in key}
 
@@ -223,12 +223,12 @@ def changed(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tenso
     ("how", "keys", "named"),
     [
         ("other denoiser", {}, "a LoRA of unet, and gerl trains transformer"),
-        ("text encoder", {}, "only its matrix A"),
+        ("text encoder", {}, "a LoRA of text_encoder, and gerl trains transformer"),
         ("other layer", {}, r"no linear layer transformer_blocks\.7"),
         ("wider", {}, "has 16 inputs"),
         ("one half", {}, "only its matrix B"),
         ("not finite", {}, "not finite"),
-        ("old names", {}, "no matrix of a LoRA"),
+        ("a tensor more", {}, "magnitude.* no matrix of a LoRA"),
         ("only ff", {"lora_targets": "attn"}, r"transformer_blocks.*model\.lora_targets=attn.*model\.merge_lora=true"),
         ("only ff", {"lora_rank": 2}, r"rank 3, .*model\.lora_rank=2.*use model\.lora_rank=3"),
     ],
