@@ -76,7 +76,7 @@ def evaluate(
         here = Path(folder)
         if model is not None and not isinstance(model, str | Path):
             chosen.append(f"model.dtype={str(model.dtype).removeprefix('torch.')}")
-            model = path_of(model, here / "base", may_differ=True)
+            model = path_of(model, here / "base")
         options = Options(
             model=None if model is None else str(model),
             lora=_named(lora),

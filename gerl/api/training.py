@@ -158,13 +158,12 @@ class Trainer:
         """The command line of the run, whose files are written, and the value of model.path."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        in_place = self.keys["cluster"].get("launcher") == "local"
         path = ""
         if self.pipe is not None:
             from gerl.model.denoisers import check_offered  # in here: with a path nothing of diffusers is needed
 
             check_offered(self.pipe)
-            path = path_of(self.pipe, self.folder / "base", in_place)
+            path = path_of(self.pipe, self.folder / "base")
         values = dict(self.keys)
         if path:
             dtype = str(self.pipe.dtype).removeprefix("torch.")  # type: ignore[union-attr]
@@ -194,7 +193,7 @@ class Trainer:
         if self.pipe is None:
             yield
             return
-        from gerl.model.denoisers import find_denoisers, has_lora
+        from gerl.model.denoisers import find_denoisers, has_adapter
         from gerl.model.lora import remove_lora
         from gerl.model.prompts import detach
 
@@ -214,7 +213,7 @@ class Trainer:
             if self.policy is not None:
                 self.policy.keep_average()
             else:
-                for denoiser in filter(has_lora, find_denoisers(self.pipe).values()):
+                for denoiser in filter(has_adapter, find_denoisers(self.pipe).values()):
                     remove_lora(denoiser)
 
 

@@ -19,6 +19,7 @@ from gerl.errors import ModelError
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+HOOKS = "_diffusers_hook"  # the attribute in which diffusers keeps the hooks of a module
 DEPTH = 4  # of attributes, lists and dictionaries inside a cache: layers, their parts, keys and values
 
 
@@ -33,6 +34,12 @@ class Caches:
         """Say in errors how `pipe` does without, where that can be told."""
         import diffusers  # in here: the driver of a run does without
 
+        for component, model in pipe.components.items():
+            if isinstance(model, torch.nn.Module) and (found := stateful_hooks(model)):
+                raise ModelError(
+                    f"{component} keeps state between denoising steps ({', '.join(found)}), which cannot be replayed: "
+                    f"call pipe.{component}.disable_cache() before"
+                )
         name = type(pipe).__name__
         switches = [p for p in inspect.signature(type(pipe).__call__).parameters if "cache" in p]
         if switches:
@@ -60,6 +67,12 @@ class Caches:
         for value in _objects((arguments, output)):
             if {id(tensor) for tensor in _tensors(value)} - before.get(id(value), set()):
                 self.filled.setdefault(id(value), (value, step))
+
+
+def stateful_hooks(model: torch.nn.Module) -> list[str]:
+    """Names of the hooks in `model` that keep state between calls, as those of diffusers' `enable_cache` do."""
+    registries = [registry for module in model.modules() if (registry := getattr(module, HOOKS, None)) is not None]
+    return sorted({name for r in registries for name, hook in r.hooks.items() if hook._is_stateful})
 
 
 def _objects(tree: Tree) -> Iterator[object]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import accelerate
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
@@ -51,14 +52,32 @@ def _path(name: str) -> list[str]:
     return [name[:i] for i, c in enumerate(name) if c == "."] + [name]
 
 
+def plain_layers(denoiser: torch.nn.Module) -> set[str] | None:
+    """Names of the linear layers that the class of `denoiser` makes of its configuration; None where it has none.
+
+    Those of an IP-Adapter or of fused projections are not among them: a plain pipeline cannot load a LoRA of them.
+    """
+    if not isinstance(denoiser, ModelMixin):
+        return None
+    with accelerate.init_empty_weights():
+        plain = type(denoiser).from_config(denoiser.config)
+    return {name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+
+
 def find_targets(denoiser: torch.nn.Module, pattern: str | None) -> list[str]:
     """Names of the linear layers of `denoiser` that get a LoRA; raises `ModelError` if there are none.
 
-    `pattern`: regular expression searched in the layers' names; None: `default_targets`.
+    `pattern`: regular expression searched in the layers' names; None: `default_targets`. Layers that a plain model of
+    the class has not are left out, see `plain_layers`.
     """
-    linear = [name for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)]
+    plain = plain_layers(denoiser)
+    linear = [
+        name
+        for name, module in denoiser.named_modules()
+        if isinstance(module, torch.nn.Linear) and (plain is None or name in plain)
+    ]
     if pattern is None:
-        found = default_targets(denoiser)
+        found = [name for name in default_targets(denoiser) if plain is None or name in plain]
     else:
         try:
             found = [name for name in linear if re.search(pattern, name)]

@@ -60,7 +60,7 @@ def test_a_pipeline_in_memory_is_trained_in_place(pipe: DiffusionPipeline, tmp_p
     assert pictures[0].reward == pytest.approx(bright([pictures[0].image])[0], abs=1e-6)
     assert run.images(0)[0].image != pictures[0].image and run.show().width > 100
     assert "after step 3" in run._repr_html_() and run.config["reward"]["scorers"]["bright"]["path"] == "python:bright"
-    with pytest.raises(ModelError, match="has a LoRA already"):
+    with pytest.raises(ModelError, match="has adapters already"):
         gerl.train(pipe, bright, PROMPTS, steps=1, out=tmp_path / "again", **SMALL)
     assert not (tmp_path / "again").exists()
 

@@ -1,0 +1,127 @@
+"""Which pipelines in memory can be trained: those of which the LoRA then fits a plain pipeline, and others say why."""
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import tiny
+import torch
+from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
+
+from gerl.engine import record
+from gerl.errors import ModelError
+from gerl.model.denoisers import check_offered, has_adapter
+from gerl.model.lora import find_targets
+
+KINDS: dict[str, Any] = {
+    "lora": LoraConfig(r=2, target_modules=["to_q"]),
+    "dora": LoraConfig(r=2, target_modules=["to_q"], use_dora=True),
+    "loha": LoHaConfig(r=2, target_modules=["to_q"]),
+    "lokr": LoKrConfig(r=2, target_modules=["to_q"]),
+    "oft": OFTConfig(r=0, oft_block_size=4, target_modules=["to_q"]),
+    "ia3": IA3Config(target_modules=["to_q"], feedforward_modules=[]),
+}
+
+
+def with_adapter(kind: str) -> Any:
+    pipe = tiny.flux()
+    inject_adapter_in_model(KINDS[kind], pipe.transformer, "style")
+    for name, p in pipe.transformer.named_parameters():
+        if ".style" in name:
+            torch.nn.init.normal_(p.data, std=0.1, generator=torch.Generator().manual_seed(0))
+    return pipe
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_any_kind_is_refused_and_both_ways_out_work(kind: str) -> None:
+    pipe = with_adapter(kind)
+    with pytest.raises(ModelError, match=r"adapters.*pipe\.unload_lora_weights\(\).*pipe\.fuse_lora\(\)"):
+        check_offered(pipe)
+    pipe.unload_lora_weights()
+    check_offered(pipe)
+
+    pipe = with_adapter(kind)
+    layer, x = pipe.transformer.transformer_blocks[0].attn.to_q, torch.ones(1, 32)
+    with torch.no_grad():
+        adapted, plain = layer(x), layer.base_layer(x)
+        pipe.fuse_lora()
+        check_offered(pipe)  # takes their layers off
+        layer = pipe.transformer.transformer_blocks[0].attn.to_q
+        assert type(layer) is torch.nn.Linear and not has_adapter(pipe.transformer)
+        torch.testing.assert_close(layer(x), adapted)
+        assert not torch.allclose(layer(x), plain)
+
+
+@pytest.mark.parametrize(("build", "component"), [(tiny.flux, "transformer"), (tiny.sd15, "unet")])
+def test_fused_projections_are_refused_and_the_way_out_works(build: Callable[[], Any], component: str) -> None:
+    pipe = build()
+    model = getattr(pipe, component)
+    before = find_targets(model, None)
+    model.fuse_qkv_projections()
+    with pytest.raises(ModelError, match=rf"pipe\.{component}\.unfuse_qkv_projections\(\)"):
+        check_offered(pipe)
+    assert find_targets(model, None) == before, "no LoRA on a layer that a plain pipeline has not"
+    model.unfuse_qkv_projections()
+    check_offered(pipe)
+    assert find_targets(model, None) == before
+
+
+def test_layers_of_an_ip_adapter_get_no_lora() -> None:
+    pipe = tiny.sd15()
+    before = find_targets(pipe.unet, None)
+    from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
+
+    processors = {
+        name: IPAdapterAttnProcessor2_0(16, 16) if "attn2" in name else p
+        for name, p in pipe.unet.attn_processors.items()
+    }
+    pipe.unet.set_attn_processor(processors)
+    assert any("to_k_ip" in name for name, _ in pipe.unet.named_modules())
+    assert find_targets(pipe.unet, None) == before
+    assert not any("_ip" in name for name in find_targets(pipe.unet, "to_k"))
+
+
+CACHES = [
+    diffusers.FirstBlockCacheConfig(),
+    diffusers.MagCacheConfig(num_inference_steps=4, calibrate=True),
+    diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    ),
+    diffusers.TaylorSeerCacheConfig(),
+    diffusers.FasterCacheConfig(spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500),
+]
+
+
+@pytest.mark.parametrize("config", CACHES, ids=lambda config: type(config).__name__)
+def test_caches_of_diffusers_are_refused_and_the_way_out_works(config: Any) -> None:
+    pipe = tiny.flux()
+    pipe.transformer.enable_cache(config)
+    with pytest.raises(ModelError, match=r"pipe\.transformer\.disable_cache\(\).*sampling\.cache"):
+        check_offered(pipe)
+    with pytest.raises(ModelError, match=r"pipe\.transformer\.disable_cache\(\)"):  # the engine without a run
+        record(pipe, {"prompt": ["a"], "output_type": "latent"}, kernel="flow_sde", noise_level=0.7)
+    pipe.transformer.disable_cache()
+    check_offered(pipe)
+
+
+def test_hooks_that_keep_no_state_are_taken() -> None:
+    pipe = tiny.flux()
+    pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    check_offered(pipe)
+
+
+def test_a_compiled_module_in_place_of_the_denoiser_is_refused_and_the_way_out_works() -> None:
+    pipe = tiny.flux()
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    with pytest.raises(ModelError, match=r"pipe\.transformer = pipe\.transformer\._orig_mod.*model\.compile"):
+        check_offered(pipe)
+    pipe.transformer = pipe.transformer._orig_mod
+    check_offered(pipe)
+
+
+def test_sequential_offload_is_refused() -> None:
+    pipe = tiny.flux()
+    pipe.transformer.to("meta")  # what enable_sequential_cpu_offload() leaves, where there is a GPU
+    with pytest.raises(ModelError, match=r"transformer.*model\.offload=blocks"):
+        check_offered(pipe)
