@@ -23,6 +23,7 @@ from gerl.engine.families import advance
 from gerl.engine.guidance import CfgMode, Role, check_stands_for, guided, has_rows_in_list
 from gerl.engine.instrument import StopPipeline, Timestep
 from gerl.engine.kernels import Rule, gaussian_log_prob
+from gerl.engine.loss_scale import loss_scale, unscaled
 from gerl.engine.tape import ComponentCall, Tape, TapeStep
 from gerl.errors import ReplayError
 
@@ -77,6 +78,7 @@ class ReplayedStep:
         return gaussian_log_prob(self.x_next, self.mean, self.std)
 
 
+Cut = list[tuple[torch.Tensor, torch.Tensor]]  # an output of the denoiser, and the leaf that stands for it
 OnStep = Callable[[int, ReplayedStep], torch.Tensor | None]
 OfRows = Callable[[int], Callable[..., object]]  # rows of latents -> what is called for so many
 
@@ -124,7 +126,8 @@ class Player(CompanionsFromTape):
         probe = tape.probe.component_calls if tape.probe else []
         self.probed = [c for c in probe if c.component in self.looped]
         self.parted = False  # whether a step was seen at which no two samples are at the same latents
-        self.cuts: list[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        self.cuts: list[tuple[int, Cut]] = []
+        self.scales: dict[int, float] = {}  # of the losses that went back to the leaves of a step; absent: 1
         self.carries_from: int | None = None  # the step whose latents get a gradient, see `adjoint`
         self.leaf: torch.Tensor | None = None  # these latents, as the step before it hands them out
         self.direct: torch.Tensor | None = None  # the part of their gradient that does not go through the denoiser
@@ -202,7 +205,7 @@ class Player(CompanionsFromTape):
         """`value`, an output of the denoiser at this step, in leaves that the losses go back to."""
         # the pipeline goes on from leaves: the graph of a loss is then the pipeline's own arithmetic, which is small,
         # and through latents that carry over (momentum of guidance, say) it cannot reach an earlier step's denoiser
-        cut: list[tuple[torch.Tensor, torch.Tensor]] = []
+        cut: Cut = []
 
         def leaf(value: object) -> object:
             if not (torch.is_tensor(value) and value.requires_grad):
@@ -273,23 +276,35 @@ class Player(CompanionsFromTape):
         x_next, log_prob, mean = (
             None if given else value for value in (recorded.x_next, recorded.log_prob, recorded.mean)
         )
-        loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, model_output.float(), written))
+        output = model_output.float()
+        loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, output, written))
         if loss is not None:
             latest = self.cuts[-1][0]  # those of earlier steps are there where several run in one forward pass
             leaves = [leaf for step, cut in self.cuts if step == latest for _, leaf in cut]
+            if any(leaf.dtype == torch.float16 for leaf in leaves):  # one scale for all that goes back to these leaves
+                loss = loss * self.scales.setdefault(latest, loss_scale(loss, output))
             # retain_graph: a second scheduler stream may share this denoiser call
             leaves += [] if self.leaf is None else [self.leaf]
             torch.autograd.backward(loss, inputs=leaves, retain_graph=True)
             if self.leaf is not None:
                 self.direct, self.leaf.grad = self.leaf.grad, None
+                if self.direct is not None and latest in self.scales:
+                    self.direct /= self.scales[latest]
 
     def _backward_through_denoiser(self) -> None:
         """Second half of the backward pass: from the cut to the parameters."""
-        for _, cut in reversed(self.cuts):
-            reached = [(value, leaf.grad) for value, leaf in cut if leaf.grad is not None]
-            if reached:
-                torch.autograd.backward([v for v, _ in reached], [g for _, g in reached])
-        self.cuts = []
+        for step, cut in reversed(self.cuts):
+            self._backward(cut, self.scales.get(step, 1.0))
+        self.cuts, self.scales = [], {}
+
+    def _backward(self, cut: Cut, scale: float) -> None:
+        """From the leaves in `cut`, whose gradients are `scale` times as large, to the parameters."""
+        reached = [(value, leaf.grad) for value, leaf in cut if leaf.grad is not None]
+        if not reached:
+            return
+        looped = (p for name in self.looped for p in self.components[name].parameters() if p.requires_grad)
+        with unscaled([*looped, *([] if self.leaf is None else [self.leaf])] if scale != 1 else [], scale):
+            torch.autograd.backward([v for v, _ in reached], [g for _, g in reached])
 
 
 def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor], cfg: CfgMode) -> None:

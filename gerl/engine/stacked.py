@@ -105,10 +105,13 @@ class StackedPlayer(Player):
             self.outputs[place] = map_rows(output, *shapes, partial(_narrowed, i), partial(_sliced, i))
 
     def _backward_through_denoiser(self) -> None:
-        reached = [(value, leaf.grad) for _, cut in self.cuts for value, leaf in cut if leaf.grad is not None]
-        if reached:
-            torch.autograd.backward([v for v, _ in reached], [g for _, g in reached])
-        self.cuts = []
+        scale = min(self.scales.values(), default=1.0)  # one pass has one scale
+        for step, cut in self.cuts:
+            for _, leaf in cut:
+                if leaf.grad is not None and step in self.scales:
+                    leaf.grad *= scale / self.scales[step]
+        self._backward([pair for _, cut in self.cuts for pair in cut], scale)
+        self.cuts, self.scales = [], {}
 
 
 def is_trained(component: torch.nn.Module) -> bool:

@@ -63,6 +63,7 @@ class Actor:
         self.most: int | None = None  # rows of a replay that the memory was seen to hold; None: no limit is known
         self.divides = ranks is None  # whether it finds that limit
         self.say: Callable[[str], None] = logger.warning
+        self.looked = False  # whether the layers without a gradient were looked for
         self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(
@@ -198,6 +199,9 @@ class Actor:
         norm = clip_gradients(self.parameters, self.config.max_grad_norm, self.group)
         rms = norm / math.sqrt(sum(p.numel() for p in self.parameters))
         finite, largest = norm == norm and norm != float("inf"), None
+        if finite and norm > 0 and not self.looked:
+            self.looked = True
+            self._name_idle()
         if finite:
             self.optimizer.step()
             self.policy.ema.update()
@@ -209,6 +213,18 @@ class Actor:
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, lr, finite, largest, rms)
+
+    def _name_idle(self) -> None:
+        """Name the layers of the LoRA without a gradient. Their B tells: A has none either where B is zero."""
+        second = {name: p for name, p in self.policy.trained.items() if ".lora_B." in name}
+        idle = [name for name, p in second.items() if not local(gradient_of(p)).any()]
+        if idle:
+            layers = [name.split(".lora_B.")[0] for name in idle]
+            self.say(
+                f"{len(idle)} of the {len(second)} layers of the LoRA got no gradient in the first update: the pipeline "
+                f"does not call them in the steps that were trained, or does not use their output: "
+                f"{', '.join(layers[:4])}" + (" and others" if len(layers) > 4 else "")
+            )
 
     def finish_step(self, step: int, resets: bool = False) -> None:
         """End of trainer step `step`: the old policies follow the trained one; `resets`: the reference, too."""

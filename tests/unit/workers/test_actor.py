@@ -292,6 +292,21 @@ def test_a_step_is_that_of_adamw() -> None:
     torch.testing.assert_close(flat(actor.policy.ema.average.values()), 0.1 * before + 0.9 * weights(actor))
 
 
+def test_layers_without_a_gradient_are_named_after_the_first_update() -> None:
+    """A LoRA on a layer that the pipeline does not call stays as it is, and nothing else would show it."""
+    actor, said = new_actor(new_policy(perturbed=False)), list[str]()
+    actor.say = said.append
+    dead = next(name for name in actor.policy.trained if ".lora_B." in name)
+    stepped(actor, torch.zeros_like(weights(actor)))  # no image had anything to learn: nothing can be told
+    assert not said
+    for name, p in actor.policy.trained.items():
+        p.grad = torch.full_like(p, float(".lora_B." in name and name != dead))  # A has none while B is zero
+    actor.step()
+    assert len(said) == 1 and dead.split(".lora_B.")[0] in said[0] and "1 of the " in said[0]
+    stepped(actor, torch.zeros_like(weights(actor)))
+    assert len(said) == 1
+
+
 def test_epsilon_holds_small_gradients_back() -> None:
     actor = new_actor(lr=0.01, weight_decay=0, max_grad_norm=1e9, eps=0.1)
     before = weights(actor)
