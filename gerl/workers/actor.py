@@ -221,8 +221,8 @@ class Actor:
         if idle:
             layers = [name.split(".lora_B.")[0] for name in idle]
             self.say(
-                f"{len(idle)} of the {len(second)} layers of the LoRA got no gradient in the first update: the pipeline "
-                f"does not call them in the steps that were trained, or does not use their output: "
+                f"{len(idle)} of the {len(second)} layers of the LoRA got no gradient in the first update: the "
+                f"pipeline does not call them in the steps that were trained, or does not use their output: "
                 f"{', '.join(layers[:4])}" + (" and others" if len(layers) > 4 else "")
             )
 
