@@ -34,6 +34,7 @@ from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.policy_gradients import FDFOConfig
 from gerl.engine import ReplayedStep, replay
+from gerl.engine.batching import unwritten
 from gerl.protocol import RolloutTask, Sample, UpdateStats
 from gerl.utils.seeding import derive_seed
 
@@ -79,7 +80,8 @@ class FDFO(Algorithm):
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
         options["step_batch"] = self.step_batch(meter)
         base = self.base_steps(policy, tape, options) if self.needs_all_samples else {}
-        towards = directions(tape.steps[-1].x_next, partners(batch.samples))[rows]
+        final, overwritten = tape.steps[-1].x_next, tape.overwritten(len(tape.steps) - 1)
+        towards = directions(final, partners(batch.samples), overwritten)[rows]
         credit = batch.credit[rows].to(towards.device)
         stats = UpdateStats()
 
@@ -89,12 +91,12 @@ class FDFO(Algorithm):
                 meter.begin(k)
             drawn_from = step.recorded_mean if self.guided else step.mean.detach()
             assert drawn_from is not None
-            moved = velocity_change(step, drawn_from)
-            losses, measured = fdfo_loss(moved, towards, credit[:, k], settings.ratio_width)
+            moved = step.part(velocity_change(step, drawn_from))
+            losses, measured = fdfo_loss(moved, step.part(towards), credit[:, k], settings.ratio_width)
             deviation = measured.pop("ratio_deviation")
             sums = {name: value * len(rows) for name, value in measured.items()} if self.guided else {}
             if base:
-                kl = (velocity_change(step, base[k].mean) ** 2).flatten(1).mean(1)
+                kl = (step.part(velocity_change(step, base[k].mean)) ** 2).flatten(1).mean(1)
                 losses = losses + self.kl_coef * self.pulled(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
             sums["loss"] = float(losses.detach().sum())
@@ -111,11 +113,15 @@ def partners(samples: Sequence[Sample]) -> torch.Tensor:
     return torch.tensor([places[sample.group, sample.index ^ 1] for sample in samples], dtype=torch.int64)
 
 
-def directions(finished: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-    """u = d / mean(d^2) of the finished latents `[B, ...]`, d being half the difference to the partner: fp32."""
+def directions(finished: torch.Tensor, partner: torch.Tensor, overwritten: torch.Tensor | None = None) -> torch.Tensor:
+    """u = d / mean(d^2) of the finished latents `[B, ...]`, d being half the difference to the partner: fp32.
+
+    `overwritten` `[B, ...]` bool: what of them does not reach the images, where d is 0 and which the mean is not over.
+    """
     finished = finished.float()
     d = (finished - finished[partner.to(finished.device)]) / 2
-    squares = (d**2).flatten(1).mean(1).clamp_min(LEAST)
+    d = d if overwritten is None else d.masked_fill(overwritten, 0.0)
+    squares = unwritten(d**2, overwritten).flatten(1).mean(1).clamp_min(LEAST)
     return d / squares.view(-1, *[1] * (d.ndim - 1))
 
 

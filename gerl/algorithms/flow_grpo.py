@@ -52,6 +52,7 @@ class FlowGRPO(PolicyGradient):
         total = torch.zeros(len(batch.samples))
 
         def on_step(k: int, step: ReplayedStep) -> None:
+            step = step.reached()
             assert step.recorded_mean is not None and step.recorded_log_prob is not None
             kl = self._kl(step, step.recorded_mean, step.recorded_log_prob)
             total.add_(kl.cpu() / len(batch.trained))

@@ -8,6 +8,7 @@ trained weights, the reference is the base model.
 
 from __future__ import annotations  # of the model, which the driver of a run does not have
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, assert_never
@@ -21,8 +22,8 @@ from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
 from gerl.config.noised_images import ForwardProcessConfig
 from gerl.engine import ReplayedStep, record_structure, replay
+from gerl.engine.batching import unwritten
 from gerl.engine.kernels import Rule
-from gerl.errors import ReplayError
 from gerl.protocol import Sample, UpdateStats
 from gerl.utils.seeding import derive_seed, sample_generators
 
@@ -55,19 +56,9 @@ class Noised:
         """Each row without its elements `written` `[B, ...]`: all tensors as `[B, N]`.
 
         These the pipeline sets itself (the frame of a picture, what surrounds an inpainted part): there is nothing to
-        learn. Raises `ReplayError` if that leaves nothing, or more of one row than of another.
+        learn. Raises `ReplayError` if that leaves nothing of a row.
         """
-        left = (~written).flatten(1)
-        counts = left.sum(1).unique().tolist()
-        if counts == [0] or len(counts) > 1:
-            raise ReplayError(
-                f"the pipeline's condition leaves {' and '.join(str(n) for n in counts)} values of a sample to learn: "
-                "samples of one micro-batch need as many, and at least one"
-            )
-
-        def part(values: torch.Tensor) -> torch.Tensor:
-            return values.flatten(1)[left].view(len(left), -1)
-
+        part = functools.partial(unwritten, written=written)
         old, reference = (None if values is None else part(values) for values in (self.old, self.reference))
         x0, noise, x, output = (part(values) for values in (self.x0, self.noise, self.x, self.output))
         return replace(self, x0=x0, noise=noise, x=x, output=output, old=old, reference=reference)

@@ -84,19 +84,23 @@ class NeighborGRPO(Algorithm):
             nonlocal stats
             if meter is not None:
                 meter.begin(k)
-            everyone = tape.steps[k].x_next
+            everyone, overwritten = tape.steps[k].x_next, tape.overwritten(k)
             credit = batch.credit[:, k].to(everyone.device)
             # without guidance the recorded step is that of another policy
             old = everyone[rows] if guided else step.mean.detach()
             total, sums, deviation = torch.zeros((), device=everyone.device), dict[str, float](), 0.0
             for j, group in enumerate(groups):
-                trained, before = (log_policy(x[j], everyone[group], settings.temperature) for x in (step.mean, old))
+                reached = ... if overwritten is None else ~overwritten[group].any(0)
+                neighbours = torch.stack([everyone[i][reached] for i in group])
+                trained, before = (
+                    log_policy(x[j][reached], neighbours, settings.temperature) for x in (step.mean, old)
+                )
                 losses, metrics = clipped_policy_loss(trained, before, credit[group], *settings.clip_range)
                 deviation = max(deviation, metrics.pop("ratio_deviation"))
                 metrics["loss"] = float(losses.detach().mean())
                 loss = losses.mean()
                 if base:
-                    kl = (((step.mean[j] - base[k].mean[j]) / step.rule.jacobian) ** 2).mean()
+                    kl = (((step.mean[j] - base[k].mean[j])[reached] / step.rule.jacobian) ** 2).mean()
                     loss = loss + self.kl_coef * self.pulled(kl[None], batch, rows[j : j + 1])[0]
                     metrics |= {"kl": float(kl.detach()), "loss": float(loss.detach())}
                 kept = metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}

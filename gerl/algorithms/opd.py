@@ -80,11 +80,12 @@ class OPD(Algorithm):
             nonlocal stats
             if meter is not None:
                 meter.begin(k)
-            distances = step_distance(settings.distance, step, lesson.outputs[k])
+            output, step = step.part(lesson.outputs[k]), step.reached()
+            distances = step_distance(settings.distance, step, output)
             losses = lesson.weights * distances
             sums = {"teacher_distance": float(distances.detach().sum())}
             if base:
-                kl = step_distance(settings.distance, step, base[k].model_output)
+                kl = step_distance(settings.distance, step, base[k].reached().model_output)
                 losses = losses + self.kl_coef * self.pulled(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
             parts = by_teacher(self.teachers, lesson, distances) if len(self.teachers) > 1 else {}

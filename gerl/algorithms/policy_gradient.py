@@ -122,11 +122,12 @@ class PolicyGradient(Algorithm):
             if meter is not None:
                 meter.begin(k)
             clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
-            losses, metrics = self.policy_loss(step, credit[:, k], clipped_to)
+            reached = step.reached()
+            losses, metrics = self.policy_loss(reached, credit[:, k], clipped_to)
             deviation = metrics.pop("ratio_deviation")
             total, measured = weights[k] * losses.mean(), metrics if compared else {}
             if reference:
-                kl = self._kl(reference[k], step.mean, step.log_prob, step.model_output)
+                kl = self._kl(reference[k].reached(), reached.mean, reached.log_prob, reached.model_output)
                 total = total + self.kl_coef * self.pulled(kl, batch, rows).mean()
                 measured = measured | {"kl": float(kl.detach().mean())}
             if further is not None:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gerl.errors import ReplayError
+
 Tree = object  # tensors and other values, in nested lists, tuples and dictionaries
 Arguments = tuple[tuple[object, ...], dict[str, object]]  # positional and named
 Nested = TypeVar("Nested")
@@ -19,6 +21,24 @@ def detached_copy(tree: Nested) -> Nested:
     """`tree` with every tensor detached and cloned, so that nobody can write into what is recorded."""
     copied: Nested = tree_map(lambda v: v.detach().clone() if torch.is_tensor(v) else v, tree)
     return copied
+
+
+def unwritten(values: torch.Tensor, written: torch.Tensor | None) -> torch.Tensor:
+    """Each row of `values` `[B, ...]` without its elements `written` (bool, same shape): `[B, N]`; as is for None.
+
+    A row of which more is written is filled up with its own elements from the first one on: in half precision a value
+    that was written over may by chance be what it was. Raises `ReplayError` if that leaves nothing of a row.
+    """
+    if written is None:
+        return values
+    left = (~written).flatten(1)
+    counts = left.sum(1, keepdim=True)
+    if not bool(counts.all()):
+        raise ReplayError("the pipeline's condition leaves nothing of a sample to learn: give a mask with an opening")
+    most = int(counts.max())
+    order = left.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    places = order.gather(1, torch.arange(most, device=left.device) % counts)
+    return values.flatten(1).gather(1, places)
 
 
 def shapes(tree: Nested) -> Nested:

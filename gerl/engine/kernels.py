@@ -15,6 +15,7 @@ from typing import get_args
 import torch
 
 from gerl.config.choices import KernelName
+from gerl.engine.batching import unwritten
 from gerl.errors import ReplayError
 
 KERNELS: tuple[str, ...] = get_args(KernelName)
@@ -89,14 +90,17 @@ def transition_mean(
     return a * x.float() + b * velocity.float()
 
 
-def gaussian_log_prob(x_next: torch.Tensor, mean: torch.Tensor, std: float) -> torch.Tensor:
+def gaussian_log_prob(
+    x_next: torch.Tensor, mean: torch.Tensor, std: float, overwritten: torch.Tensor | None = None
+) -> torch.Tensor:
     """Log-density of Normal(mean, std) at `x_next`, averaged over all non-batch dimensions, fp32: `[B]`.
 
-    `x_next` is treated as data: no gradient flows into it.
+    `x_next` is treated as data: no gradient flows into it. `overwritten` `[B, ...]` bool: what of it the pipeline
+    replaces before the next step, and the average is not over.
     """
     if std <= 0:
         raise ValueError("a step with std 0 is deterministic and has no log-probability")
-    z = (x_next.detach().float() - mean.float()) / std
+    z = unwritten((x_next.detach().float() - mean.float()) / std, overwritten)
     return -0.5 * (z * z).flatten(1).mean(1) - math.log(std) - 0.5 * math.log(2 * math.pi)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations  # of diffusers, which the driver of a run do
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from gerl.engine.alike import first_of_kind, once_per_kind
-from gerl.engine.batching import Tree, detached_copy, materialised
+from gerl.engine.batching import Tree, detached_copy, materialised, unwritten
 from gerl.engine.companions import CompanionsFromTape
 from gerl.engine.differentiable import Differentiable
 from gerl.engine.families import advance
@@ -24,7 +24,7 @@ from gerl.engine.guidance import CfgMode, Role, check_stands_for, guided, has_ro
 from gerl.engine.instrument import StopPipeline, Timestep
 from gerl.engine.kernels import Rule, gaussian_log_prob
 from gerl.engine.loss_scale import loss_scale, unscaled
-from gerl.engine.tape import ComponentCall, Tape, TapeStep
+from gerl.engine.tape import ComponentCall, Tape, TapeStep, probed_call
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:
@@ -42,6 +42,21 @@ class ReplayedStep:
     tape_mean: torch.Tensor | None  # [B, ...] fp32; None as recorded_log_prob, on the device meta where not kept
     model_output: torch.Tensor  # [B, ...] fp32, with graph
     written: torch.Tensor | None = None  # [B, ...] bool, where the pipeline wrote its condition over `latents` given
+    overwritten: torch.Tensor | None = None  # [B, ...] bool, what of `x_next` it writes over: see `Tape.overwritten`
+
+    def part(self, values: torch.Tensor) -> torch.Tensor:
+        """What of `values` `[B, ...]` belongs to latents that reach the images: `[B, N]`, or `values` where all do."""
+        return unwritten(values, self.overwritten)
+
+    def reached(self) -> ReplayedStep:
+        """The step of the latents that reach the images, all tensors as `[B, N]`; itself where all do."""
+        if self.overwritten is None:
+            return self
+        x_next = None if self.x_next is None else self.part(self.x_next)
+        kept = self.tape_mean is None or self.tape_mean.is_meta
+        mean = self.tape_mean if kept or self.tape_mean is None else self.part(self.tape_mean)
+        x, output = self.part(self.x), self.part(self.model_output)
+        return replace(self, x=x, x_next=x_next, tape_mean=mean, model_output=output, overwritten=None)
 
     @property
     def recorded_mean(self) -> torch.Tensor | None:
@@ -72,10 +87,10 @@ class ReplayedStep:
 
     @cached_property
     def log_prob(self) -> torch.Tensor:
-        """Log-probability of the recorded `x_next` under the current weights, `[B]` fp32, with graph."""
+        """Log-probability of what of the recorded `x_next` reaches the images, `[B]` fp32, with graph."""
         if self.x_next is None or self.std == 0:
             raise ReplayError("only stochastic steps with their recorded latents have a log-probability")
-        return gaussian_log_prob(self.x_next, self.mean, self.std)
+        return gaussian_log_prob(self.x_next, self.mean, self.std, self.overwritten)
 
 
 Cut = list[tuple[torch.Tensor, torch.Tensor]]  # an output of the denoiser, and the leaf that stands for it
@@ -190,16 +205,16 @@ class Player(CompanionsFromTape):
     def _once_per_kind(self, of_rows: OfRows, recorded: ComponentCall) -> Callable[..., object]:
         """The denoiser, run once for samples that are at the same latents."""
         x, n, probe = self.tape.steps[self.step].x, self.tape.batch_size, self.tape.probe
-        like = [c for c in self.probed if c.component == recorded.component] or self.probed[-1:]
         # merged, samples would get a gradient of their latents together
         self.parted = self.parted or self.leaf is not None
-        if self.parted or self.step in self.latents or probe is None or probe.batch_size == n or not like:
+        if self.parted or self.step in self.latents or probe is None or probe.batch_size == n or not self.probed:
             return of_rows(len(x))
         kinds = first_of_kind(x)
         self.parted = len(set(kinds)) == len(kinds)  # trajectories that have parted do not meet again
         if self.parted or len(kinds) != n:
             return of_rows(len(x))
-        return once_per_kind(of_rows, kinds, recorded, like[min(self.position[1], len(like) - 1)], probe.batch_size)
+        shown = probed_call(self.probed, recorded, self.position[1], n, probe.batch_size)
+        return once_per_kind(of_rows, kinds, recorded, shown, probe.batch_size)
 
     def _cut(self, value: object) -> object:
         """`value`, an output of the denoiser at this step, in leaves that the losses go back to."""
@@ -277,7 +292,8 @@ class Player(CompanionsFromTape):
             None if given else value for value in (recorded.x_next, recorded.log_prob, recorded.mean)
         )
         output = model_output.float()
-        loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, output, written))
+        overwritten = None if given else self.tape.overwritten(k)
+        loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, output, written, overwritten))
         if loss is not None:
             latest = self.cuts[-1][0]  # those of earlier steps are there where several run in one forward pass
             leaves = [leaf for step, cut in self.cuts if step == latest for _, leaf in cut]

@@ -233,10 +233,19 @@ class Recorder:
         else:
             x_next = x if self._is_skipped(k) else self.solver.step(scheduler, rule, x, model_output)
         self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers), written))
+        if written is not None:
+            self._leave_out_overwritten(k - 1)
         self.carried[id(scheduler)] = x_next
         if len(self.tape.steps) == self.structure:
             raise StopPipeline
         return x_next
+
+    def _leave_out_overwritten(self, k: int) -> None:
+        """Average the log-probability of step `k` over those latents that reach the images."""
+        step, overwritten = self.tape.steps[k], self.tape.overwritten(k)
+        if step.log_prob is not None and step.mean is not None and overwritten is not None:
+            log_prob = gaussian_log_prob(step.x_next, step.mean, step.rule.std, overwritten)
+            self.tape.steps[k] = replace(step, log_prob=log_prob)
 
     def on_companion_step(
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
@@ -308,6 +317,7 @@ class Recorder:
                 f"compression expected {self.expected} steps of one scheduler, but the pipeline took {taken}: set "
                 "sampling.compression=1"
             )
+        self._leave_out_overwritten(taken - 1)
         # what runs after the last step (VAE, safety checker) is not replayed
         self.tape.component_calls = [c for c in self.tape.component_calls if c.step < taken]
 

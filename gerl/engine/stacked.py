@@ -17,7 +17,7 @@ import torch
 
 from gerl.engine.batching import Arguments, batch_dim, detached_copy, entries, map_rows, pairs, same
 from gerl.engine.player import Player
-from gerl.engine.tape import ComponentCall
+from gerl.engine.tape import ComponentCall, probed_call
 from gerl.errors import ReplayError
 
 Position = tuple[int, int]  # step, and which of its calls
@@ -88,13 +88,13 @@ class StackedPlayer(Player):
     def _run_stack(self, name: str, forward: Callable[..., object], recorded: ComponentCall) -> None:
         """The outputs of this call and those like it at the other steps of the stack."""
         nth, n = self.position[1], self.tape.batch_size
-        like = [c for c in self.probed if c.component == name] or self.probed[-1:]  # an expert for later steps
-        if self.tape.probe is None or self.tape.probe.batch_size == n or not like:
+        if self.tape.probe is None or self.tape.probe.batch_size == n or not self.probed:
             raise ReplayError(
                 "a replay of several steps at once needs a tape with a probe of another number of samples, which shows "
                 "the batch dimensions"
             )
-        probe, probed = like[min(nth, len(like) - 1)], self.tape.probe.batch_size
+        probed = self.tape.probe.batch_size
+        probe = probed_call(self.probed, recorded, nth, n, probed)
         places = [p for p, (c, _) in self.gathered.items() if (c, p[1], self.stack[p[0]]) == (name, nth, self.running)]
         calls = [self.gathered[p][1] for p in places]
         rows = _rows(calls[0], probe.inputs, n, probed)

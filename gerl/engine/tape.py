@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.engine.batching import Tree, rows, select_call, shapes, take
+from gerl.engine.batching import Tree, batch_dim, rows, select_call, shapes, take
 from gerl.engine.kernels import Rule
 from gerl.errors import ReplayError
 
@@ -57,6 +58,34 @@ class ComponentCall:
     inputs: Tree = None
 
 
+def probed_call(
+    calls: Sequence[ComponentCall], recorded: ComponentCall, nth: int, n: int, probed: int
+) -> ComponentCall:
+    """The call among `calls`, those of a probe, that shows where the rows of `recorded` are, the `nth` of its step.
+
+    The probe ends at the first step. An expert that is called later only is like the other, and a call that later steps
+    make besides (skip-layer guidance) has the rows of its own: as many times `n` as its output's first dimension is.
+    """
+    like = [c for c in calls if c.component == recorded.component] or list(calls[-1:])
+    found = like[min(nth, len(like) - 1)] if like else ComponentCall(0, "", None)
+    full, shown = tree_leaves(recorded.output), tree_leaves(found.output)
+    whole = [value for value in full if torch.is_tensor(value)]
+    if not like or nth < len(like) or not whole:
+        return found
+    if len(full) == len(shown) and all(
+        batch_dim(v, s, n, probed) is not None for v, s in zip(full, shown, strict=True)
+    ):
+        return found
+    rows = whole[0].shape[0] if whole[0].ndim else 0
+
+    def fewer(value: object) -> object:
+        if not (torch.is_tensor(value) and value.ndim and value.shape[0] == rows and rows % n == 0):
+            return value
+        return torch.empty(rows // n * probed, *value.shape[1:], device="meta")
+
+    return replace(recorded, output=tree_map(fewer, recorded.output), inputs=tree_map(fewer, recorded.inputs))
+
+
 @dataclass(frozen=True)
 class Reads:
     """The parts of a tape that its algorithm reads: the rest of a lean tape has shapes only, see `trajectory.lean`."""
@@ -96,6 +125,18 @@ class Tape:
     def stochastic_steps(self) -> list[int]:
         """Indices of the steps that drew noise, hence have a log-probability."""
         return [k for k, step in enumerate(self.steps) if step.log_prob is not None]
+
+    def overwritten(self, k: int) -> torch.Tensor | None:
+        """What of the latents after step `k` the pipeline writes over, `[B, ...]` bool: it does not reach the images.
+
+        An inpainting pipeline sets what surrounds the opening of its mask after each step. Of the last one nothing is
+        recorded: there it is what was written over before it. None: nothing, or all, as by a callback that scales the
+        latents.
+        """
+        following = self.steps[min(k + 1, len(self.steps) - 1)].written
+        if following is not None and following.is_meta:
+            raise ReplayError(f"what the pipeline wrote over after step {k} was not kept in this lean tape")
+        return None if following is None or bool(following.all()) else following
 
     def looped_components(self) -> set[str]:
         """Names of the components called in the denoising loop, not just before it.
@@ -177,9 +218,7 @@ class Tape:
             return replace(recorded, value=take(recorded.value, like[-1].value if like else None, index, n, probed))
 
         def component_call(recorded: ComponentCall, nth: int) -> ComponentCall:
-            like = [c for c in alike.component_calls if c.component == recorded.component]
-            like = like or alike.component_calls[-1:]  # an expert that the first step does not call
-            shown = like[min(nth, len(like) - 1)] if like else ComponentCall(0, "", None)
+            shown = probed_call(alike.component_calls, recorded, nth, n, probed)
             output = take(recorded.output, shown.output, index, n, probed)
             return replace(recorded, output=output, inputs=take(recorded.inputs, shown.inputs, index, n, probed))
 

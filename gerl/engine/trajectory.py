@@ -33,12 +33,16 @@ def lean(tape: Tape, reads: Reads) -> Tape:
     def is_left(k: int) -> bool:
         return k < last and k + 1 not in given if reads.forward else k <= end
 
+    # the step after a trained one tells what of its latents reaches the images
+    after = frozenset() if reads.forward else {min(k + 1, final) for k in (*reads.steps, final)}
     steps = [
         replace(
             step,
             # the initial latents are recognised by their values, as is what a pipeline writes into later ones
             x=step.x if k <= end and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
-            written=step.written if k in given or (given and k == 1) or reads.chain else shapes(step.written),
+            written=step.written
+            if k in {*given, *after} or (given and k == 1) or reads.chain
+            else shapes(step.written),
             x_next=step.x_next if is_left(k) or (reads.clean and k == final) else shapes(step.x_next),
             mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
         )
