@@ -125,6 +125,23 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class CutPrompts:
+    """Prompts that tokenizers cut: by component so many of a prompt's tokens that it keeps, and indices of longer ones.
+
+    `tokenizers`: how many read prompts at all.
+    """
+
+    by_tokenizer: dict[str, tuple[int, list[int]]]
+    tokenizers: int
+
+    @property
+    def lost(self) -> list[int]:
+        """Those of which no tokenizer reads the end."""
+        cut = [set(indices) for _, indices in self.by_tokenizer.values()]
+        return sorted(set.intersection(*cut)) if cut and len(cut) == self.tokenizers else []
+
+
+@dataclass(frozen=True)
 class Images:
     """The answer of a worker to a task; the trajectories stay with the worker under `task_id`."""
 

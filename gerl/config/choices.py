@@ -29,4 +29,5 @@ Optimizer = Literal["adamw", "adamw8bit"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 RewardNormalisation = Literal["none", "group", "batch", "rank"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
+Overlong = Literal["truncate", "drop", "error"]  # what becomes of prompts that no tokenizer reads to their end
 TrainedImages = Literal["drawn", "files"]  # what the algorithm learns from

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
-from gerl.config.choices import TrainedImages
+from gerl.config.choices import Overlong, TrainedImages
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
@@ -154,6 +154,10 @@ class DataConfig(Block):
     )
     stream: int | None = key(
         None, "of a data set of the hub read only the first so many rows, without a download of all; null: all", low=1
+    )
+    overlong: Overlong = key(
+        "truncate",
+        "prompts of which no tokenizer of the pipeline reads the end: cut, left out, or an error; the log counts them",
     )
     cache: str | None = key(
         None, "folder for encoded prompts: a run that finds all of its prompts there never reads the text encoders"

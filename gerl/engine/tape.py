@@ -127,7 +127,7 @@ class Tape:
         return [k for k, step in enumerate(self.steps) if step.log_prob is not None]
 
     def overwritten(self, k: int) -> torch.Tensor | None:
-        """What of the latents after step `k` the pipeline writes over, `[B, ...]` bool: it does not reach the images.
+        """The part of the latents after step `k` that the pipeline writes over, `[B, ...]` bool: it reaches no image.
 
         An inpainting pipeline sets what surrounds the opening of its mask after each step. Of the last one nothing is
         recorded: there it is what was written over before it. None: nothing, or all, as by a callback that scales the

@@ -73,6 +73,21 @@ def _check_names(kind: type, names: Iterable[str]) -> None:
         raise ModelError(f"{kind.__name__} takes no argument {unknown[0]!r}: {place}")
 
 
+def unguided(kind: type, sampling: SamplingConfig) -> str | None:
+    """A sentence where the pipeline has a scale of true guidance above 1 and no negative prompt, which it needs."""
+    parameters, name = inspect.signature(kind.__call__).parameters, "true_cfg_scale"
+    if name not in parameters or any(sampling.call.get(k) is not None for k in parameters if "negative_prompt" in k):
+        return None
+    scale = sampling.call.get(name, parameters[name].default)
+    if not isinstance(scale, int | float) or scale <= 1:
+        return None
+    given = f"sampling.call.{name}={scale:g}" if name in sampling.call else f"the {name} of {kind.__name__}, {scale:g},"
+    return (
+        f"{given} has no effect without a negative prompt, so images are sampled without guidance: add "
+        f"sampling.call.negative_prompt=' ' for guidance, or sampling.call.{name}=1"
+    )
+
+
 def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
     """The noise levels `sampling.sigmas` asks the pipeline for, before its scheduler's shift; None: its own."""
     n = sampling.num_inference_steps

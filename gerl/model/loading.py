@@ -23,7 +23,7 @@ from gerl.model.ema import EMA
 from gerl.model.failures import check_backend, is_full
 from gerl.model.hub import fetch, refusal_of_code
 from gerl.model.late_encoders import late_encoders
-from gerl.model.libraries import quiet_messages
+from gerl.model.libraries import relay_warnings
 from gerl.model.lora import add_lora
 from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
@@ -120,7 +120,7 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
     `config.train`, or if its tokens cannot be shared, `ConfigError` for a compiler that torch does not have.
     """
     check_backend(config.compile)
-    quiet_messages()
+    relay_warnings()
     if (offered := pipeline(config.path)) is not None:
         check_offered(offered, config)
         check_arguments(type(offered), sampling)

@@ -96,7 +96,7 @@ class DurableRun:
                 self.roles.meet(self.config.lockstep, self.starting)
         loading = waiting(f"loading {self.config.model.path} on {len(new)} process(es)", self.downloads)
         with loading, self.timeline.span("load"):
-            calls = [self.workers.submit(i, HybridWorker.setup) for i in new]
+            calls = [self.workers.submit(i, HybridWorker.setup, self.workers.remote) for i in new]
             return wait_all(calls, self.starting, self.downloads)
 
     def open_log(self, kept: int | None = None) -> None:

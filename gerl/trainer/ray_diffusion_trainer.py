@@ -29,6 +29,7 @@ from gerl.trainer.drawing import Drawn, Rolled, end_drawing, roll_out
 from gerl.trainer.durable import DurableRun
 from gerl.trainer.folder import RunFolder
 from gerl.trainer.held_out import HeldOut
+from gerl.trainer.overlong import without_overlong
 from gerl.trainer.owners import followers, share
 from gerl.trainer.pictures import training_sheet
 from gerl.trainer.recovery import WentBack
@@ -226,6 +227,8 @@ class RayDiffusionTrainer(DurableRun):
             *(cluster.num_workers, ranks, cluster.device, roles, len(self.prompts), per_epoch),
         )
         self.state.identity |= {"model.path": model.weights}
+        asked = cluster.ranks if config.lockstep else 1
+        self.prompts, self.held_out = without_overlong(config, self.workers, asked, self.prompts, self.held_out)
 
     def check_sampling(self) -> None:
         """Warn of settings that cannot work with the loaded model, in numbers measured on a first micro-batch."""

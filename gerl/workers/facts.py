@@ -5,6 +5,7 @@ import inspect
 import torch
 
 from gerl.config import Config
+from gerl.model.call import unguided
 from gerl.model.distilled import distilled_warnings, guidance_notes
 from gerl.model.loading import lora_lines, replaced_scheduler
 from gerl.model.policy import Policy
@@ -14,7 +15,9 @@ from gerl.utils.condition_images import COLUMNS
 
 def facts_of(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
     """The facts of a policy that was loaded for `config`; `notes`: what was logged by it."""
+    unheeded = unguided(type(policy.pipe), config.sampling)
     replaced = replaced_scheduler(policy.pipe, config.model.path)
+    warnings = distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__)
     return ModelFacts(
         type(policy.pipe).__name__,
         list(policy.denoisers),
@@ -25,5 +28,8 @@ def facts_of(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
         replaced,
         [] if policy.whole else lora_lines(policy.pipe, policy.denoisers),
         [name for name in COLUMNS if name in inspect.signature(type(policy.pipe).__call__).parameters],
-        distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__),
+        [
+            *distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__),
+            *([unheeded] if unheeded else []),
+        ],
     )

@@ -25,9 +25,9 @@ from gerl.model.call import check_arguments
 from gerl.model.failures import model_errors
 from gerl.model.paths import WEIGHTS
 from gerl.objects import Function
-from gerl.protocol import Images, SamplingProbe, StepEnd, UpdateStats
+from gerl.protocol import CutPrompts, Images, Prompt, SamplingProbe, StepEnd, UpdateStats
 from gerl.run.state import WorkerState
-from gerl.utils.logs import capture_logs
+from gerl.utils.logs import capture_logs, pass_on_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.collective import Meeting, Ranks
@@ -107,8 +107,11 @@ class HybridWorker:
                 raise
             raise type(error)(f"{error} (on {own_host()})") from error
 
-    def setup(self) -> ModelFacts:
-        """Load the pipeline and everything that works on it."""
+    def setup(self, remote: bool = False) -> ModelFacts:
+        """Load the pipeline and everything that works on it.
+
+        `remote`: nobody reads the log of this process, which goes to the run's from here on.
+        """
         with importing():  # in here: the driver does without diffusers and what comes with it
             from torch.distributed.tensor import DTensor
 
@@ -140,6 +143,8 @@ class HybridWorker:
         self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
         self.actor.say = self.notes.append
         self.keeping, self.ended = Keeping(self.actor), 0
+        if remote:
+            pass_on_logs("gerl", logging.INFO, self.notes.append)
         return facts_of(self.policy, self.config, notes)
 
     def address(self) -> str:
@@ -262,6 +267,13 @@ class HybridWorker:
         batches = batches_of(drawn, torch.zeros(len(drawn.task.samples), self.config.sampling.num_inference_steps))
         with model_errors("update"):
             return [float(v) for batch in batches for v in self.algorithm.kl_to_base(self.policy, batch)]
+
+    def cut_prompts(self, prompts: Sequence[str], like: Prompt) -> CutPrompts:
+        """Which of `prompts` the pipeline's tokenizers cut; `like` is one of them."""
+        from gerl.workers.loading import encoded_folder  # in here, as in `setup`
+
+        with model_errors("rollout"):
+            return self.rollout.cut_prompts(prompts, like, encoded_folder(self.config, self.device))
 
     def probe(self, task: RolloutTask) -> SamplingProbe:
         """Measure what a policy gradient depends on: draws a micro-batch and replays half of it."""

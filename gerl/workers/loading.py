@@ -15,6 +15,12 @@ from gerl.model.teacher_pipelines import load_teachers
 from gerl.workers.collective import Ranks
 
 
+def encoded_folder(config: Config, device: str) -> Path | None:
+    """The folder inside `data.cache` with what the text encoders say; None without one."""
+    cache, model = config.data.cache, config.model
+    return None if cache is None else folder_of(Path(cache), model, precision(model, device))
+
+
 def loaded_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
     """The policy on `device`; `ranks`: those that this one is in lockstep with.
 
@@ -34,8 +40,7 @@ def loaded_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
     if config.rollout.quantize != "none":
         policy.drawing = DrawingWeights(policy.denoisers, config.rollout.quantize)
     if keeps:
-        folder = None if data.cache is None else folder_of(Path(data.cache), model, precision(model, device))
-        PromptCache(data.cache_gb, folder).attach(policy.pipe)
+        PromptCache(data.cache_gb, encoded_folder(config, device)).attach(policy.pipe)
         for pipe in {id(t.pipe): t.pipe for t in policy.teachers if t.pipe is not None}.values():
             PromptCache(data.cache_gb).attach(pipe)
     if data.train_on == "files" or data.regularise is not None:

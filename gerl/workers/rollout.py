@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -22,7 +23,8 @@ from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
 from gerl.model.failures import model_errors, pipeline_errors
-from gerl.protocol import RolloutTask, Sample, Segment
+from gerl.model.overlong import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
+from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
 from gerl.workers.beginnings import beginnings
@@ -56,6 +58,7 @@ class Rollout:
         check_scheduler(policy.pipe.scheduler, Sampler(sampling.kernel, sampling.noise_level, sampling.solver))
         check_sigmas(policy.pipe.scheduler, sampling)
         self._picture_each = False
+        self._sizes: set[tuple[int | None, int | None]] = set()  # asked for, and not sampled
         self.ways = Ways(policy.pipe)
         # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
@@ -110,6 +113,7 @@ class Rollout:
                 tapes.append(tape)
                 if segment.stop is None:
                     images.append(to_uint8(output))
+                    self._note_size(images[-1])
             return np.concatenate(images), tapes, parts
 
         most = max(len(segment.seeds) for segment in task.segments)
@@ -205,7 +209,9 @@ class Rollout:
 
                 def draw(call: dict[str, object]) -> np.ndarray:
                     with noise_from(self.policy.pipe.scheduler, given["generator"]):
-                        return to_uint8(self.policy.pipe(**call | given))
+                        found = to_uint8(self.policy.pipe(**call | given))
+                    self._note_size(found, self.validation.height, self.validation.width)
+                    return found
 
                 return self.called(draw, part, way, "validation", **overrides)
 
@@ -214,6 +220,39 @@ class Rollout:
 
         with self.policy.ema.swapped_in(), model_errors("validation", len(samples)):
             return self.ways.attempt("validation", len(samples), drawn)
+
+    def _note_size(self, images: np.ndarray, height: int | None = None, width: int | None = None) -> None:
+        """Say once where images `[B, H, W, 3]` have another size than was asked for; None: that of the rollout."""
+        wanted = height or self.sampling.height, width or self.sampling.width
+        drawn = images.shape[-3], images.shape[-2]
+        if all(w in (None, d) for w, d in zip(wanted, drawn, strict=True)) or wanted in self._sizes:
+            return
+        self._sizes.add(wanted)
+        logger.warning(
+            "images of %s x %s pixels (height x width) were asked for, and %s samples %d x %d: set sampling.height to "
+            "%d and sampling.width to %d, or what validation has in their place, so that the run's record is true",
+            *(*("its default" if w is None else w for w in wanted), type(self.policy.pipe).__name__, *drawn, *drawn),
+        )
+
+    def cut_prompts(self, prompts: Sequence[str], like: Prompt, folder: Path | None) -> CutPrompts:
+        """Which of `prompts` the tokenizers cut. `like` has the pictures that a call needs; `folder`: where encoded
+        prompts are kept on disk.
+        """
+        found = kept_readings(folder)
+        if found is None:
+            sample = Sample(replace(like, text=PROBE, given=()), 0, 0, 0)
+
+            def read(way: Way) -> list[Reading]:
+                def run(call: dict[str, object]) -> list[Reading]:
+                    own = {"generator": torch.Generator().manual_seed(0)}  # leaves the global generator as it is
+                    pipe, given = self.policy.pipe, call | own
+                    return readings(pipe, lambda: pipe(**given), call, list(self.policy.denoisers.values()))
+
+                return self.called(run, [sample], way)
+
+            found = self.ways.attempt("reading", 1, read)
+            keep_readings(folder, found)
+        return cut_prompts(self.policy.pipe, found, prompts)
 
     def called(
         self,

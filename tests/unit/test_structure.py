@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_FILE, MAX_FUNCTION, MAX_UTILS, MAX_PACKAGE = 400, 60, 500, 0.25
+MAX_FUNCTION, MAX_PACKAGE = 60, 0.25  # one subject, one file, however long: files have no limit
 
 # From the ground up, as docs/map.py draws them. A package is a folder or a file of gerl; it imports only from packages
 # in lower layers, and from itself.
@@ -126,7 +126,6 @@ def test_no_package_is_too_large() -> None:
     lines = {
         name: sum(len(p.read_text().splitlines()) for p in files("gerl") if package(p) == name) for name in LAYER_OF
     }
-    assert lines["utils"] < MAX_UTILS
     assert max(lines.values()) < MAX_PACKAGE * sum(lines.values()), lines
 
 
@@ -154,9 +153,8 @@ def test_no_print_and_no_pickle(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=SOURCE_IDS)
-def test_files_and_functions_are_short(path: Path) -> None:
-    lines = len(path.read_text().splitlines())
-    wrong = [f"the file has {lines} lines, more than {MAX_FILE}"] if lines > MAX_FILE else []
+def test_functions_are_short(path: Path) -> None:
+    wrong = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1

@@ -1,0 +1,59 @@
+"""Prompts that are longer than the model reads: cut, dropped or refused, as `data.overlong` says."""
+
+import logging
+from collections.abc import Sequence
+
+from gerl.cluster.calls import WorkerGroup
+from gerl.config import Config
+from gerl.errors import DataError
+from gerl.protocol import CutPrompts, Prompt
+from gerl.workers.hybrid import HybridWorker
+
+logger = logging.getLogger(__name__)
+
+
+def without_overlong(
+    config: Config,
+    workers: WorkerGroup[HybridWorker],
+    ranks: int,
+    prompts: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Say which prompts are cut, and return the training and held-out prompts that `data.overlong` leaves.
+
+    `ranks`: so many workers have to call the model together. Raises `DataError` where it is `error` and some prompt is
+    longer than all tokenizers read, or where `drop` leaves no prompt to train on.
+    """
+    texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))
+    calls = [workers.submit(rank, HybridWorker.cut_prompts, texts, prompts[0]) for rank in range(ranks)]
+    found, *_ = [call.result() for call in calls]
+    for sentence in sentences(found, texts):
+        logger.warning("%s", sentence)
+    lost = {texts[i] for i in found.lost}
+    if not lost or config.data.overlong == "truncate":
+        return list(prompts), list(held_out)
+    if config.data.overlong == "error":
+        first = next(p for p in [*prompts, *held_out] if p.text in lost)
+        raise DataError(
+            f"data.overlong=error: prompt {first.id} is longer than the model reads, {first.text!r:.120}; shorten it, "
+            "or use data.overlong=drop or truncate"
+        )
+    left = [p for p in prompts if p.text not in lost], [p for p in held_out if p.text not in lost]
+    if not left[0] or (held_out and not left[1]):
+        raise DataError("data.overlong=drop leaves no prompts: all are longer than the model reads; shorten them")
+    logger.warning(
+        "data.overlong=drop leaves %d of %d training prompts and %d of %d held-out ones",
+        *(len(left[0]), len(prompts), len(left[1]), len(held_out)),
+    )
+    return left
+
+
+def sentences(found: CutPrompts, texts: Sequence[str]) -> list[str]:
+    """One per tokenizer that cuts some of `texts`."""
+    whole = found.tokenizers - len(found.by_tokenizer)
+    rest = f"; {whole} other(s) read them whole" if whole else ""
+    return [
+        f"{len(cut)} of {len(texts)} prompts are longer than the {most} tokens that {name} reads, and are cut there: "
+        f"the first is {texts[cut[0]]!r:.100}{rest}"
+        for name, (most, cut) in found.by_tokenizer.items()
+    ]
