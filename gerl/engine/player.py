@@ -45,7 +45,7 @@ class ReplayedStep:
     overwritten: torch.Tensor | None = None  # [B, ...] bool, what of `x_next` it writes over: see `Tape.overwritten`
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """The part of `values` `[B, ...]` that belongs to latents that reach the images: `[B, N]`, or `values` where all do."""
+        """The part of `values` `[B, ...]` of latents that reach the images: `[B, N]`, or `values` where all do."""
         return unwritten(values, self.overwritten)
 
     def reached(self) -> ReplayedStep:

@@ -1,6 +1,7 @@
 """The files of each format: a LoRA under the names of its library, or the pipeline with the LoRA in its weights."""
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,17 +9,21 @@ from pathlib import Path
 import diffusers
 import torch
 from safetensors import safe_open
+from safetensors.torch import load
 
 from gerl.config import ModelConfig
 from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.model import skeletons
 from gerl.model.denoisers import find_denoisers
+from gerl.model.lora_check import check_loads
+from gerl.model.lora_converters import convert
 from gerl.model.lora_layouts import diffusers_file, kohya_file, merge, peft_files
 from gerl.model.lora_weights import Lora, check_fit
 from gerl.model.paths import WEIGHTS, resolve
 from gerl.model.start_lora import merge_start
 
+logger = logging.getLogger(__name__)
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -38,6 +43,7 @@ def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, 
     match format:
         case "diffusers":
             files[WEIGHTS] = diffusers_file(loras, str(base))
+            _check(files[WEIGHTS], loras, base)
         case "peft":
             for name, lora in loras.items():
                 files |= {f"{name}/{file}": content for file, content in peft_files(lora, str(base)).items()}
@@ -45,8 +51,22 @@ def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, 
             for name, lora in loras.items():
                 denoiser = skeleton(base.path, name)
                 check_fit(lora, denoiser, f"{name} of {base.path}")
-                files[f"lora_{name}.safetensors"] = kohya_file(lora, denoiser, str(base))
+                content = files[f"lora_{name}.safetensors"] = kohya_file(lora, denoiser, str(base))
+                try:
+                    convert(load(content), denoiser, name)
+                except ModelError as error:
+                    logger.info("it is for ComfyUI and kohya's programs, plain diffusers does not read it: %s", error)
     return files
+
+
+def _check(content: bytes, loras: Mapping[str, Lora], base: Base) -> None:
+    """Raise `ModelError` unless plain diffusers reads the whole of a file; it is not tried without the base model."""
+    try:
+        denoisers = {name: skeleton(base.path, name) for name in loras}
+    except ModelError as error:
+        logger.info("the file is not tried in diffusers: %s", error)
+    else:
+        check_loads(content, denoisers)
 
 
 def skeleton(base: str, name: str) -> diffusers.ModelMixin:

@@ -24,7 +24,8 @@ from gerl.model.failures import check_backend, is_full
 from gerl.model.hub import fetch, refusal_of_code
 from gerl.model.late_encoders import late_encoders
 from gerl.model.libraries import relay_warnings
-from gerl.model.lora import add_lora
+from gerl.model.lora import add_lora, lora_file
+from gerl.model.lora_check import check_loads
 from gerl.model.paths import resolve
 from gerl.model.placement import decode_in_fp32, place
 from gerl.model.policy import Policy
@@ -275,6 +276,7 @@ def load_policy(
         if config.compile is not None:
             compile_blocks(denoiser, config.compile)
     begin_with(start, denoisers)
+    check_loads(lora_file(denoisers), denoisers)
     if start:
         logger.info("the LoRA begins as %s", config.lora)
     if missing := sorted(denoisers.keys() - loadable_loras(pipe)):

@@ -28,8 +28,5 @@ def facts_of(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
         replaced,
         [] if policy.whole else lora_lines(policy.pipe, policy.denoisers),
         [name for name in COLUMNS if name in inspect.signature(type(policy.pipe).__call__).parameters],
-        [
-            *distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__),
-            *([unheeded] if unheeded else []),
-        ],
+        warnings + ([] if unheeded is None else [unheeded]),
     )
