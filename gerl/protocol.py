@@ -265,10 +265,12 @@ class SamplingProbe:
     """Measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, the stochastic
     steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa), the
     dimensions of an image's latents, and how the trained steps count. `weighting`: algorithm.timestep_weights, None
-    where the algorithm has no such key."""
+    where the algorithm has no such key. `kl_resolution`: the KL between two outputs of the model that differ by their
+    rounding alone; None in fp32 and without a KL."""
 
     log_ratio_noise: float
     reversed_noise: list[tuple[int, float, float, float]]
     dimensions: int = 1
     steps: list[StepFacts] = field(default_factory=list)
     weighting: str | None = None
+    kl_resolution: float | None = None

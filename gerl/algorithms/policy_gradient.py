@@ -122,12 +122,11 @@ class PolicyGradient(Algorithm):
             if meter is not None:
                 meter.begin(k)
             clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
-            reached = step.reached()
-            losses, metrics = self.policy_loss(reached, credit[:, k], clipped_to)
+            losses, metrics = self.policy_loss(step.reached(), credit[:, k], clipped_to)
             deviation = metrics.pop("ratio_deviation")
             total, measured = weights[k] * losses.mean(), metrics if compared else {}
             if reference:
-                kl = self._kl(reference[k].reached(), reached.mean, reached.log_prob, reached.model_output)
+                kl = self.distance(reference[k], step)
                 total = total + self.kl_coef * self.pulled(kl, batch, rows).mean()
                 measured = measured | {"kl": float(kl.detach().mean())}
             if further is not None:
@@ -140,6 +139,11 @@ class PolicyGradient(Algorithm):
 
         replay(policy.pipe, tape, on_step, **options)
         return stats
+
+    def distance(self, base: ReplayedStep, step: ReplayedStep) -> torch.Tensor:
+        """KL `[B]` of a step to that of the base model, over the latents that reach the images."""
+        reached = step.reached()
+        return self._kl(base.reached(), reached.mean, reached.log_prob, reached.model_output)
 
     def _kl(
         self, base: ReplayedStep, mean: torch.Tensor, log_prob: torch.Tensor, output: torch.Tensor | None = None

@@ -41,6 +41,11 @@ def probe_warnings(probe: SamplingProbe, clip: float | None) -> list[str]:
             f"step {k} of the window, from sigma {sigma:.3f} to {sigma_next:.3f}, flips the sign of the predicted "
             f"noise (kappa {kappa:.2f} < 0), which leaves noise in the images: end sampling.window_range before it"
         )
+    if probe.kl_resolution is not None:
+        found.append(
+            f"a KL to the base model below about {probe.kl_resolution:.1e} is the rounding of the model's output in "
+            "this precision, and pulls nowhere: algorithm.kl_coef works beyond it; use model.dtype=float32 for less"
+        )
     return found + spread_warnings(probe)
 
 

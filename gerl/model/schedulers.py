@@ -1,5 +1,6 @@
 """A scheduler with a transition kernel in place of one that has none: Euler for flow matching and EDM, DDIM else."""
 
+import copy
 import inspect
 import logging
 
@@ -33,6 +34,7 @@ KEPT = (
 NOISE_SCHEDULE = (
     "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",
 )  # fmt: skip
+SPACING = ("timestep_spacing", "steps_offset")  # where on it the steps are
 # what `set_timesteps` of a general solver takes; schedulers that take more belong to one pipeline, and stay
 USUAL = {"num_inference_steps", "device", "sigmas", "mu", "timesteps"}
 SHOWN = 10  # steps of the schedule that the log shows
@@ -173,7 +175,7 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
         raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has no transition kernel")
     # `from_config` drops what the other class had by default; and DDIM by default clips the predicted sample, which
     # would ruin the latents of schedulers that never do
-    kept = {name: config[name] for name in NOISE_SCHEDULE if name in config}
+    kept = {name: config[name] for name in (*NOISE_SCHEDULE, *SPACING) if name in config}
     shifted = isinstance(scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler)  # which never clip, and say they do
     clips = config.get("clip_sample", False) and not shifted
     ddim = DDIMScheduler.from_config(config, clip_sample=clips, **kept)
@@ -184,4 +186,20 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     if not torch.allclose(ddim.alphas_cumprod, alphas.float(), rtol=0, atol=1e-7):
         raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has another noise schedule than DDIM")
     logger.info("replaced %s by DDIMScheduler, which has a transition kernel", type(scheduler).__name__)
+    _note_spacing(scheduler, ddim)
     return ddim
+
+
+def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
+    """Say where the steps are at other timesteps than those of the pipeline's own scheduler (Karras sigmas, say)."""
+    theirs, ours = (copy.deepcopy(kind) for kind in (scheduler, ddim))
+    for kind in (theirs, ours):
+        kind.set_timesteps(SHOWN)
+    # solvers of higher order evaluate some twice
+    own, found = (list(dict.fromkeys(round(float(t)) for t in kind.timesteps)) for kind in (theirs, ours))
+    if len(own) != len(found) or any(abs(a - b) > 1 for a, b in zip(own, found, strict=True)):
+        logger.warning(
+            "in %d steps %s samples at the timesteps %s, and DDIMScheduler at %s: images differ from those of the "
+            "plain pipeline; give it a DDIMScheduler to have the same ones there",
+            SHOWN, type(scheduler).__name__, " ".join(map(str, own)), " ".join(map(str, found)),
+        )  # fmt: skip

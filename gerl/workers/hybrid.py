@@ -277,7 +277,8 @@ class HybridWorker:
 
     def probe(self, task: RolloutTask) -> SamplingProbe:
         """Measure what a policy gradient depends on: draws a micro-batch and replays half of it."""
-        return probe(self.policy.pipe, self.rollout.generate(task, self.algorithm)[1], self.algorithm)
+        dtype = next(iter(self.policy.denoisers.values())).dtype
+        return probe(self.policy.pipe, self.rollout.generate(task, self.algorithm)[1], self.algorithm, dtype)
 
     def reduce_gradient(self) -> None:
         """Sum the gradients of all workers, a LoRA's by one flat all-reduce; a collective call.

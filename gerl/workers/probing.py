@@ -2,13 +2,15 @@
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from gerl.algorithms import Algorithm
+from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config.policy_gradients import WeightedConfig
-from gerl.engine import Trajectory, replay
+from gerl.engine import ReplayedStep, Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
 from gerl.model.failures import model_errors
 from gerl.protocol import SamplingProbe
@@ -17,25 +19,42 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-def probe(pipe: DiffusionPipeline, trajectory: Trajectory, algorithm: Algorithm) -> SamplingProbe:
-    """Replay half of a micro-batch that was just drawn, and measure the ratio, which should be 1, and the steps."""
+def probe(
+    pipe: DiffusionPipeline, trajectory: Trajectory, algorithm: Algorithm, dtype: torch.dtype = torch.float32
+) -> SamplingProbe:
+    """Replay half of a micro-batch that was just sampled, and measure the ratio, which should be 1, and the steps.
+
+    `dtype`: the precision of the denoiser's output.
+    """
     segment, tape = trajectory.task.segments[0], trajectory.tapes[0]
     half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))
     found: list[torch.Tensor] = []
+    kls: list[torch.Tensor] = []
+    rounds = dtype != torch.float32 and isinstance(algorithm, PolicyGradient) and algorithm.kl_coef > 0
+
+    def measure(_: int, step: ReplayedStep) -> None:
+        found.append(algorithm.log_ratio(step).abs().cpu())
+        if rounds:
+            assert isinstance(algorithm, PolicyGradient)
+            kls.append(algorithm.distance(rounded_otherwise(step, dtype), step).abs().cpu())
+
     noisy = [k for k in segment.trained if tape.steps[k].log_prob is not None]
     with model_errors("update"):
-        replay(
-            pipe,
-            tape,
-            lambda k, step: found.append(algorithm.log_ratio(step).abs().cpu()),
-            steps=noisy,
-            index=half,
-            grad=False,
-        )
+        replay(pipe, tape, measure, steps=noisy, index=half, grad=False)
     rules = [(k, tape.steps[k].rule) for k in segment.window]
     with_kappa = [(k, r) for k, r in rules if isinstance(r, FlowRule | EDMRule)]
     turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in with_kappa if r.kappa < 0]
     settings = algorithm.settings
     weighting = settings.step_weighting if isinstance(settings, WeightedConfig) else None
     steps, noise = algorithm.step_facts(tape, tuple(noisy)), float(torch.cat(found).quantile(0.99))
-    return SamplingProbe(noise, turned, tape.steps[0].x[0].numel(), steps, weighting)
+    resolution = float(torch.cat(kls).mean()) if kls else None
+    return SamplingProbe(noise, turned, tape.steps[0].x[0].numel(), steps, weighting, resolution)
+
+
+def rounded_otherwise(step: ReplayedStep, dtype: torch.dtype) -> ReplayedStep:
+    """`step` with an output that differs by two roundings to `dtype`, each up to half a unit in the last place."""
+    output = step.model_output
+    unit = torch.finfo(dtype).eps * torch.exp2(output.abs().clamp_min(torch.finfo(dtype).tiny).log2().floor())
+    draw = torch.Generator().manual_seed(0)
+    errors = [torch.rand(output.shape, generator=draw).to(output.device) - 0.5 for _ in range(2)]
+    return replace(step, model_output=output + unit * (errors[0] - errors[1]))

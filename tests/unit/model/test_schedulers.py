@@ -201,3 +201,23 @@ def other_noise() -> Any:
 def test_schedulers_of_another_kind_are_refused(scheduler: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         trainable_scheduler(scheduler())
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "other"),
+    [
+        (diffusers.EulerDiscreteScheduler(timestep_spacing="linspace"), False),
+        (diffusers.EulerAncestralDiscreteScheduler(timestep_spacing="trailing"), False),
+        (diffusers.PNDMScheduler(steps_offset=1, skip_prk_steps=True), False),
+        (diffusers.DPMSolverMultistepScheduler(use_karras_sigmas=True), True),
+        (diffusers.UniPCMultistepScheduler(), True),
+    ],
+)
+def test_ddim_keeps_the_spacing_of_the_steps_or_says_that_it_is_another(
+    scheduler: Any, other: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        ddim = trainable_scheduler(scheduler)
+    assert ddim.config.timestep_spacing == scheduler.config.timestep_spacing
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == other and all("in 10 steps" in text and "DDIMScheduler at" in text for text in said)
