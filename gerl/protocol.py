@@ -36,8 +36,11 @@ class Prompt:
 
 
 class Group(NamedTuple):
-    """Key of the samples that may be compared (AT-GRPO, arXiv 2510.11062): the prompt and, where they apply, the turn,
-    the role of the policy and the branching point, that is everything that makes up the state they shared."""
+    """Key of the samples that may be compared (AT-GRPO, arXiv 2510.11062): the prompt's row and, where they apply, the
+    turn, the role of the policy and the branching point, that is everything that makes up the state they shared.
+
+    The program sets them; columns of a prompt file, whatever they are called, never do.
+    """
 
     prompt: int
     turn: int | None = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gerl.config import Config, DataConfig, Source, sources
 from gerl.data.preferences import settled, with_images
 from gerl.errors import DataError
-from gerl.protocol import Prompt
+from gerl.protocol import DATA_SOURCE, Prompt
 from gerl.utils import dataset
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 
@@ -124,7 +124,12 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
         prompt = with_images(row, place, where) if given else row
         metadata = with_absolute_paths(prompt.metadata, place, where)
         if source.data_source is not None:
-            metadata = {**metadata, "data_source": source.data_source}
+            metadata = {**metadata, DATA_SOURCE: source.data_source}
+        if isinstance(metadata.get(DATA_SOURCE), list | dict):
+            raise DataError(
+                f"{where} has {DATA_SOURCE}={metadata[DATA_SOURCE]!r:.80}, which picks the scorers of the row: give a "
+                "text or a number, or rename the column"
+            )
         rows.append(replace(prompt, metadata=metadata))
     return settled(rows) if given else rows
 

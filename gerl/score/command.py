@@ -20,7 +20,7 @@ from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, distinct_c
 from gerl.rewards.scorers import SCORERS
 from gerl.run.tracking import image_progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
-from gerl.score.inputs import Item, read_items
+from gerl.score.inputs import Item, describe_groups, groups_of, read_items
 from gerl.utils.condition_images import read_picture
 
 logger = logging.getLogger("gerl")
@@ -124,7 +124,8 @@ def score(
 ) -> Iterator[tuple[list[int], list[ScoredImage]]]:
     """Score batches of images; yields the indices of a batch and the images with their scores.
 
-    The images of a prompt are a group: where a scorer compares them, they are in one batch, which may then be larger.
+    Images with equal prompts are a group, see `groups_of`: where a scorer compares them, they are in one batch, which
+    may then be larger.
     """
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     from gerl.cluster import Cluster, Pending
@@ -134,14 +135,14 @@ def score(
     launcher: Literal["ray", "local"] = "ray" if any(scorer.env for scorer in reward.scorers.values()) else "local"
     with Cluster(ClusterConfig(launcher=launcher, num_workers=1)) as here:
         manager = RewardManager(reward, here)
-        groups: dict[str, list[int]] = {}
-        for i, item in enumerate(items):
-            groups.setdefault(item.prompt.text, []).append(i)
-        ids = {text: number for number, text in enumerate(groups)}
-        together = list(groups.values()) if manager.groupwise else [[i] for i in range(len(items))]
+        groups = groups_of(items)
+        if manager.groupwise:
+            describe_groups(items, groups, manager.groupwise)
+        ids = {i: number for number, members in enumerate(groups) for i in members}
+        together = groups if manager.groupwise else [[i] for i in range(len(items))]
         for batch in _batches(together, batch_size):
             chosen = [items[i] for i in batch]
-            prompts = [replace(item.prompt, id=ids[item.prompt.text]) for item in chosen]
+            prompts = [replace(items[i].prompt, id=ids[i]) for i in batch]
             images = Images(0, [np.asarray(read_picture(item.path)) for item in chosen], 0.0)
             samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
             scoring = manager.open([samples])

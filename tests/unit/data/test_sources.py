@@ -50,6 +50,15 @@ def test_one_file_is_read_as_ever(here: Path) -> None:
     assert load("b.jsonl", named, "data.train")[0].metadata == {"text": "W", "said": "three"}
 
 
+@pytest.mark.parametrize("value", [["ocr"], {"a": 1}])
+def test_a_data_source_that_is_no_plain_value_is_refused(value: object, here: Path) -> None:
+    (here / "c.jsonl").write_text(json.dumps({"prompt": "a", "turn": [1], "role": {"a": 1}, "data_source": value}))
+    with pytest.raises(DataError, match=r"c\.jsonl:1 has data_source=.*rename the column"):
+        load("c.jsonl", DataConfig(), "data.train")
+    with pytest.raises(DataError, match="data_source"):
+        load("c.jsonl", DataConfig(prompt_key="prompt", columns={"said": "turn"}), "data.train")
+
+
 @pytest.mark.parametrize(
     ("given", "data", "message"),
     [
