@@ -23,7 +23,9 @@ PROMPTS = [
 # What stands on line 6 of a file, behind its helper, and what is said of it.
 WRONG = {
     "pass": "returned None, expected a list with one number per image",
-    "return 0.5": "returned 0.5, expected a list with one number per image",
+    "return 0.5": "returned 0.5, expected a list with one number per image, or a dict of such lists by name: images",
+    "return [0.5] * len(images), {}": "returned a tuple of list, dict, expected a list",
+    "return {0.1, 0.2, 0.3, 0.4, 0.5}": "returned a set, expected a list",
     'return "0.5"': "returned a str, expected a list with one number per image",
     'return ["0.5"] * len(images)': "returned '0.5', which is not a number",
     "return [0.5]": "returned 1 scores for 5 images, expected one per image",

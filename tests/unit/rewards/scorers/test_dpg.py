@@ -90,9 +90,9 @@ def test_an_answer_that_is_neither_yes_nor_no_is_no_answer(text: str) -> None:
 
 
 def test_an_answer_that_was_cut_off_is_no_answer() -> None:
-    with serving(*judge_says("Yes and no: while the cat", finish="length")) as service:
-        with pytest.raises(RewardError, match="max_tokens"):
-            scorer(service.url)([Image.new("RGB", (8, 8))], ["a"], [{"questions": ASKED[:1]}])
+    cut = judge_says("Yes and no: while the cat", finish="length")
+    with serving(*cut) as service, pytest.raises(RewardError, match="max_tokens"):
+        scorer(service.url)([Image.new("RGB", (8, 8))], ["a"], [{"questions": ASKED[:1]}])
 
 
 @pytest.mark.parametrize(
