@@ -28,5 +28,7 @@ DrawingPrecision = Literal["none", "int8", "fp8"]
 Optimizer = Literal["adamw", "adamw8bit"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 RewardNormalisation = Literal["none", "group", "batch", "rank"]
+RunPart = Literal["training", "validation"]  # of which a scorer looks at the images
+RunParts = Literal["both", "training", "validation"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 TrainedImages = Literal["drawn", "files"]  # what the algorithm learns from

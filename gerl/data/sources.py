@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.config import Config, DataConfig, Source, sources
+from gerl.data import tables
 from gerl.data.preferences import settled, with_images
 from gerl.errors import DataError
 from gerl.protocol import DATA_SOURCE, Prompt
-from gerl.utils import dataset
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def digest(given: object, data: DataConfig, name: str) -> str:
     found = []
     for source in sources(given, name):
         try:
-            own = _hub(source, data).digest if source.on_hub else dataset.fingerprint(source.path)
+            own = _hub(source, data).digest if source.on_hub else tables.fingerprint(source.path)
         except DataError as error:
             raise DataError(f"{name}={source.path}: {error}") from None
         found.append(own if source.prompt_key is None else f"{own} {source.prompt_key}")
@@ -115,8 +115,8 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
     if source.on_hub:
         place, found = Path.cwd(), list(_hub(source, data).rows)
     else:
-        path = dataset.resolve(source.path)
-        place, found = path.parent, dataset.read_rows(path, key)
+        path = tables.resolve(source.path)
+        place, found = path.parent, tables.read_rows(path, key)
         if path.suffix.lower() != ".txt":
             found = _renamed(found, _columns(source, data), key, str(path))
     rows = []

@@ -4,12 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
+from gerl.config.choices import RunPart
 from gerl.data.preferences import check_groups, good_images
 from gerl.data.sources import check_mixture, given_images, load, named
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
 from gerl.rewards.scorers import asks_people, known_scorer
-from gerl.rewards.total import applies, check_routes
+from gerl.rewards.total import applies, check_routes, looking
+
+PARTS: dict[str, RunPart] = {"data.train": "training", "validation.data": "validation"}  # of a run, by their key
 
 
 def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
@@ -45,7 +48,8 @@ def read_prompts(
                 raise DataError(f"{key}={named(given)}: {error}") from None
     try:
         prompts = arrange(prompts)[:most]
-        check_reward(config.reward, prompts)
+        scorers = looking(config.reward.scorers, PARTS[key]) if key in PARTS else config.reward.scorers
+        check_reward(replace(config.reward, scorers=scorers), prompts)
     except DataError as error:
         raise DataError(f"{key}={named(given)}: {error}") from None
     return prompts

@@ -18,6 +18,7 @@ from gerl.protocol import Images, Sample
 from gerl.rewards.checks import check_reward
 from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, distinct_columns, row_of, stop_at_failure
 from gerl.rewards.scorers import SCORERS
+from gerl.rewards.total import looking_always
 from gerl.run.tracking import image_progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
 from gerl.score.inputs import Item, describe_groups, groups_of, read_items
@@ -78,7 +79,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
         GerlError: something is wrong with images, prompts or scorers, or no image has a total; what was scored is
             written.
     """
-    reward = config.reward
+    reward = looking_always(config.reward)
     items = read_items(request.images, request.prompts, request.prompt, config.data)
     try:
         check_reward(reward, [item.prompt for item in items])

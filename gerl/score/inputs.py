@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gerl.config import DataConfig
 from gerl.data.sources import load
+from gerl.data.tables import read_rows, read_text
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
-from gerl.utils.dataset import read_rows, read_text
 
 logger = logging.getLogger("gerl")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")

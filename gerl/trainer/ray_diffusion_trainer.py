@@ -208,7 +208,8 @@ class RayDiffusionTrainer(DurableRun):
         )
         self.check_model()
         with waiting("trying the scorers on grey images", self.downloads):
-            try_scorers(self.rewards, config, self.prompts if config.data.train_on == "drawn" else self.held_out)
+            drawn = self.prompts if config.data.train_on == "drawn" else self.held_out
+            try_scorers(self.rewards, config, drawn, self.held_out)
         self.model = model = self.load_model()
         for sentence in [*model.notes, *saving_notes(config)]:
             logger.info("%s", sentence)

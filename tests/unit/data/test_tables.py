@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from gerl.data.tables import SHIPPED, fingerprint, load_prompts
 from gerl.errors import DataError
 from gerl.protocol import Prompt
-from gerl.utils.dataset import SHIPPED, fingerprint, load_prompts
 
 
 def write(folder: Path, name: str, content: str | bytes) -> str:
@@ -184,7 +184,7 @@ def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 def test_a_parquet_file_of_billions_of_rows_is_refused_before_they_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gerl.utils.dataset.MOST_ROWS", 100)
+    monkeypatch.setattr("gerl.data.tables.MOST_ROWS", 100)
     assert len(load_prompts(parquet(tmp_path, prompt=["a"] * 100))) == 100
     with pytest.raises(DataError, match=r"a\.parquet has 101 rows: at most 100 are read"):
         load_prompts(parquet(tmp_path, prompt=["a"] * 101))
