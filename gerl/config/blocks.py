@@ -184,7 +184,9 @@ class ValidationConfig(Block):
         "signs_val", "held-out prompts, in the same formats as data.train, without weights; null: no validation"
     )
     every: int = main_key(10, "trainer steps between validations; 0: only at the start and the end", low=0)
-    max_prompts: int | None = key(None, "use only the first so many prompts; null: all", low=1)
+    max_prompts: int | None = key(
+        None, "use only so many prompts, the first of each source in equal shares; null: all", low=1
+    )
     images: int | None = key(
         32, "prompts whose pictures are kept and shown, spread evenly over the file; null: all", low=1
     )

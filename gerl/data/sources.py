@@ -1,6 +1,8 @@
 """The prompts that `data.train` or `validation.data` stands for, from all of its sources."""
 
 import hashlib
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -18,6 +20,7 @@ from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 if TYPE_CHECKING:
     from gerl.data.hub import HubRows
 
+logger = logging.getLogger(__name__)
 TABLES = (".jsonl", ".csv", ".parquet")  # prompt files whose columns may name pictures
 
 
@@ -82,6 +85,34 @@ def most_of_a_step(shares: Sequence[Fraction], per_step: int) -> list[int]:
     if all((per_step * part).denominator == 1 for part in parts):
         return [int(per_step * part) for part in parts]
     return [min(per_step, floor((per_step + len(parts) - 2) * part + 1)) for part in parts]
+
+
+def held_out_of(prompts: Sequence[Prompt], most: int | None, given: object) -> list[Prompt]:
+    """At most `most` of the `prompts`, the first of each source of `given`, shared out as evenly as the sources allow.
+
+    Says in the log how many of each that makes, and warns of a source that gets none.
+    """
+    if most is None or len(prompts) <= most:
+        return list(prompts)
+    sizes = Counter(prompt.source for prompt in prompts)
+    shares = dict.fromkeys(sorted(sizes), 0)
+    for _ in range(most):
+        shares[min((s for s in shares if shares[s] < sizes[s]), key=lambda s: (shares[s], s))] += 1
+    if len(shares) > 1:
+        paths = {number: source.path for number, source in enumerate(sources(given, "validation.data"))}
+        parts = ", ".join(f"{shares[s]} of the {sizes[s]} of {paths[s]}" for s in shares)
+        logger.info("validation.max_prompts=%d: %s", most, parts)
+        if without := [paths[s] for s in shares if not shares[s]]:
+            logger.warning(
+                "validation.max_prompts=%d leaves %s out of the validation: set it to %d or more",
+                *(most, " and ".join(without), len(shares)),
+            )
+    found, left = list[Prompt](), Counter(shares)
+    for prompt in prompts:
+        if left[prompt.source]:
+            left[prompt.source] -= 1
+            found.append(prompt)
+    return found
 
 
 def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from gerl.config import Config, RewardConfig
 from gerl.config.choices import RunPart
 from gerl.data.preferences import check_groups, good_images
-from gerl.data.sources import check_mixture, given_images, load, named
+from gerl.data.sources import check_mixture, given_images, held_out_of, load, named
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
 from gerl.rewards.scorers import asks_people, known_scorer
@@ -34,7 +34,7 @@ def read_prompts(
     most: int | None = None,
     arrange: Callable[[list[Prompt]], list[Prompt]] = list,
 ) -> list[Prompt]:
-    """The prompts that `given`, the value of `key`, stands for, or the first `most`, all fit for the scorers.
+    """The prompts that `given`, the value of `key`, stands for, or at most `most` of them, all fit for the scorers.
 
     arrange: makes the prompts of those that the file has in its rows.
     """
@@ -47,7 +47,7 @@ def read_prompts(
             except DataError as error:
                 raise DataError(f"{key}={named(given)}: {error}") from None
     try:
-        prompts = arrange(prompts)[:most]
+        prompts = held_out_of(arrange(prompts), most, given)
         scorers = looking(config.reward.scorers, PARTS[key]) if key in PARTS else config.reward.scorers
         check_reward(replace(config.reward, scorers=scorers), prompts)
     except DataError as error:
