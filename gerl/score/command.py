@@ -21,8 +21,8 @@ from gerl.rewards.scorers import SCORERS
 from gerl.rewards.total import looking_always
 from gerl.run.tracking import image_progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
-from gerl.score.inputs import Item, describe_groups, groups_of, read_items
-from gerl.utils.condition_images import read_picture
+from gerl.score.inputs import Item, describe_groups, groups_of, picture_of, read_items
+from gerl.utils.condition_images import open_picture
 
 logger = logging.getLogger("gerl")
 WIDTH = 256  # pixels, to which wider images are reduced in the gallery
@@ -85,8 +85,9 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
         check_reward(reward, [item.prompt for item in items])
     except DataError as error:
         raise DataError(f"images={request.images}: {error}") from None
-    for item in items:
-        read_picture(item.path)  # so that one that cannot be read is known before the work
+    # one that cannot be read is known before the work
+    if transparent := sum(open_picture(item.path).has_transparency_data for item in items):
+        logger.info("%d of %d images are transparent in places, and are put on white", transparent, len(items))
     make_folder(request.out)
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}
@@ -144,7 +145,7 @@ def score(
         for batch in _batches(together, batch_size):
             chosen = [items[i] for i in batch]
             prompts = [replace(items[i].prompt, id=ids[i]) for i in batch]
-            images = Images(0, [np.asarray(read_picture(item.path)) for item in chosen], 0.0)
+            images = Images(0, [np.asarray(picture_of(item)) for item in chosen], 0.0)
             samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
             scoring = manager.open([samples])
             scoring.add(0, Pending("image reader", value=images))

@@ -7,11 +7,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from PIL import Image
+
 from gerl.config import DataConfig
 from gerl.data.sources import load
 from gerl.data.tables import read_rows, read_text
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
+from gerl.utils.condition_images import open_picture
 
 logger = logging.getLogger("gerl")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -95,6 +98,15 @@ def _listed(path: Path, prompt_key: str) -> list[Item]:
         metadata = {name: value for name, value in prompt.metadata.items() if name != "image"}
         items.append(Item(path.parent / Path(image).expanduser(), image, replace(prompt, metadata=metadata)))
     return items
+
+
+def picture_of(item: Item) -> Image.Image:
+    """The image in RGB as a viewer shows it: what is transparent is white. Errors as in `open_picture`."""
+    image = open_picture(item.path)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    ground = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
 
 
 def groups_of(items: Sequence[Item]) -> list[list[int]]:
