@@ -123,7 +123,7 @@ class ModelFacts:
     notes: list[str]  # sentences about what was replaced, left out or kept elsewhere
     scheduler: str | None  # the pipeline's own, if another one took its place
     lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers; none where weights are trained
-    picture_arguments: list[str]  # arguments of the pipeline that are pictures
+    arguments: list[str]  # of the pipeline's call
     warnings: list[str] = field(default_factory=list)  # sentences about what is known to harm it
 
 
