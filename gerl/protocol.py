@@ -36,8 +36,11 @@ class Prompt:
 
 
 class Group(NamedTuple):
-    """Key of the samples that may be compared (AT-GRPO, arXiv 2510.11062): the prompt and, where they apply, the turn,
-    the role of the policy and the branching point, that is everything that makes up the state they shared."""
+    """Key of the samples that may be compared (AT-GRPO, arXiv 2510.11062): the prompt's row and, where they apply, the
+    turn, the role of the policy and the branching point, that is everything that makes up the state they shared.
+
+    The program sets them; columns of a prompt file, whatever they are called, never do.
+    """
 
     prompt: int
     turn: int | None = None
@@ -120,7 +123,7 @@ class ModelFacts:
     notes: list[str]  # sentences about what was replaced, left out or kept elsewhere
     scheduler: str | None  # the pipeline's own, if another one took its place
     lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers; none where weights are trained
-    picture_arguments: list[str]  # arguments of the pipeline that are pictures
+    arguments: list[str]  # of the pipeline's call
     warnings: list[str] = field(default_factory=list)  # sentences about what is known to harm it
 
 

@@ -139,13 +139,22 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def warm_row(options: Options) -> tuple[str, dict[str, Any]] | None:
-    """Prompt and metadata of the image to warm up with; None, with a warning, if the scorer needs one that is given."""
+    """Prompt and metadata of the image to warm up with; None, with a warning, if the scorer needs one that is given.
+
+    Raises `ConfigError` for a scorer that cannot be served.
+    """
+    scorer = build_scorer(options.scorer, options.config())
+    if scorer.groupwise:
+        raise ConfigError(
+            f"scorer={options.scorer} compares the images of a prompt, and a service gets them in batches of several "
+            "prompts: name it in reward.scorers of the run"
+        )
     if not options.warm_up:
         return None
     given = options.warm_prompt is not None or options.warm_metadata
     prompt = WARM_PROMPT if options.warm_prompt is None else options.warm_prompt
     try:
-        build_scorer(options.scorer, options.config()).check_prompts([Prompt(0, prompt, options.warm_metadata)])
+        scorer.check_prompts([Prompt(0, prompt, options.warm_metadata)])
     except DataError as error:
         if given:
             raise ConfigError(f"warm_prompt and warm_metadata: {error}") from None

@@ -118,8 +118,6 @@ def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_ve
             step,
             policy_version,
             init_seed=derive_seed("initial", seed, step, prompt.id) if same else None,
-            turn=prompt.metadata.get("turn"),
-            role=prompt.metadata.get("role"),
         )
         for prompt in prompts
         for k in range(len(prompt.given) or config.rollout.n)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
+from gerl.api.pictures import listed
 from gerl.api.pipelines import path_of
 from gerl.api.runs import Run
 from gerl.api.settings import (
@@ -25,10 +23,8 @@ from gerl.api.settings import (
 )
 from gerl.api.training import Trainer
 from gerl.commandline.composition import compose_run
-from gerl.errors import DataError
 from gerl.objects import offered
 from gerl.score.gallery import ScoredImage
-from gerl.utils.files import write_file
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -37,7 +33,6 @@ if TYPE_CHECKING:
     from gerl.preflight.findings import Report
 
 Adapter = str | Path | Run  # a LoRA
-Pictures = str | Path | Sequence[str | Path | Image.Image]
 
 
 def evaluate(
@@ -100,7 +95,7 @@ def _named(lora: Adapter | Sequence[Adapter] | Mapping[str, Adapter]) -> list[tu
 
 
 def score(
-    images: Pictures,
+    images: Any,
     prompts: str | Path | Sequence[str | Mapping[str, Any]] | None = None,
     reward: Reward = "ocr",
     *,
@@ -110,9 +105,10 @@ def score(
 ) -> list[ScoredImage]:
     """Score images; returns them in their order, each with its `values` by column and, where one lacks, its `failure`.
 
-    `images`: a folder or file, as for the command, or pictures and files. `prompts`: one for all images, a file, or one
-    for each picture, a text or a dictionary with the key `prompt` and further columns. `reward` and `keys`: as for
-    `gerl.train`. `out`: a folder for tables and a gallery; None: nothing is kept. Raises `GerlError`, as the command.
+    `images`: a folder or file, as for the command, or a list of files, PIL images, arrays or tensors. `prompts`: one
+    for all images, a file, or one for each picture, a text or a dictionary with the key `prompt` and further columns.
+    `reward` and `keys`: as for `gerl.train`. `out`: a folder for tables and a gallery; None: nothing is kept. Raises
+    `GerlError`, as the command.
     """
     from gerl.score.command import Request, run  # in here: it needs the reward's packages
 
@@ -127,31 +123,7 @@ def score(
             file = prompts is not None and isinstance(prompts, str | Path) and Path(prompts).is_file()
             given = {("prompts" if file else "prompt"): None if prompts is None else str(prompts)}
             return run(Request(images=str(images), out=place, batch=batch, **given), config)
-        listed = _listed(images, prompts, here)
-        return run(Request(images=str(listed), out=place, batch=batch), config)
-
-
-def _listed(
-    images: Sequence[str | Path | Image.Image],
-    prompts: str | Path | Sequence[str | Mapping[str, Any]] | None,
-    here: Path,
-) -> Path:
-    """A file of images and prompts; pictures in memory are written beside it."""
-    rows = [prompts] * len(images) if prompts is None or isinstance(prompts, str | Path) else list(prompts)
-    if len(rows) != len(images):
-        raise DataError(f"{len(rows)} prompts for {len(images)} images: give one for each, or one for all")
-    lines = []
-    for i, (image, row) in enumerate(zip(images, rows, strict=True)):
-        if isinstance(image, Image.Image):
-            path = here / f"{i}.png"
-            image.convert("RGB").save(path)
-        else:
-            path = Path(image).expanduser().absolute()
-        columns = {"prompt": "" if row is None else str(row)} if not isinstance(row, Mapping) else dict(row)
-        lines.append(json.dumps({**columns, "image": str(path)}, ensure_ascii=False))
-    file = here / "images.jsonl"
-    write_file(file, "\n".join(lines) + "\n")
-    return file
+        return run(Request(images=str(listed(images, prompts, here)), out=place, batch=batch), config)
 
 
 def export(

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gerl.config.choices import DrawingPrecision, LrSchedule, Optimizer, RewardNormalisation, TrackerName
+from gerl.config.choices import DrawingPrecision, LrSchedule, Optimizer, RewardNormalisation, RunParts, TrackerName
 from gerl.config.data import Given, sources
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
@@ -101,6 +101,7 @@ class ScorerConfig(Block):
     data_sources: list[str] | None = key(
         None, "score only prompts whose column data_source has one of these values; null: all"
     )
+    during: RunParts = key("both", "with weight 0: score only the images of training, or only those of validation")
     replicas: int = key(1, "processes of this scorer; CLIP scorers with the same weights share theirs", low=1)
     gpus: float = main_key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)
     timeout: float = key(600.0, "seconds after which a call counts as hung and its process is restarted", above=0)
@@ -115,6 +116,11 @@ class ScorerConfig(Block):
             raise ConfigError(f"reward.scorers.NAME.clip={list(self.clip)}: give two numbers, the lower one first")
         if self.data_sources is not None and not self.data_sources:
             raise ConfigError("reward.scorers.NAME.data_sources=[]: name at least one, or use null for all prompts")
+        if self.weight and self.during != "both":
+            raise ConfigError(
+                f"reward.scorers.NAME.during={self.during}: only a scorer that is watched may leave out a part of the "
+                "run, this one counts; set its weight to 0, or leave during out"
+            )
         if self.env and not is_environment(self.env):
             raise ConfigError(
                 f"reward.scorers.NAME.env={shown(self.env)}: give one of {{uv: [PACKAGE, ...]}}, "
@@ -178,7 +184,9 @@ class ValidationConfig(Block):
         "signs_val", "held-out prompts, in the same formats as data.train, without weights; null: no validation"
     )
     every: int = main_key(10, "trainer steps between validations; 0: only at the start and the end", low=0)
-    max_prompts: int | None = key(None, "use only the first so many prompts; null: all", low=1)
+    max_prompts: int | None = key(
+        None, "use only so many prompts, the first of each source in equal shares; null: all", low=1
+    )
     images: int | None = key(
         32, "prompts whose pictures are kept and shown, spread evenly over the file; null: all", low=1
     )

@@ -26,8 +26,19 @@ def check_remedies(config: Settings) -> None:
             )
     if algorithm.kl_share < 1:
         doubters(algorithm, config.reward.scorers)
+    held_out = [name for name, scorer in config.reward.scorers.items() if scorer.during == "validation"]
+    if held_out and config.validation.data is None:
+        raise ConfigError(
+            f"reward.scorers.{held_out[0]}.during=validation: there are no held-out prompts; name some in "
+            "validation.data, or leave it out"
+        )
     if isinstance(algorithm, ShapedConfig) and algorithm.diversity != "none":
         name = algorithm.diversity_scorer
+        if name.split("/")[0] in held_out:
+            raise ConfigError(
+                f"algorithm.diversity={algorithm.diversity}: {name} looks at validation only; leave "
+                f"reward.scorers.{name.split('/')[0]}.during out"
+            )
         if name.split("/")[0] not in config.reward.scorers:
             raise ConfigError(
                 f"algorithm.diversity={algorithm.diversity}: there is no scorer {name!r} that says how unlike images "
@@ -38,8 +49,13 @@ def check_remedies(config: Settings) -> None:
 
 def doubters(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerConfig]) -> Sequence[str]:
     """The watched scorers that `algorithm.kl_share` asks; raises `ConfigError` if there are none, or no such ones."""
-    watched = [name for name, scorer in scorers.items() if scorer.weight == 0]
+    watched = [name for name, scorer in scorers.items() if scorer.weight == 0 and scorer.during != "validation"]
     for name in algorithm.kl_doubters:
+        if name in scorers and scorers[name].during == "validation":
+            raise ConfigError(
+                f"algorithm.kl_doubters: {name} is asked about images of training, and reward.scorers.{name}.during="
+                "validation; leave that out"
+            )
         if name not in watched:
             there = ", ".join(watched) or "none"
             raise ConfigError(
@@ -48,7 +64,8 @@ def doubters(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerConfig]) ->
             )
     if not watched:
         raise ConfigError(
-            f"algorithm.kl_share={algorithm.kl_share}: the images are chosen by what watched scorers say of them, and "
-            "none has weight 0; add one, such as +reward.scorers.aesthetic.weight=0, or use algorithm.kl_share=1"
+            f"algorithm.kl_share={algorithm.kl_share}: the images are chosen by what watched scorers say of them in "
+            "training, and none has weight 0; add one, such as +reward.scorers.aesthetic.weight=0, or use "
+            "algorithm.kl_share=1"
         )
     return algorithm.kl_doubters or watched

@@ -27,10 +27,10 @@ from PIL import Image
 
 from gerl.commandline.waiting import waiting
 from gerl.config.data import HubParts, hub_parts
+from gerl.data.tables import MOST_ROWS, Row, split_row
 from gerl.errors import DataError
 from gerl.protocol import Prompt
 from gerl.utils.condition_images import BROKEN
-from gerl.utils.dataset import MOST_ROWS, Row, split_row
 from gerl.utils.files import reason, write_file
 
 if TYPE_CHECKING:

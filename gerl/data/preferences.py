@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gerl.errors import DataError
 from gerl.protocol import GivenImage, Prompt
-from gerl.utils.condition_images import absolute_picture
+from gerl.utils.condition_images import absolute_picture, pictures_of
 
 logger = logging.getLogger(__name__)
 KINDS = (("images", "ranks"), ("chosen", "rejected"), ("image_0", "image_1", "label_0"), ("image", "label"), ("image",))
@@ -68,7 +68,7 @@ def settled(rows: Sequence[Prompt]) -> list[Prompt]:
     """
     alike: dict[tuple[str, ...], list[Prompt]] = {}
     for row in rows:
-        alike.setdefault((row.text, *(image.path for image in row.given)), []).append(row)
+        alike.setdefault((row.text, *pictures_of(row), "", *(image.path for image in row.given)), []).append(row)
     found = [_mean(same) for same in alike.values()]
     kept = [row for row in found if _says_something(row)]
     if not kept:

@@ -1,6 +1,8 @@
 """The prompts that `data.train` or `validation.data` stands for, from all of its sources."""
 
 import hashlib
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -9,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.config import Config, DataConfig, Source, sources
+from gerl.data import tables
 from gerl.data.preferences import settled, with_images
 from gerl.errors import DataError
-from gerl.protocol import Prompt
-from gerl.utils import dataset
+from gerl.protocol import DATA_SOURCE, Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 
 if TYPE_CHECKING:
     from gerl.data.hub import HubRows
 
+logger = logging.getLogger(__name__)
 TABLES = (".jsonl", ".csv", ".parquet")  # prompt files whose columns may name pictures
 
 
@@ -50,7 +53,7 @@ def digest(given: object, data: DataConfig, name: str) -> str:
     found = []
     for source in sources(given, name):
         try:
-            own = _hub(source, data).digest if source.on_hub else dataset.fingerprint(source.path)
+            own = _hub(source, data).digest if source.on_hub else tables.fingerprint(source.path)
         except DataError as error:
             raise DataError(f"{name}={source.path}: {error}") from None
         found.append(own if source.prompt_key is None else f"{own} {source.prompt_key}")
@@ -84,6 +87,34 @@ def most_of_a_step(shares: Sequence[Fraction], per_step: int) -> list[int]:
     return [min(per_step, floor((per_step + len(parts) - 2) * part + 1)) for part in parts]
 
 
+def held_out_of(prompts: Sequence[Prompt], most: int | None, given: object) -> list[Prompt]:
+    """At most `most` of the `prompts`, the first of each source of `given`, shared out as evenly as the sources allow.
+
+    Says in the log how many of each that makes, and warns of a source that gets none.
+    """
+    if most is None or len(prompts) <= most:
+        return list(prompts)
+    sizes = Counter(prompt.source for prompt in prompts)
+    shares = dict.fromkeys(sorted(sizes), 0)
+    for _ in range(most):
+        shares[min((s for s in shares if shares[s] < sizes[s]), key=lambda s: (shares[s], s))] += 1
+    if len(shares) > 1:
+        paths = {number: source.path for number, source in enumerate(sources(given, "validation.data"))}
+        parts = ", ".join(f"{shares[s]} of the {sizes[s]} of {paths[s]}" for s in shares)
+        logger.info("validation.max_prompts=%d: %s", most, parts)
+        if without := [paths[s] for s in shares if not shares[s]]:
+            logger.warning(
+                "validation.max_prompts=%d leaves %s out of the validation: set it to %d or more",
+                *(most, " and ".join(without), len(shares)),
+            )
+    found, left = list[Prompt](), Counter(shares)
+    for prompt in prompts:
+        if left[prompt.source]:
+            left[prompt.source] -= 1
+            found.append(prompt)
+    return found
+
+
 def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raise `DataError` if a source has fewer prompts than its weight asks for in a step."""
     shares = weights(config.data.train)
@@ -115,8 +146,8 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
     if source.on_hub:
         place, found = Path.cwd(), list(_hub(source, data).rows)
     else:
-        path = dataset.resolve(source.path)
-        place, found = path.parent, dataset.read_rows(path, key)
+        path = tables.resolve(source.path)
+        place, found = path.parent, tables.read_rows(path, key)
         if path.suffix.lower() != ".txt":
             found = _renamed(found, _columns(source, data), key, str(path))
     rows = []
@@ -124,7 +155,12 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
         prompt = with_images(row, place, where) if given else row
         metadata = with_absolute_paths(prompt.metadata, place, where)
         if source.data_source is not None:
-            metadata = {**metadata, "data_source": source.data_source}
+            metadata = {**metadata, DATA_SOURCE: source.data_source}
+        if isinstance(metadata.get(DATA_SOURCE), list | dict):
+            raise DataError(
+                f"{where} has {DATA_SOURCE}={metadata[DATA_SOURCE]!r:.80}, which picks the scorers of the row: give a "
+                "text or a number, or rename the column"
+            )
         rows.append(replace(prompt, metadata=metadata))
     return settled(rows) if given else rows
 

@@ -19,6 +19,7 @@ from gerl.model.paths import SHIPPED, resolve
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, without_people
 from gerl.rewards.rows import check_any_scored, check_columns, stop_at_failure
+from gerl.rewards.total import looking_always
 from gerl.run.tracking import image_progress
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
         )
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen[-1]} has no validation.data: give prompts=FILE")
-    config = replace(config, reward=without_people(config.reward))
+    config = replace(config, reward=looking_always(without_people(config.reward)))
     check_columns(config.reward, COLUMNS)
     images = options.images or (config.validation.images_per_prompt if pinned is None else pinned.images)
     return Request(config, chosen[-1], files, options.out, images, pinned, differing)

@@ -29,7 +29,8 @@ FORBID = ConfigDict(extra="forbid")
 BLOCKS = ("sampling", "validation", "reward", "model", "data")
 FREE = re.compile(
     r"validation\.(every|images|micro_batch_size)|model\.(offload|shard|compile|gradient_checkpointing|channels_last)"
-    r"|reward\.(retries|on_error|max_failed|trial|gpu_shares)|reward\.scorers\.\w+\.(replicas|gpus|timeout|env|success)"
+    r"|reward\.(retries|on_error|max_failed|trial|gpu_shares)"
+    r"|reward\.scorers\.\w+\.(replicas|gpus|timeout|env|success|during)"
     r"|data\.(train|shuffle)"
 )
 FREE_KWARGS = (

@@ -16,6 +16,7 @@ from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.algorithms.signal_checks import nearer_bound, ratio_limit
 from gerl.cluster import Cluster
 from gerl.config import Config, sources
+from gerl.data import tables
 from gerl.data.sources import check_mixture
 from gerl.data.sources import load as load_sources
 from gerl.errors import DataError, GerlError, TrainingError
@@ -29,7 +30,6 @@ from gerl.preflight.forecast import Run, forecast_memory, forecast_seconds
 from gerl.preflight.inventory import components
 from gerl.preflight.measure import capacity
 from gerl.protocol import Prompt, RolloutTask
-from gerl.utils import dataset
 from gerl.utils.condition_images import COLUMNS
 from gerl.workers.hybrid import HybridWorker
 
@@ -83,7 +83,7 @@ def read_prompts(config: Config, report: Report) -> list[Prompt]:
     for source in sources(config.data.train, "data.train"):
         try:
             if not source.on_hub:
-                dataset.resolve(source.path)
+                tables.resolve(source.path)
         except DataError as error:
             report.notes.append(f"data.train={source.path}: {error}; here the prompt is made up")
             return []

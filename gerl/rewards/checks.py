@@ -4,12 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
+from gerl.config.choices import RunPart
 from gerl.data.preferences import check_groups, good_images
-from gerl.data.sources import check_mixture, given_images, load, named
+from gerl.data.sources import check_mixture, given_images, held_out_of, load, named
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Group, Prompt, Sample, ScorerFailure
 from gerl.rewards.scorers import asks_people, known_scorer
-from gerl.rewards.total import applies, check_routes
+from gerl.rewards.total import applies, check_routes, looking
+
+PARTS: dict[str, RunPart] = {"data.train": "training", "validation.data": "validation"}  # of a run, by their key
 
 
 def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
@@ -31,7 +34,7 @@ def read_prompts(
     most: int | None = None,
     arrange: Callable[[list[Prompt]], list[Prompt]] = list,
 ) -> list[Prompt]:
-    """The prompts that `given`, the value of `key`, stands for, or the first `most`, all fit for the scorers.
+    """The prompts that `given`, the value of `key`, stands for, or at most `most` of them, all fit for the scorers.
 
     arrange: makes the prompts of those that the file has in its rows.
     """
@@ -44,8 +47,9 @@ def read_prompts(
             except DataError as error:
                 raise DataError(f"{key}={named(given)}: {error}") from None
     try:
-        prompts = arrange(prompts)[:most]
-        check_reward(config.reward, prompts)
+        prompts = held_out_of(arrange(prompts), most, given)
+        scorers = looking(config.reward.scorers, PARTS[key]) if key in PARTS else config.reward.scorers
+        check_reward(replace(config.reward, scorers=scorers), prompts)
     except DataError as error:
         raise DataError(f"{key}={named(given)}: {error}") from None
     return prompts

@@ -22,7 +22,7 @@ from gerl.rewards.asking import Asleep, Scorable, occasions, wait
 from gerl.rewards.load import Load
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
-from gerl.rewards.total import applies, total
+from gerl.rewards.total import applies, looking, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
 from gerl.timeline import Timeline
 
@@ -144,7 +144,8 @@ class RewardManager:
 
         `held_out`: images of a validation, about which people are not asked.
         """
-        scorers = {name: s for name, s in self.config.scorers.items() if not (held_out and name in self.people)}
+        part = looking(self.config.scorers, "validation" if held_out else "training")
+        scorers = {name: scorer for name, scorer in part.items() if not (held_out and name in self.people)}
         return ScoringRound(self, samples, scorers)
 
     def give_up(self) -> None:

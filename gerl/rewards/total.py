@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
-from gerl.config import ScorerConfig
+from gerl.config import RewardConfig, ScorerConfig
+from gerl.config.choices import RunPart
 from gerl.errors import DataError
 from gerl.protocol import DATA_SOURCE, Prompt, ScorerFailure
 
@@ -15,6 +17,16 @@ def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
     if prompt.given:
         return False
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources
+
+
+def looking(scorers: Mapping[str, ScorerConfig], part: RunPart) -> dict[str, ScorerConfig]:
+    """The scorers that look at the images of a `part` of a run (`reward.scorers.NAME.during`)."""
+    return {name: scorer for name, scorer in scorers.items() if scorer.during in ("both", part)}
+
+
+def looking_always(config: RewardConfig) -> RewardConfig:
+    """The reward where nothing is trained, as in `gerl.score`: every scorer looks at all images."""
+    return replace(config, scorers={name: replace(scorer, during="both") for name, scorer in config.scorers.items()})
 
 
 def shaped(scorer: ScorerConfig, score: float) -> float:
@@ -58,7 +70,8 @@ def _too_large(name: str, value: float) -> ScorerFailure:
 def described(scorers: Mapping[str, ScorerConfig]) -> str:
     """Which scorers count how much, in one line, such as `1 x ocr + 0.1 x bright; watched: sharpness`."""
     parts = [f"{scorer.weight:g} x {name}{_notes(scorer)}" for name, scorer in scorers.items() if scorer.weight]
-    watched = [name for name, scorer in scorers.items() if not scorer.weight]
+    only = {"both": "", "training": " (in training)", "validation": " (in validation)"}
+    watched = [f"{name}{only[scorer.during]}" for name, scorer in scorers.items() if not scorer.weight]
     return " + ".join(parts).replace("+ -", "- ") + (f"; watched: {', '.join(watched)}" if watched else "")
 
 

@@ -28,8 +28,12 @@ class Overdue(BaseException):
     """A scorer in this process takes longer than its time-out; no `Exception`, which the scorer might catch."""
 
 
-def try_scorers(manager: RewardManager, config: Config, prompts: Sequence[Prompt]) -> None:
+def try_scorers(
+    manager: RewardManager, config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt] = ()
+) -> None:
     """Call every scorer once as training will, on grey images with rows of `prompts`; nothing if `reward.trial` is off.
+
+    Those that look at validation only get rows of `held_out`.
 
     The call has a micro-batch of images, of a groupwise scorer a group; in training's way it is repeated
     (`reward.retries`) and checked. A scorer with weight 0 that fails is only warned of. People are not asked, only
@@ -45,7 +49,8 @@ def try_scorers(manager: RewardManager, config: Config, prompts: Sequence[Prompt
             pool.started(starting[0])
     calls: dict[str, Pending[Answer] | str] = {}
     for name, scorer in config.reward.scorers.items():
-        rows = [prompt for prompt in prompts if applies(scorer, prompt)]
+        known = held_out if scorer.during == "validation" else prompts
+        rows = [prompt for prompt in known if applies(scorer, prompt)]
         if rows and name in manager.people:
             _reach(manager.pools[name], name)
         elif rows:

@@ -18,10 +18,11 @@ from gerl.protocol import Images, Sample
 from gerl.rewards.checks import check_reward
 from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, distinct_columns, row_of, stop_at_failure
 from gerl.rewards.scorers import SCORERS
+from gerl.rewards.total import looking_always
 from gerl.run.tracking import image_progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
-from gerl.score.inputs import Item, read_items
-from gerl.utils.condition_images import read_picture
+from gerl.score.inputs import Item, describe_groups, groups_of, picture_of, read_items
+from gerl.utils.condition_images import open_picture
 
 logger = logging.getLogger("gerl")
 WIDTH = 256  # pixels, to which wider images are reduced in the gallery
@@ -78,14 +79,15 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
         GerlError: something is wrong with images, prompts or scorers, or no image has a total; what was scored is
             written.
     """
-    reward = config.reward
+    reward = looking_always(config.reward)
     items = read_items(request.images, request.prompts, request.prompt, config.data)
     try:
         check_reward(reward, [item.prompt for item in items])
     except DataError as error:
         raise DataError(f"images={request.images}: {error}") from None
-    for item in items:
-        read_picture(item.path)  # so that one that cannot be read is known before the work
+    # one that cannot be read is known before the work
+    if transparent := sum(open_picture(item.path).has_transparency_data for item in items):
+        logger.info("%d of %d images are transparent in places, and are put on white", transparent, len(items))
     make_folder(request.out)
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}
@@ -124,7 +126,8 @@ def score(
 ) -> Iterator[tuple[list[int], list[ScoredImage]]]:
     """Score batches of images; yields the indices of a batch and the images with their scores.
 
-    The images of a prompt are a group: where a scorer compares them, they are in one batch, which may then be larger.
+    Images with equal prompts are a group, see `groups_of`: where a scorer compares them, they are in one batch, which
+    may then be larger.
     """
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     from gerl.cluster import Cluster, Pending
@@ -134,15 +137,15 @@ def score(
     launcher: Literal["ray", "local"] = "ray" if any(scorer.env for scorer in reward.scorers.values()) else "local"
     with Cluster(ClusterConfig(launcher=launcher, num_workers=1)) as here:
         manager = RewardManager(reward, here)
-        groups: dict[str, list[int]] = {}
-        for i, item in enumerate(items):
-            groups.setdefault(item.prompt.text, []).append(i)
-        ids = {text: number for number, text in enumerate(groups)}
-        together = list(groups.values()) if manager.groupwise else [[i] for i in range(len(items))]
+        groups = groups_of(items)
+        if manager.groupwise:
+            describe_groups(items, groups, manager.groupwise)
+        ids = {i: number for number, members in enumerate(groups) for i in members}
+        together = groups if manager.groupwise else [[i] for i in range(len(items))]
         for batch in _batches(together, batch_size):
             chosen = [items[i] for i in batch]
-            prompts = [replace(item.prompt, id=ids[item.prompt.text]) for item in chosen]
-            images = Images(0, [np.asarray(read_picture(item.path)) for item in chosen], 0.0)
+            prompts = [replace(items[i].prompt, id=ids[i]) for i in batch]
+            images = Images(0, [np.asarray(picture_of(item)) for item in chosen], 0.0)
             samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
             scoring = manager.open([samples])
             scoring.add(0, Pending("image reader", value=images))

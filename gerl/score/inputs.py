@@ -1,15 +1,22 @@
 """Image files and their prompts: a folder, a file, or a list with columns of its own."""
 
+import json
+import logging
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from PIL import Image
+
 from gerl.config import DataConfig
 from gerl.data.sources import load
+from gerl.data.tables import read_rows, read_text
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
-from gerl.utils.dataset import read_rows, read_text
+from gerl.utils.condition_images import open_picture
 
+logger = logging.getLogger("gerl")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 TABLES = (".jsonl", ".csv")
 
@@ -91,3 +98,43 @@ def _listed(path: Path, prompt_key: str) -> list[Item]:
         metadata = {name: value for name, value in prompt.metadata.items() if name != "image"}
         items.append(Item(path.parent / Path(image).expanduser(), image, replace(prompt, metadata=metadata)))
     return items
+
+
+def picture_of(item: Item) -> Image.Image:
+    """The image in RGB as a viewer shows it: what is transparent is white. Errors as in `open_picture`."""
+    image = open_picture(item.path)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    ground = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
+
+
+def groups_of(items: Sequence[Item]) -> list[list[int]]:
+    """The indices of each group: images whose prompts are equal in text and columns, as those of a training row are."""
+    found: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        row = [item.prompt.text, item.prompt.metadata]
+        found.setdefault(json.dumps(row, sort_keys=True, default=str), []).append(i)
+    return list(found.values())
+
+
+def describe_groups(items: Sequence[Item], groups: Sequence[Sequence[int]], scorers: Collection[str]) -> None:
+    """Say in the log which images `scorers`, which are groupwise, compare; warn where it is none."""
+    by_text: dict[str, list[dict[str, object]]] = {}
+    for item in items:
+        by_text.setdefault(item.prompt.text, []).append(item.prompt.metadata)
+    names = {name: None for rows in by_text.values() for row in rows for name in row}
+    differ = [n for n in names if any(row.get(n) != rows[0].get(n) for rows in by_text.values() for row in rows)]
+    sizes, what = sorted(map(len, groups)), ", ".join(differ)
+    if differ and sizes[-1] == 1:
+        logger.warning(
+            "%s compares the images of a prompt, and none are alike in %s: each is a group of its own; leave a column "
+            "out that does not belong to the prompt",
+            *(" and ".join(sorted(scorers)), what),
+        )
+        return
+    logger.info(
+        "%s compares images with the same prompt%s: %d groups of %s images",
+        *(" and ".join(sorted(scorers)), f" and the same {what}" if differ else "", len(groups)),
+        f"{sizes[0]} to {sizes[-1]}" if sizes[0] < sizes[-1] else sizes[0],
+    )

@@ -67,7 +67,7 @@ def keep_pictures(
     """
     texts = [sample.prompt.text for sample in scored.samples]
     drawn = [scored.samples[i] for i in shown]
-    given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.picture_arguments} for s in drawn]
+    given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in drawn]
     drawing = Drawing(
         [sample.seed for sample in drawn], given, device, pixels[0].ndim == 4, model.scheduler, model.lora_lines
     )

@@ -18,6 +18,7 @@ from gerl.commandline.command import PAGE, watching
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.savings import saving_notes
+from gerl.data.columns import unused_columns
 from gerl.protocol import Images, Prompt, RolloutTask, Scores, StepEnd
 from gerl.rewards.manager import RewardManager, given
 from gerl.rewards.total import described
@@ -209,9 +210,11 @@ class RayDiffusionTrainer(DurableRun):
         )
         self.check_model()
         with waiting("trying the scorers on grey images", self.downloads):
-            try_scorers(self.rewards, config, self.prompts if config.data.train_on == "drawn" else self.held_out)
+            drawn = self.prompts if config.data.train_on == "drawn" else self.held_out
+            try_scorers(self.rewards, config, drawn, self.held_out)
         self.model = model = self.load_model()
-        for sentence in [*model.notes, *saving_notes(config)]:
+        columns = unused_columns([*self.prompts, *self.held_out], config, model.arguments)
+        for sentence in [*model.notes, *saving_notes(config), *columns]:
             logger.info("%s", sentence)
         for sentence in model.warnings:
             logger.warning("%s", sentence)

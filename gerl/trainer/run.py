@@ -52,7 +52,8 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
         regularising = read_regularising(config)
         if config.algorithm.differentiates:
             differentiated(config)
-        held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
+        held = config.validation
+        held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         with importing():
             from gerl.cluster import Cluster

@@ -89,7 +89,12 @@ def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | l
 
 
 def read_picture(path: str | Path) -> Image.Image:
-    """The picture in RGB, turned upright; transparency is dropped, as pipelines do.
+    """The picture in RGB, turned upright; transparency is dropped, as pipelines do. Errors as in `open_picture`."""
+    return open_picture(path).convert("RGB")
+
+
+def open_picture(path: str | Path) -> Image.Image:
+    """The picture as it is in its file, turned upright.
 
     Raises:
         DataError: it is missing, cannot be read, or has more than 8 bits a channel.
@@ -99,7 +104,8 @@ def read_picture(path: str | Path) -> Image.Image:
             if image.mode[0] in "IF":
                 raise DataError(f"{path} has more than 8 bits a channel (mode {image.mode}): save it with 8")
             upright: Image.Image = ImageOps.exif_transpose(image)
-            return upright.convert("RGB")
+            upright.load()
+            return upright
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: correct the path") from None
     except BROKEN as error:

@@ -10,7 +10,6 @@ from gerl.model.distilled import distilled_warnings, guidance_notes
 from gerl.model.loading import lora_lines, replaced_scheduler
 from gerl.model.policy import Policy
 from gerl.protocol import ModelFacts
-from gerl.utils.condition_images import COLUMNS
 
 
 def facts_of(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
@@ -27,6 +26,6 @@ def facts_of(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
         notes + guidance_notes(policy.denoisers),
         replaced,
         [] if policy.whole else lora_lines(policy.pipe, policy.denoisers),
-        [name for name in COLUMNS if name in inspect.signature(type(policy.pipe).__call__).parameters],
+        list(inspect.signature(type(policy.pipe).__call__).parameters),
         warnings + ([] if unheeded is None else [unheeded]),
     )

@@ -79,6 +79,7 @@ def nested(levels: int) -> dict[str, Any]:
     return value
 
 
+HELD_OUT = {"a": {"weight": 0, "during": "validation"}}
 BAD = [
     # wrong type
     ({"actor": {"lr": "fast"}}, "actor.lr='fast'", "number"),
@@ -112,6 +113,37 @@ BAD = [
         {"algorithm": {"kl_coef": 0.1, "kl_share": 0.1, "kl_doubters": ["ocr"]}},
         "algorithm.kl_doubters: 'ocr'",
         "+reward.scorers.ocr.weight=0",
+    ),
+    (
+        {"reward": {"scorers": {"a": {"during": "validation"}}}},
+        "reward.scorers.NAME.during=validation",
+        "set its weight to 0",
+    ),
+    (
+        {"reward": {"scorers": {"ocr": {}, **HELD_OUT}}, "algorithm": {"kl_coef": 0.1, "kl_share": 0.1}},
+        "algorithm.kl_share=0.1",
+        "in training",
+    ),
+    (
+        {
+            "reward": {"scorers": {"ocr": {}, **HELD_OUT}},
+            "algorithm": {"kl_coef": 0.1, "kl_share": 0.1, "kl_doubters": ["a"]},
+        },
+        "algorithm.kl_doubters: a",
+        "reward.scorers.a.during=validation; leave",
+    ),
+    (
+        {
+            "reward": {"scorers": {"ocr": {}, **HELD_OUT}},
+            "algorithm": {"diversity": "add", "diversity_scorer": "a/b"},
+        },
+        "algorithm.diversity=add",
+        "leave reward.scorers.a.during out",
+    ),
+    (
+        {"reward": {"scorers": {"ocr": {}, **HELD_OUT}}, "validation": {"data": None}},
+        "reward.scorers.a.during=validation",
+        "validation.data",
     ),
     ({"algorithm": {"diversity": "add"}}, "algorithm.diversity=add", "+reward.scorers.diversity.weight=0"),
     ({"guard": {"action": "rollback"}, "validation": {"data": None}}, "guard.action=rollback", "guard.action=warn"),

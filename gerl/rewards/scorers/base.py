@@ -1,8 +1,9 @@
 """The base class of all scorers, the types they share, and the import of their packages."""
 
 import importlib
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -124,7 +125,7 @@ def columns_of(returned: object, name: str) -> dict[str, list[object]]:
     if wrong or not columns:
         raise ReturnError(
             f"returned {wrong or 'an empty dict'}, expected a list with one number per image, or a dict of such lists "
-            "by name"
+            f"by name{_idea(returned)}"
         )
     return {str(column): list(values) for column, values in columns.items()}
 
@@ -132,15 +133,33 @@ def columns_of(returned: object, name: str) -> dict[str, list[object]]:
 def _no_list(values: object) -> str | None:
     """In words, why `values` are no list with a number per image; None if they are one."""
     shape = getattr(values, "shape", None)
-    if isinstance(values, str | bytes | Mapping):
+    if isinstance(values, str | bytes | bytearray | Mapping | Set):
         return f"a {type(values).__name__}"
     if shape is not None and len(shape) != 1:
         return f"a {type(values).__name__} of shape {list(shape)}"
+    if isinstance(values, tuple) and any(isinstance(v, list | Mapping) or getattr(v, "shape", ()) for v in values):
+        return f"a tuple of {', '.join(type(part).__name__ for part in values[:4])}"
     return None if isinstance(values, Iterable) else f"{values!r:.80}"
 
 
 def _of(column: object, returned: object) -> str:
     return f" as {str(column)!r}" if isinstance(returned, Mapping) else ""
+
+
+def _idea(returned: object) -> str:
+    """A remedy for a return value that is no list, if it tells one."""
+    shape = getattr(returned, "shape", ())
+    if returned is None:
+        return ": is a return missing?"
+    if isinstance(returned, tuple):
+        return ": return the scores alone, such as its first part"
+    if isinstance(returned, Awaitable):
+        if inspect.iscoroutine(returned):
+            returned.close()  # else Python warns that nobody awaited it
+        return ": it has to be awaited, which gerl does not: use asyncio.run inside"
+    if len(shape) == 2 and 1 in shape:
+        return ": return its .reshape(-1)"
+    return ": images are a list, give each a number" if number_of(returned) is not None else ""
 
 
 def number_of(score: object) -> float | None:

@@ -102,7 +102,7 @@ def number_in(choice: Choice, pattern: str, limits: tuple[float, float]) -> floa
     text = text_of(choice)
     found = [match.group(1) for match in re.finditer(pattern, text)]
     if not found:
-        raise Unreadable(f"the answer {ending(text)} has no match of {pattern!r}{cut_off(choice)}: change the template")
+        raise Unreadable(f"the answer {ending(text)} has no match of {pattern!r}: change the template")
     return within(found[-1], limits, text)
 
 
@@ -121,11 +121,30 @@ def within(value: JSON, limits: tuple[float, float], text: str) -> float:
 
 
 def text_of(choice: Choice) -> str:
-    """The text of an answer, empty if it has none."""
+    """The text of a finished answer, empty if it has none; raises `Unreadable` for a part of one, which is no verdict.
+
+    Whatever stands in an answer that was cut off, the judge may have gone on to say something else.
+    """
     match choice:
         case {"message": {"content": str() as text}}:
-            return text
-    return ""
+            pass
+        case _:
+            text = ""
+    _check_ended(choice, ("stop",), text)
+    return text
+
+
+def _check_ended(choice: Choice, reasons: Collection[str], text: str) -> None:
+    """Raise `Unreadable`, quoting `text`, unless the answer ended for one of the `reasons` (`finish_reason`)."""
+    reason = choice.get("finish_reason")
+    if reason in reasons:
+        return
+    if reason == "length":
+        raise Unreadable(f"the answer {ending(text)} was cut off, so it is no verdict: raise max_tokens")
+    raise Unreadable(
+        f"the answer {ending(text)} has finish_reason={reason!r:.80}, expected {' or '.join(reasons)}: only a finished "
+        "answer is a verdict"
+    )
 
 
 def probability_of_yes(choice: Choice, yes: list[str], no: list[str], min_mass: float) -> float:
@@ -152,6 +171,7 @@ def probability_of(top: Sequence[tuple[str, float]], words: Collection[str]) -> 
 
 def first_tokens(choice: Choice) -> list[tuple[str, float]]:
     """The likeliest first tokens of an answer with their log-probabilities; raises `Unreadable` if it has none."""
+    _check_ended(choice, ("stop", "length"), "")  # what comes after the first token does not matter
     match choice.get("logprobs"):
         case {"content": [{"top_logprobs": [*entries]}, *_]} if entries:
             return [_entry(entry) for entry in entries]
@@ -215,7 +235,3 @@ def bare(token: str) -> str:
 
 def ending(text: str) -> str:
     return repr("..." + text[-200:] if len(text) > 200 else text)
-
-
-def cut_off(choice: Choice) -> str:
-    return " and was cut off, raise max_tokens" if choice.get("finish_reason") == "length" else ""

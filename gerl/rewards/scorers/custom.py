@@ -9,60 +9,32 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING
-
-from PIL import Image
 
 from gerl.errors import RewardError
-from gerl.rewards.scorers.base import Metadata, Scorer
-from gerl.rewards.scorers.tensor_function import checked, on_pictures
-
-if TYPE_CHECKING:
-    import torch
+from gerl.rewards.scorers.calling import GIVEN, Call, UserScorer
 
 
-class CustomScorer(Scorer):
-    """Calls `function(images, prompts, metadata, **kwargs) -> list of float` of the Python file `path`.
+class CustomScorer(UserScorer):
+    """Calls a function of images, prompts and metadata [B], or of some of these, and its kwargs: see `Call`.
 
-    The attributes `groupwise` and `takes_frames` of the function, where it has them, mean what they do for `Scorer`;
-    with `takes_tensors` it is given tensors, see `tensor_function`.
-
-    `key` is the configuration key of the scorer, for messages. Relative paths are from the current directory.
+    It is `function` of the Python file `path`. `key` is the configuration key of the scorer, for messages. Relative
+    paths are from the current directory.
 
     Raises:
         RewardError: the file or the function is missing, the file fails, or the function does not take these arguments.
     """
 
     def __init__(self, key: str, path: str, function: str, kwargs: dict[str, object]) -> None:
-        self.kwargs, self.path = kwargs, path
-        self.function = _function(key, path, function)
-        self.groupwise = bool(getattr(self.function, "groupwise", False))
-        self.takes_frames = bool(getattr(self.function, "takes_frames", False))
-        self.differentiable = bool(getattr(self.function, "takes_tensors", False))
-        try:
-            inspect.signature(self.function).bind([], [], [], **kwargs)
-        except TypeError as error:
-            raise RewardError(
-                f"{key}.kwargs: {function} in {path} cannot be called as {function}(images, prompts, metadata, "
-                f"**kwargs) with kwargs {', '.join(kwargs) or 'empty'} ({error}): change either"
-            ) from None
-
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
-        if self.differentiable:
-            return on_pictures(self._tensors, images, prompts, metadata)
-        return self.function(images, prompts, metadata, **self.kwargs)
-
-    def tensor_scores(self, images: "torch.Tensor", prompts: list[str], metadata: list[Metadata]) -> "torch.Tensor":
-        return checked(self._tensors(images, prompts, metadata), images, self.place())
-
-    def _tensors(self, images: "torch.Tensor", prompts: list[str], metadata: list[Metadata]) -> object:
-        return self.function(images, prompts, metadata, **self.kwargs)
+        self.path = path
+        super().__init__(Call(key, function, _function(key, path, function), kwargs))
 
     def place(self, error: BaseException | None = None) -> str:
         """Where in the user's file `error` was raised or, without one, the function begins; see `Scorer.place`."""
         if error is not None:
             return raised_at(error, self.path)
-        code = getattr(self.function, "__code__", None) or getattr(type(self.function).__call__, "__code__", None)
+        code = getattr(self.call.function, "__code__", None) or getattr(
+            type(self.call.function).__call__, "__code__", None
+        )
         if not isinstance(code, CodeType) or Path(code.co_filename) != _absolute(self.path):
             return f" ({self.path})"  # it comes from elsewhere
         return f" ({self.path}, line {code.co_firstlineno}: {code.co_name})"
@@ -85,9 +57,10 @@ def _function(key: str, path: str, function: str) -> Callable[..., object]:
         names = [
             n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
+        likely = [n for n in names if set(inspect.signature(getattr(module, n)).parameters) & set(GIVEN)] or names
         raise RewardError(
             f"{key}.function={function}: {path} does not define it, only {', '.join(names) or 'no function at all'}; "
-            "define it or give another name"
+            + (f"give {key}.function={likely[0]}" if likely else f"write def {function}(images, prompts, metadata)")
         )
     if not callable(found):
         raise RewardError(f"{key}.function={function}: in {path} it is a {type(found).__name__}; name a function")

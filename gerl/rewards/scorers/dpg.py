@@ -17,7 +17,7 @@ from pydantic import Field
 
 from gerl.errors import DataError
 from gerl.rewards.scorers.base import Columns, Metadata
-from gerl.rewards.scorers.chat import ChatScorer, Choice, Unreadable, check_question, cut_off, ending, text_of
+from gerl.rewards.scorers.chat import ChatScorer, Choice, Unreadable, check_question, ending, text_of
 from gerl.rewards.scorers.http import Client, at_most, png_base64
 
 ID, PARENTS, TEXT = "proposition_id", "dependency", "question_natural_language"  # columns of the benchmark's file
@@ -92,7 +92,7 @@ class DpgScorer(ChatScorer):
 
     def _answer(self, client: Client, image: str, prompt: str, question: str) -> bool:
         text = self.template.replace("{question}", question)
-        return self.ask(client, prompt, text, [image], yes_or_no, max_tokens=self.max_tokens or 16)
+        return self.ask(client, prompt, text, [image], yes_or_no, max_tokens=self.max_tokens or 512)
 
 
 def yes_or_no(choice: Choice) -> bool:
@@ -105,8 +105,8 @@ def yes_or_no(choice: Choice) -> bool:
         case "no":
             return False
     raise Unreadable(
-        f"the answer {ending(text)} begins with neither Yes nor No{cut_off(choice)}: change the template, or have the "
-        "model answer without thinking"
+        f"the answer {ending(text)} begins with neither Yes nor No: change the template, or have the model answer "
+        "without thinking"
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gerl.errors import RewardError
+from gerl.rewards.scorers.base import ReturnError
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,10 @@ def on_pictures(called: Callable[..., object], images: list[Any], prompts: list[
         with torch.no_grad():
             found = called(pixels, prompts[i : i + 1], metadata[i : i + 1])
         if not torch.is_tensor(found) or found.shape != (1,):
-            return found if i == 0 else [*scores, found]  # the worker says what is wrong with it
+            what = f"a tensor of shape {list(found.shape)}" if torch.is_tensor(found) else f"{found!r:.80}"
+            raise ReturnError(
+                f"returned {what} for images {list(pixels.shape)}, expected a tensor with a score for each, [1]"
+            )
         scores.append(float(found))
     return scores
 

@@ -22,7 +22,6 @@ from gerl.rewards.scorers.chat import (
     Choice,
     Unreadable,
     bare,
-    cut_off,
     ending,
     fill,
     last_object,
@@ -184,8 +183,8 @@ class VlmJudge(ChatScorer):
         found = last_object(text, list(self.aspects))
         if found is None:
             raise Unreadable(
-                f"the answer {ending(text)} has no JSON object with the keys {', '.join(self.aspects)}"
-                f"{cut_off(choice)}: change the template"
+                f"the answer {ending(text)} has no JSON object with the keys {', '.join(self.aspects)}: change the "
+                "template"
             )
         return {name: within(found[name], self.limits, text) / self.scale for name in self.aspects}
 

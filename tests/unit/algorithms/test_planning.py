@@ -210,9 +210,9 @@ def test_further_prompts_repeat_none_of_the_step() -> None:
 
 
 def test_groups_are_the_prompt_and_what_else_a_state_has() -> None:
-    prompt = Prompt(3, "a", {"turn": 1, "role": "painter"})
+    prompt = Prompt(3, "a", {"turn": [1, 2], "role": {"a": 1}})  # of a chat: columns like any other
     (sample, *_) = plan_samples(config(), [prompt], 1, 0)
-    assert sample.group == Group(3, turn=1, role="painter")
+    assert sample.group == Group(3)
     changes = ({"turn": 2}, {"role": "critic"}, {"branch": 4}, {"index": 2})
     others = [replace(sample, **change) for change in changes]
     assert group_ids([sample, *others, sample]).tolist() == [0, 1, 2, 3, 0, 0]

@@ -74,6 +74,11 @@ def test_votes_of_several_people_are_averaged_and_those_without_a_preference_lef
     assert given(read(place, vote([1, 2], "x", "ab"), vote([2, 1], "y", "ab"), {"image": "d.png"})[0]) == {"d": 1.0}
 
 
+def test_rows_about_edits_of_different_pictures_stay_apart(place: Path) -> None:
+    rows = [{"chosen": "a.png", "rejected": "b.png", "image": source} for source in ("c.png", "d.png", "c.png")]
+    assert [Path(prompt.metadata["image"]).stem for prompt in read(place, *rows)] == ["c", "d"]
+
+
 @pytest.mark.parametrize("parquet", [True, False])
 def test_what_vote_writes_is_read(parquet: bool, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not parquet:

@@ -9,7 +9,7 @@ import pytest
 
 from gerl.config import Config, DataConfig, ValidationConfig
 from gerl.config.data import HubParts, hub_parts, sources
-from gerl.data.sources import check_mixture, digest, load, may_have_pictures, most_of_a_step, weights
+from gerl.data.sources import check_mixture, digest, held_out_of, load, may_have_pictures, most_of_a_step, weights
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
 
@@ -48,6 +48,38 @@ def test_one_file_is_read_as_ever(here: Path) -> None:
     named = DataConfig(prompt_key="caption", columns={"text": "word", "said": "caption"})
     assert load("a.txt", named, "data.train")[0] == Prompt(0, "one")  # it has no columns
     assert load("b.jsonl", named, "data.train")[0].metadata == {"text": "W", "said": "three"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [
+        ((5, 6), 5, (3, 2)),
+        ((1, 6), 5, (1, 4)),
+        ((5, 6), 20, (5, 6)),
+        ((5, 6), None, (5, 6)),
+        ((9,), 4, (4,)),
+        ((2, 2, 2), 2, (1, 1, 0)),
+    ],
+)
+def test_held_out_prompts_are_shared_among_their_sources(
+    sizes: tuple[int, ...], most: int | None, expected: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    places = [(s, i) for s, size in enumerate(sizes) for i in range(size)]
+    prompts = [Prompt(n, f"{s}/{i}", source=s) for n, (s, i) in enumerate(places)]
+    with caplog.at_level("INFO"):
+        found = held_out_of(prompts, most, [f"{s}.txt" for s in range(len(sizes))])
+    assert [p.text for p in found] == [f"{s}/{i}" for s, count in enumerate(expected) for i in range(count)]
+    assert ("leaves 2.txt out" in caplog.text and "3 or more" in caplog.text) == (0 in expected)
+    assert ("of 1.txt" in caplog.text) == (len(sizes) > 1 and len(found) < len(prompts))
+
+
+@pytest.mark.parametrize("value", [["ocr"], {"a": 1}])
+def test_a_data_source_that_is_no_plain_value_is_refused(value: object, here: Path) -> None:
+    (here / "c.jsonl").write_text(json.dumps({"prompt": "a", "turn": [1], "role": {"a": 1}, "data_source": value}))
+    with pytest.raises(DataError, match=r"c\.jsonl:1 has data_source=.*rename the column"):
+        load("c.jsonl", DataConfig(), "data.train")
+    with pytest.raises(DataError, match="data_source"):
+        load("c.jsonl", DataConfig(prompt_key="prompt", columns={"said": "turn"}), "data.train")
 
 
 @pytest.mark.parametrize(

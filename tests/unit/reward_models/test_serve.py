@@ -120,6 +120,13 @@ def test_the_warm_up_uses_a_row_the_scorer_can_score(caplog: pytest.LogCaptureFi
     assert "image_similarity" in SCORERS
 
 
+def test_a_scorer_that_compares_images_is_not_served(tmp_path: Path) -> None:
+    text = "def compute_score(images, prompts, metadata):\n    return [0.0]\ncompute_score.groupwise = True\n"
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=r"scorer=mine compares .*reward\.scorers of the run"):
+        warm_row(parse(["scorer=mine", f"path={tmp_path}/mine.py", "warm_up=false"]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [

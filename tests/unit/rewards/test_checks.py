@@ -1,12 +1,13 @@
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gerl.config import RewardConfig, ScorerConfig
+from gerl.config import Config, RewardConfig, ScorerConfig, ValidationConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt, Sample, ScorerFailure
-from gerl.rewards.checks import check_reward, usable_groups
+from gerl.rewards.checks import check_reward, read_prompts, usable_groups
 
 PROMPTS = [Prompt(0, 'a "B"'), Prompt(1, "a cat"), Prompt(2, "a dog")]
 SAMPLES = [Sample(prompt, index, seed=0, step=7) for index in (0, 1) for prompt in PROMPTS]
@@ -63,6 +64,19 @@ def test_too_many_failures_stop_the_run_with_numbers() -> None:
     assert not all(usable_groups(SAMPLES, *outcome(0, 1, 4), DROP)[0])  # half of them
     with pytest.raises(RewardError, match=r"67% .*reward\.max_failed=0\.5"):
         usable_groups(SAMPLES, *outcome(0, 1, 3, 4), DROP)
+
+
+def test_prompts_are_checked_by_the_scorers_that_look_at_them(tmp_path: Path) -> None:
+    for name, text in (("signs.txt", 'a "B"'), ("cats.txt", "a cat")):
+        (tmp_path / name).write_text(text)
+    scorers = {"sharpness": ScorerConfig(), "ocr": ScorerConfig(0, during="validation")}
+    signs = str(tmp_path / "signs.txt")
+    config = Config(reward=RewardConfig(scorers), validation=ValidationConfig(data=signs))
+    assert read_prompts(config, "data.train", str(tmp_path / "cats.txt"))[0].text == "a cat"
+    assert read_prompts(config, "validation.data", signs)
+    for key in ("validation.data", "prompts"):
+        with pytest.raises(DataError, match="'a cat' has no text"):
+            read_prompts(config, key, str(tmp_path / "cats.txt"))
 
 
 def test_prompts_are_checked_by_the_scorers_that_apply_to_them() -> None:

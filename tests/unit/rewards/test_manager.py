@@ -53,8 +53,8 @@ def samples(*values: tuple[int, float], **metadata: Any) -> list[Sample]:
     return [Sample(Prompt(p, f"p{p}", {"value": v, **metadata}), i, 0, 1) for i, (p, v) in enumerate(values)]
 
 
-def scored(made: RewardManager, *batches: list[Sample]) -> list[Scores]:
-    scoring = made.open(batches)
+def scored(made: RewardManager, *batches: list[Sample], held_out: bool = False) -> list[Scores]:
+    scoring = made.open(batches, held_out)
     for i, batch in enumerate(batches):
         scoring.add(i, Pending("worker", value=Images(i, np.zeros((len(batch), 4, 4, 3), np.uint8), 0.0)))
     return scoring.finish()
@@ -100,6 +100,19 @@ def test_the_data_source_of_a_row_picks_its_scorers(file: str) -> None:
     (found,) = scored(made, mixed)
     assert found.totals == [1.0, 20.0] and found.failures == [[], []]
     assert found.by_scorer == {"text": [1.0, None], "taste": [None, 2.0], "all": [1.0, 2.0]}
+
+
+def test_a_watched_scorer_may_look_at_one_part_of_a_run_only(file: str, tmp_path: Path) -> None:
+    def watching(during: Any) -> ScorerConfig:
+        return ScorerConfig(0.0, file, "flaky", {"log": str(tmp_path / during)}, during=during)
+
+    made = manager(1, a=ScorerConfig(1.0, file), late=watching("validation"), early=watching("training"))
+    (found,) = scored(made, samples((0, 1.0), (0, 2.0)))
+    assert list(found.by_scorer) == ["a", "early"] and found.totals == [1.0, 2.0]
+    assert not (tmp_path / "validation").exists()  # 0 calls in training
+    (found,) = scored(made, samples((0, 1.0), (0, 2.0)), held_out=True)
+    assert found.by_scorer == {"a": [1.0, 2.0], "late": [1.0, 1.0]} and found.totals == [1.0, 2.0]
+    assert len((tmp_path / "validation").read_text()) == len((tmp_path / "training").read_text()) == 2  # one a retry
 
 
 @given(order=st.permutations(range(6)), size=st.integers(1, 6))

@@ -38,10 +38,11 @@ def test_the_line_says_what_counts_how_much() -> None:
         "bright": ScorerConfig(0.1, "bright.py"),
         "sharpness": ScorerConfig(0),
         "bad": ScorerConfig(-2, scale=0.5, normalise="rank", data_sources=["signs", "pages"]),
-        "jpeg": ScorerConfig(0),
+        "jpeg": ScorerConfig(0, during="validation"),
     }
     assert described(scorers) == (
-        "1 x ocr + 0.1 x bright - 2 x bad (scaled, normalised by rank, for signs and pages); watched: sharpness, jpeg"
+        "1 x ocr + 0.1 x bright - 2 x bad (scaled, normalised by rank, for signs and pages); watched: sharpness, "
+        "jpeg (in validation)"
     )
     assert described({"ocr": ScorerConfig()}) == "1 x ocr"
     assert described({"ocr": ScorerConfig(-1)}) == "-1 x ocr"

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from gerl.cluster import Cluster
-from gerl.config import ClusterConfig, Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig
+from gerl.config import (
+    ClusterConfig,
+    Config,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScorerConfig,
+    ValidationConfig,
+)
 from gerl.errors import RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.manager import RewardManager
@@ -23,7 +31,9 @@ PROMPTS = [
 # What stands on line 6 of a file, behind its helper, and what is said of it.
 WRONG = {
     "pass": "returned None, expected a list with one number per image",
-    "return 0.5": "returned 0.5, expected a list with one number per image",
+    "return 0.5": "returned 0.5, expected a list with one number per image, or a dict of such lists by name: images",
+    "return [0.5] * len(images), {}": "returned a tuple of list, dict, expected a list",
+    "return {0.1, 0.2, 0.3, 0.4, 0.5}": "returned a set, expected a list",
     'return "0.5"': "returned a str, expected a list with one number per image",
     'return ["0.5"] * len(images)': "returned '0.5', which is not a number",
     "return [0.5]": "returned 1 scores for 5 images, expected one per image",
@@ -53,14 +63,18 @@ def scorer(folder: Path, line: str, name: str = "mine.py") -> str:
     return str(folder / name)
 
 
-def trial(on: bool = True, call: dict[str, Any] | None = None, **scorers: ScorerConfig) -> None:
+def trial(
+    on: bool = True, call: dict[str, Any] | None = None, held_out: list[Prompt] | None = None, **scorers: ScorerConfig
+) -> None:
     """Three images a group, five a micro-batch."""
     config = Config(
         reward=RewardConfig(scorers, trial=on),
         rollout=RolloutConfig(n=3, micro_batch_size=5),
         sampling=SamplingConfig(height=16, width=24, call=call or {}),
+        validation=ValidationConfig(data="signs_val"),
     )
-    try_scorers(RewardManager(config.reward, Cluster(ClusterConfig(launcher="local"))), config, PROMPTS)
+    manager = RewardManager(config.reward, Cluster(ClusterConfig(launcher="local")))
+    try_scorers(manager, config, PROMPTS, held_out or [])
 
 
 @pytest.mark.parametrize("line", WRONG)
@@ -95,6 +109,13 @@ def test_a_scorer_gets_what_training_will_give_it(tmp_path: Path) -> None:
     Path(path).write_text(Path(path).read_text() + "compute_score.groupwise = True\n")
     group = seen(mine=mine)
     assert group.count("'n': 1") == group.count("size=24x16") == 3 and "a cat" not in group
+
+
+def test_a_scorer_of_validation_gets_held_out_rows(tmp_path: Path) -> None:
+    line = 'open(kwargs["log"], "a").write(repr(prompts)); return [1] * len(images)'
+    mine = ScorerConfig(0, scorer(tmp_path, line), kwargs={"log": str(tmp_path / "log")}, during="validation")
+    trial(held_out=[Prompt(0, "a bird")], mine=mine, sharpness=ScorerConfig())
+    assert (tmp_path / "log").read_text() == repr(["a bird"] * 5)
 
 
 @pytest.mark.parametrize("takes_frames", [True, False])

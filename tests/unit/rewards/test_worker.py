@@ -50,6 +50,10 @@ def reasons(answer: Answer, column: str = "a") -> list[str | None]:
     return [v.reason if isinstance(v := row[column], ScorerFailure) else None for row in answer.rows]
 
 
+async def sleeping() -> list[float]:
+    return [1.0, 2.0]
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -76,6 +80,11 @@ def test_numbers_of_any_kind_become_floats(answer: Any) -> None:
         ({"a": 1.0, "b": 2.0}, "returned 1.0 as 'a', expected a list"),
         ({"a": "12"}, "returned a str as 'a', expected a list"),
         (np.ones((2, 1)), "returned a ndarray of shape [2, 1], expected a list"),
+        (np.ones((2, 1)), "by name: return its .reshape(-1)"),
+        (([1.0, 2.0], {}), "returned a tuple of list, dict, expected a list"),
+        ((torch.ones(2), None), "by name: return the scores alone"),
+        ({1.0, 2.0}, "returned a set, expected a list"),
+        (sleeping(), "asyncio.run"),
         (torch.ones(()), "returned a Tensor of shape [], expected a list"),
         (SystemExit(3), "it called sys.exit(3)"),
         ({}, "returned an empty dict"),

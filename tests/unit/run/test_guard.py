@@ -57,6 +57,8 @@ def test_a_watched_scorer_that_falls_while_the_reward_rises() -> None:
     assert found.value == pytest.approx(-0.1) and found.threshold <= 0
     assert "fell from 0." in found.text and "while the reward rose from 0." in found.text
     assert keys(validation(5, other=lower)) == []  # the reward did not rise
+    held_out = {"reward": {"scorers": {"mine": {"weight": 1.0}, "other": {"weight": 0.0, "during": "validation"}}}}
+    assert keys(later, config=held_out) == ["watched/other", "disagreement/other"]
     trained = {"reward": {"scorers": {"mine": {"weight": 1.0}, "other": {"weight": 0.5}}}}
     assert keys(later, config=trained) == []  # it is part of what was asked for
 

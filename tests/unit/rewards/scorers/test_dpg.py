@@ -89,6 +89,12 @@ def test_an_answer_that_is_neither_yes_nor_no_is_no_answer(text: str) -> None:
         assert len(service.asked) == 1
 
 
+def test_an_answer_that_was_cut_off_is_no_answer() -> None:
+    cut = judge_says("Yes and no: while the cat", finish="length")
+    with serving(*cut) as service, pytest.raises(RewardError, match="max_tokens"):
+        scorer(service.url)([Image.new("RGB", (8, 8))], ["a"], [{"questions": ASKED[:1]}])
+
+
 @pytest.mark.parametrize(
     "value",
     [

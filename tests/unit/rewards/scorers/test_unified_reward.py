@@ -44,6 +44,13 @@ def test_no_score_of_one_to_five_is_an_error(text: str) -> None:
         scorer(service.url)([Image.new("RGB", (9, 9))], ["a cat"], [{}])
 
 
+@pytest.mark.parametrize("kind", [UnifiedRewardScorer, UnifiedReward2])
+def test_a_grade_in_an_answer_that_was_cut_off_is_none(kind: Any) -> None:
+    text = "Final Score: 4\nAlignment Score (1-5): 4\nCoherence Score (1-5): 4\nStyle Score (1-5): 4"
+    with serving(*judge_says(text, finish="length")) as service, pytest.raises(RewardError, match="max_tokens"):
+        kind(base_url=f"{service.url}/v1", answer_retries=0)([Image.new("RGB", (9, 9))], ["a cat"], [{}])
+
+
 def test_images_are_sent_as_squares_and_scores_keep_their_order() -> None:
     def answer(asked: Asked) -> Answer:
         image, text = judge_was_asked(asked)

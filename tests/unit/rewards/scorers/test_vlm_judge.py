@@ -105,10 +105,32 @@ def test_an_answer_without_a_usable_number_is_asked_again_and_then_an_error(text
     assert f"m at {service.url}/v1, about 'a cat': " in str(error.value) and "(2 attempts)" in str(error.value)
 
 
-def test_an_answer_cut_off_names_max_tokens() -> None:
-    cut = judge_says("First, the composition", finish="length")
-    with serving(*cut) as service, pytest.raises(RewardError, match="was cut off, raise max_tokens"):
-        judge(service.url, answer_retries=0)(*CAT)
+@pytest.mark.parametrize("finish", ["length", "content_filter", "tool_calls", "", None])
+@pytest.mark.parametrize(
+    ("text", "kwargs"),
+    [
+        ("The sign is blurred. A first guess is Score: 2, but", {}),
+        ("Score: 1", {}),  # of 10
+        ('a draft {"text": 2} but the text is in fact', {"mode": "rubric", "aspects": {"text": "?"}}),
+    ],
+)
+def test_an_answer_that_did_not_end_is_no_verdict(finish: Any, text: str, kwargs: Any) -> None:
+    cut, whole = *judge_says(text, finish=finish), *judge_says('Score: 5 {"text": 5}')
+    with serving(cut, whole) as service:
+        found = judge(service.url, **kwargs)(*CAT)
+        assert found in ([0.5], {"mean": [0.5], "text": [0.5]}) and len(service.asked) == 2
+    remedy = "was cut off.*raise max_tokens" if finish == "length" else "finish_reason="
+    with serving(cut) as service, pytest.raises(RewardError, match=remedy):
+        judge(service.url, answer_retries=0, **kwargs)(*CAT)
+
+
+def test_the_first_token_is_read_of_an_answer_of_one_token_but_not_of_a_filtered_one() -> None:
+    logprobs = {"content": [{"top_logprobs": [{"token": "Yes", "logprob": -0.1}, {"token": "No", "logprob": -3.0}]}]}
+    with serving(*judge_says("Yes", finish="length", logprobs=logprobs)) as service:
+        assert judge(service.url, mode="yes_no")(*CAT)[0] > 0.9
+    filtered = judge_says("Yes", finish="content_filter", logprobs=logprobs)
+    with serving(*filtered) as service, pytest.raises(RewardError, match="finish_reason='content_filter'"):
+        judge(service.url, mode="yes_no", answer_retries=0)(*CAT)
 
 
 def test_one_image_that_cannot_be_judged_fails_the_call_and_never_scores_zero() -> None:

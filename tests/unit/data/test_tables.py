@@ -1,3 +1,4 @@
+import codecs
 import hashlib
 import io
 import itertools
@@ -10,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from gerl.data.tables import SHIPPED, fingerprint, load_prompts
 from gerl.errors import DataError
 from gerl.protocol import Prompt
-from gerl.utils.dataset import SHIPPED, fingerprint, load_prompts
 
 
 def write(folder: Path, name: str, content: str | bytes) -> str:
@@ -53,11 +54,15 @@ def test_relative_path_and_shipped_list(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("a.txt", "", r"a\.txt .*at least one"),
         ("a.txt", " \n\n", r"a\.txt .*at least one"),
-        ("a.txt", b"a\xff", r"a\.txt .*byte 1.*UTF-8"),
+        ("a.txt", b"a\xff", r"a\.txt:1 .*byte 1.*UTF-8"),
         ("a.jsonl", "", r"a\.jsonl .*at least one"),
         ("a.doc", "a", r"a\.doc .*'\.doc'.*\.txt, \.jsonl, \.csv or \.parquet"),
-        ("a.txt", "a\nb\0", r"a\.txt:2 .*prompt='b\\x00'.*without NUL"),
-        ("a.txt", "a".encode("utf-16"), r"a\.txt .*byte 0.*UTF-8"),
+        ("a.txt", "a\nb\0", r"a\.txt:2 .*NUL byte"),
+        ("a.txt", "a\nb".encode("utf-16-le"), r"a\.txt:1 .*NUL byte.*UTF-8"),
+        ("a.txt", codecs.BOM_UTF16_LE + b"a", r"a\.txt:1 .*save it as UTF-8"),
+        ("a.txt", "a\nb\u2028c", r"a\.txt:2 .*U\+2028.*plain line end"),
+        ("a.txt", "a\x85b", r"a\.txt:1 .*U\+0085"),
+        ("a.txt", "a\vb", r"a\.txt:1 .*U\+000B"),
         (
             "a.jsonl",
             '{"prompt": "a"}\n{"prompt": "b", "n": %s}' % ("[" * 5000),
@@ -68,14 +73,26 @@ def test_relative_path_and_shipped_list(tmp_path: Path, monkeypatch: pytest.Monk
         ("a.jsonl", '{"prompt": "\\ud800"}', r"a\.jsonl:1 .*half a character.*correct"),
         ("a.jsonl", '{"prompt": "a", "n": [{"\\udfff": 1}]}', r"a\.jsonl:1 .*half a character.*correct"),
         ("a.jsonl", '{"prompt": "\\u0000"}', r"a\.jsonl:1 .*without NUL"),
-        ("a.jsonl", '{"prompt": "a"}\n' + "\0" * 9, r"a\.jsonl:2 is not valid JSON.*correct"),
+        ("a.jsonl", '{"prompt": "a"}\n' + "\0" * 9, r"a\.jsonl:2 has a NUL byte.*write it anew"),
         ("a.csv", "", r"a\.csv .*at least one"),
         ("a.csv", "prompt\n", r"a\.csv .*at least one"),
-        ("a.csv", "caption\na red cube", r"a\.csv, row 1 .*'prompt'.*caption.*data\.prompt_key"),
-        ("a.csv", "prompt,n\na,1\na, b,1", r"a\.csv, row 2 .*more cells.*quote"),
-        ("a.csv", 'prompt\n"a', r"a\.csv .*write it anew"),
-        ("a.csv", "prompt,n\n,1", r"a\.csv, row 1 .*prompt"),
-        ("a.csv", "prompt\né".encode("latin-1"), r"a\.csv .*byte 7.*UTF-8"),
+        ("a.csv", "caption\na red cube", r"a\.csv:1 .*'prompt'.*caption.*data\.prompt_key"),
+        ("a.csv", "prompt,n\na,1\na, b,1", r"a\.csv:3 .*more cells.*quote"),
+        ("a.csv", 'prompt\n"a', r"a\.csv:2 .*correct it"),
+        ("a.csv", "prompt,n\n,1", r"a\.csv:2 .*prompt"),
+        ("a.csv", 'prompt,n\n"a\nb",1\n"c\nd",1,2', r"a\.csv:4 .*more cells"),
+        ("a.csv", "prompt,n,prompt\na,1,b", r"a\.csv:1 has 'prompt' twice"),
+        ("a.csv", "prompt,n, n\na,1,b", r"a\.csv:1 has 'n' twice"),
+        ("a.csv", 'prompt;text\n"a, b";A', r"a\.csv:1 .*semicolons"),
+        ("a.csv", "n\tprompt\n1\ta", r"a\.csv:1 .*tabs"),
+        ("a.csv", "n|prompt\n1|a", r"a\.csv:1 .*bars"),
+        ("a.csv", 'a red sign that reads "A"\na cat', r"a\.csv:1 .*names of the columns above it"),
+        ("a.csv", "prompt\na\0b", r"a\.csv:2 .*NUL byte"),
+        ("a.jsonl", '{"prompt": "a", "n": 1, "prompt": "b"}', r"a\.jsonl:1 has 'prompt' twice"),
+        ("a.jsonl", '{"prompt": "a", "n": {"x": 1, "x": 2}}', r"a\.jsonl:1 has 'x' twice"),
+        ("a.jsonl", '[\n{"prompt": "a"},\n{"prompt": "b"}]', r"a\.jsonl:1 begins a list.*an object a line"),
+        ("a.jsonl", '{\n"prompt": "a"\n}', r"a\.jsonl:1 begins a list or an object"),
+        ("a.csv", "prompt\né".encode("latin-1"), r"a\.csv:2 .*byte 7.*UTF-8"),
         ("a.jsonl", '{"prompt": "a"}\n\n{"text": "b"}', r"a\.jsonl:3 .*'prompt'.*text.*data\.prompt_key"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}', r"a\.jsonl:2 .*prompt=' '.*not empty"),
         ("a.jsonl", '{"prompt": 5}', r"a\.jsonl:1 .*prompt=5.*text"),
@@ -95,6 +112,34 @@ def test_csv_equals_jsonl_and_an_empty_cell_is_no_metadata(tmp_path: Path) -> No
         Prompt(0, "a red cube, lit", {"text": "A"}),
         Prompt(1, "two\nlines", {"text": 'say "B"', "style": "oil"}),
     ]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_line_ends_and_encodings_of_other_programs_are_read(tmp_path: Path, end: str, encoding: str) -> None:
+    expected = [Prompt(0, "a café"), Prompt(1, "b")]
+    for name, rows in (
+        ("a.txt", ["a café", "", "b\u2028", "", ""]),
+        ("a.jsonl", ['{"prompt": "a café"}', '{"prompt": "b"}', "", ""]),
+        ("a.csv", ["prompt, text,", "a café,,", ",,", "b", ",,", ""]),
+    ):
+        assert load_prompts(write(tmp_path, name, end.join(rows).encode(encoding))) == expected
+
+
+def test_files_put_behind_each_other_have_no_mark_in_a_prompt(tmp_path: Path) -> None:
+    assert load_prompts(write(tmp_path, "a.txt", "\ufeffa\n\ufeffb\n")) == [Prompt(0, "a"), Prompt(1, "b")]
+
+
+def test_a_header_with_spaces_and_the_index_of_pandas(tmp_path: Path) -> None:
+    table = ",prompt, text\n0,a,A\n1,b,\n"
+    assert load_prompts(write(tmp_path, "a.csv", table)) == [Prompt(0, "a", {"text": "A"}), Prompt(1, "b")]
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has 'prompt' twice"):
+        load_prompts(str(tmp_path / "a.parquet"))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
@@ -139,7 +184,7 @@ def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 def test_a_parquet_file_of_billions_of_rows_is_refused_before_they_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gerl.utils.dataset.MOST_ROWS", 100)
+    monkeypatch.setattr("gerl.data.tables.MOST_ROWS", 100)
     assert len(load_prompts(parquet(tmp_path, prompt=["a"] * 100))) == 100
     with pytest.raises(DataError, match=r"a\.parquet has 101 rows: at most 100 are read"):
         load_prompts(parquet(tmp_path, prompt=["a"] * 101))

@@ -1,0 +1,281 @@
+"""Prompt files, and the other tables of users: images to score, or to train on."""
+
+import codecs
+import csv
+import difflib
+import hashlib
+import io
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from gerl.config.schema import DEEPEST, is_flat
+from gerl.errors import DataError
+from gerl.protocol import Prompt
+from gerl.utils.condition_images import with_absolute_paths
+from gerl.utils.files import reason
+
+SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
+Row = dict[str, object]  # column -> value
+SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet")
+BEGINNINGS = {  # of files that say how they are encoded; the first that fits counts
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+# Characters inside of a line that other programs take for its end.
+BREAKS = re.compile("[\v\f\x1c-\x1e\x85\u2028\u2029]")
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are no .csv file as read here
+MOST_ROWS = 10**7  # of a .parquet file: a few kB can hold billions of equal rows
+
+
+def load_prompts(source: str, prompt_key: str = "prompt") -> list[Prompt]:
+    """Read a prompt file; ids are 0, 1, ... in file order.
+
+    `source` is a .txt (a prompt per line), .jsonl, .csv (with a header) or .parquet file, relative paths from the
+    current directory, or the bare name of a list shipped with gerl. Blank lines are skipped. Columns other than
+    `prompt_key` become metadata, those that name pictures with absolute paths.
+
+    Raises:
+        DataError: the file is missing, empty, unreadable or ambiguous, or has a row without a prompt or with a picture
+            that is not there.
+    """
+    path = resolve(source)
+    return [
+        replace(prompt, metadata=with_absolute_paths(prompt.metadata, path.parent, where))
+        for where, prompt in read_rows(path, prompt_key)
+    ]
+
+
+def read_rows(path: Path, prompt_key: str) -> list[tuple[str, Prompt]]:
+    """The prompts of a .txt, .jsonl, .csv (with a header) or .parquet file as they are, each with where it stands.
+
+    An empty cell of a .csv file is no metadata. Errors as in `load_prompts`.
+    """
+    rows: list[tuple[str, Row]]
+    match path.suffix.lower():
+        case ".txt":
+            rows = [(where, {prompt_key: _one_line(text, where)}) for where, text in _lines(path)]
+        case ".jsonl":
+            rows = [(where, _json_row(line, where)) for where, line in _lines(path)]
+        case ".csv":
+            rows = _csv_rows(path, prompt_key)
+        case _:
+            rows = [(f"{path}, row {n}", row) for n, row in enumerate(_parquet_rows(path), start=1)]
+    if not rows:
+        raise DataError(f"{path} has no prompts: put at least one in it, one per line or row")
+    return [(where, Prompt(i, *split_row(row, prompt_key, where))) for i, (where, row) in enumerate(rows)]
+
+
+def fingerprint(source: str) -> str:
+    """SHA-256 (hex) of the bytes of a prompt file, given as in `load_prompts`."""
+    return hashlib.sha256(_bytes(resolve(source))).hexdigest()
+
+
+def resolve(source: str) -> Path:
+    """The file that `source` stands for: an existing file with a known suffix; raises `DataError` otherwise."""
+    try:
+        path = Path(source).expanduser()
+        if not path.suffix and path.name == source and not path.exists():
+            return _shipped(source)
+        if not path.exists():
+            raise DataError(f"prompt file {source} does not exist{_near(path)}")
+        if not path.is_file():
+            raise DataError(f"{source} is not a file: give a {_either(SUFFIXES)} file of prompts")
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, a folder that is not ours
+        raise DataError(f"prompt file {source!r:.200} cannot be opened ({reason(error)}): correct the path") from None
+    if path.suffix.lower() not in SUFFIXES:
+        raise DataError(f"prompt file {source} has the suffix {path.suffix!r}: it must be {_either(SUFFIXES)}")
+    return path
+
+
+def _shipped(name: str) -> Path:
+    for suffix in SUFFIXES:
+        if (SHIPPED / (name + suffix)).is_file():
+            return SHIPPED / (name + suffix)
+    names = sorted({path.stem for path in SHIPPED.iterdir() if path.suffix in SUFFIXES})
+    raise DataError(
+        f"there is no prompt list {name!r}: gerl ships {', '.join(names)}; or give the path of a "
+        f"{_either(SUFFIXES)} file"
+    )
+
+
+def _near(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f", nor does its folder {folder.absolute()}: correct the path"
+    files = sorted(other for other in folder.iterdir() if other.suffix in SUFFIXES)
+    # Without the suffix, which would make every name look alike.
+    near = difflib.get_close_matches(path.stem, dict.fromkeys(file.stem for file in files), n=3, cutoff=0.65)
+    if near:
+        return f" in {folder.absolute()}: did you mean {_either([f.name for f in files if f.stem in near][:3])}?"
+    return f" in {folder.absolute()}: correct the path"
+
+
+def _either(names: tuple[str, ...] | list[str]) -> str:
+    return " or ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"prompt file {path} cannot be read ({error.strerror}): check its permissions") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, or in the encoding that it begins with; raises `DataError` if it is another one."""
+    content = _bytes(path)
+    encoding = next((name for mark, name in BEGINNINGS.items() if content.startswith(mark)), "utf-8")
+    try:
+        text = content.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}:{line} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise DataError(
+            f"{path}:{line} has a NUL byte, as UTF-16 and damaged files have: save it as UTF-8, or write it anew"
+        )
+    return re.sub(r"(?m)^\ufeff", "", text)  # of a file that was put behind another one
+
+
+def _lines(path: Path) -> list[tuple[str, str]]:
+    """(file:line, text) of every line that is not blank, without surrounding whitespace."""
+    # Not splitlines(): it also breaks at characters such as U+2028, which are legal inside JSON strings.
+    lines = enumerate(re.split("\r\n|\n|\r", read_text(path)), start=1)
+    return [(f"{path}:{n}", line.strip()) for n, line in lines if line.strip()]
+
+
+def _one_line(text: str, where: str) -> str:
+    if found := BREAKS.search(text):
+        raise DataError(
+            f"{where} has the character U+{ord(found[0]):04X} in it, which other programs show as the end of a line: "
+            "put a plain line end or a space there"
+        )
+    return text
+
+
+def _json_row(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line, object_pairs_hook=partial(_object, where))
+    except json.JSONDecodeError as error:
+        if line[0] == "[" or line == "{":
+            raise DataError(
+                f"{where} begins a list or an object of several lines: a .jsonl file has an object a line, such as "
+                '{"prompt": "a red cube"}, without brackets and commas around them'
+            ) from None
+        raise DataError(f"{where} is not valid JSON ({error.msg}, column {error.colno}): correct the line") from error
+    except ValueError:
+        raise DataError(f"{where} has a number of thousands of digits: correct the line") from None
+    except RecursionError:
+        row = None
+    if row is None or not is_flat(row):
+        raise DataError(f"{where} has more than {DEEPEST} objects or lists inside each other: correct the line")
+    if not isinstance(row, dict):
+        raise DataError(f'{where} is not a JSON object: write rows such as {{"prompt": "a red cube"}}')
+    if "\\u" in line:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{where} has half a character (\\ud800 to \\udfff without its pair): correct it") from None
+    return row
+
+
+def _object(where: str, pairs: list[tuple[str, object]]) -> Row:
+    """An object of a .jsonl file."""
+    _check_once([name for name, _ in pairs], where)
+    return dict(pairs)
+
+
+def _check_once(names: list[str], where: str) -> None:
+    """Raise `DataError` for a column that is there twice, of which one would be lost."""
+    if twice := next((name for i, name in enumerate(names) if name and name in names[:i]), None):
+        raise DataError(f"{where} has {twice!r} twice: rename or remove one")
+
+
+def _csv_rows(path: Path, prompt_key: str) -> list[tuple[str, Row]]:
+    """The rows of a .csv file, each with where it begins; cells without a name in the header are left out."""
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    rows: list[tuple[str, Row]] = []
+    header: list[str] = []
+    try:
+        while True:
+            where = f"{path}:{reader.line_num + 1}"
+            cells = next(reader, None)
+            if cells is None:
+                return rows
+            if not any(cell.strip() for cell in cells):
+                continue
+            if not header:
+                header = _header(cells, prompt_key, where)
+            elif len(cells) > len(header):
+                raise DataError(f"{where} has more cells than the header: quote what has a comma in it")
+            else:
+                named = zip(header, cells, strict=False)
+                rows.append((where, {prompt_key: "", **{name: cell for name, cell in named if name and cell}}))
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num} is no readable row of a .csv file ({error}): correct it") from None
+
+
+def _header(cells: list[str], prompt_key: str, where: str) -> list[str]:
+    """The names of the columns; raises `DataError` if `prompt_key` is not among them, or one is there twice."""
+    names = [cell.strip() for cell in cells]
+    _check_once(names, where)
+    if prompt_key in names:
+        return names
+    found = f"{where} has no column {prompt_key!r}, only {', '.join(names):.200}"
+    for mark, spelled in SEPARATORS.items():
+        if prompt_key in [part.strip().strip('"') for part in ",".join(cells).split(mark)]:
+            raise DataError(f"{found}: is it separated by {spelled}? Write it with commas")
+    raise DataError(
+        f"{found}: name the one with the prompt in data.prompt_key or, if this is a row already, write the names of "
+        "the columns above it"
+    )
+
+
+def _parquet_rows(path: Path) -> list[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"reading {path} needs pyarrow ({error}): run pip install 'gerl[parquet]'") from error
+    # What a damaged file makes pyarrow raise, or a value for which Python has no object, such as the year 300000.
+    damage = (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, LookupError, TypeError, MemoryError)
+    try:
+        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(_bytes(path)))
+        if (count := file.metadata.num_rows) > MOST_ROWS:
+            raise DataError(f"{path} has {count} rows: at most {MOST_ROWS} are read, split it")
+        table = file.read()
+        table.validate(full=True)  # else a column cut short could be read beyond its end
+    except damage as error:
+        raise DataError(f"{path} is not a readable Parquet file ({reason(error):.300}): write it anew") from None
+    _check_once(table.column_names, str(path))
+    rows: list[Row] = [{} for _ in range(table.num_rows)]
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        for n, cell in enumerate(column):
+            try:
+                rows[n][name] = cell.as_py()
+            except damage as error:
+                raise DataError(
+                    f"{path}, row {n + 1}: {name} cannot be read ({reason(error):.300}): correct it, or leave the "
+                    "column out"
+                ) from None
+    return rows
+
+
+def split_row(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
+    """The prompt of a row and its other columns."""
+    if prompt_key not in row:
+        columns = ", ".join(row) or "none"
+        raise DataError(f"{where} has no {prompt_key!r}, only {columns}: add it, or name the column in data.prompt_key")
+    text = row[prompt_key]
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise DataError(
+            f"{where} has {prompt_key}={text!r:.80}: a prompt must be a text that is not empty, without NUL"
+        )
+    return text.strip(), {name: value for name, value in row.items() if name != prompt_key}
