@@ -72,6 +72,7 @@ def record(
     or `window` or `stop` name a step that cannot be, and with `init_spread` where the pipeline draws no noise that can
     be mixed.
     """
+    check_single(pipe)
     n = batch_size(call)
     arguments = {name: value for name, value in call.items() if name != "generator"}
     tape = Tape(select_call(arguments, range(n)), n)
@@ -122,6 +123,17 @@ def record_structure(
     given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
     recorder.run(pipe, select_call(call, range(n)), given)
     return found
+
+
+def check_single(pipe: DiffusionPipeline) -> None:
+    """Raise `ModelError` for a pipeline that calls others, whose steps take place in them."""
+    from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
+
+    if inner := [name for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)]:
+        raise ModelError(
+            f"{type(pipe).__name__} is made of the pipelines {', '.join(inner)}: train one of these, such as "
+            f"pipe.{inner[0]}"
+        )
 
 
 def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Sequence[torch.Generator] | None:

@@ -251,8 +251,7 @@ def load_policy(
     `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole. `context`: those
     that share the tokens of a call, see `divide_context`; None: nobody does. `late`: see `load_pipeline`. With
     `config.lora`, not merged, the LoRA begins as that one. `teachers`: those of the policy, of which pipelines of their
-    own are loaded by the caller. Raises `ModelError`, as `load_pipeline` does, and if a
-    denoiser cannot do what is asked for.
+    own are loaded by the caller. Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do it.
     """
     if config.train != "lora":
         policy = _load_whole(config, ema_decay, device, mesh, late)

@@ -37,4 +37,6 @@ def test_a_run_on_a_quantised_base(
 
     found = evaluate(lora=run.checkpoint(2), overrides=["cluster.launcher=local", "logger.progress=false"])
     drawn = [found.results["total"][name].mean.mean for name in found.results["total"]]
-    assert drawn == pytest.approx([run.column("val/reward/mean")[0], run.column("val/reward/mean")[-1]], abs=1e-6)
+    # another process may round a few of the values of 0 to 255 otherwise, of which an image has 16 x 16 x 3
+    few = 8 / 255 / (16 * 16 * 3)
+    assert drawn == pytest.approx([run.column("val/reward/mean")[0], run.column("val/reward/mean")[-1]], abs=few)

@@ -15,6 +15,7 @@ from safetensors.torch import load
 from zoo import text_to_image_3
 
 from gerl.config import ModelConfig, SamplingConfig
+from gerl.engine import record
 from gerl.engine.differentiable import is_compiled
 from gerl.errors import ConfigError, ModelError
 from gerl.model import loading
@@ -253,3 +254,7 @@ def test_a_pipeline_that_takes_no_prompt_says_of_what_it_is_made() -> None:
     made_of = r"generation_pipe \(VisualClozeGenerationPipeline\), upsampling_pipe \(FluxFillPipeline\)"
     with pytest.raises(ModelError, match=rf"VisualClozePipeline takes no argument 'prompt'.* {made_of}"):
         pipeline_call(pipe, SamplingConfig(), ["a sign"])
+    with pytest.raises(
+        ModelError, match=r"generation_pipe, upsampling_pipe: train one of these, .*pipe\.generation_pipe"
+    ):
+        record(pipe, {"prompt": ["a sign"]})
