@@ -103,6 +103,9 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
+            if not self.remote:
+                _keep_threads(stack)
+                self._warn_of_spinning()
             if self.remote and not ray.is_initialized():
                 options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
                 if self.joined:
@@ -132,6 +135,17 @@ class Cluster:
         self._actors = []
         ray.shutdown()
 
+    def _warn_of_spinning(self) -> None:
+        """Say that threads of this process will be slow, where gerl came too late to do something about it."""
+        load = os.getloadavg()[0]
+        if self.device == "cpu" and self.threads > 1 and load > _cores() and "OMP_WAIT_POLICY" not in os.environ:
+            logger.warning(
+                "the machine is busy (a load of %.0f on %d cores), where torch's %d threads, which spin while they "
+                "wait for each other, are many times slower than one: import gerl before torch, or set "
+                "OMP_WAIT_POLICY=passive or cluster.threads_per_worker=1",
+                *(load, _cores(), self.threads),
+            )
+
     def _check_devices(self) -> None:
         if self.device != "cuda":
             return
@@ -151,8 +165,9 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads of one process of a rollout and actor worker."""
-        return self.config.threads_per_worker or max(1, int(self._resources["CPU"]) // self.processes)
+        """CPU threads of one process of a rollout and actor worker; in this process as many as torch has been set to."""
+        share = max(1, int(self._resources["CPU"]) // self.processes)
+        return self.config.threads_per_worker or min(share, _threads(self.remote))
 
     def send_by_value(self, functions: Iterable[Callable[..., object]]) -> None:
         """Let `functions` go to workers as they are, unless an installed package has them: those import by its name."""
@@ -247,6 +262,23 @@ def _gpus() -> int:
     import torch  # not for all who import this package: a scorer's process may need none of it
 
     return torch.cuda.device_count()
+
+
+def _keep_threads(ends: contextlib.ExitStack) -> None:
+    """Let `ends` give torch the threads back that it has now: workers of this process change them."""
+    import torch
+
+    ends.callback(torch.set_num_threads, torch.get_num_threads())
+
+
+def _threads(remote: bool) -> int:
+    """The most threads of a process that the user allows: OMP_NUM_THREADS or, in this process, what torch has."""
+    if not remote:
+        import torch
+
+        return torch.get_num_threads()
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(given) if given.isdigit() and int(given) else sys.maxsize
 
 
 def _cores() -> int:

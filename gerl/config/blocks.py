@@ -241,7 +241,9 @@ class ClusterConfig(Block):
         low=1,
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")
-    threads_per_worker: int | None = key(None, "CPU threads of a worker; null: its share of the cores", low=1)
+    threads_per_worker: int | None = key(
+        None, "CPU threads of a worker; null: its share of the cores, at most OMP_NUM_THREADS where that is set", low=1
+    )
     max_restarts: int = key(
         10,
         "workers that died and are replaced within an hour, each time from the last finished step; one more ends the "

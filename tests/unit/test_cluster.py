@@ -5,13 +5,24 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import ray
 import torch
 
-from gerl.cluster import Cluster, Pending, WorkerGroup, calls, embedded, health, reaper, wait_any, worker_share
+from gerl.cluster import (
+    Cluster,
+    Pending,
+    WorkerGroup,
+    calls,
+    embedded,
+    health,
+    machines,
+    reaper,
+    wait_any,
+    worker_share,
+)
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError, Interrupted, RewardError
 
@@ -125,9 +136,46 @@ def test_devices_and_threads() -> None:
     assert (cluster.device, cluster.worker_device(1), cluster.num_workers, cluster.threads) == ("cpu", "cpu", 2, 3)
     cores = len(os.sched_getaffinity(0))
     assert Cluster(ClusterConfig(device="cpu")).num_workers == min(2, cores)
-    alone = Cluster(ClusterConfig(device="cpu", launcher="local"))
-    assert (alone.num_workers, alone.threads) == (1, cores)
+    assert Cluster(ClusterConfig(device="cpu", launcher="local")).num_workers == 1
     assert Cluster(ClusterConfig(device="cpu", num_workers=10_000)).threads == 1
+
+
+def test_threads_that_the_user_has_set_are_not_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    over_ray = ClusterConfig(device="cpu", num_workers=2)
+    assert Cluster(over_ray).threads == 4
+    for given, threads in (("3", 3), ("6", 4), ("3,1", 3), ("0", 4), ("many", 4)):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert Cluster(over_ray).threads == threads
+    here = ClusterConfig(device="cpu", launcher="local")
+    torch.set_num_threads(2)
+    assert Cluster(here).threads == 2 and Cluster(replace(here, threads_per_worker=3)).threads == 3
+    with Cluster(here):
+        torch.set_num_threads(1)  # as a worker of this process does
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("policy", "said"), [("passive", False), (None, True)])
+def test_threads_that_spin_on_a_busy_machine_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: str | None, said: bool
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    torch.set_num_threads(2)
+    monkeypatch.setattr(machines, "_cores", lambda: 2)
+    with Cluster(ClusterConfig(device="cpu", launcher="local")):
+        pass
+    assert ("OMP_WAIT_POLICY=passive" in caplog.text) is said
+
+
+@pytest.mark.parametrize(("before", "policy"), [("", "passive"), ("import torch; ", None)])
+def test_threads_do_not_spin_where_gerl_comes_before_torch(before: str, policy: str | None) -> None:
+    code = f"{before}import gerl, os; print(os.environ.get('OMP_WAIT_POLICY'))"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == str(policy)
 
 
 @pytest.mark.parametrize(
