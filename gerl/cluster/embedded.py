@@ -1,6 +1,6 @@
 """A Ray of our own on this machine: nothing but this process tree reaches it, and it ends with the command.
 
-It listens on the loopback only and asks for a token. Its processes do not see SIGINT and SIGTERM, which a terminal,
+It listens on the loopback only and asks for a token. Its processes do not see the signals that a terminal,
 timeout(1), SLURM and systemd send to all processes of a command: they must live until the newest step is saved.
 """
 
@@ -186,7 +186,7 @@ _shield = threading.local()
 
 @contextlib.contextmanager
 def shielded() -> Iterator[None]:
-    """A block in which this thread starts processes that do not see SIGINT and SIGTERM, nor do those they start."""
+    """A block in which this thread starts processes that see none of `signals.NUMBERS`, nor do those they start."""
     _install()
     _shield.active = True
     try:
@@ -211,7 +211,7 @@ def _after_fork() -> None:
 
 
 def unshielded(cls: type[W]) -> type[W]:
-    """The class of a worker that lets SIGINT and SIGTERM in again, and does nothing for them.
+    """The class of a worker that lets `signals.NUMBERS` in again, and does nothing for them.
 
     What is blocked stays blocked in processes that a scorer starts, which could then not be ended by SIGTERM; what has
     a handler does not.

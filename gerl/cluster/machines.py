@@ -165,7 +165,7 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads of one process of a rollout and actor worker; in this process as many as torch has been set to."""
+        """CPU threads of one process of a rollout and actor worker; without Ray at most what torch has been set to."""
         share = max(1, int(self._resources["CPU"]) // self.processes)
         return self.config.threads_per_worker or min(share, _threads(self.remote))
 
