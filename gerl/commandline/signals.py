@@ -54,7 +54,7 @@ def handled() -> Iterator[None]:
         yield
         return
     outer, hook = _state, sys.unraisablehook
-    before = {number: signal.getsignal(number) for number in NUMBERS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in NUMBERS}
     heard = {number: handler for number, handler in before.items() if _is_heard(number, handler)}
     _state = _State(os.getpid(), previous=heard)
     sys.unraisablehook = _unraisable(hook)

@@ -53,6 +53,7 @@ class DurableRun:
         self.saved_step: int | None = None
         self.downloads = Downloads()  # of the scorers' models, too
         self.saving = Saving()
+        self.control = Control(run_dir)
         self.timeline = Timeline()
         self.starting = max(STARTING, config.cluster.hang_after)  # seconds without a word of workers that start
         self.sent = 0  # the step of which the weights are that workers draw with that do nothing else
@@ -61,7 +62,6 @@ class DurableRun:
         self.recovery: Recovery
         self.model: ModelFacts
         self.tracker: Tracker
-        self.control: Control
         self.onlookers: Onlookers
         self.health: Health
         self.validations: HeldOut
@@ -106,7 +106,6 @@ class DurableRun:
             kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
         self.tracker = Tracker(self.run_dir, self.config.logger, start_step=kept)
         self.health = Health(asdict(self.config))
-        self.control = Control(self.run_dir)
         self.onlookers = Onlookers(self.run_dir, self.config.logger.live)
         for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
             self.health.observe(row)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.commandline import signals
+from gerl.commandline.command import PAGE, watching
 from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
 from gerl.errors import GerlError
@@ -66,6 +67,8 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
                 check_start(replace(config, model=model), machines.device)
         with session(run_dir, log, arguments, machines.words()) as begin:
             folder.open(begin)
+            logger.info("run folder: %s", run_dir)
+            logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(run_dir))
             with interruption_said(run_dir, config.trainer.steps):
                 with entered(machines) as cluster, _reported(folder):
                     trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))

@@ -61,7 +61,9 @@ def test_a_start_that_fails_leaves_no_folder(
     with caplog.at_level(logging.INFO, logger="gerl"):
         message = refused(*override.split(), **{"hydra.run.dir": tmp_path / "outputs" / "plain" / "now"})
     assert list(tmp_path.iterdir()) == []
-    assert not any(str(tmp_path) in line or "checkpoint" in line for line in (message, *caplog.messages))
+    assert not any(str(tmp_path) in message or "checkpoint" in line for line in (message, *caplog.messages))
+    said = [line for line in caplog.messages if str(tmp_path) in line]
+    assert not said or (said[0].startswith("run folder: ") and said[-1].endswith("is removed"))
 
 
 def test_a_run_folder_that_is_deleted(refused: Refused, tmp_path: Path) -> None:
