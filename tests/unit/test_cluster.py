@@ -1,6 +1,7 @@
 """The worker groups of this process; those over Ray are in tests/e2e/test_workers.py."""
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -283,6 +284,29 @@ def test_a_ray_that_does_not_start_in_time_is_tried_once_more(
             with pytest.raises(ClusterError, match=r"Ray does not start .* timed out .*cluster\.launcher=local"):
                 embedded.start({}, ends)
     assert len(tried) == 2 and sum("once more" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "free space for .*RAY_TMPDIR"),
+        (OSError("AF_UNIX path length cannot exceed 107 bytes"), "RAY_TMPDIR"),
+        (ValueError("The configured object store size exceeds /dev/shm size"), "take back .*RAY_"),
+    ],
+)
+def test_a_ray_that_cannot_start_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, remedy: str
+) -> None:
+    tried: list[object] = []
+
+    def fail(**_: object) -> None:
+        tried.append(None)
+        raise error
+
+    monkeypatch.setattr(ray, "init", fail)
+    with contextlib.ExitStack() as ends, pytest.raises(ClusterError, match=rf"Ray does not start .*{remedy}") as caught:
+        embedded.start({}, ends)
+    assert len(tried) == 1 and "less to do" not in str(caught.value)
 
 
 def test_a_ray_that_would_listen_to_other_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
