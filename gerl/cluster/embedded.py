@@ -129,7 +129,7 @@ def initialize(**options: object) -> None:
 
 
 def _log_unasked(error: Exception) -> None:
-    """What a call raised that nobody waits for any more, of a worker that died for example; Ray prints it as an error."""
+    """Log an error of a call that nobody waits for any more, of a worker that died, say; Ray would print it."""
     logger.debug("a call that is no longer needed failed: %s", error)
 
 

@@ -50,6 +50,15 @@ def check(now: bool = False) -> None:
         _watched.check(now)
 
 
+def lives() -> bool:
+    """Whether Ray answers; without its control service much of what it is asked for is waited for in vain."""
+    try:
+        check(now=True)
+    except RayDied:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def rescuing() -> Iterator[None]:
     """A block in which workers are asked for what they have, and `check` looks at the services that take them along.

@@ -11,12 +11,10 @@ from types import TracebackType
 from typing import TypeVar, cast
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gerl.cluster import embedded, environments, health
 from gerl.cluster.calls import WorkerGroup
-from gerl.cluster.places import place_group
+from gerl.cluster.places import Places
 from gerl.commandline import signals
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError
@@ -39,6 +37,7 @@ class Cluster:
         self.remote = config.launcher == "ray"
         self.joined = self.remote and bool(os.environ.get("RAY_ADDRESS"))
         self._actors: list[object] = []
+        self._places: list[Places] = []
         self._ends = contextlib.ExitStack()
         self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
         self.ranks = config.ranks_per_worker
@@ -128,9 +127,30 @@ class Cluster:
         with signals.deferred():  # a process must not be left
             self._ends.__exit__(kind, error, trace)
 
+    @property
+    def own(self) -> bool:
+        """Whether Ray is one that this command started."""
+        return self.remote and not self.joined
+
+    @property
+    def alive(self) -> bool:
+        """Whether workers can be asked: this process is with Ray, if it needs one."""
+        return not self.remote or bool(ray.is_initialized())
+
+    def start_anew(self, error: Exception) -> None:
+        """Start the Ray of this command once more, which has died by `error`; workers are for others to start."""
+        with signals.deferred():
+            for places in self._places:
+                places.forget()
+            self.__exit__(type(error), error, error.__traceback__)
+            self._actors.clear()
+            self.__enter__()
+            for places in self._places:
+                self._ends.callback(places.close)
+
     def _leave(self) -> None:
         """Leave a cluster that is not ours, without our workers on it."""
-        for actor in self._actors:
+        for actor in self._actors if health.lives() else ():
             ray.kill(actor)
         self._actors = []
         ray.shutdown()
@@ -199,31 +219,26 @@ class Cluster:
         """
         if not self.remote:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
-        # shares that always fit: the CPU is shared by design, Ray's accounting must not leave a worker unplaced
-        total = ray.cluster_resources().get("CPU", 1.0)
-        share = int(1000 * total / (self.processes + len(self.scorers) + 1)) / 1000
+        share = self._cpu_share()
         variables = {"OMP_NUM_THREADS": str(threads)}
         python = environments.runtime_env(environment or {}, self.config.hang_after, self.joined)
-        options: dict[str, object] = {"num_cpus": min(share, 1.0), "runtime_env": {"env_vars": variables, **python}}
+        options: dict[str, object] = {"num_cpus": share, "runtime_env": {"env_vars": variables, **python}}
+        needs = {"CPU": share}
         if gpus and self.device == "cuda":
-            options["num_gpus"] = gpus
+            options["num_gpus"] = needs["GPU"] = gpus
         else:
             variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
         actor_class = ray.remote(**options)(embedded.unshielded(cls))
-        places: list[PlacementGroup] = []
+        places: Places | None = None
+        spread = together == 1 and "GPU" not in needs  # Ray would fill one node after the other
         if together > 1 or self.joined:  # in a Ray of its own there is room for one
-            needs = {"CPU": "num_cpus", "GPU": "num_gpus"}
-            bundle = {key: float(str(options[name])) for key, name in needs.items() if name in options}
-            if together == 1 and "GPU" not in bundle:  # Ray would fill one node after the other
-                together, places = count, [place_group(name, count, bundle, ("SPREAD",))]
-            else:
-                places = [place_group(f"{name} {i}", together, bundle) for i in range(count // together)]
-            for place in places:
-                self._ends.callback(remove_placement_group, place)
+            places = Places(name, count, needs, count, ("SPREAD",)) if spread else Places(name, count, needs, together)
+            self._ends.callback(places.close)
+            self._places.append(places)
 
         def start(rank: int) -> W:
-            own = PlacementGroupSchedulingStrategy(places[rank // together], rank % together) if places else "DEFAULT"
-            actor = actor_class.options(scheduling_strategy=own).remote(*arguments(rank))
+            place = places.of(rank) if places else "DEFAULT"
+            actor = actor_class.options(scheduling_strategy=place).remote(*arguments(rank))
             self._actors.append(actor)
             return cast(W, actor)
 
@@ -232,7 +247,17 @@ class Cluster:
                 self._actors.remove(actor)
                 ray.kill(actor)
 
-        return WorkerGroup(name, count, start, end, self.config.hang_after)
+        give_back = places.give_back if places is not None and not spread else None
+        return WorkerGroup(name, count, start, end, self.config.hang_after, needs, give_back)
+
+    def _cpu_share(self) -> float:
+        """The share of a CPU that each process takes: so little that the smallest machine has room for all of them.
+
+        The CPU is shared by design; Ray's accounting must leave no process without a place, also where machines die.
+        """
+        nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+        least = min((cpus for cpus in nodes if cpus), default=1.0)
+        return min(1.0, max(1, int(1000 * least / (self.processes + len(self.scorers) + 1))) / 1000)
 
 
 def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:

@@ -19,8 +19,8 @@ EVERY = 30.0  # seconds between two lines, at least
 class Progress:
     """Progress through `total` units of work: the count, values by name, the time for a unit, the time left.
 
-    While there is a bar, log records go above it instead of through it. disable: show nothing. what: stands in
-    front of a bar that goes when it is closed, as one of several.
+    While there is a bar, log records go above it instead of through it. disable: show nothing. what: of a part of the
+    work, shown by a bar only, which goes when it is closed.
     """
 
     def __init__(
@@ -33,11 +33,12 @@ class Progress:
         leave: bool = True,
     ) -> None:
         """`leave`: a bar stays where it is when all is done."""
-        self.total, self.done, self.unit, self.what = total, initial, unit, what
+        self.total, self.done, self.unit = total, initial, unit
         self._stack, self._bar = contextlib.ExitStack(), None
-        self._lines = not disable and not sys.stderr.isatty()
+        terminal = sys.stderr.isatty()
+        self._lines = not (disable or terminal or what)
         self._said, self._said_at, self._next = initial, time.perf_counter(), 0.0  # the last line, and when it is time
-        if not disable and not self._lines:
+        if terminal and not disable:
             self._stack.enter_context(logging_redirect_tqdm())
             bar = tqdm(
                 total=total,
@@ -69,7 +70,7 @@ class Progress:
         parts += [f"{each:.2g} s/{self.unit}"]
         if self.done < self.total:
             parts += [f"{duration(each * (self.total - self.done))} left"]
-        logger.info("%s%s", f"{self.what}: " if self.what else "", "  ".join(parts))
+        logger.info("%s", "  ".join(parts))
         self._said, self._said_at, self._next = self.done, now, now + EVERY
 
     def go_back(self, step: int) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -102,13 +101,14 @@ class RayDiffusionTrainer(DurableRun):
             self.rescue(error)
             raise
         finally:
+            self.recovery.close()
             self.tracker.close()
 
     def take_step(self) -> Stopwatch:
         """Draw, score and train; returns what measures the step's time."""
         state, watch = self.state, Stopwatch(self.timeline)
         self.timeline.step = state.step + 1
-        if new := self.recovery.take_in():
+        if new := self.recovery.take_in(ask=not self.rewards.wants_room):
             self.recovery.lost()
             self.abandon()
             self.bring_together(new, self.state_without(new))
@@ -290,6 +290,10 @@ class RayDiffusionTrainer(DurableRun):
         self.drawn_ends.clear()
         self.rewards.give_up()
 
+    def start_ray_anew(self, error: Exception) -> None:
+        super().start_ray_anew(error)
+        self.rewards.start_all()
+
     @property
     def on_their_way(self) -> list[Rollouts]:
         """The images that are drawn ahead of the step that is trained."""
@@ -378,13 +382,9 @@ class RayDiffusionTrainer(DurableRun):
                 return image
 
             what, count = f"validating {len(self.held_out)} prompts", sum(map(len, batches))
-            hidden = not (self.config.logger.progress and sys.stderr.isatty())  # else `waiting` says it
-            bar = Progress(count, disable=hidden, unit="image", what=what)
-            rollouts = Rollouts(
-                *(self.rewards, batches, submit, owners.processes, workers.hang_after),
-                done=lambda i: bar.update(len(batches[i])),
-                held_out=True,
-            )
+            bar = Progress(count, disable=not self.config.logger.progress, unit="image", what=what)
+            given = self.rewards, batches, submit, owners.processes, workers.hang_after
+            rollouts = Rollouts(*given, done=lambda i: bar.update(len(batches[i])), held_out=True)
             with waiting(what, self.progress_of(rollouts)), bar:
                 found = rollouts.finish()
             for batch, scores in zip(batches, found, strict=True):

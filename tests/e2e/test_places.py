@@ -32,7 +32,7 @@ with Cluster(ClusterConfig(num_workers=2, ranks_per_worker=2, device="cpu")) as 
     assert found[0] == found[1] and found[2] == found[3], found
     start = time.monotonic()
     try:
-        cluster.workers("other", Rank, 6, lambda rank: (rank,), together=6)
+        cluster.workers("other", Rank, 12, lambda rank: (rank,), together=12)
     except ClusterError as error:
         print(error)
     assert time.monotonic() - start < 60
@@ -48,4 +48,4 @@ def test_ranks_of_a_worker_run_on_one_node_and_want_of_room_is_said(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.strip().splitlines()[-1]
-    assert "no room for other 0" in said and "6 processes of" in said and "free are" in said
+    assert "no room for other 0" in said and "12 processes of" in said and "free are" in said

@@ -208,9 +208,11 @@ def test_a_part_of_a_group_is_what_is_left_of_it() -> None:
     group = WorkerGroup("worker", 5, lambda number: Named(number), None)
     first, last = group.part(range(2)), group.part(range(2, 5))
     assert first.run(Named.number) == [0, 1] and last.run(Named.number) == [2, 3, 4]
-    number, worker = group.leave_out(3)
+    number = group.leave_out(3)
     assert last.run(Named.number) == [2, 4] and len(last) == 2 and len(first) == 2
     assert last.submit(1, Named.number).worker == "worker 4"
+    worker, first_call = group.start_beside(number, Named.number)
+    assert first_call.result() == 3 and len(group) == 4
     group.take_in(number, worker)
     assert last.run(Named.number) == [2, 3, 4]
 

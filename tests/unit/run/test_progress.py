@@ -39,12 +39,14 @@ def test_without_a_terminal_there_are_lines_now_and_then(
 ) -> None:
     moment = 0.0
     monkeypatch.setattr(progress.time, "perf_counter", lambda: moment)
-    with caplog.at_level("INFO", "gerl"), Progress(total=20, what="training") as shown:
+    with caplog.at_level("INFO", "gerl"), Progress(total=20) as shown:
         for _ in range(20):
             moment += 10.0
             shown.update(values={"reward": 0.25, "other": "0.853 (+0.1 to +0.2)"})
-    assert caplog.messages[0] == "training: step 1/20  reward 0.250  other 0.853 (+0.1 to +0.2)  10 s/step  3 min left"
-    assert [message.split()[2] for message in caplog.messages] == [f"{n}/20" for n in (1, 4, 7, 10, 13, 16, 19, 20)]
+    assert caplog.messages[0] == "step 1/20  reward 0.250  other 0.853 (+0.1 to +0.2)  10 s/step  3 min left"
+    assert [message.split()[1] for message in caplog.messages] == [f"{n}/20" for n in (1, 4, 7, 10, 13, 16, 19, 20)]
+    with Progress(total=1, what="a part of it") as shown:  # whose progress is said elsewhere
+        shown.update()
     assert caplog.messages[-1].endswith("10 s/step") and "\r" not in capsys.readouterr().err
 
 
