@@ -241,7 +241,7 @@ class ScoringRound:
         for i, batch in enumerate(samples):
             for row, sample in enumerate(batch):
                 self.groups.setdefault(sample.group, []).append((i, row))
-        self.partial = dict.fromkeys(self.groups)  # groups with images still to be drawn
+        self.missing = {group: len(places) for group, places in self.groups.items()}  # images still to be drawn
         members = {group: [samples[i][row] for i, row in places] for group, places in self.groups.items()}
         self.occasions = occasions(manager.run, members) if manager.people & scorers.keys() else {}
 
@@ -254,9 +254,9 @@ class ScoringRound:
     def add(self, batch: int, images: Pending[Images]) -> None:
         """Queue the calls that are possible now that the `images` of micro-batch `batch` are drawn."""
         self.images[batch] = images
-        whole = [group for group in self.partial if all(i in self.images for i, _ in self.groups[group])]
-        for group in whole:
-            del self.partial[group]
+        for sample in self.samples[batch]:
+            self.missing[sample.group] -= 1
+        whole = [g for g in dict.fromkeys(sample.group for sample in self.samples[batch]) if not self.missing[g]]
         for name, scorer in self.scorers.items():
             parts = [[(batch, row) for row in range(len(self.samples[batch]))]]
             if name in self.manager.groupwise:

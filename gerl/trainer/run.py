@@ -49,8 +49,9 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
         model = config.model if folder.checkpoint is None else config.model.carried_on()
         if model.lora is not None:
             local_lora(model.lora)
-        prompts = read_prompts(config, "data.train", config.data.train)
-        regularising = read_regularising(config)
+        with waiting("reading the prompts"):
+            prompts = read_prompts(config, "data.train", config.data.train)
+            regularising = read_regularising(config)
         if config.algorithm.differentiates:
             differentiated(config)
         held_out = read_prompts(config, "validation.data", config.validation.data) if config.validation.data else []
