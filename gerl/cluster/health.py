@@ -51,12 +51,8 @@ def check(now: bool = False) -> None:
 
 
 def lives() -> bool:
-    """Whether Ray answers; without its control service much of what it is asked for is waited for in vain."""
-    try:
-        check(now=True)
-    except RayDied:
-        return False
-    return True
+    """Whether Ray answers at this moment; where it does not, much of what it is asked for is waited for in vain."""
+    return _watched is None or not any(_refuses(*place) for place in _watched.services.values())
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ def begin(
 
     def run(*keys: str) -> tuple[Any, Any]:
         found = run_of(tmp_path / "run")
-        command = arguments(found.folder, *SETTINGS, *keys, trainer__steps=STEPS, cluster__launcher="ray")
+        command = arguments(found.folder, *SETTINGS, f"trainer.steps={STEPS}", *keys, cluster__launcher="ray")
         process = start(command, RAY_ADDRESS=nodes[0])
         while not (found.folder / "metrics.jsonl").exists() or len(found.metrics) < 2:
             assert process.poll() is None, process.communicate()
@@ -112,7 +112,7 @@ def test_a_run_outlives_a_node(
 def test_a_head_that_dies_ends_a_run_with_its_newest_step(
     nodes: tuple[str, Callable[[str], None]], begin: Callable[..., tuple[Any, Any]]
 ) -> None:
-    run, process = begin()
+    run, process = begin("trainer.steps=100000")
     nodes[1]("head")
     _, log = process.communicate(timeout=300)
     said, newest = log.strip().splitlines()[-1], run.metrics[-1]["step"]

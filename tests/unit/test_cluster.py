@@ -338,6 +338,7 @@ def test_a_service_that_is_gone_is_noticed_at_once_or_after_some_patience(monkey
         monkeypatch.setattr(health, "_watched", health.Health({name: place}, 0.0, 0.0))
         with pytest.raises(ClusterError):
             health.check()
+        assert not health.lives()
         with health.rescuing(), pytest.raises(ClusterError) if takes_workers else contextlib.nullcontext():
             health.check()
         with pytest.raises(ClusterError):
