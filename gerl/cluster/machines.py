@@ -14,6 +14,7 @@ import ray
 
 from gerl.cluster import embedded, environments, health
 from gerl.cluster.calls import WorkerGroup
+from gerl.cluster.gpus import check_gpus
 from gerl.cluster.places import Places
 from gerl.commandline import signals
 from gerl.config import ClusterConfig
@@ -44,6 +45,7 @@ class Cluster:
         self._resources = {"GPU": float(_gpus()), "CPU": float(_cores()), "nodes": 1.0}
         self.device, self.num_workers = "cpu", config.workers or 1
         if not self.joined:
+            check_gpus(config.device)
             self._count()
 
     def _count(self) -> None:
@@ -167,6 +169,13 @@ class Cluster:
             )
 
     def _check_devices(self) -> None:
+        cores = int(self._resources["CPU"])
+        if self.device != "cuda" and self.processes > max(cores, 1):
+            logger.warning(
+                "%d processes of workers share %d cores, and each loads the model: fewer are faster and need less memory "
+                "(cluster.num_workers=%d)",
+                *(self.processes, cores, max(1, cores // self.ranks)),
+            )
         if self.device != "cuda":
             return
         devices = int(ray.cluster_resources().get("GPU", 0)) if self.remote else int(self._resources["GPU"])

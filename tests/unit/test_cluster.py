@@ -141,6 +141,17 @@ def test_devices_and_threads() -> None:
     assert Cluster(ClusterConfig(device="cpu", num_workers=10_000)).threads == 1
 
 
+@pytest.mark.parametrize(("workers", "said"), [(2, False), (64, True)])
+def test_more_processes_than_cores_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int, said: bool
+) -> None:
+    monkeypatch.setattr(machines, "_cores", lambda: 2)
+    with Cluster(ClusterConfig(device="cpu", launcher="local", num_workers=workers)):
+        pass
+    assert ("64 processes of workers share 2 cores" in caplog.text) is said
+    assert ("cluster.num_workers=2" in caplog.text) is said
+
+
 def test_threads_that_the_user_has_set_are_not_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
