@@ -172,8 +172,8 @@ class Cluster:
         cores = int(self._resources["CPU"])
         if self.device != "cuda" and self.processes > max(cores, 1):
             logger.warning(
-                "%d processes of workers share %d cores, and each loads the model: fewer are faster and need less memory "
-                "(cluster.num_workers=%d)",
+                "%d processes of workers share %d cores, and each loads the model: fewer are faster and need less "
+                "memory (cluster.num_workers=%d)",
                 *(self.processes, cores, max(1, cores // self.ranks)),
             )
         if self.device != "cuda":
