@@ -206,10 +206,10 @@ class WorkerGroup(Generic[W]):
         if self._end is not None:
             self._end(self.workers[index])
 
-    def start_all(self) -> None:
-        """Start all workers anew, those that were left out as well: the Ray that had them is gone."""
+    def forget(self) -> None:
+        """Know of no worker, as the Ray that had them is gone: all are to be started by `restart`."""
         self.numbers = list(range(self._count))
-        self.workers = [self._start(number) for number in self.numbers]
+        self.workers = [cast(W, None)] * self._count
 
     def leave_out(self, index: int) -> int:
         """Go on without worker `index`, which is ended and whose room is left to others; returns its number."""

@@ -309,7 +309,7 @@ class LoggerConfig(Block):
         None, "the project, or experiment, of the trackers; default: the one that their own settings name, else gerl"
     )
     tags: list[str] = key([], "words that mark the run in the trackers, besides the algorithm's name")
-    progress: bool = key(True, "show a progress bar")
+    progress: bool = key(True, "show progress: a bar on a terminal, elsewhere a line now and then")
     live: bool = key(True, "keep small pictures of the step that is trained in live/, for gerl watch")
     report: bool = key(True, "write report.html at the end; `python -m gerl.run.report run=FOLDER` does it at any time")
 

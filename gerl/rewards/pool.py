@@ -62,9 +62,9 @@ class Pool(Generic[R]):
     def start_all(self) -> None:
         """Start all processes anew: the Ray that had them is gone."""
         self.idle, self.starting, self.died = [], {}, set()
-        self.workers.start_all()
+        self.workers.forget()
         for process in range(len(self.workers)):
-            self.start(process)
+            self.renew(process)
 
     def renew(self, process: int, until: float | None = None) -> None:
         """End a process, whatever it does, and start another in its place."""

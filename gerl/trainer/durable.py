@@ -149,7 +149,7 @@ class DurableRun:
     def lost(self, error: Exception) -> list[int]:
         """The workers because of which `error` came; raises it if it has another reason, or if they are too many.
 
-        Those are all where Ray itself died, if this run started it: it is then there again, and who scores as well.
+        Those are all where Ray itself died, if this run started it: another one is there then.
         """
         try:
             lost = self.recovery.lost(error)
@@ -169,13 +169,13 @@ class DurableRun:
         return lost
 
     def start_ray_anew(self, error: Exception) -> None:
-        """Start Ray once more after it died by `error`, and all that ran in it: workers here, others in a subclass."""
+        """Start Ray once more after it died by `error`; the workers are then to be started, by `Recovery.restart`."""
         self.saved()  # what is written of a checkpoint ends
         self.abandon()
         self.recovery.forget_workers()
         with waiting("starting Ray anew"):
             self.cluster.start_anew(error)
-        self.workers.start_all()
+        self.workers.forget()
 
     def state_without(self, lost: Sequence[int]) -> State | None:
         """The workers' state at the last finished step, from others than `lost`; None if there is a checkpoint of it.

@@ -93,8 +93,9 @@ class Recovery:
             self._copy = step, self._executor.submit(self._fetch, call)  # beside what comes next
 
     def _fetch(self, call: Pending[State]) -> State | None:
+        until = time.monotonic() + self.settings.hang_after
         with contextlib.suppress(Exception):  # of a worker that died: others have the state
-            while not self._over.is_set():
+            while not self._over.is_set() and time.monotonic() < until:
                 if call.wait(LOOK):
                     return call.ended()
         return None

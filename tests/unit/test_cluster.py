@@ -340,13 +340,13 @@ def test_the_variables_of_an_embedded_ray_do_not_replace_those_of_the_user(monke
 def test_a_service_that_is_gone_is_noticed_at_once_or_after_some_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()
-        strict, patient = (health.Health({"the service": place}, patience, 0.0) for patience in (0.0, 60.0))
+        strict, patient = (health.Health({health.CONTROL: place}, patience, 0.0) for patience in (0.0, 60.0))
         strict.check()
-    with pytest.raises(ClusterError, match=rf"the service at 127\.0\.0\.1:{place[1]} is gone"):
+    with pytest.raises(ClusterError, match=rf"control service \(GCS\) at 127\.0\.0\.1:{place[1]} is gone"):
         strict.check()
     patient.check()
-    for name, takes_workers in (("the node service", True), (health.CONTROL, False)):
-        monkeypatch.setattr(health, "_watched", health.Health({name: place}, 0.0, 0.0))
+    for name, takes_workers in ((health.NODE, True), (health.CONTROL, False)):
+        monkeypatch.setattr(health, "_watched", health.Health({name: place}, 60.0 if takes_workers else 0.0, 0.0))
         with pytest.raises(ClusterError):
             health.check()
         assert not health.lives()
