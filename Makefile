@@ -17,6 +17,8 @@ ARGS ?=
 TRACKERS := wandb xxhash trackio brotli gradio-client httpcore httpx orjson python-multipart mlflow-skinny alembic \
 	cachetools databricks-sdk mako sqlalchemy sqlparse swanlab prettytable pwinput pydantic-settings pyecharts \
 	pyroaring simplejson wcwidth
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+APART := --upgrade --no-deps --target $(VENV)
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# whose theme would advertise a successor of it
 CACHING := env -u PYTHONDONTWRITEBYTECODE # as on most machines: files that change must be read again, folders stay clean
 
@@ -53,21 +55,23 @@ $(STAMP): pyproject.toml constraints.txt
 	 python3-venv); none found, name one: make PYTHON=/path/to/python" >&2; exit 1; fi
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	{ echo "gerl needs Python 3.11 or newer: PYTHON=$(PYTHON) is older or cannot be run" >&2; exit 1; }
-	@echo "installing gerl and its dependencies into $(VENV) (once, some minutes)"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "installing gerl and its dependencies into $(VENV), once, in some minutes:"
+	@echo "1/6  torch, diffusers, ray and what else gerl and its tests need (some GB)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -e '.[dev]'
 	@# apart from the rest: the wheels of torchvision do not fit a CPU build of torch (tests/torchvision_ops.py)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/open_clip \
-		-c constraints.txt open-clip-torch timm torchvision ftfy wcwidth
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/scipy \
-		-c constraints.txt scipy  # apart as well: tests/apart.py says why
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/torchao \
-		-c constraints.txt torchao
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/trackers \
-		-c constraints.txt $(TRACKERS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/sweepers \
-		-c constraints.txt hydra-optuna-sweeper optuna sqlalchemy alembic Mako cmaes cliff cloudpickle \
-		hydra-submitit-launcher submitit  # Hydra looks through all plugins that it finds, which takes time
+	@echo "2/6  open_clip, for the scorer hpsv2"
+	@$(PIP) $(APART)/open_clip open-clip-torch timm torchvision ftfy wcwidth
+	@echo "3/6  scipy, for the scorer geneval"
+	@$(PIP) $(APART)/scipy scipy  # apart as well: tests/apart.py says why
+	@echo "4/6  torchao, for base models in 8 or 4 bits"
+	@$(PIP) $(APART)/torchao torchao
+	@echo "5/6  wandb, trackio, mlflow and swanlab, for the trackers"
+	@$(PIP) $(APART)/trackers $(TRACKERS)
+	@echo "6/6  optuna and submitit, for sweeps"
+	@# Hydra looks through all plugins that it finds, which takes time
+	@$(PIP) $(APART)/sweepers hydra-optuna-sweeper optuna sqlalchemy alembic Mako cmaes cliff cloudpickle \
+		hydra-submitit-launcher submitit
 	@touch $@
 
 clean:

@@ -1,6 +1,8 @@
 """gerl: reinforcement learning for diffusion models."""
 
 import logging
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "Step", "Trainer", "__version__", "record", "replay", "train"]
 __version__ = "0.1.0"
+
+# OpenMP reads it when torch is loaded: threads that spin while they wait make a busy machine ten times slower
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # torchao, where it is installed, is imported by diffusers and says then that it was built for another torch or GPU
 for _library in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):

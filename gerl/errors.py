@@ -52,7 +52,7 @@ class GuardError(GerlError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived; the run ends after writing a checkpoint.
+    """A signal that ends a command arrived, SIGINT or SIGTERM for example; the run ends after writing a checkpoint.
 
     No `Exception`: libraries catch those, and Ray lets nothing but a `KeyboardInterrupt` through its waits.
     """

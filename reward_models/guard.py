@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gerl.commandline.listening import host_name, is_foreign, is_loopback
 from gerl.rewards.scorers.remote import VERSION
 from reward_models.scoring import ImageLimits
 
@@ -28,6 +29,7 @@ BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # seconds: a JPEG take
 REASONS = {
     400: "json",
     401: "token",
+    403: "site",
     404: "scorer_name",
     408: "slow",
     411: "length",
@@ -44,10 +46,11 @@ class Limits(ImageLimits):
     """The requests that a service admits; 0 requests a minute means any number. `token` None lets everyone in.
 
     `max_in_flight` requests may be under way at a time, of `max_in_flight_mb` million bytes and with
-    `max_in_flight_megapixels` million pixels together.
+    `max_in_flight_megapixels` million pixels together. `local`: only those that name this machine itself.
     """
 
     token: str | None = None
+    local: bool = False
     max_body_mb: int = 64
     rate_per_minute: int = 0
     max_in_flight: int = 64
@@ -195,6 +198,10 @@ class Guard:
         return _announced(headers) or self.limits.max_body_mb * 10**6
 
     def _refusal(self, headers: Headers) -> JSONResponse | None:
+        if is_foreign("POST", headers):  # a browser with a page of another site, which needs no token on this machine
+            return answer(403, "the request comes from a page of another site: send it from a program")
+        if self.limits.local and not is_loopback(host_name(headers.get("host", ""))):
+            return answer(403, "the host is none of this machine: use 127.0.0.1 or localhost, or set a token")
         token = self.limits.token
         if token is not None:
             kind, _, given = headers.get("authorization", "").partition(" ")

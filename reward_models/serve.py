@@ -183,7 +183,8 @@ def run(options: Options, stop: threading.Event) -> None:
         )
     warm = warm_row(options)
     placement = Placement(**{f.name: getattr(options, f.name) for f in fields(Placement)})
-    limits = Limits(token=token, **{f.name: getattr(options, f.name) for f in fields(Limits) if f.name != "token"})
+    named = {f.name: getattr(options, f.name) for f in fields(Limits) if hasattr(options, f.name) and f.name != "token"}
+    limits = Limits(token=token, local=token is None and is_loopback(options.host), **named)
     with listen(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
@@ -197,8 +198,15 @@ def run(options: Options, stop: threading.Event) -> None:
 def _serve(app: "FastAPI", listener: socket.socket, scoring: "RayScoring", stop: threading.Event) -> None:
     import uvicorn
 
+    from gerl.commandline.connections import Connection
+
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(CLOSING_SECONDS)
+        app,
+        http=Connection,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(CLOSING_SECONDS),
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="http")  # leaves signals to the main thread

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -46,11 +47,16 @@ class PromptSchedule:
     def batch(self, step: int) -> list[int]:
         """Indices of the prompts of `step` (from 0): `per_step` of them, or fewer at the end of an epoch."""
         start = step % self.steps_per_epoch * self.per_step
-        order = np.arange(self.count)
-        if self.shuffle:
-            sequence = np.random.SeedSequence(self.seed, spawn_key=(self.epoch(step),))
-            order = np.random.default_rng(sequence).permutation(self.count)
-        return [int(i) for i in order[start : start + self.per_step]]
+        end = min(start + self.per_step, self.count)
+        if not self.shuffle:
+            return list(range(start, end))
+        return [int(i) for i in _order(self.count, self.seed, self.epoch(step))[start:end]]
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    sequence = np.random.SeedSequence(seed, spawn_key=(epoch,))
+    return np.random.default_rng(sequence).permutation(count)
 
 
 def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[int, ...]:

@@ -11,3 +11,4 @@ from gerl.cluster.health import rescuing as rescuing
 from gerl.cluster.machines import Cluster as Cluster
 from gerl.cluster.machines import own_host as own_host
 from gerl.cluster.machines import worker_share as worker_share
+from gerl.cluster.places import no_room as no_room

@@ -3,7 +3,8 @@
 import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import ray
@@ -159,12 +160,17 @@ class WorkerGroup(Generic[W]):
         start: Callable[[int], W],
         end: Callable[[W], None] | None,
         hang_after: float | None = None,
+        needs: Mapping[str, float] = MappingProxyType({}),
+        give_back: Callable[[int], None] | None = None,
     ) -> None:
-        """`hang_after`: seconds for which `run` waits for an answer of any of them, `Pending.result` for its own."""
-        self.hang_after = hang_after
+        """`hang_after`: seconds for which `run` waits for an answer of any of them, `Pending.result` for its own.
+
+        `needs`: what each takes of Ray's resources. `give_back`: leaves the room of one that was ended to others.
+        """
+        self.hang_after, self.needs, self._give_back = hang_after, needs, give_back
         self.name, self._start, self._end = name, start, end
         self.remote = end is not None
-        self.numbers = list(range(count))  # of those there are: some may be left out for a while
+        self._count, self.numbers = count, list(range(count))  # of those there are: some may be left out for a while
         self.workers = [start(number) for number in self.numbers]  # over Ray: the handles of actors of that class
 
     def __len__(self) -> int:
@@ -174,8 +180,12 @@ class WorkerGroup(Generic[W]):
         self, index: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
         """Queue `method(*args)` on worker `index`; an argument that is `Pending.later()` arrives as its value."""
-        label = f"{self.name} {self.numbers[index]}"
-        bound = getattr(self.workers[index], method.__name__)
+        return self._submit(self.numbers[index], self.workers[index], method, *args, **kwargs)
+
+    def _submit(
+        self, number: int, worker: W, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        label, bound = f"{self.name} {number}", getattr(worker, method.__name__)
         if self.remote:
             reference = bound.remote(*map(_reference, args), **kwargs)
             return Pending(label, reference=reference, hang_after=self.hang_after)
@@ -196,12 +206,28 @@ class WorkerGroup(Generic[W]):
         if self._end is not None:
             self._end(self.workers[index])
 
-    def leave_out(self, index: int) -> tuple[int, W]:
-        """Go on without worker `index`; returns what `take_in` takes."""
-        return self.numbers.pop(index), self.workers.pop(index)
+    def forget(self) -> None:
+        """Know of no worker, as the Ray that had them is gone: all are to be started by `restart`."""
+        self.numbers = list(range(self._count))
+        self.workers = [cast(W, None)] * self._count
+
+    def leave_out(self, index: int) -> int:
+        """Go on without worker `index`, which is ended and whose room is left to others; returns its number."""
+        self.end(index)
+        number, _ = self.numbers.pop(index), self.workers.pop(index)
+        if self._give_back is not None:
+            self._give_back(number)
+        return number
+
+    def start_beside(
+        self, number: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[W, Pending[R]]:
+        """Start a worker that was left out, when there is room for it, with a first call; `take_in` takes it."""
+        worker = self._start(number)
+        return worker, self._submit(number, worker, method, *args, **kwargs)
 
     def take_in(self, number: int, worker: W) -> int:
-        """Go on with a worker that was left out, at its old place among the others; returns its index."""
+        """Go on with a `worker` of `start_beside`, at its old place among the others; returns its index."""
         index = sum(other < number for other in self.numbers)
         self.numbers.insert(index, number)
         self.workers.insert(index, worker)
@@ -214,7 +240,10 @@ class WorkerGroup(Generic[W]):
         """
         if self.remote:
             health.check(now=True)
-        shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
+        try:
+            shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
+        except ray.exceptions.RayError as error:
+            raise _lost("Ray's store", error) from error
         pending = [self.submit(i, method, *shared, **kwargs) for i in range(len(self))]  # type: ignore[arg-type]
         return wait_all(pending, self.hang_after)
 

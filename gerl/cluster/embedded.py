@@ -1,20 +1,21 @@
 """A Ray of our own on this machine: nothing but this process tree reaches it, and it ends with the command.
 
-It listens on the loopback only and asks for a token. Its processes do not see SIGINT and SIGTERM, which a terminal,
+It listens on the loopback only and asks for a token. Its processes do not see the signals that a terminal,
 timeout(1), SLURM and systemd send to all processes of a command: they must live until the newest step is saved.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -23,9 +24,10 @@ from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]
 
 from gerl.cluster import reaper
+from gerl.cluster.folders import folder
 from gerl.cluster.reaper import MARK, kill
 from gerl.commandline import signals
-from gerl.errors import ClusterError, Interrupted
+from gerl.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 2  # to start Ray, which has 30 s for it: on a busy machine that is not always enough
@@ -40,22 +42,20 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
 
     Raises `ClusterError` if it does not start.
     """
-    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+    mark, place = f"{os.getpid()}-{secrets.token_hex(8)}", ends.enter_context(folder())
     ends.enter_context(signals.before_leaving(lambda: kill(mark)))
-    ends.push(lambda kind, *_: _leave(mark, kind))
+    ends.callback(_end, mark)
+    options = {"address": "local", "include_dashboard": False, "_temp_dir": str(place), **options}
     for attempt in range(1, ATTEMPTS + 1):
         try:
             _guard(mark)
             # the loopback is the address that Ray takes on macOS and Windows; on Linux it has no option for that
             with constant("ENABLE_RAY_CLUSTER", False), environment(_variables(mark)), without_services(), shielded():
-                initialize(address="local", include_dashboard=False, **options)
+                initialize(**options)
             break
         except Exception as error:  # its start-up time-out is a plain Exception
-            if attempt == ATTEMPTS or isinstance(error, TypeError | ValueError):
-                raise ClusterError(
-                    f"Ray does not start ({_short(error)}): try again when the machine has less to do, or use "
-                    "cluster.launcher=local"
-                ) from error
+            if attempt == ATTEMPTS or not _may_pass(error):
+                raise ClusterError(f"Ray does not start ({_short(error)}): {_remedy(error, place)}") from error
             logger.warning("Ray did not start (%s): trying once more", _short(error))
             _end(mark)
     addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
@@ -64,6 +64,22 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
             f"ray {ray.__version__} listens on {', '.join(addresses)}, not on the loopback only: install another one, "
             "or use cluster.launcher=local"
         )
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a second attempt may succeed: the first took too long, or a service was not there in time."""
+    lasting = isinstance(error, TypeError | ValueError | ImportError | OSError)
+    return isinstance(error, ConnectionError | TimeoutError) or not lasting
+
+
+def _remedy(error: Exception, place: Path) -> str:
+    if _may_pass(error):
+        return "try again when the machine has less to do, or use cluster.launcher=local"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"free space for {place}, or set RAY_TMPDIR to a folder on another disk"
+    if isinstance(error, OSError):
+        return f"its folder is {place}: set RAY_TMPDIR to another one, or use cluster.launcher=local"
+    return "take back what changes Ray (variables RAY_..., its version), or use cluster.launcher=local"
 
 
 def _guard(mark: str) -> None:
@@ -83,15 +99,6 @@ def _guard(mark: str) -> None:
 
 
 _guards: list["subprocess.Popen[bytes]"] = []  # whose pipes must stay open
-
-
-def _leave(mark: str, error: type[BaseException] | None) -> None:
-    """End Ray, and remove its session folder unless an `error` is to be looked into there."""
-    node = getattr(ray._private.worker, "_global_node", None)
-    folder = None if node is None else node.get_session_dir_path()
-    _end(mark)
-    if folder is not None and (error is None or issubclass(error, Interrupted)):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end(mark: str) -> None:
@@ -115,9 +122,15 @@ def initialize(**options: object) -> None:
     with constant("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True), signals.kept():
         ray.init(**options)
     worker = ray._private.worker
+    worker._unhandled_error_handler = _log_unasked
     if worker.print_to_stdstream is not _print_but_dumps:
         _printed.append(worker.print_to_stdstream)
         worker.print_to_stdstream = _print_but_dumps
+
+
+def _log_unasked(error: Exception) -> None:
+    """Log an error of a call that nobody waits for any more, of a worker that died, say; Ray would print it."""
+    logger.debug("a call that is no longer needed failed: %s", error)
 
 
 _printed: list[Any] = []
@@ -186,7 +199,7 @@ _shield = threading.local()
 
 @contextlib.contextmanager
 def shielded() -> Iterator[None]:
-    """A block in which this thread starts processes that do not see SIGINT and SIGTERM, nor do those they start."""
+    """A block in which this thread starts processes that see none of `signals.NUMBERS`, nor do those they start."""
     _install()
     _shield.active = True
     try:
@@ -211,7 +224,7 @@ def _after_fork() -> None:
 
 
 def unshielded(cls: type[W]) -> type[W]:
-    """The class of a worker that lets SIGINT and SIGTERM in again, and does nothing for them.
+    """The class of a worker that lets `signals.NUMBERS` in again, and does nothing for them.
 
     What is blocked stays blocked in processes that a scorer starts, which could then not be ended by SIGTERM; what has
     a handler does not.

@@ -9,14 +9,14 @@ import ray
 
 from gerl.errors import RayDied
 
-CONTROL = "Ray's control service (GCS)"
+CONTROL, NODE = "Ray's control service (GCS)", "Ray's node service (raylet)"
 EVERY = 2.0  # seconds between two looks at another machine
 OWN = 0.2  # and at this one
 PATIENCE = 30.0  # seconds for a joined cluster to restart its control service; its workers end after 60 without it
 
 
 class Health:
-    """Looks whether the `services` answer, name -> (host, port), and gives those that do not some `patience`."""
+    """Looks whether the `services` answer, name -> (host, port); only the control service is given some `patience`."""
 
     def __init__(self, services: dict[str, tuple[str, int]], patience: float, every: float = OWN) -> None:
         self.services, self.patience, self.every = services, patience, every
@@ -32,7 +32,7 @@ class Health:
         for name, (host, port) in self.services.items():
             if not _refuses(host, port):
                 self._refused.pop(name, None)
-            elif moment - self._refused.setdefault(name, moment) >= self.patience:
+            elif moment - self._refused.setdefault(name, moment) >= (self.patience if name == CONTROL else 0.0):
                 raise RayDied(
                     f"{name} at {host}:{port} is gone, without which Ray ends: its session folder has the log"
                 )
@@ -48,6 +48,11 @@ def check(now: bool = False) -> None:
     """
     if _watched is not None:
         _watched.check(now)
+
+
+def lives() -> bool:
+    """Whether Ray answers at this moment; where it does not, much of what it is asked for is waited for in vain."""
+    return _watched is None or not any(_refuses(*place) for place in _watched.services.values())
 
 
 @contextlib.contextmanager
@@ -72,9 +77,9 @@ def watched(own: bool) -> Iterator[None]:
     global _watched
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     services = {CONTROL: (host.strip("[]"), int(port))}
-    if own:
-        (node,) = ray.nodes()
-        services["Ray's node service (raylet)"] = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    here = ray.get_runtime_context().get_node_id()
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
+    services[NODE] = node["NodeManagerAddress"], node["NodeManagerPort"]
     _watched = Health(services, 0.0) if own else Health(services, PATIENCE, EVERY)
     try:
         yield

@@ -11,12 +11,11 @@ from types import TracebackType
 from typing import TypeVar, cast
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gerl.cluster import embedded, environments, health
 from gerl.cluster.calls import WorkerGroup
-from gerl.cluster.places import place_group
+from gerl.cluster.gpus import check_gpus
+from gerl.cluster.places import Places
 from gerl.commandline import signals
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError
@@ -39,12 +38,14 @@ class Cluster:
         self.remote = config.launcher == "ray"
         self.joined = self.remote and bool(os.environ.get("RAY_ADDRESS"))
         self._actors: list[object] = []
+        self._places: list[Places] = []
         self._ends = contextlib.ExitStack()
         self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
         self.ranks = config.ranks_per_worker
         self._resources = {"GPU": float(_gpus()), "CPU": float(_cores()), "nodes": 1.0}
         self.device, self.num_workers = "cpu", config.workers or 1
         if not self.joined:
+            check_gpus(config.device)
             self._count()
 
     def _count(self) -> None:
@@ -103,6 +104,9 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
+            if not self.remote:
+                _keep_threads(stack)
+                self._warn_of_spinning()
             if self.remote and not ray.is_initialized():
                 options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
                 if self.joined:
@@ -125,14 +129,53 @@ class Cluster:
         with signals.deferred():  # a process must not be left
             self._ends.__exit__(kind, error, trace)
 
+    @property
+    def own(self) -> bool:
+        """Whether Ray is one that this command started."""
+        return self.remote and not self.joined
+
+    @property
+    def alive(self) -> bool:
+        """Whether workers can be asked: this process is with Ray, if it needs one."""
+        return not self.remote or bool(ray.is_initialized())
+
+    def start_anew(self, error: Exception) -> None:
+        """Start the Ray of this command once more, which has died by `error`; workers are for others to start."""
+        with signals.deferred():
+            for places in self._places:
+                places.forget()
+            self.__exit__(type(error), error, error.__traceback__)
+            self._actors.clear()
+            self.__enter__()
+            for places in self._places:
+                self._ends.callback(places.close)
+
     def _leave(self) -> None:
         """Leave a cluster that is not ours, without our workers on it."""
-        for actor in self._actors:
+        for actor in self._actors if health.lives() else ():
             ray.kill(actor)
         self._actors = []
         ray.shutdown()
 
+    def _warn_of_spinning(self) -> None:
+        """Say that threads of this process will be slow, where gerl came too late to do something about it."""
+        load = os.getloadavg()[0]
+        if self.device == "cpu" and self.threads > 1 and load > _cores() and "OMP_WAIT_POLICY" not in os.environ:
+            logger.warning(
+                "the machine is busy (a load of %.0f on %d cores), where torch's %d threads, which spin while they "
+                "wait for each other, are many times slower than one: import gerl before torch, or set "
+                "OMP_WAIT_POLICY=passive or cluster.threads_per_worker=1",
+                *(load, _cores(), self.threads),
+            )
+
     def _check_devices(self) -> None:
+        cores = int(self._resources["CPU"])
+        if self.device != "cuda" and self.processes > max(cores, 1):
+            logger.warning(
+                "%d processes of workers share %d cores, and each loads the model: fewer are faster and need less "
+                "memory (cluster.num_workers=%d)",
+                *(self.processes, cores, max(1, cores // self.ranks)),
+            )
         if self.device != "cuda":
             return
         devices = int(ray.cluster_resources().get("GPU", 0)) if self.remote else int(self._resources["GPU"])
@@ -151,8 +194,9 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads of one process of a rollout and actor worker."""
-        return self.config.threads_per_worker or max(1, int(self._resources["CPU"]) // self.processes)
+        """CPU threads of one process of a rollout and actor worker; without Ray at most what torch has been set to."""
+        share = max(1, int(self._resources["CPU"]) // self.processes)
+        return self.config.threads_per_worker or min(share, _threads(self.remote))
 
     def send_by_value(self, functions: Iterable[Callable[..., object]]) -> None:
         """Let `functions` go to workers as they are, unless an installed package has them: those import by its name."""
@@ -184,31 +228,26 @@ class Cluster:
         """
         if not self.remote:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
-        # shares that always fit: the CPU is shared by design, Ray's accounting must not leave a worker unplaced
-        total = ray.cluster_resources().get("CPU", 1.0)
-        share = int(1000 * total / (self.processes + len(self.scorers) + 1)) / 1000
+        share = self._cpu_share()
         variables = {"OMP_NUM_THREADS": str(threads)}
         python = environments.runtime_env(environment or {}, self.config.hang_after, self.joined)
-        options: dict[str, object] = {"num_cpus": min(share, 1.0), "runtime_env": {"env_vars": variables, **python}}
+        options: dict[str, object] = {"num_cpus": share, "runtime_env": {"env_vars": variables, **python}}
+        needs = {"CPU": share}
         if gpus and self.device == "cuda":
-            options["num_gpus"] = gpus
+            options["num_gpus"] = needs["GPU"] = gpus
         else:
             variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
         actor_class = ray.remote(**options)(embedded.unshielded(cls))
-        places: list[PlacementGroup] = []
+        places: Places | None = None
+        spread = together == 1 and "GPU" not in needs  # Ray would fill one node after the other
         if together > 1 or self.joined:  # in a Ray of its own there is room for one
-            needs = {"CPU": "num_cpus", "GPU": "num_gpus"}
-            bundle = {key: float(str(options[name])) for key, name in needs.items() if name in options}
-            if together == 1 and "GPU" not in bundle:  # Ray would fill one node after the other
-                together, places = count, [place_group(name, count, bundle, ("SPREAD",))]
-            else:
-                places = [place_group(f"{name} {i}", together, bundle) for i in range(count // together)]
-            for place in places:
-                self._ends.callback(remove_placement_group, place)
+            places = Places(name, count, needs, count, ("SPREAD",)) if spread else Places(name, count, needs, together)
+            self._ends.callback(places.close)
+            self._places.append(places)
 
         def start(rank: int) -> W:
-            own = PlacementGroupSchedulingStrategy(places[rank // together], rank % together) if places else "DEFAULT"
-            actor = actor_class.options(scheduling_strategy=own).remote(*arguments(rank))
+            place = places.of(rank) if places else "DEFAULT"
+            actor = actor_class.options(scheduling_strategy=place).remote(*arguments(rank))
             self._actors.append(actor)
             return cast(W, actor)
 
@@ -217,7 +256,17 @@ class Cluster:
                 self._actors.remove(actor)
                 ray.kill(actor)
 
-        return WorkerGroup(name, count, start, end, self.config.hang_after)
+        give_back = places.give_back if places is not None and not spread else None
+        return WorkerGroup(name, count, start, end, self.config.hang_after, needs, give_back)
+
+    def _cpu_share(self) -> float:
+        """The share of a CPU that each process takes: so little that the smallest machine has room for all of them.
+
+        The CPU is shared by design; Ray's accounting must leave no process without a place, also where machines die.
+        """
+        nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+        least = min((cpus for cpus in nodes if cpus), default=1.0)
+        return min(1.0, max(1, int(1000 * least / (self.processes + len(self.scorers) + 1))) / 1000)
 
 
 def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
@@ -247,6 +296,23 @@ def _gpus() -> int:
     import torch  # not for all who import this package: a scorer's process may need none of it
 
     return torch.cuda.device_count()
+
+
+def _keep_threads(ends: contextlib.ExitStack) -> None:
+    """Let `ends` give torch the threads back that it has now: workers of this process change them."""
+    import torch
+
+    ends.callback(torch.set_num_threads, torch.get_num_threads())
+
+
+def _threads(remote: bool) -> int:
+    """The most threads of a process that the user allows: OMP_NUM_THREADS or, in this process, what torch has."""
+    if not remote:
+        import torch
+
+        return torch.get_num_threads()
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(given) if given.isdigit() and int(given) else sys.maxsize
 
 
 def _cores() -> int:

@@ -1,30 +1,75 @@
 """Where processes run: the ranks of a worker together on a node if one has room for them, by Ray's placement groups."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from gerl.cluster import health
 from gerl.errors import ClusterError
 
 PATIENCE = 5.0  # seconds in which Ray finds room that is there
 TOGETHER = ("STRICT_PACK", "PACK")  # on one node, or, where none has room for all of them, on as few as possible
 
 
-def place_group(name: str, ranks: int, share: dict[str, float], strategies: Sequence[str] = TOGETHER) -> PlacementGroup:
-    """Room for `ranks` processes that take `share` of Ray's resources each, by the first strategy that finds it.
+Strategies = Sequence[str]
 
-    Raises `ClusterError` within seconds if there is none.
-    """
-    for strategy in strategies:
-        group = placement_group([share] * ranks, strategy=strategy)
-        if group.wait(PATIENCE):
-            return group
-        remove_placement_group(group)
+
+class Places:
+    """Room for processes of a kind, which take `share` of Ray's resources each: one for all, or one for every few."""
+
+    def __init__(
+        self, name: str, count: int, share: Mapping[str, float], together: int, strategies: Strategies = TOGETHER
+    ) -> None:
+        """`together`: so many that follow each other are placed as one.
+
+        Raises `ClusterError` within seconds if there is no room for all of the `count` processes.
+        """
+        self.share, self.together, self.strategies = dict(share), together, strategies
+        self._groups: dict[int, PlacementGroup] = {}
+        for number in range(count // together):
+            label = name if together == count and strategies is not TOGETHER else f"{name} {number}"
+            self._groups[number] = self._place(label)
+
+    def of(self, process: int) -> PlacementGroupSchedulingStrategy:
+        """Where a process is to run; room that was given back is asked for again, but not waited for."""
+        number, index = divmod(process, self.together)
+        if number not in self._groups:
+            self._groups[number] = placement_group([self.share] * self.together, strategy=self.strategies[-1])
+        return PlacementGroupSchedulingStrategy(self._groups[number], index)
+
+    def give_back(self, process: int) -> None:
+        """Leave the room of a process, and of those that are placed with it, to others."""
+        if group := self._groups.pop(process // self.together, None):
+            remove_placement_group(group)
+
+    def close(self) -> None:
+        """Leave all room to others; that of a Ray that is gone is gone with it."""
+        for number in list(self._groups) if health.lives() else ():
+            self.give_back(number * self.together)
+
+    def forget(self) -> None:
+        """Know of no room: the Ray that had it is gone."""
+        self._groups.clear()
+
+    def _place(self, label: str) -> PlacementGroup:
+        for strategy in self.strategies:
+            group = placement_group([self.share] * self.together, strategy=strategy)
+            if group.wait(PATIENCE):
+                return group
+            remove_placement_group(group)
+        said = no_room(label, self.share, self.together)
+        raise ClusterError(f"{said}; lower cluster.num_workers or cluster.ranks_per_worker")
+
+
+def no_room(name: str, share: Mapping[str, float], count: int = 1) -> str:
+    """In words, what `count` processes that take `share` each ask for, and what Ray has left."""
     asked = " and ".join(f"{value:g} {key}" for key, value in share.items())
     free = ray.available_resources()
     left = " and ".join(f"{free.get(key, 0.0):g} {key}" for key in share)
-    raise ClusterError(
-        f"Ray has no room for {name}, {ranks} process{'es' if ranks > 1 else ''} of {asked}: free are {left} on "
-        f"{sum(node['Alive'] for node in ray.nodes())} nodes; lower cluster.num_workers or cluster.ranks_per_worker"
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    return (
+        f"Ray has no room for {name}, {count} process{'es' if count > 1 else ''} of {asked}: free are {left} on "
+        f"{nodes} nodes"
     )

@@ -36,7 +36,7 @@ def processes(mark: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     sys.stdin.read()
     kill(sys.argv[1])

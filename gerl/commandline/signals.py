@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM: the first ends the command in order, a second one at once.
+"""Signals that end a command: the first ends it in order, a second one at once.
+
+They are SIGINT, SIGTERM, that of a closed terminal (SIGHUP), and those by which a scheduler says that the time is
+nearly over (SIGUSR1, SIGUSR2, SIGXCPU); the latter four only where they would end the process without a word: nohup
+ignores SIGHUP, and a program may have a handler of its own.
 
 A process has one set of signal handlers, so this is a module and not an object: `run_command` sets them before anything
 heavy is imported. Outside the main thread, and where no command runs, nothing is set and nothing here has an effect.
@@ -19,7 +23,7 @@ from typing import Any, NoReturn
 from gerl.errors import Interrupted
 
 SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
-NUMBERS = (SIGINT, SIGTERM)
+NUMBERS = (SIGINT, SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 SAME = 1.0  # seconds in which a further signal is the same one: timeout(1) sends it to the process, then to its group
 AGAIN = 0.1  # seconds after which an interruption that somebody swallowed comes again
 
@@ -41,7 +45,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """A block in which SIGINT and SIGTERM raise `Interrupted` in the main thread, or after the `deferred` block.
+    """A block in which these signals raise `Interrupted` in the main thread, or after the `deferred` block.
 
     A second signal ends the process at once, after what `before_leaving` was given.
     """
@@ -50,17 +54,23 @@ def handled() -> Iterator[None]:
         yield
         return
     outer, hook = _state, sys.unraisablehook
-    _state = _State(os.getpid(), previous={number: signal.getsignal(number) for number in NUMBERS})
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in NUMBERS}
+    heard = {number: handler for number, handler in before.items() if _is_heard(number, handler)}
+    _state = _State(os.getpid(), previous=heard)
     sys.unraisablehook = _unraisable(hook)
-    for number in NUMBERS:
+    for number in heard:
         signal.signal(number, _handle)
     try:
         yield
     finally:
-        for number in NUMBERS:
-            signal.signal(number, _state.previous[number])
+        for number, handler in heard.items():
+            signal.signal(number, handler)
         sys.unraisablehook = hook
         _state = outer
+
+
+def _is_heard(number: int, handler: Any) -> bool:
+    return number in (SIGINT, SIGTERM) or handler == signal.SIG_DFL
 
 
 def received() -> int | None:
@@ -123,7 +133,8 @@ def kept() -> Iterator[None]:
         signal.signal = replace
         if threading.current_thread() is threading.main_thread():
             for number in NUMBERS:
-                signal.signal(number, signal.getsignal(number))
+                if (handler := signal.getsignal(number)) is not None:  # None: one in C, of another library
+                    signal.signal(number, handler)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
@@ -158,7 +169,8 @@ def exit_with(code: int) -> NoReturn:
         sys.stdout.flush()
     _exit_codes.append(code)
     for number in NUMBERS:
-        signal.signal(number, lambda *_: os._exit(code))
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(code))
     if code > 128:  # threads of C++ may have been stopped half-way through their start: teardown would run into them
         atexit._run_exitfuncs()
         os._exit(code)
@@ -176,7 +188,7 @@ def _ignore() -> None:
 
 
 def name(number: int) -> str:
-    """SIGINT or SIGTERM."""
+    """SIGTERM, for example."""
     return signal.Signals(number).name
 
 

@@ -249,7 +249,9 @@ class ClusterConfig(Block):
         low=1,
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")
-    threads_per_worker: int | None = key(None, "CPU threads of a worker; null: its share of the cores", low=1)
+    threads_per_worker: int | None = key(
+        None, "CPU threads of a worker; null: its share of the cores, at most OMP_NUM_THREADS where that is set", low=1
+    )
     max_restarts: int = key(
         10,
         "workers that died and are replaced within an hour, each time from the last finished step; one more ends the "
@@ -315,7 +317,7 @@ class LoggerConfig(Block):
         None, "the project, or experiment, of the trackers; default: the one that their own settings name, else gerl"
     )
     tags: list[str] = key([], "words that mark the run in the trackers, besides the algorithm's name")
-    progress: bool = key(True, "show a progress bar")
+    progress: bool = key(True, "show progress: a bar on a terminal, elsewhere a line now and then")
     live: bool = key(True, "keep small pictures of the step that is trained in live/, for gerl watch")
     report: bool = key(True, "write report.html at the end; `python -m gerl.run.report run=FOLDER` does it at any time")
 

@@ -20,7 +20,7 @@ from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, without_people
 from gerl.rewards.rows import check_any_scored, check_columns, stop_at_failure
 from gerl.rewards.total import looking_always
-from gerl.run.tracking import image_progress
+from gerl.run.progress import Progress
 
 if TYPE_CHECKING:
     from gerl.evaluate.comparison import Drawn, Results
@@ -145,7 +145,7 @@ def run(request: Request) -> Evaluation:
         logger.warning("suite=%s, not the published protocol: %s", request.suite and request.suite.name, text)
     rows: list[Drawn] = []
     try:
-        with machines as cluster, image_progress(total, config.logger.progress) as progress:
+        with machines as cluster, Progress(total, disable=not config.logger.progress, unit="image") as progress:
             for part in draw(config, request.loras, request.images, prompts, cluster):
                 rows += part
                 progress.update(len(part))

@@ -6,20 +6,20 @@ scores: whoever draws adds the images of a micro-batch as they come (`gerl.train
 """
 
 import logging
+import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup
+from gerl.cluster import Cluster, Pending
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
 from gerl.protocol import Group, Images, ScorerFailure, Scores
 from gerl.rewards.asking import Asleep, Scorable, occasions, wait
 from gerl.rewards.load import Load
+from gerl.rewards.pool import Call, Job, Pool
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
 from gerl.rewards.total import applies, looking, total
@@ -28,69 +28,6 @@ from gerl.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning
-
-
-@dataclass(eq=False)
-class Job:
-    """A call of a scorer: images of one micro-batch or, for a groupwise scorer, all of a group."""
-
-    round: "ScoringRound"
-    scorer: str
-    places: list[tuple[int, int]]  # (micro-batch, row)
-    attempts: int = 0
-    queued: float = field(default_factory=time.perf_counter)
-    polls: int = 0  # times that people had not answered yet
-    wake: float = 0.0  # when they are asked again
-
-
-@dataclass
-class Pool:
-    """Processes that are alike, and the calls that wait for one of them."""
-
-    workers: WorkerGroup[RewardWorker]
-    timeout: float
-    idle: list[int] = field(default_factory=list)
-    starting: dict[Pending[None], int] = field(default_factory=dict)  # not part of what `timeout` limits
-    queue: deque[Job] = field(default_factory=deque)
-    died: set[int] = field(default_factory=set)  # while they started, the last time
-
-    def start(self, process: int) -> None:
-        """Have a new process build its scorers."""
-        self.starting[self.workers.submit(process, RewardWorker.ready)] = process
-
-    def renew(self, process: int) -> None:
-        """End a process, whatever it does, and start another in its place."""
-        self.idle = [other for other in self.idle if other != process]
-        self.workers.restart(process)
-        self.start(process)
-
-    def started(self, pending: Pending[None]) -> None:
-        """Give a process whose scorers are built to work; one that died meanwhile is started once more.
-
-        Raises `RewardError` if it could not build them, or died again.
-        """
-        process = self.starting.pop(pending)
-        try:
-            pending.result()
-        except WorkerDied as error:
-            if process in self.died:
-                raise RewardError(f"a process does not start: {error}") from None
-            logger.warning("%s; it is started again", str(error).removesuffix(f"; {AGAIN}"))
-            self.died.add(process)
-            self.renew(process)
-            return
-        self.died.discard(process)
-        self.idle.append(process)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A job at work in a process."""
-
-    job: Job
-    pool: Pool
-    process: int
-    started: float
 
 
 def given(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
@@ -111,10 +48,10 @@ class RewardManager:
         cluster.send_by_value(given(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.people = {name for name, scorer in scorers.items() if isinstance(scorer, PeopleScorer)}
-        self.asleep: Asleep[Job] = Asleep()
+        self.asleep: Asleep[Job[ScoringRound]] = Asleep()
         self.load = {name: Load() for name in scorers}
-        self.running: dict[Pending[Answer], Call] = {}
-        self.pools: dict[str, Pool] = {}  # by scorer; those that share a model have the same one
+        self.running: dict[Pending[Answer], Call[ScoringRound]] = {}
+        self.pools: dict[str, Pool[ScoringRound]] = {}  # by scorer; those that share a model have the same one
         self.failure: Exception | None = None  # of what was done while the run waited for something else
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
@@ -134,7 +71,9 @@ class RewardManager:
                 gpus=first.gpus,
                 environment=first.env,
             )
-            pool = Pool(workers, first.timeout)
+            patience = cluster.config.patience if cluster.joined else math.inf  # else there is room
+            patience += cluster.config.hang_after if first.env else 0.0  # Ray makes the environment first
+            pool: Pool[ScoringRound] = Pool(workers, first.timeout, patience)
             for process in range(count):
                 pool.start(process)
             self.pools |= dict.fromkeys(names, pool)
@@ -157,6 +96,18 @@ class RewardManager:
         for call in self.running.values():
             call.job.round.wanted = False
         self.timeline.forget()
+
+    def start_all(self) -> None:
+        """Start all processes anew, when nothing is under way any more: the Ray that had them is gone."""
+        self.running.clear()
+        self.failure = None
+        for pool in self._pools():
+            pool.start_all()
+
+    @property
+    def wants_room(self) -> bool:
+        """Whether a process waits for Ray to place it."""
+        return any(pool.late for pool in self._pools())
 
     @property
     def capacity(self) -> int:
@@ -186,12 +137,13 @@ class RewardManager:
         starting = [pending for pool in self._pools() for pending in pool.starting]
         deadlines = [call.started + call.pool.timeout for call in self.running.values()]
         deadlines += [job.wake for job in self.asleep]
+        deadlines += [s.until for pool in self._pools() for s in pool.late.values() if s.until and s.until < math.inf]
         return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
 
     def collect(self, ended: Collection[Pending[Any]]) -> None:
         """Take what has `ended` of the awaited, and restart the processes of calls that take too long.
 
-        Raises `RewardError` if a process cannot start or build its scorers, and what drawing raised.
+        Raises `RewardError` if a process has no room, cannot start or build its scorers, and what drawing raised.
         """
         if self.failure is not None:
             raise self.failure
@@ -199,6 +151,7 @@ class RewardManager:
         for pool in self._pools():
             for pending in [p for p in pool.starting if p in ended]:
                 pool.started(pending)
+            pool.look_for_room()
         now = time.perf_counter()
         for answer, call in list(self.running.items()):
             if answer in ended:
@@ -208,7 +161,7 @@ class RewardManager:
                 del self.running[answer]
                 self._renew(call, f"no answer within {call.pool.timeout:g} s")
 
-    def _pools(self) -> list[Pool]:
+    def _pools(self) -> "list[Pool[ScoringRound]]":
         return list({id(pool): pool for pool in self.pools.values()}.values())
 
     def _collect(self, pending: Pending[Answer], call: Call) -> None:
@@ -289,7 +242,7 @@ class ScoringRound:
         for i, batch in enumerate(samples):
             for row, sample in enumerate(batch):
                 self.groups.setdefault(sample.group, []).append((i, row))
-        self.partial = dict.fromkeys(self.groups)  # groups with images still to be drawn
+        self.missing = {group: len(places) for group, places in self.groups.items()}  # images still to be drawn
         members = {group: [samples[i][row] for i, row in places] for group, places in self.groups.items()}
         self.occasions = occasions(manager.run, members) if manager.people & scorers.keys() else {}
 
@@ -302,9 +255,9 @@ class ScoringRound:
     def add(self, batch: int, images: Pending[Images]) -> None:
         """Queue the calls that are possible now that the `images` of micro-batch `batch` are drawn."""
         self.images[batch] = images
-        whole = [group for group in self.partial if all(i in self.images for i, _ in self.groups[group])]
-        for group in whole:
-            del self.partial[group]
+        for sample in self.samples[batch]:
+            self.missing[sample.group] -= 1
+        whole = [g for g in dict.fromkeys(sample.group for sample in self.samples[batch]) if not self.missing[g]]
         for name, scorer in self.scorers.items():
             parts = [[(batch, row) for row in range(len(self.samples[batch]))]]
             if name in self.manager.groupwise:

@@ -45,8 +45,7 @@ def try_scorers(
     if not config.reward.trial:
         return
     for pool in {id(pool): pool for pool in manager.pools.values()}.values():
-        while starting := [pending for pending, process in pool.starting.items() if process == 0]:
-            pool.started(starting[0])
+        pool.begin(0)
     calls: dict[str, Pending[Answer] | str] = {}
     for name, scorer in config.reward.scorers.items():
         known = held_out if scorer.during == "validation" else prompts

@@ -62,6 +62,9 @@ class RewardWorker:
         self.functions = functions or {}
         self.scorers: dict[str, Scorer] = {}
 
+    def here(self) -> None:
+        """Say that there is room for this process: it runs."""
+
     def ready(self) -> None:
         """Build the scorers, without their models; raises `RewardError` if that is not possible on this machine."""
         if Path(self.folder).is_dir():

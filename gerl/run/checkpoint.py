@@ -98,6 +98,7 @@ def save_checkpoint(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+    _remembered(Checkpoint(target, step, json.loads(contents[STATE]), tuple(name for name in listed if name != STATE)))
     return target
 
 
@@ -213,7 +214,7 @@ def prune(root: Path, keep: int) -> None:
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: keep at least one checkpoint")
-    intact = _intact(checkpoint_paths(root), logging.DEBUG)
+    intact = _intact(checkpoint_paths(root), logging.DEBUG, _known_or_loaded)
     best = _best(intact)
     kept = {c.path for c in intact[-keep:]} | ({best.path} if best else set())
     doomed = [c.path for c in intact if c.path not in kept] + list(root.glob(".tmp-step_*"))
@@ -221,6 +222,7 @@ def prune(root: Path, keep: int) -> None:
     for path in doomed:
         try:
             shutil.rmtree(path)
+            _sound.pop(path, None)
         except OSError as error:
             log.warning("%s is no longer needed but cannot be deleted: %s", path, reason(error))
 
@@ -308,12 +310,38 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _intact(paths: Iterable[Path], level: int) -> list[Checkpoint]:
+Stats = dict[str, tuple[int, int]]  # size and time of change of each file
+_sound: dict[Path, tuple[Stats, Checkpoint]] = {}  # that this process has written or verified
+
+
+def _known_or_loaded(path: Path) -> Checkpoint:
+    """A checkpoint that is sound and has not changed since this process knows it, or as `load_checkpoint` finds it."""
+    with contextlib.suppress(OSError, KeyError):
+        stats, checkpoint = _sound[path]
+        if stats == _stats(path, checkpoint):
+            return checkpoint
+    return _remembered(load_checkpoint(path))
+
+
+def _remembered(checkpoint: Checkpoint) -> Checkpoint:
+    with contextlib.suppress(OSError):
+        _sound[checkpoint.path] = _stats(checkpoint.path, checkpoint), checkpoint
+    return checkpoint
+
+
+def _stats(path: Path, checkpoint: Checkpoint) -> Stats:
+    found = {name: (path / name).stat() for name in (*checkpoint.files, STATE, MANIFEST)}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+
+
+def _intact(
+    paths: Iterable[Path], level: int, load: Callable[[Path], Checkpoint] = load_checkpoint
+) -> list[Checkpoint]:
     """The checkpoints that verify, in order; the others are logged at `level`."""
     intact = []
     for path in paths:
         try:
-            intact.append(load_checkpoint(path))
+            intact.append(load(path))
         except CheckpointError as error:
             log.log(level, "%s; it is passed over", error)
     return intact

@@ -49,6 +49,8 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
     finally:
         if why is not None and run_dir in missing and not has_results(run_dir) and not (run_dir / VOTES).exists():
             remove(missing)
+            if card is not None:
+                logger.info("nothing came of the run: its folder %s is removed", run_dir)
         elif card is not None and run_dir.is_dir():
             _complete(card, how, why)
 

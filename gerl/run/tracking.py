@@ -1,18 +1,16 @@
-"""Metrics and pictures of a run while it trains: `metrics.jsonl`, sample grids, trackers, the progress bar."""
+"""Metrics and pictures of a run while it trains: `metrics.jsonl`, sample grids, trackers."""
 
 import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 from PIL import Image
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gerl.config import LoggerConfig
 from gerl.errors import GerlError
@@ -126,50 +124,6 @@ def tracked_run(run_dir: Path, config: LoggerConfig, text: str, start_step: int)
         text=redact(text),
         start_step=start_step,
     )
-
-
-class Progress:
-    """A progress bar over trainer steps: reward, whatever else is passed, and the time left.
-
-    While it is open, log records go above the bar instead of through it. disable: show nothing.
-    """
-
-    def __init__(self, total: int, initial: int = 0, disable: bool = False) -> None:
-        self._stack = contextlib.ExitStack()
-        if not disable:
-            self._stack.enter_context(logging_redirect_tqdm())
-        self._bar = self._stack.enter_context(
-            tqdm(total=total, initial=initial, disable=disable, unit="step", dynamic_ncols=True, smoothing=0.1)
-        )
-
-    def update(self, reward: float | None, **postfix: object) -> None:
-        """One trainer step is done, with this mean reward if it has one; floats are shown with three digits."""
-        shown = {} if reward is None else {"reward": f"{reward:.3f}"}
-        self._bar.set_postfix({**shown, **postfix}, refresh=False)
-        self._bar.update()
-
-    def go_back(self, step: int) -> None:
-        """The run goes on from `step`, which is earlier."""
-        self._bar.n = self._bar.last_print_n = min(self._bar.n, step)
-        self._bar.refresh()
-
-    def close(self) -> None:
-        """Leave the bar as it stands and give the log its console back; may be called twice."""
-        self._stack.close()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@contextlib.contextmanager
-def image_progress(total: int, shown: bool) -> Iterator[tqdm]:
-    """A progress bar over images, under the same log."""
-    log = logging_redirect_tqdm() if shown else contextlib.nullcontext()
-    with log, tqdm(total=total, unit="image", disable=not shown) as bar:
-        yield bar
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

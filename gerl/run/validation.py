@@ -61,7 +61,12 @@ class Validation:
     @cached_property
     def first_rows(self) -> list[int]:
         """The first image of each prompt."""
-        return list(range(len(self.prompts))) if not self.ids else [self.ids.index(i) for i in dict.fromkeys(self.ids)]
+        if not self.ids:
+            return list(range(len(self.prompts)))
+        firsts: dict[int, int] = {}
+        for row, number in enumerate(self.ids):
+            firsts.setdefault(number, row)
+        return list(firsts.values())
 
     @property
     def each(self) -> int:

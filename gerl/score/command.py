@@ -19,7 +19,7 @@ from gerl.rewards.checks import check_reward
 from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, distinct_columns, row_of, stop_at_failure
 from gerl.rewards.scorers import SCORERS
 from gerl.rewards.total import looking_always
-from gerl.run.tracking import image_progress
+from gerl.run.progress import Progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
 from gerl.score.inputs import Item, describe_groups, groups_of, picture_of, read_items
 from gerl.utils.condition_images import open_picture
@@ -92,7 +92,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}
     try:
-        with image_progress(len(items), config.logger.progress) as progress:
+        with Progress(len(items), disable=not config.logger.progress, unit="image") as progress:
             for batch, scored in score(reward, items, request.batch or config.rollout.micro_batch_size):
                 images |= zip(batch, scored, strict=True)
                 progress.update(len(batch))

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from gerl.errors import Stopped
-from gerl.run.control import clear, take
+from gerl.run.control import take
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +14,6 @@ class Control:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        clear(run_dir)
 
     def validate(self, step: int, possible: bool) -> bool:
         """Whether a validation after `step` was asked for; where it is not `possible`, the log says why."""

@@ -81,7 +81,7 @@ def roll_out(
             return
         holder, trajectory = holders.processes[i], brought.pop(i).later()
         kept = [(process, tasks[i].id) for process in (holder, *followers(holder, config))]
-        kept += [(process, repeated(tasks[i].id)) for k, process in holders.repeats if k == i]
+        kept += [(process, repeated(tasks[i].id)) for process in holders.repeated_by(i)]
         others.extend(training.submit(process, HybridWorker.take, trajectory, number) for process, number in kept)
 
     samples, ahead = [task.samples for task in tasks], config.trainer.staleness

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,12 @@ from gerl.commandline import signals
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
-from gerl.errors import CheckpointError, ClusterError, ModelError
+from gerl.errors import CheckpointError, ClusterError, ModelError, RayDied
 from gerl.model.hub import Downloads
 from gerl.protocol import ModelFacts
 from gerl.run.checkpoint import Checkpoint, best_checkpoint, checkpoint_paths, load_checkpoint, prune, save_checkpoint
 from gerl.run.health import Health
-from gerl.run.state import RunState
+from gerl.run.state import RunState, WorkerState
 from gerl.run.tracking import Tracker, read_metrics
 from gerl.timeline import Timeline
 from gerl.trainer.control import Control
@@ -29,8 +29,7 @@ from gerl.trainer.live import Onlookers
 from gerl.trainer.recovery import NoRoom, Recovery, Roles, WentBack
 from gerl.trainer.rescue import save_from_any, say_how_to_go_on
 from gerl.trainer.saving import Saving, ask, fill, hold, writers
-from gerl.workers.hybrid import HybridWorker
-from gerl.workers.keeping import Snapshot
+from gerl.workers.hybrid import HybridWorker, State
 
 logger = logging.getLogger(__name__)
 STARTING = 600.0  # seconds, at least, for a worker to start, or to load the model from a slow disk
@@ -53,6 +52,7 @@ class DurableRun:
         self.saved_step: int | None = None
         self.downloads = Downloads()  # of the scorers' models, too
         self.saving = Saving()
+        self.control = Control(run_dir)
         self.timeline = Timeline()
         self.starting = max(STARTING, config.cluster.hang_after)  # seconds without a word of workers that start
         self.sent = 0  # the step of which the weights are that workers draw with that do nothing else
@@ -61,7 +61,6 @@ class DurableRun:
         self.recovery: Recovery
         self.model: ModelFacts
         self.tracker: Tracker
-        self.control: Control
         self.onlookers: Onlookers
         self.health: Health
         self.validations: HeldOut
@@ -106,7 +105,6 @@ class DurableRun:
             kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
         self.tracker = Tracker(self.run_dir, self.config.logger, start_step=kept)
         self.health = Health(asdict(self.config))
-        self.control = Control(self.run_dir)
         self.onlookers = Onlookers(self.run_dir, self.config.logger.live)
         for row in read_metrics(self.run_dir / "metrics.jsonl"):  # of the run that is carried on
             self.health.observe(row)
@@ -131,7 +129,7 @@ class DurableRun:
 
     def recover(self, error: Exception) -> None:
         """Replace the workers that died; raises `error` if none did, or if there were too many."""
-        state: Snapshot | None = None  # once one has given it: those that live may be new themselves the next time
+        state: State | None = None  # once one has given it: those that live may be new themselves the next time
         while True:
             lost = self.lost(error)
             with waiting(f"replacing {len(lost)} process(es)"):
@@ -149,16 +147,37 @@ class DurableRun:
         """Give up what was begun of the steps that are not finished."""
 
     def lost(self, error: Exception) -> list[int]:
-        """The workers because of which `error` came; raises it if it has another reason, or if they are too many."""
-        lost = self.recovery.lost(error)
+        """The workers because of which `error` came; raises it if it has another reason, or if they are too many.
+
+        Those are all where Ray itself died, if this run started it: another one is there then.
+        """
+        try:
+            lost = self.recovery.lost(error)
+        except RayDied as died:
+            lost, error = [], died
+        gone = isinstance(error, RayDied) and self.cluster.own
+        if gone:
+            lost = list(range(len(self.workers)))
         if not lost:
             raise error
-        self.recovery.allow(lost, error)
+        self.recovery.allow(lost, error, deaths=1 if gone else len(lost))
         why = str(error).removesuffix(f"; {AGAIN}")  # nobody has to
         logger.warning("%s; going on from step %d with %d new process(es)", why, self.state.step, len(lost))
+        if gone:
+            self.start_ray_anew(error)
+            lost = list(range(len(self.workers)))
         return lost
 
-    def state_without(self, lost: Sequence[int]) -> Snapshot | None:
+    def start_ray_anew(self, error: Exception) -> None:
+        """Start Ray once more after it died by `error`; the workers are then to be started, by `Recovery.restart`."""
+        self.saved()  # what is written of a checkpoint ends
+        self.abandon()
+        self.recovery.forget_workers()
+        with waiting("starting Ray anew"):
+            self.cluster.start_anew(error)
+        self.workers.forget()
+
+    def state_without(self, lost: Sequence[int]) -> State | None:
         """The workers' state at the last finished step, from others than `lost`; None if there is a checkpoint of it.
 
         That of trained weights is saved for it.
@@ -173,11 +192,11 @@ class DurableRun:
                     break
         return None
 
-    def bring_together(self, new: Sequence[int], state: Snapshot | None) -> None:
+    def bring_together(self, new: Sequence[int], state: State | None) -> None:
         """Set the workers `new` up, and give all of them `state`, or that of the newest checkpoint there is."""
         self.set_up(new)
         if state is not None:
-            self.roles.training.run(HybridWorker.restore, state, self.state.step)
+            self.restore(*state)
             self.send_weights(earlier=True)
             self.algorithm.load_state(self.state.algorithm)
             return
@@ -193,6 +212,11 @@ class DurableRun:
             rows = read_metrics(self.run_dir / "metrics.jsonl")
             self.recovery.count_again(row for row in rows if row["step"] > self.state.step)
             self.open_log()
+
+    def restore(self, files: Mapping[str, bytes], numbers: WorkerState) -> None:
+        """Let all that train continue from the checkpoint of the last finished step."""
+        given = files["state.safetensors"], numbers, self.state.step
+        self.roles.training.run(HybridWorker.load_checkpoint, *given)
 
     def begin(self) -> None:
         """Go back to the begin of the run."""
@@ -288,8 +312,8 @@ class DurableRun:
             self.saved_step = None
         return self.state.step in (0, self.saved_step)
 
-    def save(self, worker: int = 0) -> None:
-        """Write a checkpoint of the last finished step, as `worker` has it, and remove those no longer wanted.
+    def save(self, worker: int = 0, kept: State | None = None) -> None:
+        """Write a checkpoint of the last finished step, `kept` or as `worker` has it; remove those no longer wanted.
 
         That of a LoRA is there on return. Trained weights are written while the next steps are trained, the last one is
         waited for.
@@ -299,7 +323,7 @@ class DurableRun:
             self.saving.finish()
             files, members = dict[str, bytes](), writers(self.config, worker)
             if self.config.model.train == "lora":
-                files, numbers = self.workers.submit(worker, HybridWorker.finished, step).result()
+                files, numbers = kept or self.workers.submit(worker, HybridWorker.finished, step).result()
             else:
                 numbers = hold(self.workers, members, step)
             state = replace(
@@ -332,7 +356,12 @@ class DurableRun:
             self.saving.finish()
 
         with rescuing():
-            failure = "" if self.saved() else save_from_any(self.roles.training, save)
+            failure = "" if self.saved() else "all workers are gone"
+            if failure and self.cluster.alive:
+                failure = save_from_any(self.roles.training, save)
+            if failure and (kept := self.recovery.kept(self.state.step)):
+                self.save(kept=kept)
+                failure = ""
         say_how_to_go_on(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -348,8 +377,7 @@ class DurableRun:
             if self.config.model.train != "lora":
                 self.roles.training.run(HybridWorker.load_state, checkpoint.path.resolve(), state.worker, state.step)
             else:
-                given = checkpoint.read("state.safetensors"), state.worker, state.step
-                self.roles.training.run(HybridWorker.load_checkpoint, *given)
+                self.restore({name: checkpoint.read(name) for name in ("state.safetensors",)}, state.worker)
             self.send_weights(earlier=True)
         except CheckpointError as error:
             raise CheckpointError(

@@ -15,6 +15,7 @@ from gerl.config.changes import CONTENT, Change
 from gerl.data.sources import digest
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.checkpoint import Checkpoint, checkpoint_paths
+from gerl.run.control import clear
 from gerl.run.lock import RunLock
 from gerl.utils.files import write_file
 
@@ -108,6 +109,7 @@ def prepare_folder(run_dir: Path, composed: Composed, lock: RunLock) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire()
+        clear(run_dir)
         if checkpoint_paths(run_dir / "checkpoints"):
             raise ConfigError(
                 f"hydra.run.dir={run_dir}: there is a run with checkpoints in it; choose another folder, or carry that "

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 from gerl.config import Config
@@ -24,8 +25,24 @@ class Owners:
 
     def repeated_after(self, number: int) -> list[tuple[int, int]]:
         """The repetitions in the set that micro-batch `number` is the last one of."""
-        last = [members for members in self.sets if members[-1] == number]
-        return [repeat for repeat in self.repeats if last and repeat[0] == last[0][0]]
+        first = self._firsts.get(number)
+        return [] if first is None else [(first, process) for process in self.repeated_by(first)]
+
+    def repeated_by(self, number: int) -> list[int]:
+        """The processes that repeat micro-batch `number`."""
+        return self._repeating.get(number, [])
+
+    @cached_property
+    def _firsts(self) -> dict[int, int]:
+        """Last micro-batch of a set -> the first one of it."""
+        return {members[-1]: members[0] for members in self.sets}
+
+    @cached_property
+    def _repeating(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, process in self.repeats:
+            found.setdefault(number, []).append(process)
+        return found
 
 
 def share(kinds: Sequence[Hashable], config: Config, processes: int) -> Owners:

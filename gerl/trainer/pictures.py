@@ -1,6 +1,7 @@
 """The pictures of a validation: which are kept, and where."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -39,13 +40,14 @@ def shown_images(count: int, validation: ValidationConfig) -> list[int]:
 def chosen_pixels(
     drawn: Sequence[Pending[Images]], batches: Sequence[Sequence[Sample]], shown: Sequence[int]
 ) -> tuple[list[np.ndarray], Looks]:
-    """The pictures, uint8, of the images `shown` among drawn micro-batches; and how all of them look."""
+    """The pictures, uint8, of the images `shown`, rising, among drawn micro-batches; and how all of them look."""
     found: list[np.ndarray] = []
     looks: list[Looks] = []
     start = 0
     for pending, batch in zip(drawn, batches, strict=True):
         images = pending.result()
-        found += [np.array(images.pixels[i - start]) for i in shown if start <= i < start + len(batch)]  # copies
+        first, last = bisect_left(shown, start), bisect_left(shown, start + len(batch))
+        found += [np.array(images.pixels[i - start]) for i in shown[first:last]]  # copies
         looks.append(images.looks or {})
         start += len(batch)
     return found, {name: np.concatenate([part[name] for part in looks]) for name in looks[0]}

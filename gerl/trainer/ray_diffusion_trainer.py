@@ -14,7 +14,6 @@ from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, pl
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
-from gerl.commandline.command import PAGE, watching
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.savings import saving_notes
@@ -23,8 +22,9 @@ from gerl.protocol import Images, Prompt, RolloutTask, Scores, StepEnd
 from gerl.rewards.manager import RewardManager, given
 from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
+from gerl.run.checkpoint import Checkpoint
+from gerl.run.progress import Progress
 from gerl.run.timing import Stopwatch
-from gerl.run.tracking import Progress
 from gerl.trainer.credit import Metrics, Scored, credit_step, scores_of
 from gerl.trainer.drawing import Drawn, Rolled, end_drawing, roll_out
 from gerl.trainer.durable import DurableRun
@@ -60,7 +60,6 @@ class RayDiffusionTrainer(DurableRun):
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
         self.regularising: Sequence[Prompt] = ()  # with an image each, of files
         self.latest: Metrics = {}  # the last line of the metrics
-        self.announced = False  # where the run folder is
         self.patience = MOMENT  # seconds of a step that pass without a line: the first one is announced
         self.ahead: dict[int, Rolled] = {}  # by step: drawn, or on its way, but not yet trained on
         self.drawn_ends: list[Pending[StepEnd]] = []  # of the step that is trained, from workers that only draw
@@ -81,6 +80,7 @@ class RayDiffusionTrainer(DurableRun):
         self.setup(resume)
         config, total = self.config, self.config.trainer.steps
         try:
+            self.control.stop(self.state.step)  # asked for while the model was loaded
             if self.state.step == 0 and self.held_out:
                 self.log(0, self.undisturbed(partial(self.validate, 0)))
                 self.record()
@@ -97,19 +97,20 @@ class RayDiffusionTrainer(DurableRun):
                         reward = self.state.unlogged.get("reward/mean")
                         self.conclude(watch)
                         self.record()
-                        progress.update(reward, **self.validations.postfix())
+                        progress.update(values={"reward": reward, **self.validations.postfix()})
                         yield self.state.step
         except BaseException as error:
             self.rescue(error)
             raise
         finally:
+            self.recovery.close()
             self.tracker.close()
 
     def take_step(self) -> Stopwatch:
         """Draw, score and train; returns what measures the step's time."""
         state, watch = self.state, Stopwatch(self.timeline)
         self.timeline.step = state.step + 1
-        if new := self.recovery.take_in():
+        if new := self.recovery.take_in(ask=not self.rewards.wants_room):
             self.recovery.lost()
             self.abandon()
             self.bring_together(new, self.state_without(new))
@@ -152,16 +153,9 @@ class RayDiffusionTrainer(DurableRun):
         self.validations.check()
 
     def log(self, step: int, row: Metrics) -> None:
-        """Write a line of metrics; after the first one, say where.
-
-        Not sooner: a new run that fails before it, in the first call of the pipeline, say, leaves no folder.
-        """
+        """Write a line of metrics."""
         self.tracker.log(step, row)
         self.latest = row
-        if not self.announced:
-            logger.info("run folder: %s", self.run_dir)
-            logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(self.run_dir))
-            self.announced = True
 
     def record(self) -> None:
         """Write what the workers did since the last time."""
@@ -169,20 +163,21 @@ class RayDiffusionTrainer(DurableRun):
 
     def setup(self, resume: RunFolder | None) -> None:
         """Start the workers and load the model and, where given, the checkpoint."""
-        config = self.config
-        self.start(resumed=resume is not None and resume.checkpoint is not None)
-        if resume is not None and resume.checkpoint is not None:
-            self.load(resume.checkpoint)
+        config, checkpoint = self.config, None if resume is None else resume.checkpoint
+        self.start(checkpoint)
+        if resume is not None and checkpoint is not None:
+            self.load(checkpoint)
             resume.carry_on()
         self.update = Update(config, self.algorithm, self.roles.training, self.state, self.model.half_precision)
         self.check_sampling()
         self.open_log()
         self.recovery.remember(self.state.step, self.model.trained_parameters)
 
-    def start(self, resumed: bool = False) -> None:
-        """Start the workers, check the model and try the scorers, and load the model, as a resumed run needs it."""
-        config, cluster = self.config, self.cluster
-        whole = spared = with_scorers_found(replace(config, model=config.model.carried_on()) if resumed else config)
+    def start(self, checkpoint: Checkpoint | None = None) -> None:
+        """Start the workers, check the model and try the scorers, and load the model, as `checkpoint` needs it."""
+        config, cluster, begins = self.config, self.cluster, checkpoint.step if checkpoint else 0
+        whole = spared = with_scorers_found(replace(config, model=config.model.carried_on()) if checkpoint else config)
+        self.control.stop(begins)
         functions = given(config.reward.scorers) if config.algorithm.differentiates else {}
         if cluster.training < cluster.processes and config.model.offload == "none":
             # those that only train call nothing but the denoiser: what else there is stays in main memory
@@ -212,6 +207,7 @@ class RayDiffusionTrainer(DurableRun):
         with waiting("trying the scorers on grey images", self.downloads):
             drawn = self.prompts if config.data.train_on == "drawn" else self.held_out
             try_scorers(self.rewards, config, drawn, self.held_out)
+        self.control.stop(begins)
         self.model = model = self.load_model()
         columns = unused_columns([*self.prompts, *self.held_out], config, model.arguments)
         for sentence in [*model.notes, *saving_notes(config), *columns]:
@@ -300,6 +296,10 @@ class RayDiffusionTrainer(DurableRun):
         self.drawn_ends.clear()
         self.rewards.give_up()
 
+    def start_ray_anew(self, error: Exception) -> None:
+        super().start_ray_anew(error)
+        self.rewards.start_all()
+
     @property
     def on_their_way(self) -> list[Rollouts]:
         """The images that are drawn ahead of the step that is trained."""
@@ -387,8 +387,11 @@ class RayDiffusionTrainer(DurableRun):
                     workers.submit(process, HybridWorker.validate, k, batches[k])
                 return image
 
-            rollouts = Rollouts(self.rewards, batches, submit, owners.processes, workers.hang_after, held_out=True)
-            with waiting(f"validating {len(self.held_out)} prompts", self.progress_of(rollouts)):
+            what, count = f"validating {len(self.held_out)} prompts", sum(map(len, batches))
+            bar = Progress(count, disable=not self.config.logger.progress, unit="image", what=what)
+            given = self.rewards, batches, submit, owners.processes, workers.hang_after
+            rollouts = Rollouts(*given, done=lambda i: bar.update(len(batches[i])), held_out=True)
+            with waiting(what, self.progress_of(rollouts)), bar:
                 found = rollouts.finish()
             for batch, scores in zip(batches, found, strict=True):
                 scored.add(batch, scores)

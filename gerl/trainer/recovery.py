@@ -5,20 +5,22 @@ Everything drawn derives from the seed, the step and the task, so that what is d
 
 import contextlib
 import logging
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from gerl.cluster import LAST_WORDS, Cluster, Pending, WorkerGroup, wait_all, wait_any
 from gerl.config import Config
 from gerl.errors import ClusterError, RayDied
-from gerl.workers.hybrid import HybridWorker
-from gerl.workers.keeping import Snapshot
+from gerl.workers.hybrid import HybridWorker, State
 
 logger = logging.getLogger(__name__)
 HOUR = 3600.0
 PAUSE = 1.0  # seconds before a worker that died as it began is started once more
+LOOK = 0.5  # seconds between two looks whether a copy is still wanted
 LARGEST = 2**30  # bytes of a LoRA and its optimizer that are kept outside of the workers as well
 BYTES = 16  # of a trained parameter: its value, two moments and an average, in fp32
 
@@ -80,19 +82,45 @@ class Recovery:
         self.together = config.lockstep or config.model.train != "lora"
         self.restarts, self.seconds = 0, 0.0  # since they were last asked for
         self._times: deque[float] = deque()  # of replacements within an hour
-        self._late: list[tuple[int, HybridWorker, Pending[None]]] = []  # number, handle, first answer
-        self._snapshot: tuple[int, Pending[Snapshot]] | None = None
+        self._late: dict[int, tuple[HybridWorker, Pending[None]] | None] = {}  # by number; None: not asked for yet
+        self._executor, self._over = ThreadPoolExecutor(1, "remembering"), threading.Event()
+        self._copy: tuple[int, Future[State | None]] | None = None
 
     def remember(self, step: int, parameters: int) -> None:
-        """Keep the state of `step`, the last finished one, in Ray's store, for when no worker that has it is left."""
+        """Keep the checkpoint of `step`, the last finished one, in this process: no worker that has it may be left."""
         if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
-            self._snapshot = step, self.workers.submit(0, HybridWorker.snapshot, step)
+            call = self.workers.submit(0, HybridWorker.finished, step)
+            self._copy = step, self._executor.submit(self._fetch, call)  # beside what comes next
+
+    def _fetch(self, call: Pending[State]) -> State | None:
+        until = time.monotonic() + self.settings.hang_after
+        with contextlib.suppress(Exception):  # of a worker that died: others have the state
+            while not self._over.is_set() and time.monotonic() < until:
+                if call.wait(LOOK):
+                    return call.ended()
+        return None
+
+    def kept(self, step: int) -> State | None:
+        """The checkpoint of `step` as remembered."""
+        return self._copy[1].result() if self._copy is not None and self._copy[0] == step else None
+
+    def close(self) -> None:
+        """Fetch nothing more, before Ray ends; what is there stays."""
+        self._over.set()
+        if self._copy is not None:
+            self._copy[1].result()
+
+    def forget_workers(self) -> None:
+        """Let go of all that belongs to a Ray that is gone, which is about to be started anew."""
+        self.close()
+        self._over = threading.Event()
+        self._late.clear()
 
     def lost(self, error: Exception | None = None) -> list[int]:
         """The workers that died or do not answer; all others leave what they were doing.
 
-        None where Ray itself is gone. `error`: what came of it. One that does not say that a worker is gone may have
-        another reason: then none is lost unless one died.
+        None where Ray itself is gone, which may also be raised (`RayDied`). `error`: what came of it. One that does not
+        say that a worker is gone may have another reason: then none is lost unless one died.
         """
         if not self.workers.remote or isinstance(error, RayDied):
             return []
@@ -117,28 +145,28 @@ class Recovery:
                 left.remove(call)
         return False
 
-    def state(self, step: int, lost: Collection[int]) -> Snapshot | None:
-        """The state after `step`, the last finished one, from a worker that lives, or as remembered; else None."""
+    def state(self, step: int, lost: Collection[int]) -> State | None:
+        """The checkpoint of `step`, the last finished one, as remembered, or from a worker that lives; else None."""
+        if state := self.kept(step):
+            return state
         training = self.roles.training  # the first of all, and so numbered as these
-        calls = [training.submit(i, HybridWorker.snapshot, step) for i in range(len(training)) if i not in lost]
-        if self._snapshot is not None and self._snapshot[0] == step:
-            calls.append(self._snapshot[1])
+        calls = [training.submit(i, HybridWorker.finished, step) for i in range(len(training)) if i not in lost]
         for call in calls:
             with contextlib.suppress(ClusterError):
                 if call.wait(self.settings.hang_after):
                     return call.result()
         return None
 
-    def allow(self, lost: Sequence[int], error: Exception) -> None:
-        """Count the replacement of workers; raises `error` if there were too many."""
+    def allow(self, lost: Sequence[int], error: Exception, deaths: int) -> None:
+        """Count the replacement of workers, which `deaths` have caused; raises `error` if those were too many."""
         now, most = time.monotonic(), self.settings.max_restarts
         while self._times and self._times[0] < now - HOUR:
             self._times.popleft()
-        if (count := len(self._times) + len(lost)) > most:
+        if (count := len(self._times) + deaths) > most:
             if most:
                 error.add_note(f"{count} workers died within an hour, and cluster.max_restarts={most}")
             raise error
-        self._times.extend(now for _ in lost)
+        self._times.extend(now for _ in range(deaths))
         self.restarts += len(lost)
 
     def restart(self, lost: Sequence[int]) -> list[int]:
@@ -164,7 +192,7 @@ class Recovery:
             )
         numbers = [workers.numbers[i] for i in chosen if i not in out]
         for i in reversed(out):
-            self._late.append((*workers.leave_out(i), asked[i]))
+            self._late[workers.leave_out(i)] = None
         if out:
             logger.warning("Ray has no room for %d of the workers: the run goes on with %d", len(out), len(workers))
         return [workers.numbers.index(number) for number in numbers]
@@ -173,20 +201,23 @@ class Recovery:
         self.workers.restart(index)
         return self.workers.submit(index, HybridWorker.leave)
 
-    def take_in(self) -> list[int]:
-        """Let workers that were left out join the others where there is room now; returns those to be set up."""
-        ready = [late for late in self._late if late[2].wait(0.0)]
-        count = {number // self.ranks: 0 for number, *_ in ready}
-        for number, *_ in ready:
-            count[number // self.ranks] += 1
-        chosen = [late for late in ready if count[late[0] // self.ranks] == self.ranks]
-        if not chosen:
-            return []
-        self._late = [late for late in self._late if late not in chosen]
-        for number, worker, _ in chosen:
+    def take_in(self, ask: bool = True) -> list[int]:
+        """Let workers that were left out join the others where there is room now; returns those to be set up.
+
+        `ask`: for room for those that have asked for none since.
+        """
+        if ask:
+            for number in [number for number, late in self._late.items() if late is None]:
+                self._late[number] = self.workers.start_beside(number, HybridWorker.leave)
+        ready = {number: late[0] for number, late in self._late.items() if late is not None and late[1].wait(0.0)}
+        count = Counter(number // self.ranks for number in ready)
+        chosen = {number: worker for number, worker in ready.items() if count[number // self.ranks] == self.ranks}
+        for number, worker in chosen.items():
+            del self._late[number]
             self.workers.take_in(number, worker)
-        logger.info("there is room for %d more workers: the run goes on with %d", len(chosen), len(self.workers))
-        return [self.workers.numbers.index(number) for number, *_ in chosen]
+        if chosen:
+            logger.info("there is room for %d more workers: the run goes on with %d", len(chosen), len(self.workers))
+        return [self.workers.numbers.index(number) for number in chosen]
 
     def count_again(self, rows: Iterable[Mapping[str, float | None]]) -> None:
         """Count the workers and seconds that `rows` of the metrics, of steps to be done again, say were lost."""

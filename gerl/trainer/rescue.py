@@ -60,6 +60,9 @@ def say_how_to_go_on(error: BaseException, run_dir: Path, steps: int, step: int 
 
     Where that has all steps, what is left is the report. failure: why the finished `step` could not be saved.
     """
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.strerror and cause.strerror in failure:
+        failure = "for the same reason"
     if failure:
         error.add_note(f"no checkpoint of step {step} could be written ({failure})")
     paths = checkpoint_paths(run_dir / "checkpoints")

@@ -32,6 +32,7 @@ from gerl.run.checkpoint import (
     load_checkpoint,
     newest_checkpoint,
 )
+from gerl.run.control import clear
 from gerl.run.lock import RunLock, alive_since
 from gerl.run.state import RunState
 from gerl.trainer.folder import RunFolder, check_identity, configuration_at, identity
@@ -65,6 +66,7 @@ def open_run(arguments: Sequence[str]) -> RunFolder | None:
                 f"({reason(error)}); give another"
             ) from None
         stack.callback(lock.release)
+        clear(run_dir)  # what was asked of the run that is over
         checkpoint = load_checkpoint(named) if named else newest_checkpoint(run_dir / "checkpoints")
         if checkpoint is None and asked.resume != "auto":
             raise _nothing_there(asked)

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
@@ -46,6 +47,8 @@ class Rollouts:
         self.scoring = manager.open(samples, held_out)
         self.scorers = list(self.scoring.scorers)
         self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
+        self.under_way: dict[int, Pending[Images]] = {}  # of those that are not yet drawn
+        self.busy = Counter[int]()  # by process: how many of them it has
         self.drawn: set[int] = set()
         self.limit = (1 + ahead) * (len(set(owners)) + manager.capacity)  # something is always there to be scored
 
@@ -74,26 +77,29 @@ class Rollouts:
     @property
     def drawing(self) -> list[Pending[Images]]:
         """The micro-batches that are submitted and not yet drawn."""
-        return [image for i, image in enumerate(self.images) if i not in self.drawn]
+        return list(self.under_way.values())
 
     def submit(self) -> None:
         """Submit the micro-batches of which it is time."""
         while len(self.images) < self.count and self.scoring.queued < self.limit:
             i = len(self.images)
-            if len([k for k in range(i) if self.owners[k] == self.owners[i] and k not in self.drawn]) >= AHEAD:
+            if self.busy[self.owners[i]] >= AHEAD:
                 break
             started = self.manager.timeline.now()
-            self.images.append(self.draw(i))
-            self.manager.timeline.submitted(self.images[i], self.what, started)
+            self.under_way[i] = image = self.draw(i)
+            self.images.append(image)
+            self.busy[self.owners[i]] += 1
+            self.manager.timeline.submitted(image, self.what, started)
 
     def take(self, ended: Collection[Pending[Any]]) -> None:
         """Give the scorers what has `ended`."""
         self.manager.timeline.ended(ended)
-        for i, image in enumerate(self.images):
-            if i not in self.drawn and image in ended:
-                self.drawn.add(i)
-                self.scoring.add(i, image)
-                self.done(i)
+        for i, image in [(i, image) for i, image in self.under_way.items() if image in ended]:
+            del self.under_way[i]
+            self.busy[self.owners[i]] -= 1
+            self.drawn.add(i)
+            self.scoring.add(i, image)
+            self.done(i)
 
     def check_silence(self, heard: bool, seconds: float) -> None:
         """Raise `WorkerDied` if after `seconds` more the workers that draw have not been `heard` of for too long."""

@@ -4,11 +4,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.commandline import signals
+from gerl.commandline.command import PAGE, watching
 from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
 from gerl.errors import GerlError
@@ -16,6 +17,7 @@ from gerl.model.paths import local_lora, resolve
 from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.rewards.gradients import differentiated
 from gerl.run.log import RunLog
+from gerl.run.redaction import secrets
 from gerl.run.report import write_report
 from gerl.run.session import has_results, session
 from gerl.run.trackers import check_trackers
@@ -48,8 +50,9 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
         model = config.model if folder.checkpoint is None else config.model.carried_on()
         if model.lora is not None:
             local_lora(model.lora)
-        prompts = read_prompts(config, "data.train", config.data.train)
-        regularising = read_regularising(config)
+        with waiting("reading the prompts"):
+            prompts = read_prompts(config, "data.train", config.data.train)
+            regularising = read_regularising(config)
         if config.algorithm.differentiates:
             differentiated(config)
         held = config.validation
@@ -67,6 +70,14 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
                 check_start(replace(config, model=model), machines.device)
         with session(run_dir, log, arguments, machines.words()) as begin:
             folder.open(begin)
+            if found := secrets(asdict(config)):
+                logger.warning(
+                    "the secret in %s stands in config.yaml and in the checkpoints' state.json, and nowhere else: pass "
+                    "on the lora folders of %s only",
+                    *(" and ".join(found), run_dir),
+                )
+            logger.info("run folder: %s", run_dir)
+            logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(run_dir))
             with interruption_said(run_dir, config.trainer.steps):
                 with entered(machines) as cluster, _reported(folder):
                     trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))

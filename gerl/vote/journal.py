@@ -3,8 +3,9 @@
 import json
 import logging
 import os
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from gerl.errors import GerlError
 from gerl.utils.files import reason, writing
@@ -18,7 +19,7 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def replay(self) -> list[dict[str, Any]]:
         """All rows so far; what a power cut left of a last line is taken off.
@@ -42,14 +43,20 @@ class Journal:
         return rows
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a row; when this returns it is on disk. Raises `GerlError` if it cannot be written."""
+        """Add a row; when this returns it is on disk. Raises `GerlError` if it cannot be written: nothing of it is."""
+        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
         with writing(self.path):
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("ab")
-            self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+                self._file = self.path.open("ab", buffering=0)  # what cannot be written must not wait for the next row
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+                os.fsync(self._file.fileno())
+            except OSError:
+                self._file.truncate(end)
+                raise
 
     def close(self) -> None:
         """Close the file."""

@@ -10,8 +10,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     if not sys.stdin.buffer.read():
         with contextlib.suppress(OSError):
             os.kill(int(sys.argv[1]), signal.SIGTERM)

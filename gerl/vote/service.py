@@ -29,10 +29,12 @@ def serving(listener: socket.socket, ballots: Ballots, tokens: Tokens) -> Iterat
     """The service at `listener` as long as the context lasts; pages are told of `ballots.ended` before it ends."""
     import uvicorn
 
+    from gerl.commandline.connections import Connection
     from gerl.vote.app import build_app
 
     config = uvicorn.Config(
         build_app(ballots, tokens),
+        http=Connection,
         log_level="warning",
         access_log=False,
         lifespan="off",

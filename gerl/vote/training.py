@@ -47,7 +47,7 @@ def train(arguments: Sequence[str], token: str | None, ended: Callable[[str], No
         ended("The run is finished. Thank you.")
         return
     ended("The run was stopped." if process.returncode > 128 else "The run ended with an error.")
-    how = f"by {signals.name(-process.returncode)}" if process.returncode in (-2, -15) else f"with {process.returncode}"
+    how = f"by {signals.name(-process.returncode)}" if process.returncode < 0 else f"with {process.returncode}"
     raise TrainingError(f"the run ended {how}: what it said stands above, and the votes are kept")
 
 

@@ -73,6 +73,7 @@ def serve(request: Request, stop: threading.Event) -> None:
             _require(module)
         import uvicorn
 
+        from gerl.commandline.connections import Connection
         from gerl.watch.server import build_site
     token = request.token
     if token is None and not is_loopback(request.host):
@@ -80,7 +81,12 @@ def serve(request: Request, stop: threading.Event) -> None:
     app, site = build_site(folders, token)
     with opened(request.host, request.port) as listener:
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(CLOSING)
+            app,
+            http=Connection,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(CLOSING),
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -216,7 +216,7 @@ async def _control(site: Site, request: Request) -> Response:
     try:
         given = await request.json()
         name, command = str(given["run"]), given["command"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):
         return refused(400, "expected a JSON object with run and command")
     if command not in COMMANDS:
         return refused(400, f"command: expected one of {', '.join(COMMANDS)}")

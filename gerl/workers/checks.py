@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from gerl.cluster.gpus import start_device
 from gerl.config import Config
 from gerl.errors import ConfigError
 from gerl.model.drawing_weights import check_drawing
@@ -16,8 +17,9 @@ from gerl.workers.optimizers import check_optimizer
 def check_start(config: Config, device: str) -> None:
     """Raise `ModelError` or `ConfigError` if the model of `config` cannot be loaded or trained on `device`.
 
-    A pipeline of the hub is fetched into its cache.
+    A pipeline of the hub is fetched into its cache. Raises `ClusterError` if torch cannot compute on the device at all.
     """
+    start_device(device)
     check_quantisation(config.model, device)
     if config.model.attention is not None:
         check_attention(config.model.attention, device, precision(config.model, device))

@@ -31,7 +31,7 @@ from gerl.utils.logs import capture_logs, pass_on_logs
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.collective import Meeting, Ranks
-from gerl.workers.keeping import Keeping, Snapshot, restored
+from gerl.workers.keeping import Keeping
 from gerl.workers.looks import looks_of
 from gerl.workers.probing import probe
 from gerl.workers.rewarding import give_reward
@@ -353,19 +353,10 @@ class HybridWorker:
         average = {name: tensors[f"ema/{name}"] for name in self.policy.trained}
         return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": self.policy.lora_file(average)}, numbers
 
-    def snapshot(self, step: int) -> Snapshot:
-        """The exact state after trainer step `step` for `restore` of other workers; raises as `check_has`."""
-        self.check_has(step)
-        return self.keeping.snapshot(step)
-
     def check_has(self, step: int) -> None:
         """Raise `ClusterError` unless the state after trainer step `step` is here."""
         if self.ended is None or step not in (self.ended, self.keeping.step, None if not self.kept else self.kept[0]):
             raise ClusterError(f"rank {self.rank} began anew and does not have the state of step {step}")
-
-    def restore(self, snapshot: Snapshot, step: int) -> None:
-        """Continue from the state of another worker of this run after trainer step `step`."""
-        self._load(*restored(snapshot), step)
 
     def hold(self, step: int) -> WorkerState:
         """Keep what is here of the checkpoint of trainer step `step`, to be written beside the training.

@@ -6,7 +6,6 @@ import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from gerl.run.state import WorkerState
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from gerl.workers.actor import Actor
 
 Kept = tuple[dict[str, torch.Tensor], WorkerState]  # copies in main memory, not yet as files
-Snapshot = tuple[dict[str, np.ndarray], WorkerState]  # the same as it travels: Ray's store takes arrays as they are
 
 
 class Keeping:
@@ -56,14 +54,3 @@ class Keeping:
         self.begin(step)
         assert self._copy is not None
         return self._copy.result()
-
-    def snapshot(self, step: int) -> Snapshot:
-        """The state after `step` for `restored` of another process."""
-        tensors, numbers = self.kept(step)
-        return {name: tensor.numpy() for name, tensor in tensors.items()}, numbers
-
-
-def restored(snapshot: Snapshot) -> Kept:
-    """The state that another process had."""
-    arrays, numbers = snapshot
-    return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, numbers  # Ray's are read only

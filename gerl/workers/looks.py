@@ -11,6 +11,7 @@ from gerl.rewards.scorers.sharpness import LUMA, sharpness
 
 SIDE = 512  # pixels: of larger images the middle is looked at, whose noise and grids are those of the rest
 THUMBNAIL = 16  # pixels, in which images are compared with each other
+COMPARED = 1000  # images that are compared with each other; the guard looks at the mean
 RINGS = 16  # of the spectrum, from no change to one every second pixel
 
 
@@ -69,12 +70,29 @@ def spectrum(luma: np.ndarray) -> tuple[float, float]:
 def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """How unlike an image is to others of its prompt, and to those of other prompts, `[B]` each; NaN without others.
 
-    Root mean square differences of `thumbnails` `[B, 16, 16, 3]` uint8, in parts of the range of a pixel.
+    Root mean square differences of `thumbnails` `[B, 16, 16, 3]` uint8, in parts of the range of a pixel. All pairs are
+    compared: of more than `COMPARED` images, only those of evenly spread prompts, and the others are NaN.
     """
+    numbers = np.asarray(ids)
+    chosen = _spread(numbers)
+    own, others = np.full((2, len(numbers)), np.nan)
+    own[chosen], others[chosen] = _unlikeness(thumbnails[chosen], numbers[chosen])
+    return own, others
+
+
+def _spread(ids: np.ndarray) -> np.ndarray:
+    """The images, at most `COMPARED`, of prompts at equal distances."""
+    prompts = np.unique(ids)
+    count = max(1, min(len(prompts), COMPARED * len(prompts) // max(len(ids), 1)))
+    kept = prompts[np.arange(count) * len(prompts) // count]
+    return np.flatnonzero(np.isin(ids, kept))[:COMPARED]
+
+
+def _unlikeness(thumbnails: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     flat = thumbnails.reshape(len(thumbnails), -1).astype(np.float64) / 255
     squares = (flat**2).sum(1)
     distances = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * flat @ flat.T, 0) / flat.shape[1])
-    same = np.equal.outer(np.asarray(ids), np.asarray(ids))
+    same = np.equal.outer(ids, ids)
     own = same & ~np.eye(len(flat), dtype=bool)
 
     def mean(mask: np.ndarray) -> np.ndarray:

@@ -87,31 +87,41 @@ def left(place: Path) -> list[str]:
     return found
 
 
-# the process that is killed, how long after a step, what the run is told, and whether workers live on with that step
-KILLS = (
-    ("gcs_server", 0, 0.0, (), True),
-    *([("raylet/raylet", 0, 0.0, (), False), ("ray::HybridWorker", 1, 0.3, (FRAIL,), True)] if ALL else []),
-)
+# Ray's own processes, without which a new Ray is started
+OF_RAY = ("raylet/raylet", *(["gcs_server"] if ALL else []))
+# the process that is killed where none may be replaced, and how long after a step
+KILLS = (("gcs_server", 0, 0.0), *([("raylet/raylet", 0, 0.0), ("ray::HybridWorker", 1, 0.3)] if ALL else []))
 
 
 def test_a_run_survives_the_death_of_each_of_its_processes(
     begin: Begin, train: Callable[..., Any], whole: Any, run_of: Any, tmp_path: Path
 ) -> None:
     run, place = run_of(tmp_path / "run"), tmp_path / "run"
-    for name, number, delay, told, saved in KILLS:
-        before, process = step_of(place), begin(*told)
-        if before == 0:  # a scorer is started anew and asked again: the run goes on
-            wait_for_step(process, place, before := before + 1)
-            kill(process, "ray::RewardWorker", 0)
+    process = begin()
+    for step, name in enumerate(("ray::RewardWorker", *OF_RAY), start=1):
+        wait_for_step(process, place, step)
+        kill(process, name, 0)
+    out, log = process.communicate(timeout=300)
+    assert process.returncode == 0 and "Traceback" not in log and not out and not left(tmp_path), out + log
+    assert log.count("without which Ray ends") == len(OF_RAY) and "going back" not in log, log
+    run.assert_same(whole, STEPS)
+    assert sum(run.column("scorer/bright/restarts")) == 1 and sum(run.column("cluster/restarts")) == 2 * len(OF_RAY)
+
+
+def test_a_run_in_which_nothing_may_die_any_more_ends_with_its_newest_step(
+    begin: Begin, train: Callable[..., Any], whole: Any, run_of: Any, tmp_path: Path
+) -> None:
+    run, place = run_of(tmp_path / "run"), tmp_path / "run"
+    for name, number, delay in KILLS:
+        before, process = step_of(place), begin(FRAIL)
         wait_for_step(process, place, before + 1)
         time.sleep(delay)
         finished = step_of(place)
         kill(process, name, number)
         sentence = ended(process, place=tmp_path)
         newest = max((int(path.name[5:]) for path in (place / "checkpoints").glob("step_*")), default=0)
-        assert (newest >= finished) is saved and f"step_{newest}" in sentence, (name, finished, sentence)
+        assert newest >= finished and f"step_{newest}" in sentence, (name, finished, sentence)
     train(place, *SETTINGS, "checkpoint.resume=auto", trainer__steps=STEPS, scorer="slow.py")  # in this process
-    assert sum(run.column("scorer/bright/restarts")) == 1
     state, expected = run.state(STEPS), whole.state(STEPS)
     assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
     assert run.untimed() == whole.untimed()

@@ -1,5 +1,6 @@
 """Runs on a Ray cluster of several nodes, which are raylets of their own on this machine, one of which dies."""
 
+import re
 import subprocess
 import sys
 import time
@@ -9,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from drills import more
 from ranks import ROOT
 
 STEPS = 8
 SETTINGS = "checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.patience=60".split()
 # three workers on two nodes: two that train have to meet, and trajectories go from one node to the other
 SPLIT = "cluster.layout=split cluster.rollout_workers=1 cluster.actor_workers=2".split()
-# a head without CPUs, as KubeRay and SkyPilot have it, and two nodes; a line from stdin ends one of them, or starts one
-# (the cluster asks them often, so that it soon knows of the end)
+# a head without CPUs, as KubeRay and SkyPilot have it, and two nodes; a line from stdin ends one of them, or the head's
+# control service (the cluster asks them often, so that it soon knows of the end)
 NODES = """
 import os
 import sys
@@ -42,8 +44,10 @@ for line in sys.stdin:
         node = max(others, key=workers)
         others.remove(node)
         nodes.remove_node(node, allow_graceful=False)
+    elif line == "gcs\\n":
+        nodes.head_node.kill_gcs_server()
     else:
-        others.append(nodes.add_node(num_cpus=1))
+        nodes.head_node.kill_raylet()
     print("done", flush=True)
 nodes.shutdown()
 """
@@ -51,7 +55,7 @@ nodes.shutdown()
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, Callable[[str], None]]]:
-    """The address of a cluster, and a function that tells it "kill" or "add"."""
+    """The address of a cluster, and a function that tells it "kill", "gcs" or "raylet", these of the head."""
     process = subprocess.Popen(
         [sys.executable, "-c", NODES], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -67,26 +71,58 @@ def nodes() -> Iterator[tuple[str, Callable[[str], None]]]:
     process.wait(60)
 
 
-def test_a_run_outlives_a_node(
+@pytest.fixture
+def begin(
     nodes: tuple[str, Callable[[str], None]],
     arguments: Callable[..., list[str]],
-    train: Callable[..., Any],
     start: Callable[..., Any],
     run_of: Any,
     tmp_path: Path,
+) -> Callable[..., tuple[Any, Any]]:
+    """Start a run on the cluster; returns it and its process after two steps."""
+
+    def run(*keys: str) -> tuple[Any, Any]:
+        found = run_of(tmp_path / "run")
+        command = arguments(found.folder, *SETTINGS, f"trainer.steps={STEPS}", *keys, cluster__launcher="ray")
+        process = start(command, RAY_ADDRESS=nodes[0])
+        while not (found.folder / "metrics.jsonl").exists() or len(found.metrics) < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        return found, process
+
+    return run
+
+
+def test_a_run_outlives_a_node(
+    nodes: tuple[str, Callable[[str], None]],
+    train: Callable[..., Any],
+    begin: Callable[..., tuple[Any, Any]],
+    workplace: Path,
+    tmp_path: Path,
 ) -> None:
-    whole = train(tmp_path / "whole", *SETTINGS, trainer__steps=STEPS, cluster__num_workers=2)
-    address, tell = nodes
-    run = run_of(tmp_path / "run")
-    command = arguments(run.folder, *SETTINGS, *SPLIT, trainer__steps=STEPS, cluster__launcher="ray")
-    process = start(command, RAY_ADDRESS=address)
-    while not (run.folder / "metrics.jsonl").exists() or len(run.metrics) < 2:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    tell("kill")
-    tell("add")
+    other = [f"reward.scorers.other.path={workplace / 'bright.py'}", "reward.scorers.bright.replicas=2"]
+    whole = train(tmp_path / "whole", *SETTINGS, *other, trainer__steps=STEPS, cluster__num_workers=2)
+    run, process = begin(*SPLIT, *other)
+    nodes[1]("kill")
     _, log = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in log, log
     assert "3 worker(s) on cpu (1 to draw, 2 to train)" in log and sum(run.column("cluster/restarts")) >= 1, log
     state, expected = run.state(STEPS), whole.state(STEPS)
     assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+
+
+@more
+@pytest.mark.parametrize("service", ["gcs", "raylet"])
+def test_a_head_that_dies_ends_a_run_with_its_newest_step(
+    nodes: tuple[str, Callable[[str], None]], begin: Callable[..., tuple[Any, Any]], service: str
+) -> None:
+    run, process = begin("trainer.steps=100000")
+    nodes[1](service)
+    _, log = process.communicate(timeout=300)
+    said, newest = log.strip().splitlines()[-1], run.metrics[-1]["step"]
+    assert process.returncode == 1 and "Traceback" not in log, log
+    assert (
+        re.match(rf"error: Ray's \w+ service \({service}\) at .* is gone", said, re.IGNORECASE)
+        and f"step_{newest}: carry on with" in said
+    ), log
+    assert run.checkpoint(newest).is_dir()

@@ -16,6 +16,7 @@ from drills import ALL, more
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
+from gerl.run.control import ask, asked
 from gerl.run.state import STATE
 from gerl.run.tracking import read_metrics
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
@@ -108,7 +109,9 @@ def test_workers_that_died_are_still_counted_where_the_run_goes_back(
         rows = read_metrics(folder / "metrics.jsonl")
         rows[-1] |= {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        ask(folder, "stop")
         trainer.bring_together((), None)
+        assert asked(folder) == ["stop"]
         assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-1] == trainer.state.step == 2
         assert trainer.recovery.metrics() == {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
         assert trainer.recovery.metrics() == {}

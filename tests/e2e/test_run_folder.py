@@ -61,7 +61,9 @@ def test_a_start_that_fails_leaves_no_folder(
     with caplog.at_level(logging.INFO, logger="gerl"):
         message = refused(*override.split(), **{"hydra.run.dir": tmp_path / "outputs" / "plain" / "now"})
     assert list(tmp_path.iterdir()) == []
-    assert not any(str(tmp_path) in line or "checkpoint" in line for line in (message, *caplog.messages))
+    assert not any(str(tmp_path) in message or "checkpoint" in line for line in (message, *caplog.messages))
+    said = [line for line in caplog.messages if str(tmp_path) in line]
+    assert not said or (said[0].startswith("run folder: ") and said[-1].endswith("is removed"))
 
 
 def test_a_run_folder_that_is_deleted(refused: Refused, tmp_path: Path) -> None:
@@ -118,3 +120,13 @@ def test_over_ray_the_first_worker_checks_the_model_before_it_is_loaded(refused:
     message = refused("sampling.call.foo=1", model__path=model, cluster__launcher="ray", cluster__num_workers=1)
     assert re.search(r"StableDiffusion3Pipeline takes no argument 'foo'.*sampling\.call", message)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_secret_in_the_settings_is_said_and_not_shown(train: Train, tmp_path: Path) -> None:
+    file, secret = tmp_path / "keyed.py", "s3cret-Value"
+    file.write_text("def compute_score(images, prompts, metadata, api_key):\n    return [0.1] * len(images)\n")
+    run = train(tmp_path / "run", f"reward.scorers.bright.kwargs={{api_key: {secret}}}", trainer__steps=1, scorer=file)
+    said = (run.folder / "log.txt").read_text()
+    assert "the secret in reward.scorers.bright.kwargs.api_key stands in config.yaml" in said
+    files = [path for path in run.folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert {path.name for path in files} == {"config.yaml", "state.json"}

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at random moments of a run: one sentence, the exit code, a checkpoint, no process left behind.
+"""Signals at random moments of a run: one sentence, the exit code, a checkpoint, no process left behind.
 
 A run is signalled and carried on until it is finished, and must then be, bit for bit, the one that nothing interrupted.
 Each costs a start: one is sent over Ray and one without it, or 20 and one (`drills.ALL`).
@@ -6,10 +6,12 @@ Each costs a start: one is sent over Ray and one without it, or 20 and one (`dri
 
 import json
 import os
+import pty
 import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,7 +59,7 @@ class Drill:
             time.sleep(choose.uniform(0, 0.8))
         else:
             time.sleep(choose.uniform(0, moments.start))
-        number, group = choose.choice([signal.SIGINT, signal.SIGTERM]), choose.random() < 0.5
+        number, group = choose.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]), choose.random() < 0.5
         alive = process.poll() is None
         if alive:
             (os.killpg if group else os.kill)(process.pid, number)
@@ -158,3 +160,23 @@ def test_signals_at_random_moments(drills: Any, run_whole: Callable[..., Any], t
         one.run.assert_same(whole, STEPS)
         if moments.sent >= len(launchers):
             break
+
+
+def test_a_terminal_that_is_closed_ends_a_run_in_order(
+    arguments: Callable[..., list[str]], run_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path / "run")
+    command = arguments(run.folder, "checkpoint.every=0", "logger.progress=true", trainer__steps=100_000)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "gerl.trainer.main_flowgrpo", *command])
+    while not (run.folder / "metrics.jsonl").exists() or len(run.metrics) < 2:
+        assert os.read(terminal, 100_000), "it has ended"
+    os.close(terminal)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    newest = run.metrics[-1]["step"]
+    assert run.checkpoint(newest).is_dir()
+    said = (run.folder / "log.txt").read_text()
+    assert "the run ends: interrupted by signal 1\n" in said and f"{run.checkpoint(newest)}: carry on with" in said

@@ -97,3 +97,35 @@ def test_a_watched_run_saves_validates_and_stops_when_it_is_told_to(
     assert json.loads((folder / "run.json").read_text())["sessions"][-1]["end"] == "interrupted"
     assert main([f"checkpoint.resume={folder}", f"trainer.steps={last + 1}", "logger.live=false"]) == 0
     assert not list((folder / "live").glob("*")) and not (folder / "control").exists()
+
+
+ASKS = """
+from pathlib import Path
+import numpy as np
+
+def compute_score(images, prompts, metadata, folder, command):
+    if not (folder := Path(folder)).with_suffix(".asked").exists():  # on grey images, before the model is loaded
+        folder.with_suffix(".asked").touch()
+        (folder / "control").mkdir()
+        (folder / "control" / command).touch()
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+
+
+@pytest.mark.parametrize("command", ["stop", "save"])
+def test_what_is_asked_while_the_run_loads_is_done(
+    arguments: Callable[..., list[str]],
+    workplace: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    command: str,
+) -> None:
+    (workplace / "asks.py").write_text(ASKS)
+    run, kwargs = tmp_path / "run", f"{{folder: {tmp_path / 'run'}, command: {command}}}"
+    keys = [f"reward.scorers.bright.kwargs={kwargs}", "checkpoint.every=0"]
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        assert main(arguments(run, *keys, scorer="asks.py")) == 0
+    if command == "stop":
+        assert "stopped after step 0, as asked" in caplog.text and not run.exists()
+    else:
+        assert (run / "checkpoints" / "step_1").is_dir()

@@ -1,17 +1,29 @@
 """The worker groups of this process; those over Ray are in tests/e2e/test_workers.py."""
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import ray
 import torch
 
-from gerl.cluster import Cluster, Pending, WorkerGroup, calls, embedded, health, reaper, wait_any, worker_share
+from gerl.cluster import (
+    Cluster,
+    Pending,
+    WorkerGroup,
+    calls,
+    embedded,
+    health,
+    machines,
+    reaper,
+    wait_any,
+    worker_share,
+)
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError, Interrupted, RewardError
 
@@ -125,9 +137,57 @@ def test_devices_and_threads() -> None:
     assert (cluster.device, cluster.worker_device(1), cluster.num_workers, cluster.threads) == ("cpu", "cpu", 2, 3)
     cores = len(os.sched_getaffinity(0))
     assert Cluster(ClusterConfig(device="cpu")).num_workers == min(2, cores)
-    alone = Cluster(ClusterConfig(device="cpu", launcher="local"))
-    assert (alone.num_workers, alone.threads) == (1, cores)
+    assert Cluster(ClusterConfig(device="cpu", launcher="local")).num_workers == 1
     assert Cluster(ClusterConfig(device="cpu", num_workers=10_000)).threads == 1
+
+
+@pytest.mark.parametrize(("workers", "said"), [(2, False), (64, True)])
+def test_more_processes_than_cores_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int, said: bool
+) -> None:
+    monkeypatch.setattr(machines, "_cores", lambda: 2)
+    with Cluster(ClusterConfig(device="cpu", launcher="local", num_workers=workers)):
+        pass
+    assert ("64 processes of workers share 2 cores" in caplog.text) is said
+    assert ("cluster.num_workers=2" in caplog.text) is said
+
+
+def test_threads_that_the_user_has_set_are_not_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    over_ray = ClusterConfig(device="cpu", num_workers=2)
+    assert Cluster(over_ray).threads == 4
+    for given, threads in (("3", 3), ("6", 4), ("3,1", 3), ("0", 4), ("many", 4)):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert Cluster(over_ray).threads == threads
+    here = ClusterConfig(device="cpu", launcher="local")
+    torch.set_num_threads(2)
+    assert Cluster(here).threads == 2 and Cluster(replace(here, threads_per_worker=3)).threads == 3
+    with Cluster(here):
+        torch.set_num_threads(1)  # as a worker of this process does
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("policy", "said"), [("passive", False), (None, True)])
+def test_threads_that_spin_on_a_busy_machine_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: str | None, said: bool
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    torch.set_num_threads(2)
+    monkeypatch.setattr(machines, "_cores", lambda: 2)
+    with Cluster(ClusterConfig(device="cpu", launcher="local")):
+        pass
+    assert ("OMP_WAIT_POLICY=passive" in caplog.text) is said
+
+
+@pytest.mark.parametrize(("before", "policy"), [("", "passive"), ("import torch; ", None)])
+def test_threads_do_not_spin_where_gerl_comes_before_torch(before: str, policy: str | None) -> None:
+    code = f"{before}import gerl, os; print(os.environ.get('OMP_WAIT_POLICY'))"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == str(policy)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +219,11 @@ def test_a_part_of_a_group_is_what_is_left_of_it() -> None:
     group = WorkerGroup("worker", 5, lambda number: Named(number), None)
     first, last = group.part(range(2)), group.part(range(2, 5))
     assert first.run(Named.number) == [0, 1] and last.run(Named.number) == [2, 3, 4]
-    number, worker = group.leave_out(3)
+    number = group.leave_out(3)
     assert last.run(Named.number) == [2, 4] and len(last) == 2 and len(first) == 2
     assert last.submit(1, Named.number).worker == "worker 4"
+    worker, first_call = group.start_beside(number, Named.number)
+    assert first_call.result() == 3 and len(group) == 4
     group.take_in(number, worker)
     assert last.run(Named.number) == [2, 3, 4]
 
@@ -237,6 +299,29 @@ def test_a_ray_that_does_not_start_in_time_is_tried_once_more(
     assert len(tried) == 2 and sum("once more" in message for message in caplog.messages) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "free space for .*RAY_TMPDIR"),
+        (OSError("AF_UNIX path length cannot exceed 107 bytes"), "RAY_TMPDIR"),
+        (ValueError("The configured object store size exceeds /dev/shm size"), "take back .*RAY_"),
+    ],
+)
+def test_a_ray_that_cannot_start_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, remedy: str
+) -> None:
+    tried: list[object] = []
+
+    def fail(**_: object) -> None:
+        tried.append(None)
+        raise error
+
+    monkeypatch.setattr(ray, "init", fail)
+    with contextlib.ExitStack() as ends, pytest.raises(ClusterError, match=rf"Ray does not start .*{remedy}") as caught:
+        embedded.start({}, ends)
+    assert len(tried) == 1 and "less to do" not in str(caught.value)
+
+
 def test_a_ray_that_would_listen_to_other_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": "192.0.2.2"}])
@@ -255,15 +340,16 @@ def test_the_variables_of_an_embedded_ray_do_not_replace_those_of_the_user(monke
 def test_a_service_that_is_gone_is_noticed_at_once_or_after_some_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()
-        strict, patient = (health.Health({"the service": place}, patience, 0.0) for patience in (0.0, 60.0))
+        strict, patient = (health.Health({health.CONTROL: place}, patience, 0.0) for patience in (0.0, 60.0))
         strict.check()
-    with pytest.raises(ClusterError, match=rf"the service at 127\.0\.0\.1:{place[1]} is gone"):
+    with pytest.raises(ClusterError, match=rf"control service \(GCS\) at 127\.0\.0\.1:{place[1]} is gone"):
         strict.check()
     patient.check()
-    for name, takes_workers in (("the node service", True), (health.CONTROL, False)):
-        monkeypatch.setattr(health, "_watched", health.Health({name: place}, 0.0, 0.0))
+    for name, takes_workers in ((health.NODE, True), (health.CONTROL, False)):
+        monkeypatch.setattr(health, "_watched", health.Health({name: place}, 60.0 if takes_workers else 0.0, 0.0))
         with pytest.raises(ClusterError):
             health.check()
+        assert not health.lives()
         with health.rescuing(), pytest.raises(ClusterError) if takes_workers else contextlib.nullcontext():
             health.check()
         with pytest.raises(ClusterError):

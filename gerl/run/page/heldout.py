@@ -27,6 +27,7 @@ class HeldOut:
         self.steps: list[int] = []
         self.prompts: list[str] = []
         self._known: dict[int, tuple[str, dict[str, Any] | None]] = {}
+        self._common: dict[str, Any] = {}  # of the validation that was read last
         self._decoded: OrderedDict[tuple[int, str], dict[int, np.ndarray]] = OrderedDict()
         self._encoded: OrderedDict[tuple[int, int, str], tuple[bytes, str]] = OrderedDict()
 
@@ -95,8 +96,18 @@ class HeldOut:
         path = self._path(step)
         now = signature(path)
         if step not in self._known or self._known[step][0] != now:
-            self._known[step] = now, _checked(path)
+            self._known[step] = now, self._slim(_checked(path))
         return self._known[step][1]
+
+    def _slim(self, row: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A validation without what no page shows; what it has in common with the one before it is kept once."""
+        if row is None:
+            return None
+        kept = {name: row.get(name) for name in ("rewards", "by_scorer", "shown", "prompts", "ids")}
+        for name in ("prompts", "ids", "shown"):
+            kept[name] = self._common[name] if self._common.get(name) == kept[name] else kept[name]
+        self._common = {name: kept[name] for name in ("prompts", "ids", "shown")}
+        return kept
 
     def _path(self, step: int) -> Path:
         return self.folder / "validation" / f"step_{step:06d}.json"

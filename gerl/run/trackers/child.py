@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gerl.commandline import signals
 from gerl.errors import GerlError
 from gerl.run.redaction import redact
 from gerl.run.trackers import REMOTE
@@ -26,7 +27,7 @@ SHOWN = 300  # characters of somebody else's error
 
 def main(name: str) -> None:
     """Serve the tracker `name`; ends the process, with whatever the package has left running."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # of the run, which ends this process in its own time
+    for number in signals.NUMBERS:  # of the run, which ends this process in its own time
         signal.signal(number, signal.SIG_IGN)
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gerl.algorithms import planning
 from gerl.algorithms.planning import (
     PromptSchedule,
     drawn_steps,
@@ -269,3 +270,10 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     orders = [PromptSchedule(50, 50, True, seed).batch(step) for seed in (0, 1) for step in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
     assert PromptSchedule(3, 2, False, 0).batch(3) == [2]
+
+
+def test_the_order_of_an_epoch_is_drawn_once() -> None:
+    planning._order.cache_clear()
+    schedule = PromptSchedule(10, 2, True, 0)
+    assert sorted(i for step in range(5) for i in schedule.batch(step)) == list(range(10))
+    assert planning._order.cache_info().misses == 1

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from gerl.commandline import signals
 from gerl.commandline.command import run_command
 from gerl.errors import Interrupted
 
-BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+EACH = pytest.mark.parametrize("number", signals.NUMBERS)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def send(number: int) -> None:
     time.sleep(0.01)  # Python runs the handler at the next opportunity
 
 
-@BOTH
+@EACH
 def test_a_signal_raises_at_once(number: int) -> None:
     reached = []
     with signals.handled():
@@ -44,7 +45,7 @@ def test_a_signal_raises_at_once(number: int) -> None:
     assert str(int(number)) in str(caught.value)
 
 
-@BOTH
+@EACH
 def test_a_deferred_block_ends_first(number: int) -> None:
     done = []
     with signals.handled(), pytest.raises(Interrupted) as caught:
@@ -171,9 +172,22 @@ def test_a_library_cannot_replace_the_handlers() -> None:
         own = signal.getsignal(signal.SIGTERM)
         with signals.kept():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            previous = signal.signal(signal.SIGWINCH, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGTERM) == own
-        assert signal.signal(signal.SIGUSR1, previous) == signal.SIG_IGN
+        assert signal.signal(signal.SIGWINCH, previous) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None], ids=["as under nohup", "of the program"])
+def test_a_signal_that_would_not_end_the_process_is_left_alone(handler: Any) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with signals.handled():
+            assert signal.getsignal(signal.SIGHUP) == handler
+            send(signal.SIGHUP)
+            assert signals.received() is None
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_fork_is_not_the_command() -> None:

@@ -32,6 +32,21 @@ def test_only_the_right_token_is_let_in_and_none_is_shown(caplog: pytest.LogCapt
     assert TOKEN not in caplog.text
 
 
+def test_no_page_of_another_site_may_use_a_service_without_a_token() -> None:
+    with serving(limits=Limits(local=True)) as url:
+
+        def status(**headers: str) -> int:
+            return requests.post(f"{url}/v1/score", json=body(), headers=headers, timeout=10).status_code
+
+        assert status() == 200 and status(Host="localhost:8000") == 200
+        assert status(Origin="https://evil.example") == status(**{"Sec-Fetch-Site": "cross-site"}) == 403
+        assert status(Host="evil.example") == 403  # a name of another site that points to this machine
+    with serving() as url:
+        assert (
+            requests.post(f"{url}/v1/score", json=body(), headers={"Host": "a.example"}, timeout=10).status_code == 200
+        )
+
+
 def test_the_client_sends_the_token_and_says_which_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GERL_TEST_TOKEN", TOKEN)
     with serving(limits=Limits(token=TOKEN)) as url:

@@ -212,6 +212,21 @@ def test_prune_does_not_count_damaged(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_2", "step_3"]
 
 
+def test_what_this_process_has_written_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    digest = module._digest
+    monkeypatch.setattr(module, "_digest", lambda path: read.append(path) or digest(path))
+    for step in range(1, 6):
+        save_checkpoint(tmp_path, step, {"x": b"x"}, {"val_reward": None})
+        prune(tmp_path, 3)
+    assert read == [] and [int(name[5:]) for name in names(tmp_path)] == [3, 4, 5]
+    (tmp_path / "step_4" / "x").write_bytes(b"y")  # by somebody else: it counts no longer
+    prune(tmp_path, 2)
+    assert [int(name[5:]) for name in names(tmp_path)] == [3, 4, 5] and {path.parent.name for path in read} == {
+        "step_4"
+    }
+
+
 def test_find_run_to_resume(tmp_path: Path) -> None:
     assert find_run_to_resume(tmp_path / "absent") is None
     for number, name in enumerate(["2024-01-02", "2024-01-01", "2024-01-03"]):

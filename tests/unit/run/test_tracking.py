@@ -1,8 +1,6 @@
 import io
 import json
-import logging
 import math
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest.mock import Mock, call
@@ -13,7 +11,7 @@ from PIL import Image
 from gerl.config import LoggerConfig
 from gerl.errors import GerlError
 from gerl.run import tracking
-from gerl.run.tracking import Progress, Tracker, read_metrics
+from gerl.run.tracking import Tracker, read_metrics
 
 PLAIN = LoggerConfig(tensorboard=False)
 
@@ -148,28 +146,3 @@ def test_every_sink_gets_what_is_finite_and_is_closed(tmp_path: Path, monkeypatc
             call.alert(2, "a warning"),
             call.close(failed=False),
         ]
-
-
-def test_progress_shows_reward_and_keeps_log_records(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger()
-    handler = logging.StreamHandler(sys.stderr)
-    logger.addHandler(handler)
-    try:
-        before = list(logger.handlers)
-        with Progress(total=4, initial=1) as progress:
-            progress.update(0.5, kl=0.1)
-            logging.getLogger("gerl.test").warning("a record")
-            progress._bar.refresh()
-        assert logger.handlers == before
-    finally:
-        logger.removeHandler(handler)
-    shown = capsys.readouterr().err
-    assert "2/4" in shown and "reward=0.500" in shown and "kl=0.1" in shown
-    assert any(part.strip() == "a record" for part in shown.replace("\r", "\n").split("\n"))
-
-
-def test_progress_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(total=2, disable=True) as progress:
-        progress.update(1.0)
-    progress.close()
-    assert capsys.readouterr() == ("", "")

@@ -31,3 +31,12 @@ def test_a_damaged_checkpoint_is_not_the_end_of_a_run(tmp_path: Path) -> None:
     (path / "state.json").write_text("{")
     say_how_to_go_on(error, tmp_path, 2)
     assert "checkpoint.resume=" in error.__notes__[0]
+
+
+def test_a_reason_is_given_once(tmp_path: Path) -> None:
+    full = OSError(28, "No space left on device")
+    for cause, said in ((full, "(for the same reason)"), (ValueError("x"), "No space left on device")):
+        error = GerlError("metrics.jsonl cannot be written")
+        error.__cause__ = cause
+        say_how_to_go_on(error, tmp_path, 3, 2, "step_2 cannot be written: No space left on device; nothing was kept")
+        assert said in error.__notes__[0]

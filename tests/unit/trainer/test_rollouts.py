@@ -1,7 +1,9 @@
 """Drawing and scoring at the same time, in this process; over Ray it is in tests/e2e."""
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from gerl.config import ClusterConfig, RewardConfig, ScorerConfig
 from gerl.errors import ModelError
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
+from gerl.trainer.owners import Owners
 from gerl.trainer.rollouts import Rollouts, advance
 
 BATCHES = [[Sample(Prompt(i, f"p{i}", {"value": float(i)}), 0, 0, 1)] for i in range(20)]
@@ -93,3 +96,39 @@ def test_no_worker_has_more_than_two_micro_batches_at_once(manager: RewardManage
         rollouts.submit()
         assert max(len(on_their_way(worker)) for worker in range(workers)) <= 2
         advance([rollouts])
+
+
+def executed(work: Callable[[], object]) -> int:
+    """Lines of gerl that `work` executes; a comprehension counts once for each of its items."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return trace if "/gerl/" in frame.f_code.co_filename else None
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_the_work_grows_with_the_number_of_micro_batches_and_not_with_its_square(manager: RewardManager) -> None:
+    def score(count: int) -> None:
+        groups = [min(i, count - 1 - i) for i in range(count)]  # the halves of a group are far from each other
+        batches = [[Sample(Prompt(g, f"p{g}", {"value": 1.0}), i, 0, 1)] for i, g in enumerate(groups)]
+        rollouts = Rollouts(manager, batches, drawing([]), [i % 2 for i in range(count)])
+        assert len(rollouts.finish()) == count
+
+    score(10)
+    assert executed(lambda: score(400)) < 5 * executed(lambda: score(100))
+
+
+def test_repetitions_are_found_without_a_search() -> None:
+    def find(count: int) -> None:
+        found = Owners(list(range(count)), [[i] for i in range(count)], [(i, 0) for i in range(count)])
+        assert [found.repeated_after(i) for i in range(count)] == [[(i, 0)] for i in range(count)]
+
+    assert executed(lambda: find(400)) < 5 * executed(lambda: find(100))

@@ -38,3 +38,18 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "votes").write_text("a file")
     with pytest.raises(GerlError, match="cannot be written"):
         Journal(tmp_path / "votes").append({"kind": "vote"})
+
+
+def test_what_could_not_be_written_is_not_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    journal.append({"kind": "vote", "number": 1})
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(GerlError, match="No space left"):
+        patched.setattr("os.fsync", full)
+        journal.append({"kind": "vote", "number": 2})
+    journal.append({"kind": "vote", "number": 3})
+    journal.close()
+    assert [row["number"] for row in Journal(tmp_path).replay()] == [1, 3]

@@ -190,6 +190,7 @@ def test_buttons_leave_files_that_the_run_looks_for(url: str, outputs: Path) -> 
             (b"x" * 20000, "", 413),
             (b"{}", "text/plain", 415),
             (b"[", "application/json", 400),
+            (b"[" * 4900 + b"]" * 4900, "application/json", 400),
         ):
             answer = requests.post(f"{url}/api/control", data=data, headers={"Content-Type": media}, timeout=10)
             assert answer.status_code == status and answer.json()["error"]

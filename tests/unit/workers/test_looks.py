@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from gerl.workers import looks
 from gerl.workers.looks import looks_of, spectrum, unlikeness
 
 
@@ -41,3 +42,17 @@ def test_unlikeness_is_the_mean_distance_within_and_between_prompts() -> None:
     assert list(others) == pytest.approx([(0.4 + 1) / 2, (0.2 + 0.8) / 2, (0.4 + 0.2) / 2, (1 + 0.8) / 2])
     alone, _ = unlikeness(thumbnails, [0, 1, 2, 3])
     assert np.isnan(alone).all()
+
+
+@pytest.mark.parametrize("each", [1, 3, 40])
+def test_of_many_images_some_are_compared(monkeypatch: pytest.MonkeyPatch, each: int) -> None:
+    monkeypatch.setattr(looks, "COMPARED", 20)
+    thumbnails = np.random.default_rng(0).integers(0, 256, (120, 16, 16, 3), dtype=np.uint8)
+    ids = [i // each for i in range(120)]
+    own, others = unlikeness(thumbnails, ids)
+    chosen = np.flatnonzero(np.isfinite(others) | np.isfinite(own))
+    assert 18 <= len(chosen) <= 20 and (each == 40 or chosen[-1] >= 100)  # of all parts of the file
+    alone = unlikeness(thumbnails[chosen], [ids[i] for i in chosen])
+    np.testing.assert_array_equal((own[chosen], others[chosen]), alone)
+    same = [i for i in chosen if ids[i] == ids[chosen[0]]]
+    assert len(same) == min(each, 20)

@@ -49,3 +49,14 @@ def test_large_pictures_are_smaller_and_lossy() -> None:
     content, media = encoded(np.zeros((600, 1200, 3), np.uint8))
     assert media == "image/jpeg" and len(content) < 20_000
     assert encoded(np.zeros((8, 8, 3), np.uint8))[1] == "image/png"
+
+
+def test_of_validations_only_what_is_shown_stays_in_memory(tmp_path: Path) -> None:
+    prompts, ids = [f"prompt {i}" for i in range(4)], [0, 1, 2, 3]
+    for step in (0, 5, 10):
+        save_validation(tmp_path, step, prompts, [], [0.5] * 4, {"a": [0.5] * 4}, ids=ids, looks={"red": [0.1] * 4})
+    held_out = HeldOut(tmp_path)
+    held_out.read()
+    rows = [row for _, row in held_out._known.values() if row is not None]
+    assert len(rows) == 3 and not any("looks" in row for row in rows)
+    assert len({id(row["prompts"]) for row in rows}) == len({id(row["ids"]) for row in rows}) == 1

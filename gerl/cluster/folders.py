@@ -1,0 +1,70 @@
+"""The folder of an embedded Ray: its path is short, which Ray's sockets need, and nobody but this user may enter it."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gerl.errors import ClusterError, Interrupted
+from gerl.utils.files import reason
+
+logger = logging.getLogger(__name__)
+PREFIX, LOCK, RAY = "gerl-ray-", "lock", "r"
+LONGEST = 107 if sys.platform == "linux" else 103  # bytes of the path of a socket
+BELOW = f"/{PREFIX}12345678/{RAY}/session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store"
+KEPT = 24 * 3600.0  # seconds for which what is left of a run that failed, or was killed, can be looked into
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """A new folder for Ray, which is removed unless the block is left by an error; those of long ago are as well.
+
+    It lies in the folder for temporary files (RAY_TMPDIR, else TMPDIR), or in /tmp where the path of that is too long.
+    Raises `ClusterError` if none can be made.
+    """
+    place, kept = _made(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())), True
+    clean(place.parent)
+    with (place / LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as this process lives
+        try:
+            yield place / RAY
+            kept = False
+        except ClusterError:
+            logger.info("Ray's logs are kept for a day in %s", place / RAY / "session_latest" / "logs")
+            raise
+        except Interrupted:
+            kept = False
+            raise
+        finally:
+            if not kept:
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _made(wanted: Path) -> Path:
+    """A folder of mode 0700 in `wanted`, or in /tmp."""
+    bases = [base for base in (wanted.absolute(), Path("/tmp")) if len(os.fsencode(f"{base}{BELOW}")) <= LONGEST]
+    said = "" if wanted.absolute() in bases else f"TMPDIR={wanted} is too long a path for Ray's sockets, and "
+    for base in bases:
+        try:
+            return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        except OSError as error:
+            said += f"no folder can be made in {base} ({reason(error)}), and "
+    raise ClusterError(f"{said}Ray needs one: set RAY_TMPDIR to a folder with a short path, or free space there")
+
+
+def clean(base: Path) -> None:
+    """Remove the folders of this user in `base` whose process has ended and began a day ago or more."""
+    for old in base.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
+            lock = old / LOCK
+            if old.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < KEPT:
+                continue
+            with lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,92 @@
+"""The progress of a command: a bar on a terminal, elsewhere a line in the log now and then."""
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from gerl.commandline.waiting import duration
+
+logger = logging.getLogger("gerl")
+EVERY = 30.0  # seconds between two lines, at least
+
+
+class Progress:
+    """Progress through `total` units of work: the count, values by name, the time for a unit, the time left.
+
+    While there is a bar, log records go above it instead of through it. disable: show nothing. what: of a part of the
+    work, shown by a bar only, which goes when it is closed.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        initial: int = 0,
+        disable: bool = False,
+        unit: str = "step",
+        what: str = "",
+        leave: bool = True,
+    ) -> None:
+        """`leave`: a bar stays where it is when all is done."""
+        self.total, self.done, self.unit = total, initial, unit
+        self._stack, self._bar = contextlib.ExitStack(), None
+        terminal = sys.stderr.isatty()
+        self._lines = not (disable or terminal or what)
+        self._said, self._said_at, self._next = initial, time.perf_counter(), 0.0  # the last line, and when it is time
+        if terminal and not disable:
+            self._stack.enter_context(logging_redirect_tqdm())
+            bar = tqdm(
+                total=total,
+                initial=initial,
+                unit=unit,
+                desc=what or None,
+                leave=leave,
+                dynamic_ncols=True,
+                smoothing=0.1,
+            )
+            self._bar = self._stack.enter_context(bar)
+
+    def update(self, count: int = 1, values: Mapping[str, float | str | None] = MappingProxyType({})) -> None:
+        """So many more units are done; numbers are shown with three digits, None not at all."""
+        self.done += count
+        shown = {n: v if isinstance(v, str) else f"{v:.3f}" for n, v in values.items() if v is not None}
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(count)
+        elif self._lines:
+            self._say(shown)
+
+    def _say(self, shown: dict[str, str]) -> None:
+        now = time.perf_counter()
+        if now < self._next and self.done < self.total:
+            return
+        each = (now - self._said_at) / max(1, self.done - self._said)
+        parts = [f"{self.unit} {self.done}/{self.total}", *(f"{name} {value}" for name, value in shown.items())]
+        parts += [f"{each:.2g} s/{self.unit}"]
+        if self.done < self.total:
+            parts += [f"{duration(each * (self.total - self.done))} left"]
+        logger.info("%s", "  ".join(parts))
+        self._said, self._said_at, self._next = self.done, now, now + EVERY
+
+    def go_back(self, step: int) -> None:
+        """The run goes on from `step`, which is earlier."""
+        self.done = min(self.done, step)
+        self._said = min(self._said, step)
+        if self._bar is not None:
+            self._bar.n = self._bar.last_print_n = self.done
+            self._bar.refresh()
+
+    def close(self) -> None:
+        """Leave a bar as it stands and give the log its console back; may be called twice."""
+        self._stack.close()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
