@@ -40,7 +40,7 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
         found, alphas = read[0], read[1] if len(read) == 3 else None
         if not all("lora_A" in key or "lora_B" in key for key in found):
             found = convert_unet_state_dict_to_peft(found)
-    except (ValueError, KeyError, RuntimeError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, RuntimeError, IndexError, TypeError, AttributeError, AssertionError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"diffusers cannot read its layout for {type(denoiser).__name__} ({first:.200})") from None
     if others := sorted({key.partition(".")[0] for key in found} - {name}):

@@ -23,7 +23,6 @@ from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
 from gerl.model.failures import model_errors, pipeline_errors
-from gerl.model.overlong import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
 from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
@@ -238,6 +237,9 @@ class Rollout:
         """Which of `prompts` the tokenizers cut. `like` has the pictures that a call needs; `folder`: where encoded
         prompts are kept on disk.
         """
+        # in here: the driver of a run does without transformers
+        from gerl.model.overlong import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
+
         found = kept_readings(folder)
         if found is None:
             sample = Sample(replace(like, text=PROBE, given=()), 0, 0, 0)

@@ -3,7 +3,6 @@ import re
 import warnings
 from pathlib import Path
 
-import diffusers
 import pytest
 
 from gerl.errors import GerlError, ModelError
@@ -16,13 +15,13 @@ LINE = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (\w+) ([\w.]+): (.*)"
 def test_everything_is_kept_with_time_and_level_also_from_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="diffusers")  # which a run lets say nothing but errors
+    caplog.set_level(logging.WARNING, logger="peft")
     handlers = list(logging.getLogger().handlers)
     with RunLog() as log:
         logger.warning("before %d", 1)
         log.open(tmp_path)
         logger.error("after, token=abcdef")
-        diffusers.logging.get_logger("diffusers.models").warning("of a library")
+        logging.getLogger("peft.tuners").warning("of a library")
         warnings.warn("of Python", UserWarning, stacklevel=1)
     logger.warning("too late")
     assert logging.getLogger().handlers == handlers and warnings.showwarning is not logging._showwarning  # type: ignore[attr-defined]
@@ -31,7 +30,7 @@ def test_everything_is_kept_with_time_and_level_also_from_before(
     assert found[:3] == [
         ("WARNING", "gerl.test", "before 1"),
         ("ERROR", "gerl.test", "after, token=***"),
-        ("WARNING", "diffusers.models", "of a library"),
+        ("WARNING", "peft.tuners", "of a library"),
     ]
     assert found[3][:2] == ("WARNING", "py.warnings") and found[3][2].endswith("UserWarning: of Python")
     assert len(found) == 4
