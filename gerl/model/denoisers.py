@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 import torch
-from diffusers import DiffusionPipeline, ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline
 from diffusers.models.attention_processor import Attention
 from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -66,7 +66,9 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
     The layers of adapters that are fused into the weights are taken off: they compute nothing.
     """
     if not isinstance(pipe, DiffusionPipeline):
-        raise ModelError(f"{type(pipe).__name__} is no pipeline of diffusers: give one, a hub id or a folder")
+        modular = isinstance(pipe, ModularPipeline)
+        instead = "one of the same components, such as FluxPipeline(**pipe.components)" if modular else "one"
+        raise ModelError(f"{type(pipe).__name__} is no pipeline of diffusers: give {instead}, a hub id or a folder")
     config = config or ModelConfig()
     if config.quantize != "none" or config.quantize_encoders != "none" or config.merge_lora:
         raise ModelError("model.quantize and model.merge_lora change weights as they are read: give the path instead")
@@ -75,6 +77,13 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
             logger.info("the fused adapters of %s stay in its weights, their layers are taken off", name)
             remove_lora(denoiser)
         check_plain(name, denoiser)
+        if hooked := [part or name for part, m in denoiser.named_modules() if m._forward_hooks or m._forward_pre_hooks]:
+            logger.warning(
+                "%s has forward hooks of the program (on %s), which run in rollouts and replays alike: one that keeps "
+                "state between calls makes them differ",
+                name,
+                hooked[0],
+            )
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module) and any(p.is_meta for p in component.parameters()):
             raise ModelError(

@@ -111,6 +111,19 @@ def test_hooks_that_keep_no_state_are_taken() -> None:
     check_offered(pipe)
 
 
+def test_hooks_of_the_program_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = tiny.flux()
+    pipe.transformer.transformer_blocks[0].attn.to_q.register_forward_hook(lambda module, args, output: output)
+    with caplog.at_level("WARNING"):
+        check_offered(pipe)
+    assert "transformer_blocks.0.attn.to_q" in caplog.text and "state between calls" in caplog.text
+
+
+def test_a_modular_pipeline_is_refused_with_what_to_give() -> None:
+    with pytest.raises(ModelError, match=r"ModularPipeline is no pipeline .*\*\*pipe\.components"):
+        check_offered(diffusers.FluxModularPipeline())
+
+
 def test_a_compiled_module_in_place_of_the_denoiser_is_refused_and_the_way_out_works() -> None:
     pipe = tiny.flux()
     pipe.transformer = torch.compile(pipe.transformer, backend="eager")
