@@ -14,6 +14,7 @@ from gerl.commandline.waiting import waiting
 from gerl.config import Config
 from gerl.evaluate.comparison import Drawn, Task, drawn, plan
 from gerl.evaluate.names import BASE
+from gerl.model.call import unguided
 from gerl.model.denoisers import find_denoisers
 from gerl.model.ema import EMA
 from gerl.model.failures import check_backend, model_errors
@@ -24,11 +25,12 @@ from gerl.model.lora_variants import attach, switch
 from gerl.model.policy import Policy
 from gerl.model.speed import compile_blocks
 from gerl.model.weight_variants import WeightVariants
-from gerl.protocol import Images, Prompt, Sample
+from gerl.protocol import CutPrompts, Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
 from gerl.run.checkpoint import models_in
+from gerl.trainer.overlong import sentences
 from gerl.trainer.rollouts import Rollouts
-from gerl.utils.logs import capture_logs
+from gerl.utils.logs import capture_logs, pass_on_logs
 from gerl.workers.rollout import Rollout
 
 logger = logging.getLogger("gerl")
@@ -41,9 +43,13 @@ class EvaluationWorker:
         self.config, self.loras, self.device, self.threads = config, dict(loras), device, threads
         self.rollout: Rollout
         self.weights: WeightVariants
+        self.notes: list[str] = []  # for the log of the command
 
-    def setup(self) -> list[str]:
-        """Load the pipeline and the LoRAs; returns the sentences that were logged meanwhile."""
+    def setup(self, remote: bool = False) -> list[str]:
+        """Load the pipeline and the LoRAs; returns the sentences that were logged meanwhile.
+
+        `remote`: nobody reads the log of this process, which `take_notes` returns from here on.
+        """
         torch.set_num_threads(self.threads)
         quiet_libraries()
         config, model = self.config, self.config.model
@@ -61,7 +67,20 @@ class EvaluationWorker:
         sampling = replace(config.sampling, kernel="ode", solver="euler", sigmas="scheduler", compression=1.0)
         # the averaged weights of a run are those in its file: there is nothing to swap in
         self.rollout = Rollout(Policy(pipe, denoisers, {}, EMA({}, 0.0)), sampling, config.validation)
+        if remote:
+            pass_on_logs("gerl", logging.INFO, self.notes.append)
+        unheeded = unguided(type(pipe), sampling)
+        return notes + ([] if unheeded is None else [unheeded])
+
+    def take_notes(self) -> list[str]:
+        """The sentences that were logged since the last time."""
+        notes, self.notes[:] = self.notes.copy(), []
         return notes
+
+    def cut_prompts(self, prompts: Sequence[str], like: Prompt) -> CutPrompts:
+        """Which of `prompts` the pipeline's tokenizers cut; `like` is one of them."""
+        with model_errors("validation"):
+            return self.rollout.cut_prompts(prompts, like, None)
 
     def draw(self, task_id: int, variant: str, samples: Sequence[Sample]) -> Images:
         """Draw a micro-batch with `variant`."""
@@ -91,12 +110,20 @@ def draw(
         threads=cluster.threads,
     )
     with waiting(f"loading {config.model.path} on {count} worker(s)", Downloads()):
-        notes = workers.run(EvaluationWorker.setup)[0]
-    for sentence in notes:
+        notes = workers.run(EvaluationWorker.setup, workers.remote)[0]
+    texts = list(dict.fromkeys(prompt.text for prompt in prompts))
+    cut = workers.submit(0, EvaluationWorker.cut_prompts, texts, prompts[0]).result()
+    said = set[str]()
+    for sentence in [*notes, *sentences(cut, texts)]:
         logger.info("%s", sentence)
     for start in range(0, len(batches), count):
         tasks = [task for batch in batches[start : start + count] for task in plan(batch, variants, images, each)]
-        yield _draw_tasks(tasks, workers, manager, count)
+        found = _draw_tasks(tasks, workers, manager, count)
+        for note in dict.fromkeys(note for noted in workers.run(EvaluationWorker.take_notes) for note in noted):
+            if note not in said:
+                logger.warning("%s", note)
+                said.add(note)
+        yield found
 
 
 def _draw_tasks(

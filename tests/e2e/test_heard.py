@@ -59,3 +59,15 @@ def test_prompts_that_are_cut(tmp_path: Path) -> None:
         run = gerl.train(tiny.sd15(), bright, [*LONG, "blue"], held_out=LONG, **overlong("drop"))
     assert any("leaves 2 of 4 training prompts and 1 of 3 held-out ones" in line for line in heard_of())
     assert {picture.prompt for picture in run.images()} == {"a fox"}
+
+
+def test_an_evaluation_says_the_same(tmp_path: Path) -> None:
+    with heard() as said:
+        gerl.evaluate(
+            tiny.qwen_image(), prompts=["a", "b" * 600], reward=bright, overrides=["logger.progress=false"],
+            **{"sampling.height": 27, "sampling.width": 36, "validation.num_inference_steps": 2},
+            **{"cluster.launcher": "local", "cluster.threads_per_worker": 1},
+        )  # fmt: skip
+    assert any(re.search(r"27 x 36.*16 x 32", line) for line in said())
+    assert any("true_cfg_scale" in line and "negative_prompt" in line for line in said())
+    assert any(line.startswith("1 of 2 prompts are longer than the 512 tokens") for line in said())
