@@ -164,6 +164,7 @@ class Trainer:
 
             check_offered(self.pipe)
             path = path_of(self.pipe, self.folder / "base")
+            self.pipe.register_to_config(_name_or_path=path)  # from where what follows the run can read it
         values = dict(self.keys)
         if path:
             dtype = str(self.pipe.dtype).removeprefix("torch.")  # type: ignore[union-attr]

@@ -168,3 +168,21 @@ def test_half_precision_of_the_object_is_that_of_the_run(pipe: DiffusionPipeline
     half: Callable[..., Any] = pipe.to(torch.bfloat16)
     run = gerl.train(half, bright, PROMPTS, steps=1, out=tmp_path / "run", **SMALL)
     assert run.config["model"]["dtype"] == "bfloat16" and tiny.denoiser_of(half).dtype == torch.bfloat16
+
+
+def test_a_pipeline_that_was_changed_is_the_base_of_what_follows_its_run(
+    pipe: DiffusionPipeline, tmp_path: Path
+) -> None:
+    """Its weights were those of the files in the export, the evaluation and the closing program."""
+    with torch.no_grad():
+        for p in pipe.transformer.parameters():
+            p.mul_(1.2)
+    run = gerl.train(pipe, bright, PROMPTS, steps=1, out=tmp_path / "run", **SMALL)
+    gerl.export(run, out=tmp_path / "merged", format="merged")
+    merged = DiffusionPipeline.from_pretrained(tmp_path / "merged")
+    merged.set_progress_bar_config(disable=True)
+    assert torch.allclose(drawn(merged), drawn(pipe), atol=1e-5)
+    base = tmp_path / "run" / "base"
+    assert run.config["model"]["path"] == str(base) == pipe.name_or_path and (base / "vae").is_symlink()
+    found = gerl.evaluate(pipe, run, ["a red fox"], reward=bright, **{k: v for k, v in SMALL.items() if "." not in k})
+    assert found.results["total"]
