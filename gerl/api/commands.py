@@ -19,12 +19,12 @@ from gerl.api.settings import (
     nested,
     overrides_of,
     scorers_of,
-    spelled,
     write_experiment,
     write_prompts,
 )
 from gerl.api.training import Trainer
 from gerl.commandline.composition import compose_run
+from gerl.commandline.hydra_options import spelled
 from gerl.errors import DataError
 from gerl.objects import offered
 from gerl.score.gallery import ScoredImage

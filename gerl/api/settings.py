@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from gerl.commandline.experiments import SUFFIXES, own_file
-from gerl.commandline.hydra_options import quoted
+from gerl.commandline.hydra_options import spelled
 from gerl.config import did_you_mean, keys
 from gerl.errors import ConfigError, DataError
 from gerl.objects import PREFIX
@@ -121,15 +121,6 @@ def plain(value: object) -> Any:
 def overrides_of(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The arguments of a command line that set the keys in these blocks."""
     return [f"{block}.{key}={spelled(value)}" for block, part in values.items() for key, value in part.items()]
-
-
-def spelled(value: object) -> str:
-    """A value as Hydra's command line has it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {spelled(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(spelled, value)) + "]"
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def write_prompts(prompts: Prompts, file: Path) -> str:

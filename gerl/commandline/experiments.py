@@ -32,7 +32,7 @@ def own_file(override: str) -> str:
         return override
     if not value.endswith(SUFFIXES):
         # Hydra would also find a file that this process has made known before, and says what several values are
-        if value not in shipped(group) and "," not in value:
+        if value not in shipped(group) and ("," not in value or value[:1] in "[{"):
             raise ConfigError(no_such(group, value))
         return override
     path = Path(value).expanduser()
@@ -121,6 +121,11 @@ def _check_keys(content: DictConfig, where: str) -> None:
         block, dot, leaf = name.partition(".")
         if dot:
             raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', below it and indented '{leaf}:'")
+
+
+def default_experiment(model: str | None) -> str:
+    """The experiment of a command line that names none: the demo for its own model, gerl's defaults for another."""
+    return "signs" if model in (None, "signs") else "plain"
 
 
 def experiments() -> list[str]:

@@ -42,13 +42,14 @@ from gerl.config.trained import check_trained
 from gerl.errors import ConfigError
 
 __all__ = [
-    "ActorConfig", "AlgorithmConfig", "AnyAlgorithm", "CheckpointConfig", "ClusterConfig", "Config", "DataConfig",
-    "GuardConfig", "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig",
-    "Source", "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean", "expected",
-    "from_mapping", "keys", "nearest_key", "other_name", "readers", "shown", "sources",
+    "LISTED", "ActorConfig", "AlgorithmConfig", "AnyAlgorithm", "CheckpointConfig", "ClusterConfig", "Config",
+    "DataConfig", "GuardConfig", "LoggerConfig", "ModelConfig", "RewardConfig", "RolloutConfig", "SamplingConfig",
+    "ScorerConfig", "Source", "TrainerConfig", "ValidationConfig", "absent", "algorithm_config", "did_you_mean",
+    "expected", "from_mapping", "keys", "nearest_key", "other_name", "readers", "shown", "sources",
 ]  # fmt: skip
 
 
+LISTED = "gerl train --help all lists all keys"
 MOST_IMAGES = 10**6  # of a trainer step, which is planned, drawn and kept as a whole
 
 
@@ -257,9 +258,7 @@ def _sentence(first: ErrorDetails) -> str:
         given = first["input"]
         text = given if isinstance(given, str) else shown(given)
         return f"{name}={text:.200}: {chosen} does not read it, only {', '.join(others)}; leave it out"
-    return (
-        f"{name}: there is no such key{did_you_mean(name, BY_NAME[chosen] if chosen else None)}; --help all lists all"
-    )
+    return f"{name}: there is no such key{did_you_mean(name, BY_NAME[chosen] if chosen else None)}; {LISTED}"
 
 
 EXPECTED = {

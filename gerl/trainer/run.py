@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gerl.commandline import signals
 from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
+from gerl.config.summary import described
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.rewards.checks import read_prompts, read_regularising
@@ -43,12 +44,16 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
     """As `run`, but yields the trainer after each step; it ends, and saves, where nobody asks for the next one."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with RunLog() as log:
+        logger.info("%s", described(config))
+        if kept := folder.composed.kept:
+            logger.info("%s", kept)
         check_trackers(config.logger)
         resolve(config.model.path)
         model = config.model if folder.checkpoint is None else config.model.carried_on()
         if model.lora is not None:
             local_lora(model.lora)
-        prompts = read_prompts(config, "data.train", config.data.train)
+        with explained(kept):
+            prompts = read_prompts(config, "data.train", config.data.train)
         regularising = read_regularising(config)
         if config.algorithm.differentiates:
             differentiated(config)
@@ -74,6 +79,17 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
                         for _ in steps:
                             yield trainer
                 logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
+
+
+@contextlib.contextmanager
+def explained(why: str) -> Iterator[None]:
+    """Add a sentence to an error, if there is one: where what it complains of comes from."""
+    try:
+        yield
+    except GerlError as error:
+        if why:
+            error.add_note(why)
+        raise
 
 
 @contextlib.contextmanager
