@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ from gerl.config.remedies import check_remedies
 from gerl.config.reward_gradients import RewardGradientConfig
 from gerl.config.sampling import SamplingConfig
 from gerl.config.savings import check_savings
-from gerl.config.schema import shown
+from gerl.config.schema import fits, kind_words, shown
 from gerl.config.trained import check_trained
 from gerl.errors import ConfigError
 
@@ -233,10 +234,38 @@ def from_mapping(values: dict[str, Any]) -> Config:
     model = values.get("model", {})
     if isinstance(model, dict) and isinstance(offload := model.get("offload"), bool):  # of an older version
         values = {**values, "model": {**model, "offload": "encoders" if offload else "none"}}
+    _check_booleans(values)
     try:
         return _adapter().validate_python(values)
     except ValidationError as error:
         raise ConfigError(_sentence(error.errors()[0])) from None
+
+
+def _check_booleans(values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a number that is true or false, or the other way round, which would be converted."""
+    algorithm = values["algorithm"]
+    known = dict(keys(BY_NAME.get(str(algorithm.get("name"))) if isinstance(algorithm, Mapping) else None))
+    for name, value in _given(values):
+        scorer = re.fullmatch(r"reward\.scorers\.([^.]+)\.(\w+)", name)
+        f = known.get(f"reward.scorers.NAME.{scorer[2]}" if scorer else name)
+        if f is not None and _is_boolean(value) != _is_boolean(f.type) and not fits(value, f.type, spelled=True):
+            raise ConfigError(f"{name}={shown(value)}: it must be {kind_words(f.type)}")
+
+
+def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every key with its value; those of scorers one by one."""
+    for block, entries in values.items():
+        for leaf, value in entries.items() if isinstance(entries, Mapping) else ():
+            yield f"{block}.{leaf}", value
+            if (block, leaf) == ("reward", "scorers") and isinstance(value, Mapping):
+                for name, own in value.items():
+                    if isinstance(own, Mapping):
+                        yield from ((f"reward.scorers.{name}.{key}", part) for key, part in own.items())
+
+
+def _is_boolean(given: Any) -> bool:
+    """Whether a value, one in a list of them, or the kind of a key is true or false."""
+    return given is bool or isinstance(given, bool) or (isinstance(given, list) and any(map(_is_boolean, given)))
 
 
 @functools.cache
