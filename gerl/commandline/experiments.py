@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from gerl.commandline.files import either, near_names, read_yaml
+from gerl.config.translation import other_value
 from gerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -157,6 +158,8 @@ def no_such(group: str, value: str) -> str:
     near = near_names(value, names)
     if group == "experiment" and Path(value + ".yaml").is_file():
         near = [f"{value}.yaml"]
+    if known := other_value(group, value):
+        return f"{group}={value}: there is no such {group}{known}; --help lists all"
     own = ", or give the path of a .yaml file of your own" if group == "experiment" else ""
     hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{own}"
     return f"{group}={value}: there is no such {group}; {hint}"
