@@ -30,7 +30,7 @@ NAMES = {
         model_name_or_path model_name model_id base_model model.name name_or_path model_path base_model_path""",
     "model.dtype": """mixed_precision model_dtype torch_dtype param_dtype weight_dtype precision fp16 bf16
         train.dtype""",
-    "model.train": "finetune_type use_lora use_peft",
+    "model.train": "finetune_type use_lora use_peft lora.enabled",
     "model.lora_rank": "lora_r lora.r lora.rank network.linear network_dim network.dim network.rank",
     "model.lora_alpha": "lora.alpha network.linear_alpha network_alpha network.alpha",
     "model.lora_targets": "lora_target_modules target_modules lora_layers",
@@ -48,7 +48,7 @@ NAMES = {
     "sampling.width": "image_width pipeline.width sample.width",
     "sampling.num_inference_steps": """sample.num_steps sample_num_steps sampling_steps sampling.num_steps
         sampling.steps num_sampling_steps train.num_inference_steps rollout.num_inference_steps
-        pipeline.num_inference_steps sample.sample_steps num_steps""",
+        pipeline.num_inference_steps sample.sample_steps""",
     "sampling.guidance_scale": """sample_guidance_scale sample.guidance_scale train.guidance_scale cfg_scale
         rollout.guidance_scale pipeline.guidance_scale""",
     "sampling.call.true_cfg_scale": "true_cfg_scale",
@@ -115,7 +115,7 @@ NAMES = {
     "actor.epochs": "num_iterations ppo_epochs num_inner_epochs train_num_inner_epochs",
     "actor.micro_batch_size": """ppo_micro_batch_size ppo_micro_batch_size_per_gpu train.batch_size
         train_micro_batch_size""",
-    "actor.ema_decay": "ema train.ema use_ema ema_rate",
+    "actor.ema_decay": "ema train.ema use_ema ema_rate ema_config.ema_decay",
     # reward
     "reward.scorers": """reward_fn reward_funcs reward_model rewards reward_function custom_reward_function
         reward_model_path reward_model.model_path reward_model.path reward.components""",
@@ -156,7 +156,7 @@ NAMES = {
     "logger.project": "project_name tracker_project_name",
     # trainer
     "trainer.steps": """total_epochs max_epochs num_epochs num_train_epochs max_num_epochs total_training_steps
-        max_steps max_train_steps max_num_steps train.steps max_train_epochs""",
+        max_steps max_train_steps max_num_steps train.steps num_steps max_train_epochs""",
     "trainer.staleness": """max_staleness max_trajectory_age_steps async_weight_update staleness_threshold
         async_strategy async_grpo.enabled""",
     "trainer.seed": "seed random_seed",
@@ -214,10 +214,6 @@ FLAGS: dict[str, dict[str, str | Why]] = {
     "hybrid_engine colocate colocated.enabled": {"true": "cluster.layout=hybrid", "false": "cluster.layout=split"},
     "checkpointing.enabled": {"true": "", "false": "checkpoint.every=0"},
     "wandb_enabled": {"true": "logger.trackers=[tensorboard,wandb]", "false": ""},
-    "dtensor_cfg.enabled": {
-        "true": Why("weights are shared by the ranks of a worker: denoiser or all", "model.shard"),
-        "false": "",
-    },
     "reward_adaptive_kl": {"true": "algorithm.kl_by_reward=true", "false": "algorithm.kl_by_reward=false"},
     "log_val_generations log_completions": {
         "true": "",
@@ -235,9 +231,9 @@ FLAGS: dict[str, dict[str, str | Why]] = {
         "dapo": Why("all images have one length, so that losses of tokens and of images are the same"),
         "bnpo": Why("all images have one length, so that losses of tokens and of images are the same"),
     },
-    "kl_penalty": {
-        name: f"algorithm.kl_type={ours}"
-        for name, ours in {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}.items()
+    "kl_loss_type": {
+        "kl": Why("k1 has no gradient on average in the loss; VALUE is k2, or k3", "algorithm.kl_type"),
+        "k1": Why("k1 has no gradient on average in the loss; VALUE is k2, or k3", "algorithm.kl_type"),
     },
 }
 DAPO = Why(
@@ -308,13 +304,12 @@ TOLD = {
     "max_prompt_length":
         Why("VALUE is in tokens of the text encoders, such as 256, not in characters", "sampling.call.max_sequence_length"),
     "timestep_range": Why("VALUE is in steps, as [0,5]; theirs is in fractions", "sampling.window_range"),
-    "fsdp_size": Why("VALUE is how many GPUs share the weights of a worker; {} is not written", "cluster.ranks_per_worker"),
     "reward_weights": Why("VALUE is one number, the weight of each scorer is given by its name", "reward.scorers.ocr.weight"),
     "reward_model reward_model_path reward_model.model_path reward_model.path reward_function reward.components": Why(
-        "a reward model is a scorer: VALUE is {{ocr: {{}}}} for one of gerl's, or {{mine: {{path: FILE.py}}}} for a file "
+        "a reward model is a scorer: VALUE is {ocr: {weight: 1}} for one of gerl's, or {mine: {path: FILE.py}} for a file "
         "that runs it; model.path is what is trained", "reward.scorers",
     ),
-    "distillation.enabled": Why("VALUE is a list of teachers, such as [{{path: PIPELINE}}]", "algorithm.teachers"),
+    "distillation.enabled": Why("VALUE is a list of teachers, such as [{path: PIPELINE}]", "algorithm.teachers"),
     "dataset_config train_data_dir folder_path": Why(
         "VALUE is a file of prompts: reinforcement learning samples its own images; for images that you have see "
         "docs/preferences.md", "data.train",

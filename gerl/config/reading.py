@@ -177,9 +177,22 @@ EXPECTED = {
 }  # by the type of pydantic's error
 
 
+def _scorer_for(given: object, name: str) -> dict[str, Any]:
+    """The keys that are meant where a scorer's name, its weight or its file stands in the place of its block."""
+    if name == "reward" and isinstance(given, str) and given.isidentifier():
+        return {"reward.scorers": {given: {}}}
+    if not name.startswith("reward.scorers.") or isinstance(given, bool):
+        return {}
+    if isinstance(given, int | float):
+        return {f"{name}.weight": given}
+    return {f"{name}.path": given} if isinstance(given, str) and given.endswith(".py") else {}
+
+
 def expected(error: ErrorDetails, name: str) -> str:
     """The kind of value that is expected, in the words of somebody who writes a command line."""
     if error["type"] == "dataclass_type":
+        if written := _scorer_for(error["input"], name):
+            return f"it is a block of keys, write {typed(written)}"
         leaf = "path" if name.startswith("reward.scorers.") else next(k for k, _ in keys() if k.startswith(f"{name}."))
         return f"it is a block of keys, set one of them, such as {name}.{leaf.removeprefix(f'{name}.')}=VALUE"
     if name == "reward.scorers":

@@ -122,7 +122,7 @@ def _as_spelt(key: str, value: Any, fields: Fields) -> Any:
 
 
 def _open(name: str, value: Any, why: Why, found: Answer) -> dict[str, Any]:
-    found.why[name] = why.text.format(_text(value))
+    found.why[name] = why.text.replace("{}", _text(value))
     return {why.key: OPEN} if why.key else {}
 
 
@@ -152,7 +152,7 @@ def other_value(key: str, value: object) -> str:
         return ""
     found = VALUES.get(key, {}).get("null" if value is None else str(value).lower())
     if isinstance(found, Why):
-        return f"; {found.text.format(value)}"
+        return f"; {found.text}"
     return f"; {shown(value)} is {found} here" if found else ""
 
 
@@ -283,7 +283,7 @@ def _scorers(value: Any, given: Given) -> Any:
     good = isinstance(read, str | Mapping | list | tuple)
     if good and weights and all(_is_weight(name, weight) for name, weight in weights.items()):
         return {"reward.scorers": {str(name): {"weight": weight} for name, weight in weights.items()}}
-    return Why("VALUE is a dictionary, such as {{ocr: {{weight: 1}}, mine: {{path: FILE.py}}}}", "reward.scorers")
+    return Why("VALUE is a dictionary, such as {ocr: {weight: 1}, mine: {path: FILE.py}}", "reward.scorers")
 
 
 def _is_weight(name: object, weight: object) -> bool:
@@ -299,7 +299,7 @@ def _function(value: Any, given: Given) -> Any:
         if key.startswith("reward.scorers.NAME.") and (leaf := key.rpartition(".")[2]) in texts:
             texts[leaf] = str(part)
     if not texts["path"]:
-        return Why("VALUE is {{mine: {{path: FILE.py, function: {}}}}}", "reward.scorers")
+        return Why("VALUE is {mine: {path: FILE.py, function: {}}}", "reward.scorers")
     return {"reward.scorers": {"mine": {leaf: text for leaf, text in texts.items() if text}}}
 
 
@@ -392,6 +392,31 @@ def _kl_weight(value: Any, given: Given) -> Any:
     return "" if off else None
 
 
+def _penalty(value: Any, given: Given) -> Any:
+    """verl's kind of the KL in the reward, which is unused where that is off; a weight in other programs."""
+    if _number(value) is not None:
+        return None
+    used = any("use_kl_in_reward" in ends(name) and plain(part) is True for name, part in given.values.items())
+    return {"algorithm.kl_type": value} if used else ""
+
+
+def _shard(value: Any, given: Given) -> Any:
+    """Sharing of weights, which is of the ranks of a worker."""
+    kind = str(value).lower()
+    if kind in ("no", "none", "null", "false", "ddp", "no_shard"):
+        return ""
+    ranks = given.number("fsdp_size", "ranks_per_worker", "tensor_model_parallel_size", "tensor_parallel_size")
+    if ranks is not None and ranks > 1:
+        return None if kind in VALUES["model.shard"] else {"model.shard": "all"}
+    return Why("a worker has the whole model; to divide it give model.shard=all and cluster.ranks_per_worker=N")
+
+
+def _averaged(value: Any, given: Given) -> Any:
+    """A switch beside which the decay is given."""
+    decay = given.number("ema_decay", "ema_rate")
+    return "" if plain(value) is True and decay is not None else None
+
+
 Rule = Callable[[Any, Given], Any]
 _BY_RULE: dict[Rule, str] = {
     _mini_batch: "ppo_mini_batch_size mini_batch_size",
@@ -420,6 +445,9 @@ _BY_RULE: dict[Rule, str] = {
     _iterations: "num_iterations",
     _teacher: "teacher_model.model_path teacher_path teacher_model_path",
     _every: "eval_steps eval_freq",
+    _penalty: "kl_penalty",
+    _shard: "sharding_strategy fsdp actor.strategy dtensor_cfg.enabled",
+    _averaged: "ema train.ema use_ema",
     _kl_switch: "use_kl_loss",
     _kl_weight: "kl_loss_coef",
     _dynamic: "filter_groups filter_groups.enable use_dynamic_sampling",
