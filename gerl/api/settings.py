@@ -56,7 +56,7 @@ class Scorers:
         self.keys[name] = own
 
 
-def scorers_of(reward: Reward) -> Scorers:
+def scorers_of(reward: object) -> Scorers:
     """The scorers that `reward` names: one function or name, or several by name."""
     found = Scorers()
     if isinstance(reward, Mapping):
@@ -70,9 +70,9 @@ def scorers_of(reward: Reward) -> Scorers:
     elif isinstance(reward, str):
         found.add(reward, reward)
     else:
-        what = type(reward).__name__
         raise ConfigError(
-            f"reward is a {what}: give a function, a name, or several by name such as {{'ocr': 1.0, 'mine': function}}"
+            f"reward: it is a {type(reward).__name__}; give a function, a name, or several by name such as "
+            "{'ocr': 1.0, 'mine': function}"
         )
     return found
 

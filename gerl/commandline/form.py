@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from gerl.config import absent, other_name
+from gerl.config import absent, is_foreign, other_name
 from gerl.config.reading import advice, refusal
 from gerl.errors import ConfigError
 
@@ -62,6 +62,8 @@ def _check_names(arguments: Sequence[str], nearest: Nearest) -> None:
 
 def _is_taken(name: str, nearest: Nearest) -> bool:
     """Whether a command knows an answer for the name of another program: it takes the keys that are meant."""
+    if not is_foreign(name):
+        return False
     if absent(name):
         return nearest("trainer.steps") == "trainer.steps"
     return (meant := other_name(name)) is not None and meant == nearest(name)

@@ -68,11 +68,12 @@ def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> st
 
 def is_foreign(name: str) -> bool:
     """Whether it is a key of another program that gerl knows an answer for."""
-    return other_name(name) is not None or absent(name) is not None
+    own = re.sub(r"^reward\.scorers\.[^.]+\.", "reward.scorers.NAME.", name) in dict(keys())
+    return not own and (other_name(name) is not None or absent(name) is not None)
 
 
 def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
-    """What to write for keys of other programs, beside gerl's `own`, and why."""
+    """Translate keys of other programs, which are given beside gerl's `own`."""
     found = answer(given, own, dict(keys()))
     chosen = str(own.get("algorithm", found.written.get("algorithm", "")))
     used = [BY_NAME[chosen]] if chosen in BY_NAME else [FlowGRPOConfig, AWMConfig]  # those of the defaults

@@ -73,7 +73,7 @@ def refusal(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling
 
 
 def advice(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None, first: str = "") -> str:
-    """What to write for keys of other programs, and why; `first` is to be written besides."""
+    """The line to write for keys of other programs, and why; `first` is to be written besides."""
     found = answered(given, own)
     lines = " ".join(filter(None, [first, (spelling or typed)(found.written)]))
     said = [f"write {lines}"] if lines else []
