@@ -34,6 +34,7 @@ from gerl.errors import ConfigError
 
 FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")  # what Hydra lets a sweep add keys to
 FOLDER, SWEEPS = "hydra.run.dir", "hydra.sweep.dir"
+GROUPS = ("launcher", "sweeper", "env", "help", "hydra_help", "hydra_logging", "job_logging", "output")
 PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
 ENDLESS = "a value has mappings or lists inside each other without end: use fewer"
 
@@ -78,6 +79,10 @@ def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> Files:
                 f"{override.input_line}: Hydra's own settings are set one by one, and none is taken away; give "
                 f"{FOLDER}=FOLDER, or leave it out"
             )
+    for override in given:
+        group = override.key_or_group
+        if group.startswith("hydra/") and group.removeprefix("hydra/") not in GROUPS:
+            raise ConfigError(f"{group}: there is no such key; there are hydra/{', hydra/'.join(GROUPS)}; {LISTED}")
     register()
     groups = [o.input_line or "" for o in given if o.key_or_group.startswith("hydra/")]
     GlobalHydra.instance().clear()

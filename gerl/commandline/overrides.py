@@ -41,7 +41,7 @@ def read(argument: str) -> Override:
     if (parsed := _parsed(argument)) is not None:
         return parsed
     if equals and (parsed := _parsed(f"{name}=0")) is not None and not _is_slip(value):
-        plain = _flow(value) if value[0] in "[{" else value
+        plain = _flow(value) if _is_bracketed(value) else value
         if plain is not None:
             return replace(parsed, _value=plain, input_line=argument)
     raise ConfigError(_unreadable(argument))
@@ -69,6 +69,12 @@ def _parsed(argument: str) -> Override | None:
 def _is_slip(value: str) -> bool:
     """Whether a value that cannot be read was meant in another way than as a text."""
     return value[:1] in ("", "=", "'", '"') or value[-1] in "'\"" or bool(TYPOGRAPHIC.match(value))
+
+
+def _is_bracketed(value: str) -> bool:
+    """Whether it is meant as a list or a dictionary; `[a] b.txt` is a text."""
+    closed = all(value.count(opening) == value.count(closing) for opening, closing in ("[]", "{}"))
+    return value[0] in "[{" and (value[-1] in "]}" or not closed)
 
 
 def _flow(text: str) -> Any:

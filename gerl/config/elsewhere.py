@@ -11,7 +11,7 @@ from collections.abc import Collection
 # (`optim.lr` is also `actor_rollout_ref.actor.optim.lr`)
 NAMES = {
     "experiment": "config config_name config_file recipe",
-    "hydra.run.dir": """output_dir out out_dir run_dir logdir logging_dir save_dir default_local_dir checkpoint_dir
+    "hydra.run.dir": """output_dir outdir out out_dir run_dir logdir logging_dir save_dir default_local_dir checkpoint_dir
         run_name experiment_name exp_name output_name training_folder log_dir""",
     "algorithm": "trainer_type loss_mode loss_type model.algorithm rl_algorithm algorithm_type",
     # model
@@ -29,7 +29,7 @@ NAMES = {
         use_gradient_checkpointing""",
     "model.attention": "attn_backend rollout_attn_backend attn_implementation attention_backend xformers sdpa",
     "model.offload": "param_offload cpu_offload enable_model_cpu_offload enable_sequential_cpu_offload low_vram lowvram",
-    "model.shard": "sharding_strategy fsdp actor.strategy dtensor_cfg.enabled",
+    "model.shard": "sharding_strategy fsdp strategy actor.strategy dtensor_cfg.enabled",
     "model.compile": "torch_compile use_torch_compile",
     # sampling
     "sampling.height sampling.width": "resolution image_size",
@@ -54,7 +54,8 @@ NAMES = {
     "sampling.same_init_noise": "same_latent init_same_noise",
     # rollout
     "rollout.prompts_per_step": """data.train_batch_size num_prompts_per_step unique_sample_num_per_epoch
-        prompts_per_batch sample.num_batches_per_epoch sample_num_batches_per_epoch generation_batch_size
+        prompts_per_batch num_batches_per_epoch sample.num_batches_per_epoch sample_num_batches_per_epoch
+        generation_batch_size
         rollout_batch_size train_sample_num""",
     "rollout.n": """num_generations num_generations_per_prompt num_image_per_prompt num_images_per_prompt group_size
         n_samples_per_prompt num_samples_per_prompt images_per_prompt""",

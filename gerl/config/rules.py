@@ -66,8 +66,15 @@ def _parts(whole: float | None, part: Any, said: str) -> Any:
 
 
 def _mini_batch(value: Any, given: Given) -> Any:
-    prompts = given.number("data.train_batch_size", "rollout.prompts_per_step", "num_prompts_per_step")
+    prompts = given.number(
+        "data.train_batch_size", "train_batch_size", "rollout.prompts_per_step", "num_prompts_per_step"
+    )
     return _parts(prompts, value, "prompts of a step")
+
+
+def _train_batch(value: Any, given: Given) -> Any:
+    """Prompts in verl, which has mini-batches of them; images of a GPU in other programs."""
+    return {"rollout.prompts_per_step": value} if "ppo_mini_batch_size" in given else None
 
 
 def _global_batch(value: Any, given: Given) -> Any:
@@ -232,7 +239,7 @@ def _trackers(value: Any, given: Given) -> Any:
 
 def _run_name(value: Any, given: Given) -> Any:
     """A name of the run, for which another key may have the folder."""
-    folders = "output_dir default_local_dir checkpoint_dir save_dir logdir logging_dir run_dir out"
+    folders = "output_dir default_local_dir checkpoint_dir save_dir logdir logging_dir run_dir out outdir"
     if any(name in given for name in folders.split()):
         return ""
     return {"hydra.run.dir": f"outputs/{value}"}
@@ -308,11 +315,12 @@ def _averaged(value: Any, given: Given) -> Any:
 Rule = Callable[[Any, Given], Any]
 _BY_RULE: dict[Rule, str] = {
     _mini_batch: "ppo_mini_batch_size mini_batch_size",
+    _train_batch: "train_batch_size",
     _global_batch: "train_global_batch_size",
     _accumulation: "train.gradient_accumulation_steps train_gradient_accumulation_steps",
     _micro_batches: "gradient_accumulation_steps",
     _per_generation: "steps_per_generation",
-    _batches: "sample.num_batches_per_epoch sample_num_batches_per_epoch",
+    _batches: "num_batches_per_epoch sample.num_batches_per_epoch sample_num_batches_per_epoch",
     _generation: "generation_batch_size",
     _workers: "n_gpus_per_node gpus_per_node nnodes num_nodes",
     _clipped: """clip_range train_clip_range clip_ratio cliprange clip_eps epsilon ppo_clip_range clip_ratio_low
@@ -334,7 +342,7 @@ _BY_RULE: dict[Rule, str] = {
     _teacher: "teacher_model.model_path teacher_path teacher_model_path",
     _every: "eval_steps eval_freq",
     _penalty: "kl_penalty",
-    _shard: "sharding_strategy fsdp actor.strategy dtensor_cfg.enabled",
+    _shard: "sharding_strategy fsdp strategy actor.strategy dtensor_cfg.enabled",
     _averaged: "ema train.ema use_ema",
     _kl_switch: "use_kl_loss",
     _kl_weight: "kl_loss_coef",

@@ -8,7 +8,7 @@ def described(config: Config) -> str:
     sampling, model = config.sampling, config.model
     own = "the pipeline's own"
     sides = [own if side is None else str(side) for side in (sampling.height, sampling.width)]
-    size = f"{own} size" if sampling.height is sampling.width is None else " x ".join(sides)
+    size = f"{own} size" if sampling.height is sampling.width is None else " x ".join(sides) + " (height x width)"
     guidance = f"{own} guidance" if sampling.guidance_scale is None else f"guidance {sampling.guidance_scale:g}"
     layers = model.lora_targets or "the attention layers"
     trained = f"LoRA rank {model.lora_rank} on {layers}" if model.train == "lora" else f"model.train={model.train}"
@@ -18,6 +18,6 @@ def described(config: Config) -> str:
         reward = "none, the images of data.train"
     images = f"{config.rollout.prompts_per_step} prompts of {config.rollout.n} images per step"
     return (
-        f"{config.algorithm.name} on {model.path}: {size} (height x width), {sampling.num_inference_steps} steps, "
+        f"{config.algorithm.name} on {model.path}: {size}, {sampling.num_inference_steps} steps, "
         f"{guidance}, {trained}, {images}, {config.trainer.steps} trainer steps, reward {reward or 'none'}"
     )
