@@ -17,11 +17,11 @@ from omegaconf import OmegaConf
 
 from gerl.commandline.experiments import CHOICES, algorithm_of, default_experiment, preset_of, shipped
 from gerl.commandline.form import check_form
-from gerl.commandline.hydra_options import spelled
 from gerl.commandline.hydra_seam import FOLDER, SWEEPS, compose_files, defaults, is_hydra, resolved
 from gerl.commandline.overrides import WHOLE, check_one_value, key_of, read, set_keys
 from gerl.config import Config, ScorerConfig, from_mapping, nearest_key, readers
 from gerl.config.changes import settings_of
+from gerl.config.reading import typed
 from gerl.errors import ConfigError
 
 OUT = "out"  # short for hydra.run.dir
@@ -178,7 +178,7 @@ def _kept(config: Config, experiment: str, overrides: Sequence[str]) -> str:
     }
     return (
         f"the reward also has {' and '.join(others)}, of the default experiment={experiment}; for "
-        f'{" and ".join(alone)} alone write "reward.scorers={spelled(alone)}"'
+        f"{' and '.join(alone)} alone write {typed({WHOLE: alone})}"
     )
 
 

@@ -136,10 +136,10 @@ def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = Fa
                 f"{key}: expected one value; write a list as [1,2], a number with a point as in 0.5, and quote a text "
                 "with a comma, as in \"'a, b'\"; -m trains once with each of several values"
             )
-        place = _place(values, names, key)
         if override.is_delete():
-            _take_away(place, leaf, override, again)
+            _take_away(values, override, again)
             continue
+        place = _place(values, names, key)
         old = place.get(leaf)
         merged = isinstance(value, dict) and isinstance(old, dict) and (key != WHOLE or override.is_add())
         if override.is_add() and old is not None and not merged and not again:
@@ -165,15 +165,21 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{name: _merged(old.get(name), part) for name, part in new.items()}}
 
 
-def _take_away(place: dict[str, Any], leaf: str, override: Override, again: bool) -> None:
+def _take_away(values: dict[str, Any], override: Override, again: bool) -> None:
     """Have `~KEY` leave the default of a key, and no entry of a dictionary."""
     key, value = override.key_or_group, override.value()
     if key in ("algorithm", "algorithm.name"):
         raise ConfigError(f"~{key}: a run has one algorithm; choose another by algorithm=NAME")
-    if leaf not in place:
-        if again or (nearest_key(key) == key and not key.startswith(f"{WHOLE}.")):
+    *names, leaf = key.split(".")
+    place: Any = values
+    for name in names:
+        place = place.get(name) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or leaf not in place:
+        scorers = values.get("reward", {}).get("scorers") or {}
+        other = key.startswith(f"{WHOLE}.") and key.split(".")[2] not in scorers
+        if again or (nearest_key(key) == key and not other):
             return  # it has its default already
-        entries = f"; there are {', '.join(place)}" if key.startswith(f"{WHOLE}.") and place else did_you_mean(key)
+        entries = f"; there are {', '.join(scorers)}" if other and scorers else did_you_mean(key)
         raise ConfigError(f"~{key}: there is no such key{entries}; {LISTED}")
     if value is not None and value != place[leaf]:
         raise ConfigError(f"~{key}={value}: it is {shown(place[leaf])}; leave the value out, or set the key to another")

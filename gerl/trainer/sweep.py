@@ -33,6 +33,7 @@ from gerl.commandline.experiments import CHOICES, config_folder, own_file
 from gerl.commandline.hydra_options import quoted
 from gerl.commandline.hydra_seam import hydra_overrides, register, sentences, set_hydra
 from gerl.commandline.overrides import key_of, read
+from gerl.config.reading import typed
 from gerl.errors import ConfigError, GerlError, TrainingError
 from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
 from gerl.utils.files import reason, write_file
@@ -132,7 +133,8 @@ def _end(folder: Path, before: float) -> None:
 
 
 def _carry_on(folder: Path) -> str:
-    return f"the same command with checkpoint.resume=auto hydra.sweep.dir={folder} carries on"
+    again = typed({"checkpoint.resume": "auto", "hydra.sweep.dir": str(folder)})
+    return f"the same command with {again} carries on"
 
 
 def _plan(arguments: Sequence[str]) -> Plan:
