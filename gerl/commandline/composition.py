@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from gerl.commandline.experiments import CHOICES, algorithm_of, default_experiment, preset_of, shipped
+from gerl.commandline.experiments import CHOICES, SUFFIXES, algorithm_of, default_experiment, preset_of, shipped
 from gerl.commandline.form import check_form
 from gerl.commandline.hydra_seam import FOLDER, SWEEPS, compose_files, defaults, is_hydra, resolved
 from gerl.commandline.overrides import WHOLE, check_one_value, key_of, read, set_keys
@@ -197,6 +197,8 @@ def _check_choices(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{signed}: a run has one {group}; write {group}=NAME, one of {names}")
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} are both given: keep one")
+        if several := next((o for o in given if "," in o and not o.endswith(SUFFIXES)), None):
+            raise ConfigError(f"{several}: a run has one {group}; -m trains once with each of several")
         if any(not o.partition("=")[2].strip() for o in given):
             raise ConfigError(f"{group} is empty: choose one of {', '.join(shipped(group))}")
 

@@ -102,7 +102,8 @@ def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> s
     if not foreign:
         return f"{' '.join(given)}: drop the dashes, write {' '.join(written)}; --help lists the keys"
     own = dict(argument.split("=", 1) for argument in arguments if _is_assignment(argument))
-    return f"{' '.join(given)}: drop the dashes, {advice(foreign, own, first=' '.join(written))}"
+    said = advice(foreign, own, first=" ".join(written))
+    return f"{' '.join(given)}: {'drop the dashes, ' if said.startswith('write ') else ''}{said}"
 
 
 def _values(arguments: Sequence[str]) -> list[str]:

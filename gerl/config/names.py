@@ -69,6 +69,7 @@ def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> st
 def is_foreign(name: str) -> bool:
     """Whether it is a key of another program that gerl knows an answer for."""
     own = re.sub(r"^reward\.scorers\.[^.]+\.", "reward.scorers.NAME.", name) in dict(keys())
+    own = own or name.lower() in dict(keys())  # in capitals
     return not own and (other_name(name) is not None or absent(name) is not None)
 
 

@@ -44,15 +44,12 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
     """As `run`, but yields the trainer after each step; it ends, and saves, where nobody asks for the next one."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with RunLog() as log:
-        logger.info("%s", described(config))
-        if kept := folder.composed.kept:
-            logger.info("%s", kept)
         check_trackers(config.logger)
         resolve(config.model.path)
         model = config.model if folder.checkpoint is None else config.model.carried_on()
         if model.lora is not None:
             local_lora(model.lora)
-        with explained(kept):
+        with explained(folder.composed.kept):
             prompts = read_prompts(config, "data.train", config.data.train)
         regularising = read_regularising(config)
         if config.algorithm.differentiates:
@@ -71,6 +68,9 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
                 check_start(replace(config, model=model), machines.device)
         with session(run_dir, log, arguments, machines.words()) as begin:
             folder.open(begin)
+            logger.info("%s", described(config))
+            if folder.composed.kept:
+                logger.info("%s", folder.composed.kept)
             with interruption_said(run_dir, config.trainer.steps):
                 with entered(machines) as cluster, _reported(folder):
                     trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))

@@ -85,7 +85,7 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
         return CustomScorer(key, config.path, config.function, config.kwargs)
     if name not in SCORERS:
         near = near_names(name, list(SCORERS))
-        hint = f"did you mean {either(near)}?" if near else f"there are {', '.join(SCORERS)}"
+        hint = f"did you mean {either(near)}" if near else f"there are {', '.join(SCORERS)}"
         raise RewardError(f"{key}: gerl has no such scorer, {hint}; for your own, give its file in {key}.path")
     try:
         return TypeAdapter(scorer_class(name)).validate_python(config.kwargs)
