@@ -129,6 +129,8 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> Asked:
     """The defaults, the files that are chosen, and the keys; `ConfigError` for what cannot be composed."""
     check_arguments(overrides)
     chosen = [o for o in overrides if key_of(o) in CHOICES]
+    if several := next((o for o in chosen if "," in o and not o.endswith(SUFFIXES)), None):
+        raise ConfigError(f"{several}: a run has one {key_of(several)}; -m trains once with each of several")
     given = [read(o) for o in overrides if o not in chosen]
     files = compose_files(chosen, given)
     set_keys(files.values, [read(o) for o in below])
@@ -197,8 +199,6 @@ def _check_choices(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{signed}: a run has one {group}; write {group}=NAME, one of {names}")
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} are both given: keep one")
-        if several := next((o for o in given if "," in o and not o.endswith(SUFFIXES)), None):
-            raise ConfigError(f"{several}: a run has one {group}; -m trains once with each of several")
         if any(not o.partition("=")[2].strip() for o in given):
             raise ConfigError(f"{group} is empty: choose one of {', '.join(shipped(group))}")
 

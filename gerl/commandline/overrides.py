@@ -134,7 +134,8 @@ def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = Fa
         if override.is_sweep_override():
             raise ConfigError(
                 f"{override.input_line or key}: expected one value; write a list as [1,2], a number with a "
-                "point as in 0.5, and quote a text with a comma, as in \"'a, b'\"; -m trains once with each of several values"
+                "point as in 0.5, and quote a text with a comma, as in \"'a, b'\"; -m trains once with "
+                "each of several values"
             )
         if override.is_delete():
             _take_away(values, override, again)
