@@ -17,12 +17,12 @@ from gerl.api.settings import (
     nested,
     overrides_of,
     scorers_of,
-    spelled,
     write_experiment,
     write_prompts,
 )
 from gerl.api.training import Trainer
 from gerl.commandline.composition import compose_run
+from gerl.commandline.hydra_options import spelled
 from gerl.objects import offered
 from gerl.score.gallery import ScoredImage
 
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from gerl.evaluate.command import Evaluation
     from gerl.preflight.findings import Report
 
+# the arguments of `evaluate` that stand for keys
+EVALUATED = {
+    "model.path": "model", "model.lora": "lora", "data.train": "prompts", "validation.data": "prompts",
+    "hydra.run.dir": "out", "reward.scorers": "reward", "experiment": "experiment", "rollout.n": "images",
+}  # fmt: skip
 Adapter = str | Path | Run  # a LoRA
 
 
@@ -66,7 +71,7 @@ def evaluate(
     scorers = Scorers() if reward is None else scorers_of(reward)
     chosen = [f"experiment={experiment}"] if experiment else []
     chosen += [f"reward.scorers={spelled(scorers.keys)}"] if scorers.keys else []
-    chosen += [*overrides_of(nested(keys)), *overrides]
+    chosen += [*overrides_of(nested(keys, arguments=EVALUATED)), *overrides]
     with tempfile.TemporaryDirectory() as folder, offered(scorers.functions, {}):
         here = Path(folder)
         if model is not None and not isinstance(model, str | Path):
@@ -113,7 +118,7 @@ def score(
     from gerl.score.command import Request, run  # in here: it needs the reward's packages
 
     scorers = scorers_of(reward)
-    values = nested(keys)
+    values = nested(keys, arguments={"reward.scorers": "reward", "hydra.run.dir": "out", "data.train": "prompts"})
     values["reward"] = {**values.get("reward", {}), "scorers": scorers.keys}
     with tempfile.TemporaryDirectory() as folder, offered(scorers.functions, {}):
         here = Path(folder)

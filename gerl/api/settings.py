@@ -4,14 +4,18 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from gerl.commandline.experiments import SUFFIXES, own_file
-from gerl.commandline.hydra_options import quoted
-from gerl.config import did_you_mean, keys
+from gerl.commandline.hydra_options import spelled
+from gerl.config import LISTED, did_you_mean, is_foreign, keys, nearest_key
+from gerl.config.reading import refusal
+from gerl.config.translation import OPEN
+from gerl.config.translation import plain as spelt
 from gerl.errors import ConfigError, DataError
 from gerl.objects import PREFIX
 from gerl.utils.files import write_file
@@ -52,7 +56,7 @@ class Scorers:
         self.keys[name] = own
 
 
-def scorers_of(reward: Reward) -> Scorers:
+def scorers_of(reward: object) -> Scorers:
     """The scorers that `reward` names: one function or name, or several by name."""
     found = Scorers()
     if isinstance(reward, Mapping):
@@ -66,7 +70,10 @@ def scorers_of(reward: Reward) -> Scorers:
     elif isinstance(reward, str):
         found.add(reward, reward)
     else:
-        raise ConfigError(f"reward: {type(reward).__name__} is none: give a function, a name, or several by name")
+        raise ConfigError(
+            f"reward: it is a {type(reward).__name__}; give a function, a name, or several by name such as "
+            "{'ocr': 1.0, 'mine': function}"
+        )
     return found
 
 
@@ -81,14 +88,18 @@ def _checked(name: str) -> str:
     return name
 
 
-def nested(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys with dots, and blocks of keys, as blocks; raises `ConfigError` for a key that there is not."""
-    known = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
+def nested(
+    given: Mapping[str, Any], beside: Mapping[str, Any] | None = None, arguments: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Keys with dots, and blocks of keys, as blocks.
+
+    `beside`: keys that arguments of the function set, whose names are in `arguments`. Raises `ConfigError` for a key
+    that there is not, and for two values of one.
+    """
+    _check_names(given, beside or {}, arguments or {})
     found: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in [*(beside or {}).items(), *given.items()]:
         block, *inner = key.split(".")
-        if block not in known:
-            raise ConfigError(f"{key}: there is no such key{did_you_mean(key)}; write it as {{'sampling.height': 64}}")
         if not inner and not isinstance(value, Mapping):
             raise ConfigError(f"{key}={value!r}: it is a block of keys: give a dictionary of them, or '{key}.KEY'")
         place = found.setdefault(block, {})
@@ -96,8 +107,43 @@ def nested(given: Mapping[str, Any]) -> dict[str, Any]:
             place = place.setdefault(name, {})
         new = nested_values(value) if not inner else {inner[-1]: plain(value)}
         for name, part in new.items():
-            place[name] = {**place[name], **part} if isinstance(part, dict) and name in place else part
+            place[name] = _merged(f"{key}.{name}" if not inner else key, place[name], part) if name in place else part
     return found
+
+
+def _merged(key: str, old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {name: _merged(f"{key}.{name}", old[name], part) if name in old else part
+                      for name, part in new.items()}  # fmt: skip
+    if repr(old) != repr(new):
+        raise ConfigError(f"{key} is given twice, as {old!r} and {new!r}: keep one")
+    return new
+
+
+def _check_names(given: Mapping[str, Any], beside: Mapping[str, Any], arguments: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for names that are no keys, of other programs all at once, with what is to be written."""
+    known = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
+    spelling = partial(_python, arguments=arguments)
+    blocks = {key for key, value in given.items() if key in known and isinstance(value, Mapping)}
+    if foreign := {key: value for key, value in given.items() if key not in blocks and is_foreign(key)}:
+        own = {key: value for key, value in {**beside, **given}.items() if key not in foreign}
+        raise ConfigError(refusal(foreign, own, spelling))
+    for key, value in given.items():
+        if key.split(".")[0] not in known:
+            near = nearest_key(key)
+            hint = f", write {spelling({near: value})}" if near and "." in near else did_you_mean(key)
+            raise ConfigError(f"{key}: there is no such key{hint}; {LISTED}")
+
+
+def _python(values: Mapping[str, Any], arguments: Mapping[str, str]) -> str:
+    """Keys and values as a call in Python has them: `steps=3, **{"actor.lr": 1e-4}`."""
+
+    def literal(value: Any) -> str:
+        return OPEN if value == OPEN else json.dumps(read) if isinstance(read := spelt(value), str) else repr(read)
+
+    own = [f"{arguments[key]}={literal(value)}" for key, value in values.items() if key in arguments]
+    rest = [f"{json.dumps(key)}: {literal(value)}" for key, value in values.items() if key not in arguments]
+    return ", ".join([*own, f"**{{{', '.join(rest)}}}"] if rest else own)
 
 
 def nested_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,15 +167,6 @@ def plain(value: object) -> Any:
 def overrides_of(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The arguments of a command line that set the keys in these blocks."""
     return [f"{block}.{key}={spelled(value)}" for block, part in values.items() for key, value in part.items()]
-
-
-def spelled(value: object) -> str:
-    """A value as Hydra's command line has it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {spelled(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(spelled, value)) + "]"
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def write_prompts(prompts: Prompts, file: Path) -> str:

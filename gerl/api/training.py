@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gerl")
 DEFAULT = "awm_fast"  # algorithm
+# the arguments that stand for keys
+ARGUMENTS = {
+    "model.path": "pipe", "reward.scorers": "reward", "data.train": "prompts", "validation.data": "held_out",
+    "algorithm": "algorithm", "trainer.steps": "steps", "experiment": "experiment", "cluster.num_workers": "workers",
+    "trainer.seed": "seed", "hydra.run.dir": "out", "checkpoint.resume": "resume",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,16 +105,12 @@ class Trainer:
         self.scorers = Scorers() if reward is None else scorers_of(reward)
         self.algorithm = algorithm or (DEFAULT if experiment is None else None)
         self.prompts, self.held_out = prompts, held_out
-        own: dict[str, Any] = {"logger.progress": not in_notebook()}
-        if isinstance(pipe, str | Path):
-            own["model.path"] = str(pipe)
+        given = {"model.path": str(pipe) if isinstance(pipe, str | Path) else None, "cluster.num_workers": workers}
+        given |= {"trainer.steps": steps, "trainer.seed": seed}
+        self.keys = nested(keys, {key: value for key, value in given.items() if value is not None}, ARGUMENTS)
+        self.keys.setdefault("logger", {}).setdefault("progress", not in_notebook())
         if workers is None:
-            own["cluster.launcher"] = "local"
-        else:
-            own["cluster.num_workers"] = workers
-        own |= {"trainer.steps": steps} if steps is not None else {}
-        own |= {"trainer.seed": seed} if seed is not None else {}
-        self.keys = nested({**own, **keys})
+            self.keys.setdefault("cluster", {}).setdefault("launcher", "local")
         self.begun = False
         self.policy: Policy | None = None  # of the pipeline in memory, once it is trained
         if not self.resumes and (reward is None or prompts is None or pipe is None) and experiment is None:

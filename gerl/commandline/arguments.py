@@ -2,11 +2,12 @@
 
 import difflib
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from gerl.commandline.files import either, near_names
 from gerl.commandline.form import check_form
 from gerl.config import keys, nearest_key
 from gerl.errors import ConfigError
@@ -17,13 +18,22 @@ WIDTH = 110  # characters of a line of the help
 FOLDER_HELP = "  --config-dir DIR  a folder with experiments of your own, for experiment=NAME"
 
 
-def key(text: str, default: Any = None, *, required: bool = False, unit: str = "", low: int = 0) -> Any:
+def key(
+    text: str,
+    default: Any = None,
+    *,
+    required: bool = False,
+    unit: str = "",
+    low: int = 0,
+    also: Mapping[str, str] | None = None,
+) -> Any:
     """A field that is a key of a command, whose type is read from a text: str, Path, bool, int or a Literal.
 
     text: what it is for; up to the first semicolon, what it may be. unit, low: of an int, what it is, and from where
-    on. A key whose default is a list or dict is named: KEY.NAME=VALUE too, any number of them.
+    on. also: other words for a value. A key whose default is a list or dict is named: KEY.NAME=VALUE too, any number of
+    them.
     """
-    metadata = {"help": text, "required": required, "unit": unit, "low": low}
+    metadata = {"help": text, "required": required, "unit": unit, "low": low, "also": also or {}}
     if isinstance(default, list | dict):
         return field(default_factory=type(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -33,8 +43,10 @@ def typed(option: Option, hint: object, text: str) -> object:
     """The value of a key of type `hint` from a text; raises `ValueError` saying what it must be."""
     kind = next((part for part in get_args(hint) if type(None) in get_args(hint)), hint)  # X of X | None
     choices = get_args(kind) if get_origin(kind) is Literal else ("false", "true") if kind is bool else ()
+    text = option.metadata["also"].get(text, text)
     if choices and text not in choices:
-        raise ValueError(f"choose {' or '.join(choices)}")
+        near = near_names(text, choices)
+        raise ValueError(f"did you mean {either(near)}?" if near else f"choose {' or '.join(choices)}")
     if kind is int and (not text.isdecimal() or int(text) < option.metadata["low"]):
         raise ValueError(f"it must be {option.metadata['unit']}")
     if kind is bool:
@@ -80,7 +92,8 @@ class Parser(Generic[T]):
             from gerl.commandline.hydra_options import without_options  # in here: it imports Hydra
 
             arguments = without_options(arguments)
-        arguments = [f"{self.bare}={a}" if self._is_bare(a) else a for a in arguments]
+        if not any(a.startswith("-") for a in arguments):  # else it may be the value of one with dashes
+            arguments = [f"{self.bare}={a}" if self._is_bare(a) else a for a in arguments]
         check_form(arguments, self._nearest, "experiment" if self.rest else self._keys()[0].name)
         for argument in arguments:
             name, equals, text = argument.partition("=")
@@ -122,6 +135,8 @@ class Parser(Generic[T]):
 
     def _is_bare(self, argument: str) -> bool:
         """Whether an argument is the value of `bare` alone; a folder's name may have an equals sign in it."""
+        if argument in (option.name for option in self._keys()):
+            return False
         return bool(self.bare) and argument[:1] not in "-=" and ("=" not in argument or Path(argument).exists())
 
     def _nearest(self, name: str) -> str | None:

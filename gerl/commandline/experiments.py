@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from gerl.commandline.files import either, near_names, read_yaml
+from gerl.config.translation import other_value
 from gerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -32,7 +33,7 @@ def own_file(override: str) -> str:
         return override
     if not value.endswith(SUFFIXES):
         # Hydra would also find a file that this process has made known before, and says what several values are
-        if value not in shipped(group) and "," not in value:
+        if value not in shipped(group) and ("," not in value or value[:1] in "[{"):
             raise ConfigError(no_such(group, value))
         return override
     path = Path(value).expanduser()
@@ -123,6 +124,11 @@ def _check_keys(content: DictConfig, where: str) -> None:
             raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', below it and indented '{leaf}:'")
 
 
+def default_experiment(model: str | None) -> str:
+    """The experiment of a command line that names none: the demo for its own model, gerl's defaults for another."""
+    return "signs" if model in (None, "signs") else "plain"
+
+
 def experiments() -> list[str]:
     """The names of the shipped experiments."""
     return shipped("experiment")
@@ -152,6 +158,8 @@ def no_such(group: str, value: str) -> str:
     near = near_names(value, names)
     if group == "experiment" and Path(value + ".yaml").is_file():
         near = [f"{value}.yaml"]
+    if known := other_value(group, value):
+        return f"{group}={value}: there is no such {group}{known}; --help lists all"
     own = ", or give the path of a .yaml file of your own" if group == "experiment" else ""
     hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{own}"
     return f"{group}={value}: there is no such {group}; {hint}"

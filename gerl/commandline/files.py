@@ -1,6 +1,7 @@
 """The yaml files of users: read with errors that name line and column; and names near to one that is wrong."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,9 +42,23 @@ def _character(path: Path, line: int, column: int) -> str:
 
 
 def near_names(name: str, names: Sequence[str]) -> list[str]:
-    """At most three of `names` that are near to `name`: spelt alike, or that it is a part of."""
+    """At most three of `names` that are near to `name`: by its words, else spelt alike, or that it is a part of."""
+    words = _words(name)
+    same = [known for known in names if words and "".join(words) == "".join(_words(known))]
+    if same := same or [known for known in names if words and _has(words, _words(known))]:
+        return same[:3]
     near = difflib.get_close_matches(name.lower(), names, n=3)
     return near or [known for known in names if name and name.lower() in known][:3]
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z]+|\d+", name.lower())
+
+
+def _has(words: Sequence[str], known: Sequence[str]) -> bool:
+    """Whether `known` has all of `words`, or words that begin so, in their order."""
+    rest = iter(known)
+    return all(any(other.startswith(word) for other in rest) for word in words)
 
 
 def either(names: Sequence[str]) -> str:

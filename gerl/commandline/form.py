@@ -2,15 +2,19 @@
 
 import shlex
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
-from gerl.config import absent, other_name
+from gerl.config import absent, is_foreign, other_name
+from gerl.config.reading import advice, refusal
 from gerl.errors import ConfigError
 
+Nearest = Callable[[str], str | None]
 
-def check_form(arguments: Sequence[str], nearest: Callable[[str], str | None], first: str) -> None:
+
+def check_form(arguments: Sequence[str], nearest: Nearest, first: str) -> None:
     """Raise `ConfigError` for the first argument that has dashes, no equals sign, or spaces around it.
 
-    Several keys of other programs are one error, with all that is to be written in their place.
+    Keys of other programs are one error, with all that is to be written in their place.
     nearest: the key that a name is or is near to; None where nothing is near. first: the key that a value alone
     may be meant for. A `~key` of Hydra is left alone.
     """
@@ -20,13 +24,17 @@ def check_form(arguments: Sequence[str], nearest: Callable[[str], str | None], f
         is_alone = _is_value(after)
         name, equals, value = argument.partition("=")
         if argument.startswith("-"):
-            raise ConfigError(_without_dashes(arguments[i:], nearest))
+            raise ConfigError(_without_dashes(arguments, i, nearest))
         if after == "=":
             rest = arguments[i + 2] if i + 2 < len(arguments) else "VALUE"
             raise ConfigError(f"{name} = {rest}: no spaces around the equals sign, {_write(name, rest)}")
         if (not equals and after.startswith("=")) or (equals and not value and is_alone):
             given = after.removeprefix("=")
             raise ConfigError(f"{argument} {after}: no spaces around the equals sign, {_write(name, given)}")
+        if equals and name != name.strip():
+            raise ConfigError(f"{argument}: no spaces around the equals sign, {_write(name.strip(), value.strip())}")
+        if equals and not name.strip("+~"):
+            raise ConfigError(f"{argument}: expected key=value, and there is no key before the equals sign")
         if equals or argument.startswith("~"):
             continue
         if nearest(name) == name:
@@ -43,46 +51,64 @@ def check_form(arguments: Sequence[str], nearest: Callable[[str], str | None], f
     _check_names(arguments, nearest)
 
 
-def _check_names(arguments: Sequence[str], nearest: Callable[[str], str | None]) -> None:
-    """Raise `ConfigError` where several keys are those of another program; one alone is refused where it is read."""
-    found = {}
-    for argument in arguments:
-        name, _, value = argument.lstrip("+").partition("=")
-        meant = other_name(name)
-        if meant and meant == nearest(name) and not argument.startswith("~"):
-            found[name] = _written(meant, value)
-    if len(found) > 1:
-        *names, last = found
-        raise ConfigError(
-            f"{', '.join(names)} and {last} are keys of another program: write {' '.join(found.values())}; --help "
-            "lists the keys, docs/coming_from.md compares them"
-        )
+def _check_names(arguments: Sequence[str], nearest: Nearest) -> None:
+    """Raise `ConfigError` for keys of another program, with what is to be written for all of them."""
+    pairs = [argument.lstrip("+").partition("=") for argument in arguments if not argument.startswith("~")]
+    found = {name: value for name, _, value in pairs if _is_taken(name, nearest)}
+    if found:
+        own = {name: value for name, _, value in pairs if name not in found}
+        raise ConfigError(refusal(found, own))
+
+
+def _is_taken(name: str, nearest: Nearest) -> bool:
+    """Whether a command knows an answer for the name of another program: it takes the keys that are meant."""
+    if not is_foreign(name):
+        return False
+    if absent(name):
+        return nearest("trainer.steps") == "trainer.steps"
+    return (meant := other_name(name)) is not None and meant == nearest(name)
 
 
 def _is_assignment(argument: str) -> bool:
     return "=" in argument[1:] and not argument.startswith("-")
 
 
-def _without_dashes(arguments: Sequence[str], nearest: Callable[[str], str | None]) -> str:
-    """The sentence for arguments of which the first has dashes: what is to be written for all that have."""
+def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> str:
+    """The sentence for arguments with dashes, from `start` on: what is to be written for all that have."""
     given: list[str] = []
     written: list[str] = []
-    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+    foreign: dict[str, str] = {}
+    for i, argument in enumerate(arguments[start:], start):
+        after = arguments[i + 1] if i + 1 < len(arguments) else ""
         if not argument.startswith("-"):
             continue
         name, equals, value = argument.lstrip("-").partition("=")
-        key = nearest(name.replace("-", "_"))
+        name = name.replace("-", "_")
+        is_alone = not equals and _is_value(after)
+        text = value if equals else after if is_alone else ""
+        if _is_taken(name, nearest):
+            values = [] if equals else _values(arguments[i + 1 :])
+            given.append(" ".join([argument, *values]))
+            foreign[name] = (
+                value or (f"[{','.join(values)}]" if len(values) > 1 else "".join(values)) or "true"
+            )  # a switch
+            continue
+        key = nearest(name)
         if key is None and not given:
-            reason = f": {why}" if (why := absent(name.replace("-", "_"))) else ""
-            return (
-                f"{argument}: there is no such option{reason}; arguments are key=value without dashes, --help lists "
-                "the keys"
-            )
+            return f"{argument}: there is no such option; arguments are key=value without dashes, --help lists the keys"
         if key is not None:
-            is_alone = not equals and _is_value(after)
             given.append(f"{argument} {after}" if is_alone else argument)
-            written.append(_written(key, value if equals else after if is_alone else "VALUE"))
-    return f"{' '.join(given)}: drop the dashes, write {' '.join(written)}; --help lists the keys"
+            written.append(_written(key, text or "VALUE"))
+    if not foreign:
+        return f"{' '.join(given)}: drop the dashes, write {' '.join(written)}; --help lists the keys"
+    own = dict(argument.split("=", 1) for argument in arguments if _is_assignment(argument))
+    said = advice(foreign, own, first=" ".join(written))
+    return f"{' '.join(given)}: {'drop the dashes, ' if said.startswith('write ') else ''}{said}"
+
+
+def _values(arguments: Sequence[str]) -> list[str]:
+    """The values behind an option with dashes."""
+    return list(takewhile(_is_value, arguments))
 
 
 def _is_value(argument: str) -> bool:

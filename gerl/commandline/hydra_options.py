@@ -3,7 +3,9 @@
 The first two are of training, the last one of every command that takes an experiment.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +79,20 @@ def without_options(given: Sequence[str]) -> list[str]:
 def quoted(value: str) -> str:
     """A text as Hydra reads it back, whatever is in it."""
     return QuotedString(value, Quote.single).with_quotes()
+
+
+def spelled(value: object) -> str:
+    """A plain value as Hydra's command line has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)}: {spelled(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(spelled, value)) + "]"
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _key(key: object) -> str:
+    """A key of a dictionary, which Hydra knows without quotes only."""
+    return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key))
 
 
 def _from_folder(arguments: Sequence[str], folder: Path) -> list[str]:

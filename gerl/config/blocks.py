@@ -203,6 +203,8 @@ class ValidationConfig(Block):
     micro_batch_size: int = key(32, "images denoised together", low=1)
 
     def check(self) -> None:
+        if isinstance(self.data, bool) or (isinstance(self.data, str) and self.data.lower() in ("none", "false", "no")):
+            raise ConfigError(f"validation.data={shown(self.data)}: write validation.data=null for no validation")
         if self.data is not None:
             sources(self.data, "validation.data", weighted=False)
 

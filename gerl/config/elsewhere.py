@@ -1,7 +1,8 @@
-"""Names of settings in other programs, and gerl's keys for the same.
+# ruff: noqa: E501 - a row is a line
+"""Keys of other programs, and gerl's for the same, or why there is none. Tables, for hints only.
 
-flow_grpo, MM-GRPO, verl, verl-omni, NeMo RL, Flow-Factory, TRL and the scripts of diffusers; `docs/coming_from.md`
-shows the most used ones side by side. They are for hints only: a command line has gerl's own keys.
+flow_grpo, MM-GRPO, verl, verl-omni, NeMo RL, PettingLLMs, Flow-Factory, TRL, the scripts of diffusers, ai-toolkit and
+kohya's sd-scripts; `docs/coming_from.md` shows the most used ones side by side. Their values are in `other_values`.
 """
 
 from collections.abc import Collection
@@ -10,41 +11,42 @@ from collections.abc import Collection
 # (`optim.lr` is also `actor_rollout_ref.actor.optim.lr`)
 NAMES = {
     "experiment": "config config_name config_file recipe",
-    "hydra.run.dir": """output_dir out out_dir run_dir logdir logging_dir save_dir default_local_dir checkpoint_dir
-        run_name experiment_name exp_name""",
-    "algorithm": "trainer_type loss_mode loss_type model.algorithm rl_algorithm",
+    "hydra.run.dir": """output_dir outdir out out_dir run_dir logdir logging_dir save_dir default_local_dir checkpoint_dir
+        run_name experiment_name exp_name output_name training_folder log_dir""",
+    "algorithm": "trainer_type loss_mode loss_type model.algorithm rl_algorithm algorithm_type",
     # model
     "model.path": """pretrained.model pretrained.model_path pretrained_model pretrained_model_name_or_path
-        model_name_or_path model_name model_id base_model model.name""",
-    "model.dtype": "mixed_precision model_dtype torch_dtype param_dtype weight_dtype precision fp16 bf16",
-    "model.train": "finetune_type use_lora use_peft",
-    "model.lora_rank": "lora_r lora.r lora.rank",
-    "model.lora_alpha": "lora.alpha",
+        model_name_or_path model_name model_id base_model model.name name_or_path model_path base_model_path""",
+    "model.dtype": """mixed_precision model_dtype torch_dtype param_dtype weight_dtype precision fp16 bf16
+        train.dtype""",
+    "model.train": "finetune_type use_lora use_peft lora.enabled",
+    "model.lora_rank": "lora_r lora.r lora.rank network.linear network_dim network.dim network.rank",
+    "model.lora_alpha": "lora.alpha network.linear_alpha network_alpha network.alpha",
     "model.lora_targets": "lora_target_modules target_modules lora_layers",
-    "model.lora": "lora_path lora_adapter_path adapter_path adapter_name_or_path pretrained_lora",
-    "model.quantize": "load_in_8bit load_in_4bit bnb_4bit_quant_type quantization",
+    "model.lora": "lora_path lora_adapter_path adapter_path adapter_name_or_path pretrained_lora network_weights",
+    "model.quantize": "load_in_8bit load_in_4bit bnb_4bit_quant_type quantization fp8_base",
     "model.gradient_checkpointing": """enable_gradient_checkpointing activation_checkpointing
         use_gradient_checkpointing""",
-    "model.attention": "attn_backend rollout_attn_backend attn_implementation attention_backend",
-    "model.offload": "param_offload cpu_offload enable_model_cpu_offload enable_sequential_cpu_offload",
-    "model.shard": "sharding_strategy fsdp actor.strategy",
+    "model.attention": "attn_backend rollout_attn_backend attn_implementation attention_backend xformers sdpa",
+    "model.offload": "param_offload cpu_offload enable_model_cpu_offload enable_sequential_cpu_offload low_vram lowvram",
+    "model.shard": "sharding_strategy fsdp strategy actor.strategy dtensor_cfg.enabled",
     "model.compile": "torch_compile use_torch_compile",
     # sampling
     "sampling.height sampling.width": "resolution image_size",
-    "sampling.height": "image_height pipeline.height",
-    "sampling.width": "image_width pipeline.width",
+    "sampling.height": "image_height pipeline.height sample.height",
+    "sampling.width": "image_width pipeline.width sample.width",
     "sampling.num_inference_steps": """sample.num_steps sample_num_steps sampling_steps sampling.num_steps
         sampling.steps num_sampling_steps train.num_inference_steps rollout.num_inference_steps
-        pipeline.num_inference_steps""",
+        pipeline.num_inference_steps sample.sample_steps""",
     "sampling.guidance_scale": """sample_guidance_scale sample.guidance_scale train.guidance_scale cfg_scale
         rollout.guidance_scale pipeline.guidance_scale""",
     "sampling.call.true_cfg_scale": "true_cfg_scale",
-    "sampling.call.max_sequence_length": "max_sequence_length max_prompt_length prompt_length",
-    "sampling.call.negative_prompt": "negative_prompt negative_prompts",
+    "sampling.call.max_sequence_length": "max_sequence_length max_prompt_length prompt_length max_token_length",
+    "sampling.call.negative_prompt": "negative_prompt negative_prompts sample.neg",
     "sampling.call.num_frames": "num_frames",
     "sampling.kernel": "sde_type dynamics_type",
     "sampling.noise_level": """eta sample_eta sample.noise_level scheduler.noise_level algo.noise_level
-        rollout.noise_level rollout.temperature rollout.top_p rollout.top_k""",
+        rollout.noise_level""",
     "sampling.window_size": "sde_window_size num_sde_steps",
     "sampling.window_range": "sde_window_range sde_steps timestep_range",
     "sampling.window_schedule": "sample_strategy",
@@ -52,13 +54,14 @@ NAMES = {
     "sampling.same_init_noise": "same_latent init_same_noise",
     # rollout
     "rollout.prompts_per_step": """data.train_batch_size num_prompts_per_step unique_sample_num_per_epoch
-        prompts_per_batch sample.num_batches_per_epoch sample_num_batches_per_epoch generation_batch_size
-        rollout_batch_size""",
+        prompts_per_batch num_batches_per_epoch sample.num_batches_per_epoch sample_num_batches_per_epoch
+        generation_batch_size
+        rollout_batch_size train_sample_num""",
     "rollout.n": """num_generations num_generations_per_prompt num_image_per_prompt num_images_per_prompt group_size
         n_samples_per_prompt num_samples_per_prompt images_per_prompt""",
     "rollout.micro_batch_size": """per_device_train_batch_size per_device_batch_size train_batch_size
         sample_batch_size sample.train_batch_size sample.batch_size log_prob_micro_batch_size
-        log_prob_micro_batch_size_per_gpu max_num_seqs""",
+        log_prob_micro_batch_size_per_gpu max_num_seqs logprob_batch_size""",
     # algorithm
     "algorithm.adv_estimator": """advantage_estimator advantage_aggregation multi_objective_aggregation
         use_leave_one_out_baseline leave_one_out""",
@@ -87,34 +90,35 @@ NAMES = {
     "algorithm.kl_threshold": "kl_mask_threshold",
     "algorithm.teachers": "teacher_model.model_path teacher_path teacher_model_path distillation.enabled",
     # actor
-    "actor.lr": "learning_rate train_learning_rate optim.lr optimizer.lr",
+    "actor.lr": "learning_rate train_learning_rate optim.lr optimizer.lr train.lr unet_lr",
     "actor.lr_schedule": "lr_scheduler lr_scheduler_type",
     "actor.warmup_steps": "lr_warmup_steps lr_warmup_iters num_warmup_steps",
-    "actor.optimizer": "optim use_8bit_adam train_use_8bit_adam",
+    "actor.optimizer": "optim use_8bit_adam train_use_8bit_adam optimizer_type train.optimizer optimizer",
     "actor.betas": "adam_betas adam_beta1 adam_beta2 train_adam_beta1 train_adam_beta2",
     "actor.eps": "adam_epsilon train_adam_epsilon",
     "actor.weight_decay": "adam_weight_decay train_adam_weight_decay optim.weight_decay",
     "actor.max_grad_norm": """grad_clip clip_grad train.max_grad_norm train_max_grad_norm policy.max_grad_norm
         gradient_clipping gradient_clip_val""",
     "actor.updates_per_step": """ppo_mini_batch_size mini_batch_size gradient_accumulation_steps
-        gradient_step_per_epoch train_gradient_accumulation_steps steps_per_generation""",
+        gradient_step_per_epoch train_gradient_accumulation_steps train.gradient_accumulation_steps steps_per_generation
+        train_global_batch_size""",
     "actor.epochs": "num_iterations ppo_epochs num_inner_epochs train_num_inner_epochs",
     "actor.micro_batch_size": """ppo_micro_batch_size ppo_micro_batch_size_per_gpu train.batch_size
         train_micro_batch_size""",
-    "actor.ema_decay": "ema train.ema use_ema ema_rate",
+    "actor.ema_decay": "ema train.ema use_ema ema_rate ema_config.ema_decay",
     # reward
     "reward.scorers": """reward_fn reward_funcs reward_model rewards reward_function custom_reward_function
-        reward_model_path reward_model.model_path reward.components""",
+        reward_model_path reward_model.model_path reward_model.path reward.components""",
     "reward.scorers.NAME.path": "custom_reward_function.path reward_function_path",
     "reward.scorers.NAME.function": "custom_reward_function.name reward_function_name",
     "reward.scorers.NAME.weight": "reward_weights",
     # data and validation
     "data.train": """train_files train_file train_data train_data_path dataset dataset_dir dataset_name data.path
-        prompt_file prompts""",
+        prompt_file prompts folder_path train_data_dir dataset_config""",
     "data.shuffle": "shuffle_dataset",
-    "validation.data": "val_files val_file val_data validation_file eval_dataset eval_file test_file",
+    "validation.data": "val_files val_file val_data validation_file eval_dataset eval_file test_file sample_prompts sample.prompts",
     "validation.every": """test_freq eval_freq val_freq eval_steps val_period eval_every eval_interval
-        validation_steps""",
+        validation_steps sample_every sample_every_n_steps""",
     "validation.max_prompts": "val_max_samples max_val_samples max_eval_samples",
     "validation.images": "log_val_generations num_val_samples_to_print num_completions_to_print log_completions",
     "validation.micro_batch_size": """val_batch_size test_batch_size per_device_eval_batch_size
@@ -124,42 +128,109 @@ NAMES = {
     "validation.guidance_scale": """eval_guidance_scale val_kwargs.guidance_scale val_kwargs.pipeline.guidance_scale
         eval.guidance_scale""",
     # checkpoint
-    "checkpoint.every": "save_freq save_steps save_period save_interval save_every checkpointing_steps",
+    "checkpoint.every": """save_freq save_steps save_period save_interval save_every checkpointing_steps
+        save_every_n_steps checkpointing.enabled""",
     "checkpoint.keep": """num_checkpoint_limit save_total_limit max_actor_ckpt_to_keep checkpoints_total_limit
-        keep_top_k keep_last""",
+        keep_top_k keep_last max_step_saves_to_keep save_last_n_steps""",
     "checkpoint.resume": "resume_from resume_mode resume_path resume_from_path resume_from_checkpoint",
     # cluster
     "cluster.num_workers": """n_gpus_per_node gpus_per_node num_gpus num_processes nproc_per_node nnodes num_nodes
         ngpu""",
-    "cluster.layout": "hybrid_engine colocate",
+    "cluster.layout": "hybrid_engine colocate colocated.enabled",
     "cluster.actor_workers": "actor_gpus actor_num_gpus",
     "cluster.rollout_workers": "rollout_gpus rollout_num_gpus",
     "cluster.ranks_per_worker": "fsdp_size tensor_model_parallel_size tensor_parallel_size",
     "cluster.context": "ulysses_sequence_parallel_size sequence_parallel_size context_parallel_size sp_size",
     # logger
-    "logger.trackers": "report_to log_with logging_backend trainer.logger",
+    "logger.trackers": "report_to log_with logging_backend trainer.logger logger wandb_enabled",
     "logger.project": "project_name tracker_project_name",
     # trainer
     "trainer.steps": """total_epochs max_epochs num_epochs num_train_epochs max_num_epochs total_training_steps
-        max_steps max_train_steps max_num_steps""",
+        max_steps max_train_steps max_num_steps train.steps num_steps max_train_epochs""",
     "trainer.staleness": """max_staleness max_trajectory_age_steps async_weight_update staleness_threshold
-        async_strategy""",
+        async_strategy async_grpo.enabled""",
     "trainer.seed": "seed random_seed",
 }  # fmt: skip
-# what gerl has no key for, and why
-ABSENT = {
+EDIT = "a prompt is sampled once, and its image is not edited again"
+SIZE = "an image has sampling.height, sampling.width and sampling.num_inference_steps"
+ENGINE = "the pipeline of diffusers that trains also samples, so that the log-probabilities are its own"
+SERVER = "there is no server with a cache of tokens to set; memory is rollout.micro_batch_size and model.offload"
+AGENTS = "a run trains one model that acts once per image; there are no agents, roles or turns"
+NOISE = "an image has no tokens to draw; how much it explores is sampling.noise_level and sampling.kernel"
+SHARDS = "how weights are gathered is fixed; give model.shard, cluster.ranks_per_worker and model.offload"
+CAPTIONS = "images and captions are not trained on, the images are sampled from prompts"
+# blocks of other programs that have nothing here, whichever key of them is given
+BLOCKS = {
     "critic": "no value network is trained, the baseline is that of algorithm.adv_estimator",
+    "env": "what scores is a scorer: reward.scorers.NAME, with replicas=N for processes of it",
+    "multi_turn": EDIT,
+    "megatron": "denoisers of diffusers have no Megatron form; give model.shard and cluster.context",
+    "megatron_cfg": "denoisers of diffusers have no Megatron form; give model.shard and cluster.context",
+    "agent_policy_configs": AGENTS,
+    "multi_agent_interaction": AGENTS,
+    "reward_scaling": "give reward.scorers.NAME.scale, .offset and .clip",
+    "vllm_cfg": ENGINE, "sglang_cfg": ENGINE, "vllm_kwargs": ENGINE, "engine_kwargs": ENGINE,
+}  # fmt: skip
+# what gerl has no key for, and why, by the end of the name
+ABSENT = {
     "gamma": "an image has one reward, at its end; steps are weighed by algorithm.timestep_weights",
     "lam": "without a value network there is nothing to average over; the baseline is that of algorithm.adv_estimator",
-    "lora_dropout": "with dropout the update would not compute the log-probabilities of the rollout",
-    "max_response_length": "an image has sampling.height, sampling.width and sampling.num_inference_steps",
-    "max_completion_length": "an image has sampling.height, sampling.width and sampling.num_inference_steps",
-    "multi_turn": "a prompt is drawn once, and its image is not edited again",
-    "max_turns": "a prompt is drawn once, and its image is not edited again",
-    "max_rollout_turns": "a prompt is drawn once, and its image is not edited again",
-}
+    **dict.fromkeys(("lora_dropout", "lora.dropout", "network_dropout", "network.dropout"),
+                    "with dropout the update would not compute the log-probabilities of the rollout"),
+    **dict.fromkeys(("max_response_length", "max_completion_length"), SIZE),
+    **dict.fromkeys(("max_turns", "max_rollout_turns"), EDIT),
+    **dict.fromkeys(("temperature", "top_p", "top_k"), NOISE),
+    **dict.fromkeys(("rollout.name", "generation.backend", "rollout.backend", "model.backend", "use_vllm", "vllm_mode"), ENGINE),
+    **dict.fromkeys(("gpu_memory_utilization", "tp_size", "mem_fraction_static", "context_length", "max_model_len",
+                     "free_cache_engine", "vllm_gpu_memory_utilization"), SERVER),
+    "enforce_eager": "the model runs eagerly; model.compile=inductor compiles it",
+    **dict.fromkeys(("offload_policy", "reshard_after_forward", "optimizer_offload", "wrap_policy"), SHARDS),
+    "pipeline_model_parallel_size": "layers are not divided among GPUs; give model.shard and cluster.context",
+    "enable_vision": "a scorer sees the images, whatever it is; there is nothing to switch on",
+    "loss_agg_mode": "the loss is the mean over images and steps, whatever the micro-batch",
+    **dict.fromkeys(("val_at_start", "val_before_train", "eval_on_start"),
+                    "validation is at the start and the end, unless validation.data=null"),
+    **dict.fromkeys(("stop_at_validation_reward", "stop_at_validation_accuracy", "stop_at_validation"),
+                    "a loop over gerl.Trainer in Python may end where step.held_out is enough"),
+    "batch_multiplier": "further prompts are sampled where groups have equal rewards: algorithm.dynamic_sampling",
+    "in_flight_weight_updates": "weights do not change during a rollout; trainer.staleness=N samples N steps ahead",
+    "skip_reference_policy_logprobs_calculation": "with algorithm.kl_coef=0 there is no reference pass",
+    "seq_logprob_error_threshold": "actor.max_ratio_deviation bounds the ratio before the first update of a step",
+    **dict.fromkeys(("higher_is_better", "metric_name", "metric_for_best_model", "greater_is_better"),
+                    "the best checkpoint is that of the highest held-out reward"),
+    **dict.fromkeys(("specialization", "lora_num", "num_agents"), AGENTS),
+    "if_mix_rewards": "scorers are summed by reward.scorers.NAME.weight",
+    "num_episodes": "each held-out prompt is sampled validation.images_per_prompt times, images=N in gerl.evaluate",
+    **dict.fromkeys(("noise_scheduler", "network_module", "network.type", "job", "process", "model.is_flux", "model.arch",
+                     "model_type", "is_xl", "sdxl", "v2", "v_parameterization", "timestep_sampling", "timestep_type",
+                     "discrete_flow_shift"), "model.path says what the pipeline and its scheduler are"),
+    **dict.fromkeys(("train_unet", "train_text_encoder", "text_encoder_lr", "network_train_unet_only"),
+                    "the denoiser is trained, text encoders are not"),
+    **dict.fromkeys(("caption_ext", "caption_extension", "caption_dropout_rate", "shuffle_tokens", "shuffle_caption",
+                     "keep_tokens", "trigger_word", "cache_latents", "cache_latents_to_disk", "enable_bucket",
+                     "min_snr_gamma", "noise_offset", "clip_skip", "reg_data_dir"), CAPTIONS),
+    **dict.fromkeys(("warmup_ratio", "lr_warmup_ratio"), "actor.warmup_steps is a number of optimizer steps"),
+    **dict.fromkeys(("max_data_loader_n_workers", "dataloader_num_workers"), "prompts are read by the trainer itself"),
+    **dict.fromkeys(("save_model_as", "save.dtype"), "gerl export writes other formats, format=kohya say"),
+    "save_every_n_epochs": "checkpoint.every counts trainer steps",
+    "sample_every_n_epochs": "validation.every counts trainer steps",
+    "sampler": "the pipeline's scheduler samples; sampling.kernel says how its steps explore",
+    "walk_seed": "held-out images have the same noise in every validation",
+    "push_to_hub": "gerl export push=owner/name does it after the run",
+}  # fmt: skip
 MEANING = {other: key for key, others in NAMES.items() for other in others.split()}
 FREE = ("sampling.call.", "reward.scorers.")  # dictionaries: their entries are not gerl's to name
+
+
+def ends(name: str) -> list[str]:
+    """The name, and what is left of it without its first parts."""
+    parts = name.lower().split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
+
+
+def known_as(name: str) -> str | None:
+    """The longest end of `name` that the tables have; None: they have none."""
+    return next((end for end in ends(name) if end in MEANING or end in ABSENT), None)
 
 
 def elsewhere(name: str, keys: Collection[str] = ()) -> str | None:
@@ -170,12 +241,16 @@ def elsewhere(name: str, keys: Collection[str] = ()) -> str | None:
     """
     if name.startswith(FREE) or absent(name):
         return None
-    parts = name.lower().split(".")
-    ends = [".".join(parts[i:]) for i in range(len(parts))]
-    known = (end if end in keys else MEANING.get(end) for end in ends)
+    known = (end if end in keys else MEANING.get(end) for end in ends(name))
     return next((key for key in known if key), None)
 
 
 def absent(name: str) -> str | None:
     """Why gerl has nothing like `name` of other programs; None: nothing is known of it."""
-    return next((ABSENT[part] for part in name.lower().split(".") if part in ABSENT), None)
+    if name.startswith(FREE):
+        return None
+    parts = name.lower().split(".")
+    if block := next((part for part in (*parts[:-1], name.lower()) if part in BLOCKS), None):
+        return BLOCKS[block]
+    end = known_as(name)
+    return ABSENT.get(end) if end else None

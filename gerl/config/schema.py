@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+import types
+from collections.abc import Mapping
 from dataclasses import field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ConfigDict
 
@@ -42,6 +44,58 @@ def is_flat(value: object, levels: int = DEEPEST) -> bool:
     return inner is None or (levels > 0 and all(is_flat(part, levels - 1) for part in inner))
 
 
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+SPELLED = {"true": True, "false": False}
+
+
+def fits(value: object, kind: Any, spelled: bool = False) -> bool:
+    """Whether a value is of the kind that a key's annotation says. True and false are no numbers, nor is one of them.
+
+    spelled: so are a text that spells a number, true or false, a whole number such as 1e3, and a mapping for a block.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, part, spelled) for part in parts)
+    if origin is Literal:
+        return value in parts and not (isinstance(value, bool) and True not in parts)
+    if origin is list:
+        return isinstance(value, list | tuple) and all(fits(part, parts[0], spelled) for part in value)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(fits(part, parts[1], spelled) for part in value.values())
+    if kind is int or kind is float:
+        if spelled and isinstance(value, str):
+            return _number(value) is not None
+        whole = spelled and isinstance(value, float) and value.is_integer()
+        return (isinstance(value, kind | int) and not isinstance(value, bool)) or whole
+    if kind is bool:
+        return isinstance(value, bool) or (spelled and isinstance(value, str) and value.lower() in SPELLED)
+    if kind in (str, type(None)):
+        return isinstance(value, kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return isinstance(value, kind) or (spelled and isinstance(value, Mapping))
+    return True  # Any, and what has a check of its own
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def kind_words(kind: Any) -> str:
+    """The kind of an annotation in the words of a message."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else kind_words(part) for part in parts)
+    if origin is Literal:
+        *others, last = map(repr, parts)
+        return f"{', '.join(others)} or {last}" if others else last
+    if origin is list:
+        return "a list, such as [1,2]" if parts[0] in (int, float) else f"a list, each {kind_words(parts[0])}"
+    return "a dictionary, such as {NAME: VALUE}" if origin is dict else KINDS.get(kind, "another kind of value")
+
+
 def shown(value: object) -> str:
     """A value as the command line has it, on one line, cut where it is long."""
     if value is None or isinstance(value, bool):
@@ -62,6 +116,8 @@ class Block:
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             self._check_form(f.name, value)
+            if not fits(value, f.type):
+                raise ConfigError(f"{self._path(f.name)}={shown(value)}: it must be {kind_words(f.type)}")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             low, high, above = (f.metadata.get(bound) for bound in ("low", "high", "above"))

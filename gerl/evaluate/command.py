@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
+from gerl.commandline.experiments import default_experiment
 from gerl.commandline.imports import importing
 from gerl.config import Config
 from gerl.data.sources import named
 from gerl.errors import ConfigError
 from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
 from gerl.evaluate.suites import Pinned, deviations, listing, names, pin
-from gerl.model.paths import SHIPPED, resolve
+from gerl.model.paths import resolve
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, without_people
 from gerl.rewards.rows import check_any_scored, check_columns, stop_at_failure
@@ -197,8 +198,8 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     files = name_loras([(name, path, find_lora(path)) for name, path in options.lora])
     chosen = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
     if not chosen:
-        default = "signs" if model in (None, *SHIPPED) else "plain"
-        chosen = [next(filter(None, map(config_of, files.values())), default)]
+        path = next((o.removeprefix("model.path=") for o in overrides if o.startswith("model.path=")), model)
+        chosen = [next(filter(None, map(config_of, files.values())), default_experiment(model or path))]
         overrides = [f"experiment={chosen[0]}", *overrides]
     config, pinned, differing = _compose(options, overrides)
     if options.prompts is not None:
@@ -232,8 +233,8 @@ def _check_suite(options: Options) -> None:
 def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned | None, tuple[str, ...]]:
     """The configuration, with the suite's keys below those given besides; the suite, and deviations from it."""
 
-    def composed(arguments: Sequence[str]) -> Config:
-        config = compose_run(arguments).config
+    def composed(arguments: Sequence[str], below: Sequence[str] = ()) -> Config:
+        config = compose_run(arguments, below=below).config
         path = options.model or config.model.path
         return replace(config, model=replace(config.model, path=path))
 
@@ -243,7 +244,7 @@ def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned
     others = [o for o in overrides if o not in first]
     path = composed(first).model.path
     pinned = pin(options.suite, path, options.suite_prompts, options.suite_protocol, others)
-    plain, config = composed([*first, *pinned.overrides]), composed([*first, *pinned.overrides, *others])
+    plain, config = composed([*first, *pinned.overrides]), composed([*first, *others], pinned.overrides)
     return config, pinned, tuple(deviations(pinned, plain, config, options.images or pinned.images))
 
 

@@ -38,6 +38,7 @@ class Request:
         "diffusers, peft, kohya (also for ComfyUI), merged: the whole pipeline with the LoRA in its weights, or hub: a "
         "model repository with a card, pictures and a workflow for ComfyUI",
         "diffusers",
+        also={"comfyui": "kohya"},
     )
     weights: Literal["ema", "raw"] = key(
         "ema: the averaged weights, with which the run validates; or raw: those of the last optimizer step", "ema"
@@ -69,9 +70,10 @@ class Request:
 PARSER = Parser(
     "the export",
     "python -m gerl.export",
-    "run=FOLDER out=FOLDER [format=NAME] [push=OWNER/NAME] [key=value ...]",
+    "[run=]FOLDER out=FOLDER [format=NAME] [push=OWNER/NAME] [key=value ...]",
     "Write the LoRA of a run in the files of another program.",
     Request,
+    bare="run",
 )
 
 

@@ -185,7 +185,9 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
     paths = {int(re.sub(r"\D", "", path.name)): path for path in checkpoint_paths(folder / "checkpoints")}
     if not paths:
         what = "has no checkpoints" if folder.is_dir() else "does not exist"
-        raise ConfigError(f"run={folder} {what}: give a run folder such as outputs/signs/TIME, or a checkpoint in it")
+        places = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
+        newest = next(filter(None, map(find_run_to_resume, places)), "outputs/signs/TIME")
+        raise ConfigError(f"run={folder} {what}: give a run folder such as {newest}, or a checkpoint in it")
     if step is not None:
         if step not in paths:
             raise CheckpointError(

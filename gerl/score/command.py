@@ -54,11 +54,12 @@ class Request:
 PARSER = Parser(
     "scoring",
     "python -m gerl.score",
-    "images=FOLDER|FILE [prompts=FILE|prompt=TEXT] out=FOLDER [key=value ...]",
+    "[images=]FOLDER|FILE [prompts=FILE|prompt=TEXT] out=FOLDER [key=value ...]",
     "Score images with a reward, before training on it.",
     Request,
     passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
     blocks=("reward",),
+    bare="images",
     notes="The reward is configured as in training. Without experiment=NAME|FILE.yaml (also the config.yaml of a run), "
     f"only the scorers named here take part, or ocr if there are none. gerl has {', '.join(SCORERS)}.",
 )

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gerl.config import Config
+from gerl.config.reading import typed
 from gerl.protocol import Prompt
 from gerl.run.usage import usage
 from gerl.run.validation import held_out_words, load_validations, mean
@@ -25,7 +26,9 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
             lines.append(f"{name} on {some}{held_out_words(len(first.prompts), first.each)}: {shown}")
     folder = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
     trained = f"LoRA:   {folder / 'lora'}" if config.model.train == "lora" else f"model:  {folder}"
-    written = run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report run={run_dir}"
+    written = (
+        run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report {typed({'run': str(run_dir)})}"
+    )
     lines += [f"report: {written}", trained, ""]
     if code := usage(run_dir, asdict(config), validations):
         drawn = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)

@@ -12,6 +12,7 @@ from types import TracebackType
 from gerl.commandline.composition import Composed
 from gerl.config import Config
 from gerl.config.changes import CONTENT, Change
+from gerl.config.reading import typed
 from gerl.data.sources import digest
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.checkpoint import Checkpoint, checkpoint_paths
@@ -113,7 +114,7 @@ def prepare_folder(run_dir: Path, composed: Composed, lock: RunLock) -> None:
         if checkpoint_paths(run_dir / "checkpoints"):
             raise ConfigError(
                 f"hydra.run.dir={run_dir}: there is a run with checkpoints in it; choose another folder, or carry that "
-                f"run on with checkpoint.resume={run_dir}"
+                f"run on with {typed({'checkpoint.resume': str(run_dir)})}"
             )
         (run_dir / CURRENT).write_text(composed.yaml(), encoding="utf-8")
     except OSError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gerl.cluster import WorkerGroup, wait_any
+from gerl.config.reading import typed
 from gerl.errors import CheckpointError, ClusterError, Interrupted, RayDied
 from gerl.run.checkpoint import checkpoint_paths, load_checkpoint
 from gerl.workers.hybrid import HybridWorker
@@ -68,11 +69,12 @@ def say_how_to_go_on(error: BaseException, run_dir: Path, steps: int, step: int 
     paths = checkpoint_paths(run_dir / "checkpoints")
     if paths and _has_all(paths[-1], steps):
         error.add_note(
-            f"the run is finished, its last checkpoint is {paths[-1]}: python -m gerl.run.report run={run_dir} writes "
-            "its report again"
+            f"the run is finished, its last checkpoint is {paths[-1]}: python -m gerl.run.report "
+            f"{typed({'run': str(run_dir)})} writes its report again"
         )
     elif paths:
-        error.add_note(f"the newest checkpoint is {paths[-1]}: carry on with checkpoint.resume={run_dir}")
+        again = typed({"checkpoint.resume": str(run_dir)})
+        error.add_note(f"the newest checkpoint is {paths[-1]}: carry on with {again}")
     elif step:  # before the first one nothing is lost
         error.add_note("there is no checkpoint: start anew")
 

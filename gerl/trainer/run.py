@@ -12,6 +12,7 @@ from gerl.commandline import signals
 from gerl.commandline.command import PAGE, watching
 from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
+from gerl.config.summary import described
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.rewards.checks import read_prompts, read_regularising
@@ -51,7 +52,8 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
         if model.lora is not None:
             local_lora(model.lora)
         with waiting("reading the prompts"):
-            prompts = read_prompts(config, "data.train", config.data.train)
+            with explained(folder.composed.kept):
+                prompts = read_prompts(config, "data.train", config.data.train)
             regularising = read_regularising(config)
         if config.algorithm.differentiates:
             differentiated(config)
@@ -70,6 +72,9 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
                 check_start(replace(config, model=model), machines.device)
         with session(run_dir, log, arguments, machines.words()) as begin:
             folder.open(begin)
+            logger.info("%s", described(config))
+            if folder.composed.kept:
+                logger.info("%s", folder.composed.kept)
             if found := secrets(asdict(config)):
                 logger.warning(
                     "the secret in %s stands in config.yaml and in the checkpoints' state.json, and nowhere else: pass "
@@ -86,6 +91,17 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
                         for _ in steps:
                             yield trainer
                 logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
+
+
+@contextlib.contextmanager
+def explained(why: str) -> Iterator[None]:
+    """Add a sentence to an error, if there is one: where what it complains of comes from."""
+    try:
+        yield
+    except GerlError as error:
+        if why:
+            error.add_note(why)
+        raise
 
 
 @contextlib.contextmanager

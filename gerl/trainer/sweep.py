@@ -28,9 +28,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gerl.commandline import signals
-from gerl.commandline.composition import check_arguments, compose_run, hydra_overrides, register, sentences
+from gerl.commandline.composition import check_arguments, compose_run, normal
 from gerl.commandline.experiments import CHOICES, config_folder, own_file
 from gerl.commandline.hydra_options import quoted
+from gerl.commandline.hydra_seam import hydra_overrides, register, sentences, set_hydra
+from gerl.commandline.overrides import key_of, read
+from gerl.config.reading import typed
 from gerl.errors import ConfigError, GerlError, TrainingError
 from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
 from gerl.utils.files import reason, write_file
@@ -71,11 +74,16 @@ def sweep(arguments: Sequence[str]) -> Path:
     for run in plan.batch or ():
         compose_run(_arguments(run, plan))
     _check_choices(plan)
-    register({})
+    register()
     before = time.time()
     hydra = _hydra()
     folder = Path()
     try:
+        with sentences():
+            groups = [o for o in plan.overrides if key_of(o).startswith("hydra/")]
+            settings = hydra.compose_config("config", groups, RunMode.MULTIRUN)
+        for override in (o for o in plan.overrides if key_of(o).startswith("hydra.")):
+            set_hydra(settings, read(override))  # says what is wrong with it
         with sentences():
             config = hydra.compose_config("config", plan.overrides, RunMode.MULTIRUN)
             HydraConfig.instance().set_config(config)
@@ -125,12 +133,14 @@ def _end(folder: Path, before: float) -> None:
 
 
 def _carry_on(folder: Path) -> str:
-    return f"the same command with checkpoint.resume=auto hydra.sweep.dir={folder} carries on"
+    again = typed({"checkpoint.resume": "auto", "hydra.sweep.dir": str(folder)})
+    return f"the same command with {again} carries on"
 
 
 def _plan(arguments: Sequence[str]) -> Plan:
+    arguments = normal(arguments, "hydra.sweep.dir")
     check_arguments(arguments)
-    given = {_key(argument): argument.partition("=")[2] for argument in arguments}
+    given = {key_of(argument): argument.partition("=")[2] for argument in arguments}
     _check(given)
     overrides, files = list[str](), dict[str, str]()
     with sentences():
@@ -158,7 +168,7 @@ def _plan(arguments: Sequence[str]) -> Plan:
     return Plan(
         overrides=[*overrides, *(f"{key}={value}" for key, value in settings.items()), "hydra.mode=MULTIRUN"],
         files=files,
-        fixed=[_key(override.input_line or "") for override in parsed if override not in swept],
+        fixed=[key_of(override.input_line or "") for override in parsed if override not in swept],
         batch=batch,
         choices=[] if batch is not None else [[given] for given in same] + [_choices(override) for override in swept],
     )
@@ -268,7 +278,7 @@ def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:
     del config  # the run composes it anew, with all of gerl's checks
     hydra = HydraConfig.get()
     overrides, place = [str(override) for override in hydra.overrides.task], Path(hydra.runtime.output_dir)
-    own = [override for override in overrides if _key(override) not in plan.fixed]
+    own = [override for override in overrides if key_of(override) not in plan.fixed]
     run_dir, started = _shown(place), time.time()
     logger.info("\nrun %d of the sweep: %s", hydra.job.num, " ".join(own))
     job = {"number": int(hydra.job.num), "overrides": overrides, "swept": own, "code": None, "at": started}
@@ -283,10 +293,6 @@ def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:
         raise TrainingError(f"the run {run_dir} failed with exit code {code}")
     final = result(place)["final"]
     return float("nan") if code or final is None else float(final)
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _shown(path: Path) -> Path:

@@ -98,7 +98,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def arguments(model: Path, workplace: Path) -> Arguments:
-    """The command line of a small run into `folder`; keyword arguments replace keys (`__` stands for a dot)."""
+    """The command line of a small run into `folder`; keyword arguments (`__` for a dot) and overrides replace keys."""
 
     def build(folder: Path, *overrides: str, scorer: str | Path = "bright.py", **keys: Any) -> list[str]:
         values: dict[str, Any] = dict(pair.split("=") for pair in SMALL.split()) | {
@@ -110,7 +110,8 @@ def arguments(model: Path, workplace: Path) -> Arguments:
         if scorer:
             values["reward.scorers.bright.path"] = workplace / scorer
         values |= {name.replace("__", "."): value for name, value in keys.items()}
-        return [*(f"{name}={value}" for name, value in values.items()), *overrides]
+        given = {override.partition("=")[0] for override in overrides}
+        return [*(f"{name}={value}" for name, value in values.items() if name not in given), *overrides]
 
     return build
 

@@ -103,10 +103,9 @@ def test_one_sentence_names_the_key_and_the_remedy(
 ) -> None:
     command, *given = shlex.split(fill(row.line))
     if command == "small":
-        own = {"hydra.run.dir", "model.path", "reward.scorers"} & {argument.partition("=")[0] for argument in given}
-        base = arguments(here / "run", scorer="" if "reward.scorers" in own else "bright.py")
-        own |= {"trainer.steps"}
-        given = ["trainer.steps=1", *(a for a in base if a.partition("=")[0] not in own), *given]
+        own = {argument.partition("=")[0] for argument in given}
+        base = arguments(here / "run", scorer="" if "reward.scorers" in own else "bright.py", trainer__steps=1)
+        given = [*(a for a in base if a.partition("=")[0] not in own), *given]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name, value in row.environment.items():

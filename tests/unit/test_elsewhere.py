@@ -3,7 +3,7 @@
 import pytest
 
 from gerl.commandline.composition import CHOICES
-from gerl.config import did_you_mean, keys, nearest_key, other_name
+from gerl.config import did_you_mean, is_foreign, keys, nearest_key, other_name
 from gerl.config.algorithm import BY_NAME
 from gerl.config.elsewhere import ABSENT, MEANING, NAMES, absent, elsewhere
 
@@ -61,7 +61,8 @@ def test_what_is_meant_exists() -> None:
 def test_names_mean_one_thing_and_are_none_of_gerls() -> None:
     names = [other for others in NAMES.values() for other in others.split()]
     assert len(set(names)) == len(names) == len(MEANING) > 250
-    assert not set(names) & KNOWN and not set(ABSENT) & {known.rpartition(".")[2] for known in KNOWN}
+    assert not set(names) & KNOWN and not set(names) & set(ABSENT)
+    assert not [known for known in KNOWN if is_foreign(known)]
 
 
 def test_one_value_for_two_keys() -> None:

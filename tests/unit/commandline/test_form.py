@@ -87,7 +87,6 @@ def test_several_keys_of_another_program_are_one_sentence() -> None:
     assert "write actor.lr=1e-4 rollout.n=8 'data.train=a b.txt';" in message
 
 
-def test_a_single_key_and_keys_that_a_command_has_not_are_left_alone() -> None:
-    check_form(["learning_rate=1e-4", "trainer.steps=3"], nearest_key, "experiment")
+def test_keys_that_a_command_has_not_are_left_alone() -> None:
     check_form(["prompts=x", "images=y", "seed=3"], lambda name: name, "out")  # its own keys
     check_form(["learning_rate=1e-4", "num_generations=8"], lambda _: None, "out")

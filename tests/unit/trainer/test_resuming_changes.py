@@ -67,7 +67,7 @@ def test_an_older_value_that_means_the_same_changes_nothing(made: Made, old: boo
         ),
         (["reward.scorers.mine.weight=0.5"], ["reward.scorers.mine.weight 1.0 -> 0.5"]),
         (["validation.data=null"], ["validation.data held_out.txt -> null"]),
-        (["algorithm.clip_low=0.5", "algorithm.clip_low=1e-4"], []),
+        (["algorithm.clip_low=1e-4", "algorithm.clip_low=1e-4"], []),
         (["model.gradient_checkpointing=true"], ["model.gradient_checkpointing false -> true"]),
     ],
 )

@@ -53,7 +53,7 @@ def test_values_that_make_no_name_are_left_out_of_it() -> None:
 
 
 def test_scorers_are_swept_over_as_a_whole_or_by_a_key() -> None:
-    plan = _plan(["experiment=plain", "reward.scorers={ocr: {weight: 3}}", "reward.scorers.ocr.weight=1,2"])
+    plan = _plan(["experiment=plain", "reward.scorers={ocr: {scale: 3}}", "reward.scorers.ocr.weight=1,2"])
     assert plan.batch is not None
     weights = [compose_run(_arguments(run, plan)).config.reward.scorers["ocr"].weight for run in plan.batch]
     assert weights == [1, 2]

@@ -73,7 +73,9 @@ def test_a_trajectory_is_smaller_than_the_recording_and_trains_the_same(preset: 
     ],
 )
 def test_a_group_shares_its_beginning(algorithm: str, overrides: list[str], evaluations: int) -> None:
-    made = ["rollout.micro_batch_size=2", "rollout.n=4", "sampling.guidance_scale=1", *overrides]
+    own = {override.partition("=")[0] for override in overrides}
+    made = ["rollout.micro_batch_size=2", "rollout.n=4", *overrides]
+    made += [] if "sampling.guidance_scale" in own else ["sampling.guidance_scale=1"]
     config = compose_run([f"algorithm={algorithm}", *made]).config
     policy = load_policy(config.model, 0.9, "cpu", seed=0)
     randomise(policy.trained.values(), 0.05, seed=0)

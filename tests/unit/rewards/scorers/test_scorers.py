@@ -104,7 +104,7 @@ def test_kwargs_as_a_configuration_gives_them_are_taken(name: str, kwargs: dict[
         ("hpsv3", {"pixels": 1}, "pixels=1 is wrong"),
         ("videoalign", {"fps": 0}, "fps=0 is wrong.*takes model, checkpoint, base, code, fps"),
         ("editreward", {"reward_dim": "overall"}, "reward_dim='overall' is wrong.*takes model, checkpoint, base, code"),
-        ("orc", {}, r"only ocr, pickscore, .*reward\.scorers\.orc\.path"),
+        ("orc", {}, r"did you mean 'ocr'.*reward\.scorers\.orc\.path"),
     ],
 )
 def test_wrong_kwargs_are_named_when_the_scorer_is_built(name: str, kwargs: dict[str, Any], message: str) -> None:

@@ -1,0 +1,204 @@
+"""The whole configuration: a block for each dataclass, and what keys of several blocks must have in common."""
+
+from dataclasses import dataclass, field
+
+from pydantic import ConfigDict
+
+from gerl.config.algorithm import AnyAlgorithm
+from gerl.config.blocks import (
+    ActorConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    LoggerConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScorerConfig,
+    TrainerConfig,
+    ValidationConfig,
+)
+from gerl.config.data import DataConfig, sources
+from gerl.config.given import check_given
+from gerl.config.guard import GuardConfig
+from gerl.config.model import ModelConfig
+from gerl.config.noised_images import AWMConfig
+from gerl.config.policy_gradients import FlowGRPOConfig
+from gerl.config.remedies import check_remedies
+from gerl.config.reward_gradients import RewardGradientConfig
+from gerl.config.sampling import SamplingConfig
+from gerl.config.savings import check_savings
+from gerl.config.trained import check_trained
+from gerl.errors import ConfigError
+
+MOST_IMAGES = 10**6  # of a trainer step, which is planned, drawn and kept as a whole
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AnyAlgorithm = field(default_factory=FlowGRPOConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    reward: RewardConfig = field(default_factory=lambda: RewardConfig({"ocr": ScorerConfig()}))
+    data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        if self.rollout.n < 2 and not self.algorithm.groups_of_one:
+            raise ConfigError(
+                f"rollout.n={self.rollout.n}: {self.algorithm.name} compares images of the same prompt, use at least 2"
+            )
+        self.algorithm.check_sampling(self.sampling)
+        check_given(self)
+        self._check_batches()
+        self._check_gradients()
+        self._check_data()
+        self._check_ranks()
+        check_trained(self)
+        self._check_staleness()
+        self._check_environments()
+        check_savings(self)
+        check_remedies(self)
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the distance to the base model counts, or may while the run goes on."""
+        return self.algorithm.kl_coef > 0 or self.guard.raises_kl
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks gather weights or tokens from each other, and so have to call the model equally often."""
+        return self.lockstep_ranks > 1
+
+    @property
+    def lockstep_ranks(self) -> int:
+        """How many ranks do so together: those of a worker, or only those that share the tokens of a call."""
+        return self.cluster.context if self.model.shard == "none" else self.cluster.ranks_per_worker
+
+    def _check_environments(self) -> None:
+        named = [name for name, scorer in self.reward.scorers.items() if scorer.env]
+        if named and self.cluster.launcher == "local":
+            raise ConfigError(
+                f"reward.scorers.{named[0]}.env: a process of its own has an environment of its own, and "
+                "cluster.launcher=local has one for all; use cluster.launcher=ray, or leave env out"
+            )
+
+    def _check_ranks(self) -> None:
+        cluster, shard = self.cluster, self.model.shard
+        if cluster.ranks_per_worker > 1 and cluster.launcher == "local":
+            raise ConfigError(
+                f"cluster.ranks_per_worker={cluster.ranks_per_worker}: ranks are processes, which cluster.launcher="
+                "local has one of; use cluster.launcher=ray"
+            )
+        if cluster.ranks_per_worker % cluster.context:
+            raise ConfigError(
+                f"cluster.context={cluster.context}: it has to divide cluster.ranks_per_worker="
+                f"{cluster.ranks_per_worker}; use a number that does, or 1"
+            )
+        if cluster.context > 1 and self.model.compile is not None:
+            raise ConfigError(
+                f"cluster.context={cluster.context}: model.compile={self.model.compile} and calls whose tokens ranks "
+                "share do not go together yet; use model.compile=null, or cluster.context=1"
+            )
+        if shard != "none" and cluster.ranks_per_worker == 1:
+            raise ConfigError(
+                f"model.shard={shard}: the weights are shared by the ranks of a worker, of which there is one; raise "
+                "cluster.ranks_per_worker, or use model.shard=none"
+            )
+
+    def _check_gradients(self) -> None:
+        algorithm = self.algorithm
+        if not isinstance(algorithm, RewardGradientConfig):
+            return
+        if self.actor.updates > 1:
+            raise ConfigError(
+                f"{self.actor.said}: {algorithm.name} goes back through the steps that drew an image, which after an "
+                "update are those of other weights; use 1"
+            )
+        if self.trainer.staleness:
+            raise ConfigError(
+                f"trainer.staleness={self.trainer.staleness}: {algorithm.name} goes back through the steps that drew "
+                "an image, which ahead of time are those of other weights; use trainer.staleness=0"
+            )
+        if self.cluster.context > 1 and algorithm.carries:
+            raise ConfigError(
+                f"cluster.context={self.cluster.context}: {algorithm.name} needs the gradient of latents, of which "
+                "ranks that share tokens have a part each; use cluster.context=1, or algorithm=draft with last=1"
+            )
+
+    def _check_staleness(self) -> None:
+        given = f"trainer.staleness={self.trainer.staleness}"
+        if not self.trainer.staleness:
+            if getattr(self.algorithm, "decoupled", False) and self.rollout.quantize == "none":
+                raise ConfigError(
+                    "algorithm.decoupled=true: without trainer.staleness the weights that drew are those that a step "
+                    "begins with, so that it changes nothing; leave it out, or set trainer.staleness=1 or "
+                    "rollout.quantize=int8"
+                )
+            return
+        if self.algorithm.dynamic_sampling:
+            raise ConfigError(
+                f"{given}: algorithm.dynamic_sampling={self.algorithm.dynamic_sampling} draws further prompts by the "
+                "scores of a step, which are not there when the next one is drawn; use one of them"
+            )
+        if self.model.train != "lora":
+            raise ConfigError(
+                f"{given}: the weights of the steps before are kept for it, and with model.train={self.model.train} "
+                "these are whole models; use trainer.staleness=0, or model.train=lora"
+            )
+        if getattr(self.algorithm, "rollout_old_after", None) is not None:
+            raise ConfigError(
+                f"{given}: with algorithm.rollout_old_after the old policy draws, which is late already; leave one out"
+            )
+
+    def _check_data(self) -> None:
+        held_out = self.validation.data
+        given = sources(self.data.train, "data.train")
+        given += [] if held_out is None else sources(held_out, "validation.data")
+        if self.data.stream is not None and not any(source.on_hub for source in given):
+            raise ConfigError(
+                f"data.stream={self.data.stream}: it is for data sets of the hub, and neither data.train nor "
+                "validation.data begins with hf:; leave it out"
+            )
+
+    def _check_batches(self) -> None:
+        rollout, actor, algorithm = self.rollout, self.actor, self.algorithm
+        if (images := rollout.prompts_per_step * rollout.n) > MOST_IMAGES:
+            raise ConfigError(
+                f"rollout.prompts_per_step={rollout.prompts_per_step} times rollout.n={rollout.n} are {images} images "
+                f"a trainer step, at most {MOST_IMAGES} are planned: lower one"
+            )
+        micro = actor.micro_batch_size
+        if micro is not None and micro > rollout.micro_batch_size:
+            raise ConfigError(
+                f"actor.micro_batch_size={micro}: it must be at most rollout.micro_batch_size="
+                f"{rollout.micro_batch_size}, whose recorded batches are replayed"
+            )
+        together = algorithm.drawn_together(rollout.n)
+        if rollout.n % together:
+            raise ConfigError(f"rollout.n={rollout.n}: {algorithm.name} compares images in pairs, use an even number")
+        if rollout.micro_batch_size < together:
+            what = "pair" if together == 2 else "group"
+            raise ConfigError(
+                f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {together} images "
+                f"of a {what} in one micro-batch; raise it"
+            )
+        if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates > 1:
+            raise ConfigError(
+                f"{actor.said}: with algorithm.cfg=off what the rollout recorded is "
+                "not that of the unguided policy, so only the first update is on policy; use 1"
+            )
+        if isinstance(algorithm, AWMConfig) and not algorithm.off_policy and actor.updates > 1:
+            raise ConfigError(
+                f"{actor.said}: with algorithm.off_policy=false the ratio is 1 in "
+                "later updates too, which are off-policy; use 1, or off_policy=true"
+            )

@@ -1,0 +1,202 @@
+"""From nested dictionaries to the typed configuration, with sentences for what is wrong in them."""
+
+import functools
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from gerl.config.algorithm import BY_NAME
+from gerl.config.configuration import Config
+from gerl.config.names import LISTED, answered, did_you_mean, is_foreign, keys, other_name, readers
+from gerl.config.policy_gradients import FlowGRPOConfig
+from gerl.config.schema import fits, kind_words, shown
+from gerl.config.translation import other_value
+from gerl.errors import ConfigError
+
+
+def from_mapping(values: dict[str, Any]) -> Config:
+    """The typed configuration from nested dictionaries; raises `ConfigError` naming the first key that is wrong."""
+    algorithm = values.get("algorithm", {})
+    if isinstance(algorithm, dict):  # without a name it is the default one
+        values = {**values, "algorithm": {"name": FlowGRPOConfig.name, **algorithm}}
+    model = values.get("model", {})
+    if isinstance(model, dict) and isinstance(offload := model.get("offload"), bool):  # of an older version
+        values = {**values, "model": {**model, "offload": "encoders" if offload else "none"}}
+    _check_booleans(values)
+    try:
+        return _adapter().validate_python(values)
+    except ValidationError as error:
+        if foreign := _foreign(error.errors()):
+            raise ConfigError(refusal(foreign, {})) from None
+        raise ConfigError(_sentence(error.errors()[0])) from None
+
+
+def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:
+    """The keys of other programs among those that there are not, with their values."""
+    found: dict[str, Any] = {}
+    for error in (error for error in errors if error["type"] == "unexpected_keyword_argument"):
+        location = [str(part) for part in error["loc"]]
+        if location[0] == "algorithm" and len(location) > 1:
+            location.pop(1)  # of the union
+        if not (location[0] == "algorithm" and readers(location[-1])):
+            found |= {name: value for name, value in _leaves(".".join(location), error["input"]) if is_foreign(name)}
+    return found
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A key of a file with its value, or those below it."""
+    listed = isinstance(value, list) and any(isinstance(part, Mapping) for part in value)
+    nested = isinstance(value, Mapping) or listed
+    if not nested or other_name(name) == "reward.scorers":
+        yield name, value
+        return
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, part in parts:
+        yield from _leaves(f"{name}.{key}", part)
+
+
+Spelling = Callable[[Mapping[str, Any]], str]
+
+
+def refusal(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None) -> str:
+    """The sentence for keys of other programs: what to write for all of them, and why there is nothing for some.
+
+    own: gerl's keys that are given with them. spelling: how keys and values are written.
+    """
+    *others, last = given
+    named = f"{', '.join(others)} and {last} are keys" if others else f"{last}: a key"
+    return f"{named} of another program: {advice(given, own, spelling)}"
+
+
+def advice(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None, first: str = "") -> str:
+    """The line to write for keys of other programs, and why; `first` is to be written besides."""
+    found = answered(given, own)
+    lines = " ".join(filter(None, [first, (spelling or typed)(found.written)]))
+    said = [f"write {lines}"] if lines else []
+    said += [f"leave out {', '.join(found.idle)}"] if found.idle else []
+    reasons: dict[str, list[str]] = {}
+    for name, reason in found.why.items():
+        reasons.setdefault(reason, []).append(name)
+    said += [f"{', '.join(names)}: {why}" if [*given] != names else why for why, names in reasons.items()]
+    return f"{'; '.join(said)}; {LISTED}, docs/coming_from.md compares them"
+
+
+def typed(values: Mapping[str, Any]) -> str:
+    """Arguments as a shell takes them."""
+    return " ".join(
+        _in_shell(f"{key}={value if isinstance(value, str) else flow(value)}" for key, value in values.items())
+    )
+
+
+def _in_shell(arguments: Iterable[str]) -> Iterator[str]:
+    for argument in arguments:
+        doubled = "'" in argument and not re.search(r'["$`\\!]', argument)
+        yield f'"{argument}"' if doubled else shlex.quote(argument)
+
+
+def flow(value: Any) -> str:
+    """A value as a command line has it, texts without quotes where they need none."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {flow(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(flow, value)) + "]"
+    if not isinstance(value, str):
+        return shown(value)
+    plain = re.fullmatch(r"[A-Za-z_./~][\w./~:@+-]*", value, re.ASCII) and value.lower() not in RESERVED
+    return value if plain else "'" + value.replace("'", "\\'") + "'"
+
+
+def _check_booleans(values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a number that is true or false, or the other way round, which would be converted."""
+    algorithm = values["algorithm"]
+    known = dict(keys(BY_NAME.get(str(algorithm.get("name"))) if isinstance(algorithm, Mapping) else None))
+    for name, value in _given(values):
+        scorer = re.fullmatch(r"reward\.scorers\.([^.]+)\.(\w+)", name)
+        f = known.get(f"reward.scorers.NAME.{scorer[2]}" if scorer else name)
+        if f is not None and _is_boolean(value) != _is_boolean(f.type) and not fits(value, f.type, spelled=True):
+            raise ConfigError(f"{name}={shown(value)}: it must be {kind_words(f.type)}")
+
+
+def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every key with its value; those of scorers one by one."""
+    for block, entries in values.items():
+        for leaf, value in entries.items() if isinstance(entries, Mapping) else ():
+            yield f"{block}.{leaf}", value
+            if (block, leaf) == ("reward", "scorers") and isinstance(value, Mapping):
+                for name, own in value.items():
+                    if isinstance(own, Mapping):
+                        yield from ((f"reward.scorers.{name}.{key}", part) for key, part in own.items())
+
+
+def _is_boolean(given: Any) -> bool:
+    """Whether a value, one in a list of them, or the kind of a key is true or false."""
+    return given is bool or isinstance(given, bool) or (isinstance(given, list) and any(map(_is_boolean, given)))
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Config]:
+    """To build it takes longer than to check a configuration."""
+    return TypeAdapter(Config)
+
+
+def _sentence(first: ErrorDetails) -> str:
+    location = [str(part) for part in first["loc"]]
+    chosen = location.pop(1) if location[0] == "algorithm" and len(location) > 1 else None  # of the union
+    name = ".".join(location)
+    if first["type"] == "union_tag_invalid":
+        *names, last = map(repr, BY_NAME)
+        given = first["ctx"]["tag"]
+        known = other_value("algorithm", given)
+        return f"algorithm.name={shown(given)}: it must be {', '.join(names)} or {last}{known}"
+    if first["type"] != "unexpected_keyword_argument":
+        return f"{name}={shown(first['input'])}: {expected(first, name)}{other_value(name, first['input'])}"
+    if chosen and (others := readers(location[-1])):
+        given = first["input"]
+        text = given if isinstance(given, str) else shown(given)
+        return f"{name}={text:.200}: {chosen} does not read it, only {', '.join(others)}; leave it out"
+    return f"{name}: there is no such key{did_you_mean(name, BY_NAME[chosen] if chosen else None)}; {LISTED}"
+
+
+RESERVED = ("null", "true", "false", "nan", "inf")
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a text",
+    "string_pattern_mismatch": "a name of letters, digits and underscores",
+    "list_type": "a list, such as [1,2]",
+    "dict_type": "a dictionary, such as {NAME: VALUE}",
+}  # by the type of pydantic's error
+
+
+def _scorer_for(given: object, name: str) -> dict[str, Any]:
+    """The keys that are meant where a scorer's name, its weight or its file stands in the place of its block."""
+    if name == "reward" and isinstance(given, str) and given.isidentifier():
+        return {"reward.scorers": {given: {}}}
+    if not name.startswith("reward.scorers.") or isinstance(given, bool):
+        return {}
+    if isinstance(given, int | float):
+        return {f"{name}.weight": given}
+    return {f"{name}.path": given} if isinstance(given, str) and given.endswith(".py") else {}
+
+
+def expected(error: ErrorDetails, name: str) -> str:
+    """The kind of value that is expected, in the words of somebody who writes a command line."""
+    if error["type"] == "dataclass_type":
+        if written := _scorer_for(error["input"], name):
+            return f"it is a block of keys, write {typed(written)}"
+        leaf = "path" if name.startswith("reward.scorers.") else next(k for k, _ in keys() if k.startswith(f"{name}."))
+        return f"it is a block of keys, set one of them, such as {name}.{leaf.removeprefix(f'{name}.')}=VALUE"
+    if name == "reward.scorers":
+        return "it must be a dictionary, such as {ocr: {weight: 1}}"
+    if name == "logger.trackers":
+        return "it must be a list, such as [tensorboard,wandb], or [] for none"
+    return f"it must be {EXPECTED.get(error['type']) or error['msg'].removeprefix('Input should be ')}"
