@@ -19,4 +19,8 @@ keys=("data.train=${TRAIN:-my_prompts.jsonl}" "validation.data=${HELD_OUT:-my_he
 if [[ ${GPUS:-8} == 1 ]]; then
     keys+=(rollout.prompts_per_step=8 rollout.n=8)
 fi
-exec python -m gerl.trainer.main_flowgrpo experiment=flux1_kontext_geneval "${keys[@]}" "$@"
+own=()
+for key in "${keys[@]}"; do # one that is passed on takes the place of the recipe's
+    [[ " $* " == *" ${key%%=*}="* ]] || own+=("$key")
+done
+exec python -m gerl.trainer.main_flowgrpo experiment=flux1_kontext_geneval "${own[@]}" "$@"

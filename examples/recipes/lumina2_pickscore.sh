@@ -15,4 +15,8 @@ keys=("data.train=${TRAIN:-my_prompts.txt}" "validation.data=${HELD_OUT:-my_held
 if [[ ${GPUS:-8} == 1 ]]; then
     keys+=(rollout.prompts_per_step=8 rollout.n=8)
 fi
-exec python -m gerl.trainer.main_flowgrpo experiment=lumina2_pickscore "${keys[@]}" "$@"
+own=()
+for key in "${keys[@]}"; do # one that is passed on takes the place of the recipe's
+    [[ " $* " == *" ${key%%=*}="* ]] || own+=("$key")
+done
+exec python -m gerl.trainer.main_flowgrpo experiment=lumina2_pickscore "${own[@]}" "$@"
