@@ -1,7 +1,4 @@
-"""What the official sources of the policy gradients set, and where gerl's presets differ from it and why.
-
-`PUBLISHED[preset]`: key -> (published value, source). `DEVIATIONS[preset]`: key -> (the preset's value, reason).
-"""
+"""What the official sources of the policy gradients set, or the papers of those without code: see published.py."""
 
 from typing import Any
 
@@ -23,6 +20,8 @@ DDPO_JPEG = "kvablack/ddpo-pytorch config/dgx.py"
 
 ALL_WEIGHTS = "published for all weights; gerl trains a LoRA"
 MODEL_STEPS = "steps are a model's: the experiment sets them"
+SMALL = "a step that a small machine can take; the recipes have the published one"
+GUIDANCE = "null is the pipeline's own: models that were distilled to take guidance need theirs; the recipes set it"
 KL_BY_REWARD = "published by reward, at the price of a third pass: the experiment sets it"
 
 
@@ -46,6 +45,9 @@ FLOW_GRPO: Sourced = {
     "algorithm.timestep_weights": ("uniform", "yifan123/flow_grpo scripts/train_sd3.py:879"),
     "sampling.kernel": ("flow_sde", f"{STEP}:53"),
     "sampling.noise_level": (0.7, f"{BASE}:61"),
+    "rollout.n": (24, f"{FLOW}:96"),
+    "rollout.prompts_per_step": (48, f"{FLOW}:97"),
+    "sampling.guidance_scale": (4.5, f"{FLOW}:92"),
     "sampling.num_inference_steps": (10, f"{FLOW}:90"),
     "sampling.same_init_noise": (False, f"{FLOW}:110"),
     "sampling.window_size": (None, f"{FLOW}:83"),
@@ -71,6 +73,13 @@ MIX_GRPO: Sourced = {
     "sampling.compression": (1.0, f"{MIX}:75"),
 } | clip(1e-4, f"{MIX}:156", 16 * 90 * 90)
 
+UNREAD = (
+    "algorithm.likelihood",
+    "rollout.n",
+    "rollout.prompts_per_step",
+    "sampling.guidance_scale",
+)  # of grpo_guard.py
+
 PUBLISHED: dict[str, Sourced] = {
     "flow_grpo": FLOW_GRPO,
     "flow_grpo_fast": FLOW_GRPO
@@ -80,6 +89,7 @@ PUBLISHED: dict[str, Sourced] = {
         "algorithm.kl_coef": (0.0, f"{FLOW}:186"),
         "algorithm.likelihood": ("squared_error", f"{STEP}:86"),
         "algorithm.timestep_fraction": (1.0, f"{BASE}:105"),
+        "sampling.guidance_scale": (1.0, f"{FLOW}, geneval_sd3_fast_nocfg"),
         "sampling.kernel": ("cps", f"{FLOW}:191"),
         "sampling.noise_level": (0.8, f"{FLOW}:188"),
         "sampling.window_size": (3, f"{FLOW}:189"),
@@ -87,7 +97,7 @@ PUBLISHED: dict[str, Sourced] = {
         "sampling.window_schedule": ("random", "yifan123/flow_grpo scripts/train_sd3_fast.py:662"),
     }
     | clip(1e-5, f"{FLOW}:185"),
-    "grpo_guard": {k: v for k, v in FLOW_GRPO.items() if k != "algorithm.likelihood"}
+    "grpo_guard": {k: v for k, v in FLOW_GRPO.items() if k not in UNREAD}
     | {
         "actor.updates_per_step": (2, f"{GUARD}:50"),
         "actor.lr": (1e-4, f"{GUARD}:78"),
@@ -175,10 +185,53 @@ PUBLISHED: dict[str, Sourced] = {
         "sampling.guidance_scale": (5.0, f"{DDPO}:50"),
     }
     | clip(1e-4, f"{DDPO}:87", 4 * 64 * 64),
+    "dense_grpo": {  # what the paper does not say is Flow-GRPO's, as in the paper
+        "algorithm.advantage_std": ("group", "arXiv 2601.20218 equation 10"),
+        "sampling.num_inference_steps": (10, "arXiv 2601.20218 section 5.1"),
+        "sampling.noise_level": (0.7, "arXiv 2601.20218 section 5.3"),
+        "rollout.n": (24, "arXiv 2601.20218 section 5.1"),
+        "actor.updates_per_step": (2, f"{FLOW}:121"),
+    },
+    "neighbor_grpo": {
+        "algorithm.timesteps": (4, "arXiv 2511.16955 table 3"),
+        "algorithm.anchors": (4, "arXiv 2511.16955 table 5"),
+        "algorithm.quasi_norm": (0.8, "arXiv 2511.16955 table 6"),
+        "algorithm.clip_low": (1e-4, "arXiv 2603.17461 section 5.1"),
+        "algorithm.clip_high": (1e-4, "arXiv 2603.17461 section 5.1"),
+        "algorithm.kl_coef": (0.0, "arXiv 2511.16955, none"),
+        "sampling.kernel": ("ode", "arXiv 2511.16955"),
+        "sampling.num_inference_steps": (8, "arXiv 2511.16955 table 1"),
+        "sampling.same_init_noise": (True, "arXiv 2511.16955 equation 7"),
+        "sampling.init_noise_spread": (0.3, "arXiv 2511.16955 table 4"),
+        "rollout.n": (12, "arXiv 2511.16955 section 3.4.1"),
+        "actor.lr": (1e-5, "arXiv 2511.16955"),
+        "actor.updates_per_step": (2, "arXiv 2603.17461 section 5.1"),
+    },
+    "tree_grpo": {
+        "algorithm.branch_factor": (3, "arXiv 2512.08153 table 3"),
+        "algorithm.split_steps": (None, "arXiv 2512.08153 section 4"),
+        "algorithm.node_std": ("leaves", "arXiv 2512.08153 equations 9 and 11"),
+        "algorithm.kl_coef": (0.0, "arXiv 2512.08153, none"),
+        "sampling.num_inference_steps": (10, "arXiv 2512.08153 section 5"),
+        "sampling.window_size": (3, "arXiv 2512.08153 table 3"),
+        "sampling.window_schedule": ("geometric", "arXiv 2512.08153 equation 7"),
+        "rollout.n": (1, "arXiv 2512.08153 table 3"),
+        "actor.lr": (1e-5, "arXiv 2512.08153"),
+    },
+}
+
+SIZE: Sourced = {
+    "rollout.n": (12, SMALL),
+    "rollout.prompts_per_step": (8, SMALL),
+    "sampling.guidance_scale": (None, GUIDANCE),
 }
 
 DEVIATIONS: dict[str, Sourced] = {
-    "flow_grpo": {
+    "flow_grpo_fast": SIZE,
+    "neighbor_grpo": {"actor.lr": (3e-4, ALL_WEIGHTS)},
+    "tree_grpo": {"actor.lr": (3e-4, ALL_WEIGHTS)},
+    "flow_grpo": SIZE
+    | {
         "algorithm.kl_coef": (0.0, KL_BY_REWARD),
         "algorithm.timestep_weights": (
             "std2_over_jacobian",
@@ -195,5 +248,16 @@ DEVIATIONS: dict[str, Sourced] = {
         "actor.updates_per_step": (4, "an update takes whole trees, of which a step has few"),
         "algorithm.split_steps": ([0, 1, 3, 4], "the published noise levels, in 10 steps rather than 20"),
         "sampling.num_inference_steps": (10, MODEL_STEPS),
+    },
+}
+
+OWN: dict[str, dict[str, str]] = {
+    "neighbor_grpo": {
+        "algorithm.temperature": "it scales all losses, which Adam undoes",
+        "rollout.micro_batch_size": "two groups",
+    },
+    "tree_grpo": {
+        "rollout.micro_batch_size": "a tree",
+        "actor.updates_per_step": "with one the clip range would never act",
     },
 }

@@ -47,14 +47,19 @@ def two_steps(total: int, draw: np.random.Generator) -> tuple[int, int]:
 
 
 def parted_steps(total: int, parts: Sequence[float], latest: int | None, draw: np.random.Generator) -> tuple[int, int]:
-    """Two of `total` steps, k < j: steps from j on, from k to j and before k are shared by a Dirichlet distribution.
+    """Two of `total` steps, k < j: steps after j, from k to j, and up to k, shared by a Dirichlet distribution.
 
-    Of the steps from j on there are at most `latest`; what is above goes to those before k.
+    Each share is at least one step, so j is not the last. j is one of the last `latest` steps: what is above goes to
+    the share up to k.
     """
-    after, between, _ = np.round(draw.dirichlet(parts) * total).astype(int).tolist()
-    after = min(max(after, 1), total - 1, latest or total)
-    j = total - after
-    return j - min(max(between, 1), j), j
+    shares = draw.dirichlet(parts)
+    counts = np.round(shares * total).astype(int)
+    counts[shares.argmax()] += total - counts.sum()
+    counts = counts.clip(min=1)
+    counts[counts.argmax()] += total - counts.sum()
+    after, between, _ = counts.tolist()
+    j = total - 1 - min(after, max(1, (latest or total) - 1))
+    return j - between, j
 
 
 def split_count(count: int, before: int, after: int) -> tuple[int, int]:

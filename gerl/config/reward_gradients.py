@@ -140,9 +140,20 @@ class SRPOConfig(RewardGradientConfig):
     negative: list[str] = key(
         ["Concept art", "Painting", "Anime", "Flat", "Oil"], "words of what is not wanted; one, drawn anew each step"
     )
-    span: float = key(0.1, "share of the steps that one denoising or inverting step leaps over", above=0, high=0.5)
+    levels: list[float] = key(
+        [0.75, 0.964], "noise levels, lowest and highest, between which the two steps of a trainer step lie"
+    )
+    span: float = key(
+        0.022,
+        "how far a step leaps in noise level, as nearly as the sampler's levels allow: from so far above and below a "
+        "level, drawn anew each step, both lead to it",
+        above=0,
+        high=0.5,
+    )
     strength: list[float] = key(
-        [0.1, 0.25], "what the reward with the positive word counts above 1, at noise level 0 and at 1, when denoising"
+        [0.1, 0.25],
+        "what the reward with the positive word counts above 1 when denoising, at the lowest of algorithm.levels and "
+        "at the highest",
     )
     inverted_strength: list[float] = key(
         [0.3, 0.01], "the same of the reward with the negative word, when inverting, where the two change places"
@@ -156,8 +167,12 @@ class SRPOConfig(RewardGradientConfig):
         for name in ("strength", "inverted_strength"):
             if len(getattr(self, name)) != 2:
                 raise ConfigError(
-                    f"algorithm.{name}={getattr(self, name)}: give two numbers, at noise level 0 and at 1"
+                    f"algorithm.{name}={getattr(self, name)}: give two numbers, at the lowest and highest noise level"
                 )
+        if len(self.levels) != 2 or not 0 <= self.levels[0] < self.levels[1] < 1:
+            raise ConfigError(
+                f"algorithm.levels={list(self.levels)}: give the lowest and the highest noise level, from 0 to below 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -217,7 +232,9 @@ class FlowBPLagrangeConfig(RewardGradientConfig):
         [2.5, 6.0, 2.0],
         "Dirichlet parameters of the shares of the steps after, between and before the two leaps' starts",
     )
-    latest: int | None = key(10, "the second leap starts at one of the last so many steps; null: at any", low=1)
+    latest: int | None = key(
+        10, "the second leap starts at one of the last so many steps, but not at the last; null: at any", low=2
+    )
     nested: float = _nested_key(0.1)
     tau: float | None = _tau_key(0.2)
 

@@ -52,7 +52,8 @@ class SamplingConfig(Block):
     window_range: list[int | None] | None = main_key(
         None,
         "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last step, "
-        "with the kernels cps, precise and dance_precise all but the last two; [0, null]: all, for kernel=ode only",
+        "with the kernels cps, precise and dance_precise all but the last two; [0, null]: all with ode, all "
+        "but the last with other kernels",
     )
     window_stride: int | None = key(
         None, "steps by which a window that moves goes on; null: its size; 0: it stays at the first steps", low=0
@@ -115,7 +116,8 @@ class SamplingConfig(Block):
         """[first, end) of the steps that may be stochastic, or of the noise levels that may be trained."""
         left_out = 2 if self.kernel in FADING_KERNELS else 1
         first, end = self.window_range or (0, max(1, self.num_inference_steps - left_out))
-        return first or 0, self.num_inference_steps if end is None else end
+        whole = self.num_inference_steps - (self.kernel != "ode")  # the last step has no noise
+        return first or 0, whole if end is None else end
 
     @property
     def _left_out(self) -> str:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from gerl.run.settings import get
-from gerl.run.statistics import bootstrap
+from gerl.run.statistics import RESAMPLES, bootstrap
 from gerl.run.validation import Validation, paired_gains
 from gerl.utils.files import finite, write_file, writing
 
 FILE = "guard.jsonl"
 CONFIDENCE = 0.999  # of an interval that counts: a run is looked at some ten times, in some ten ways
+CHANCE = (1 - CONFIDENCE) / 2  # probability of a fall as large by chance alone
 RARE = 0.025  # share of the first images on each side that count as unusual
 SHOWN = 8  # images that are named
 FEWEST = 8  # prompts of which something can be said
@@ -134,9 +135,8 @@ def _watched(first: Validation, later: Validation, name: str, spread: float) -> 
     if len(changes) < FEWEST:
         return
     mean = float(np.mean(changes))
-    # had nothing changed: the mean of as many changes that are 0 on average
-    lowest, _ = bootstrap([change - mean for change in changes], CONFIDENCE)
-    if mean < min(lowest, 0.0):
+    lowest = _lowest_mean(changes)
+    if mean < lowest:
         before, after = (_mean(one.by_scorer[name]) for one in (first, later))
         text = (
             f"{name}, which is watched, fell from {before:.3f} at step {first.step} to {after:.3f} while the reward "
@@ -158,16 +158,37 @@ def _disagreement(first: Validation, later: Validation, name: str, spread: float
     moved = [float(np.sign(b)) for b in changed]
     if len(moved) < FEWEST:
         return
-    mean = float(np.mean(moved))
-    lowest, _ = bootstrap([one - mean for one in moved], CONFIDENCE)
-    if mean < min(lowest, 0.0):
-        fell = sum(one < 0 for one in moved)
+    fell = sum(one < 0 for one in moved)
+    mean, enough = float(np.mean(moved)), _enough_falls(len(moved))
+    if enough is not None and fell >= enough:
+        lowest = 1 - 2 * enough / len(moved)  # the mean of the signs with as many falls
         text = (
             f"the reward and {name} disagree: of {len(risen)} held-out prompts whose reward rose since step "
             f"{first.step}, {name} fell on {fell} and rose on {len(moved) - fell}"
         )
         shown, size = _largest(first, later, name, -1), _size(-float(np.median(changed)), spread)
         yield Signal("disagreement", name, later.step, mean, lowest, text, shown, size)
+
+
+def _lowest_mean(changes: Sequence[float]) -> float:
+    """The 0.05 % quantile of the mean of `changes` [N] had chance alone given each its sign (Fisher's test).
+
+    Resampling the changes themselves would take their spread for that of chance, which is larger.
+    """
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(RESAMPLES, len(changes)))
+    lowest = float(np.quantile(signs @ np.abs(changes) / len(changes), CHANCE))
+    return lowest * (1 + 1e-9)  # the mean of falls only is not below itself by rounding
+
+
+def _enough_falls(count: int) -> int | None:
+    """The fewest of `count` changes that have to be falls for the exact sign test; None if all are too few."""
+    tail, enough = 0.0, None
+    for falls in range(count, -1, -1):
+        tail += math.comb(count, falls) / 2**count
+        if tail > CHANCE:
+            break
+        enough = falls
+    return enough
 
 
 def _looks(first: Validation, later: Validation) -> Iterator[Signal]:

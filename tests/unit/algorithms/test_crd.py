@@ -123,6 +123,20 @@ def test_the_cross_entropy_has_the_same_fixed_point(mix: float) -> None:
     assert cross_entropy(implicit.detach() + 0.1 * torch.tensor([1, 0, 0, 1, 0, 0]), mix).min() > 1e-5
 
 
+def test_the_kl_counts_more_for_better_images_by_hand() -> None:
+    crd = CRD(Config(algorithm=algorithm_config("crd", kl_coef=0.5, kl_by_reward=True, advantage_clip=CLIP)))
+    found = crd.kl_weights(noised(OUTPUT, TARGET, ADVANTAGES, GROUPS, OLD))
+    good = [min(max(a / 10 + 0.5, 0), 1) for a in ADVANTAGES.tolist()]
+    assert isinstance(found, torch.Tensor)
+    assert found.tolist() == pytest.approx([r + (1 - r) * 1e-4 / 0.5 for r in good])
+
+
+def test_small_errors_are_divided_by_their_own_size() -> None:
+    target = torch.zeros(1, 2, dtype=torch.float64)
+    small = torch.tensor([[3e-4, -1e-4]], dtype=torch.float64)  # mean square 5e-8 over mean size 2e-4
+    assert implicit_reward(small, target, target).tolist() == pytest.approx([-5e-8 / 2e-4], rel=1e-9)
+
+
 def test_relative_entropy_by_hand() -> None:
     p, q = 0.8, 0.4
     logits = [torch.tensor([value]).logit() for value in (p, q)]

@@ -159,6 +159,14 @@ def test_scorers_are_normalised_by_their_own_gains() -> None:
     torch.testing.assert_close(both, drowned, equal_nan=True, atol=5e-3, rtol=0)
 
 
+def test_one_scorer_normalised_by_its_own_gains_points_where_the_total_does() -> None:
+    algorithm, twin = dense(adv_estimator="gdpo"), dense()
+    _, samples = planned(algorithm)
+    totals = random_rewards(len(samples))
+    found, expected = (one.credit(rewards(samples, totals)).nan_to_num() for one in (algorithm, twin))
+    assert torch.equal(found.sign(), expected.sign()) and found.count_nonzero() > len(samples)
+
+
 def test_an_image_without_a_reward_takes_the_group_with_it() -> None:
     algorithm = dense()
     _, samples = planned(algorithm)

@@ -50,6 +50,14 @@ def test_the_loss_equals_its_naive_twin(mix: float) -> None:
     assert (got >= 0).all()
 
 
+def test_the_weight_of_an_error_is_its_size_down_to_the_smallest_one() -> None:
+    """As the authors' code, which divides by at least 1e-5."""
+    data = torch.zeros(3, 2, dtype=torch.float64)
+    error = torch.tensor([[3e-4, -1e-4], [0.3, -0.1], [2e-6, 2e-6]], dtype=torch.float64)
+    expected = [5e-8 / 2e-4, 0.05 / 0.2, 4e-12 / 1e-5]
+    assert adaptive_error(error, data).tolist() == pytest.approx(expected, rel=1e-9)
+
+
 def test_advantages_saturate_at_the_clip() -> None:  # T28
     advantages = torch.tensor([-9.0, -5.0, -2.5, 0.0, 1.0, 5.0, 6.0])
     torch.testing.assert_close(optimality(advantages, 5.0), torch.tensor([0, 0, 0.25, 0.5, 0.6, 1, 1]))

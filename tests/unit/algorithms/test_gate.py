@@ -61,6 +61,15 @@ def test_the_share_follows_the_mean_doubt_within_its_bounds() -> None:
     assert gate.share == pytest.approx(LEAST * 0.1)
 
 
+def test_the_share_follows_the_latest_steps_only() -> None:
+    gate = Gate(0.1)
+    for mean in (0.9, *[0.1] * 20):  # the first one is forgotten
+        gate._follow(mean)
+    before = gate.share
+    gate._follow(0.5)
+    assert gate.past == [0.1] * 19 + [0.5] and gate.share == pytest.approx(1.1 * before)
+
+
 def test_a_gate_continues_where_it_was() -> None:
     one, generator = Gate(0.2), torch.Generator().manual_seed(1)
     steps = [(torch.rand(24, generator=generator), torch.rand(24, 2, generator=generator)) for _ in range(6)]

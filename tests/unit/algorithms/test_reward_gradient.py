@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from replaying import counted_rows
@@ -27,9 +28,9 @@ Tensor = torch.Tensor
 
 
 def reward(images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-    """Smooth, another one for every pixel, and for every prompt."""
+    """Smooth, another one for every pixel, and for every prompt and its words."""
     weights = torch.randn(images.shape[1:], generator=torch.Generator().manual_seed(5)) / 10
-    scales = torch.tensor([1.0 + 0.1 * len(p.text) for p in prompts])
+    scales = torch.tensor([1.0 + 0.001 * sum(i * ord(c) for i, c in enumerate(p.text, 1)) % 4 for p in prompts])
     return scales * (weights * images).flatten(1).sum(1)
 
 
@@ -168,16 +169,19 @@ def of_lagrange(h: Naive, share: float, second: float, tau: float) -> Tensor:
 
 
 def of_srpo(h: Naive) -> Tensor:
-    algorithm: Any = h.t.algorithm
-    (k, m), losses = algorithm.drawn(1), []
-    draw = surrogates.generator(0, 1, "words")
-    word, other = (str(draw.choice(words)) for words in (["Real", "Sharp"], ["Flat"]))
-    for a, b, (low, high), first, then in ((k, m, (0.1, 0.25), word, other), (m, k, (0.3, 0.01), other, word)):
-        s, goal, noise = h.sigmas[a], h.sigmas[b], h.xs[0]
+    draw, losses = surrogates.generator(0, 1, "words"), []
+    word, other = (str(draw.choice(words)) for words in (["Natural-lighting", "Real"], ["Oil"]))
+    goal = (h.sigmas[1] + h.sigmas[2]) / 2  # both lead there, from the only two levels within the range
+    assert 0.6 < h.sigmas[2] < h.sigmas[1] < 0.9
+    for k, at, (low, high), first, then in (
+        (1, goal, (0.1, 0.25), word, other),
+        (2, h.sigmas[2], (0.3, 0.01), other, word),
+    ):
+        s, noise = h.sigmas[k], h.xs[0]
         x = s * noise + (1 - s) * h.xs[-1]
-        moved = x + (goal - s) * h.v(x, a)
+        moved = x + (goal - s) * h.v(x, k)
         clean = (moved - goal * noise) / (1 - goal)
-        d = low + (high - low) * s
+        d = low + (high - low) * (at - 0.5) / 0.4
         losses.append(
             (0.7 - ((1 + d) * h.reward(clean, f"{first}. ") - h.reward(clean, f"{then}. "))).relu().mean() / 2
         )
@@ -194,7 +198,11 @@ CASES: list[tuple[str, dict[str, Any], Callable[[Naive], Tensor]]] = [
     ("flowbp_sparse", {"active": STEPS, "rescale": 1.0}, partial(of_sparse, rescale=1.0)),
     ("flowbp_bridge", {"active": 4, "nested": 0.5}, partial(of_sparse, rescale=0.0, share=0.5)),
     ("flowbp_lagrange", {"latest": 3}, partial(of_lagrange, share=0.1, second=0.25, tau=0.2)),
-    ("srpo", {"margin": 0.7, "positive": ["Real", "Sharp"], "negative": ["Flat"]}, of_srpo),
+    (
+        "srpo",
+        {"margin": 0.7, "positive": ["Natural-lighting", "Real"], "negative": ["Oil"], "levels": [0.5, 0.9]},
+        of_srpo,
+    ),
 ]  # fmt: skip
 
 
@@ -285,6 +293,20 @@ def test_a_mixture_is_the_weighted_sum_of_a_policy_gradient_and_a_reward_gradien
     assert stats.sums["reward_loss"] / stats.pairs == pytest.approx(of_reward.sums["loss"] / of_reward.pairs, rel=1e-5)
 
 
+def test_srpo_leaps_between_the_published_noise_levels() -> None:
+    algorithm: Any = build_algorithm(config("srpo", n=1, steps=25, sampling_kernel="ode"))
+    before_shift = [1 - k / 25 for k in range(25)]
+    sigmas = [3 * t / (1 + 2 * t) for t in before_shift]
+    pairs = [algorithm.starts(sigmas, step) for step in range(400)]
+    assert {sigmas[k] for pair in pairs for k in pair} == {s for s in sigmas if 0.75 < s < 0.9643}
+    spans = np.array([(sigmas[a] - sigmas[b]) / 2 for a, b in pairs])
+    assert spans.min() > 0.013 and spans.max() < 0.028 and spans.mean() == pytest.approx(0.0214, abs=0.002)
+    middles = np.sort([(sigmas[a] + sigmas[b]) / 2 for a, b in pairs])
+    assert np.mean(middles) == pytest.approx((0.75 + 0.964) / 2, abs=0.01)  # every level is as likely
+    with pytest.raises(ReplayError, match=r"^algorithm\.levels=\[0\.75, 0\.964\]: .*0\.500.*; widen it"):
+        algorithm.starts([1.0, 0.9, 0.5, 0.1], 1)
+
+
 @pytest.mark.parametrize("name", ["leapalign", "flowbp_sparse", "flowbp_lagrange", "srpo"])
 def test_leaps_are_for_flow_matching(name: str) -> None:
     given = {"sampling_kernel": "ode", "sampling_call": {"output_type": "np"}}
@@ -328,6 +350,7 @@ def test_a_trajectory_keeps_what_is_looked_at_after_the_last_trained_step(
         ({"name": "draft", "dynamic_sampling": 1}, r"algorithm\.dynamic_sampling=1: a gradient is there"),
         ({"name": "srpo", "positive": []}, r"algorithm\.positive=\[\]: give at least one word"),
         ({"name": "srpo", "strength": [1]}, r"algorithm\.strength=\[1.*: give two numbers"),
+        ({"name": "srpo", "levels": [0.9, 0.5]}, r"algorithm\.levels=\[0\.9.*: give the lowest and the highest"),
         ({"name": "flowbp_lagrange", "parts": [1, 2]}, r"algorithm\.parts=\[1.*: give three positive numbers"),
         ({"name": "leapalign", "sampling": {"kernel": "flow_sde"}}, r"sampling\.kernel=flow_sde: leapalign is defined"),
         ({"name": "draft", "sampling": {"solver": "dpm2"}}, r"sampling\.solver=dpm2: draft differentiates every step"),

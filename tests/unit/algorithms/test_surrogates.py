@@ -51,10 +51,18 @@ def test_even_steps_are_equally_far_apart_and_begin_anywhere() -> None:
 def test_pairs_are_in_order_and_of_all_steps() -> None:
     pairs = Counter(two_steps(3, generator(n)) for n in range(3000))
     assert set(pairs) == {(0, 1), (0, 2), (1, 2)} and min(pairs.values()) > 900
-    parted = [parted_steps(25, [2.5, 6.0, 2.0], 10, generator(n)) for n in range(2000)]
-    assert all(0 <= k < j < 25 and 25 - j <= 10 for k, j in parted)
-    assert np.mean([j - k for k, j in parted]) == pytest.approx(25 * 6 / 10.5, abs=0.5)
-    assert {parted_steps(2, [1, 1, 1], None, generator(n)) for n in range(50)} == {(0, 1)}
+
+
+def test_parted_steps_are_shared_after_between_and_before() -> None:
+    sharp = [1e6 * share for share in (0.8, 0.15, 0.05)]
+    assert parted_steps(20, sharp, None, generator(0)) == (0, 3)  # 16 steps after the second, 3 from the first to it
+    assert parted_steps(20, sharp[::-1], None, generator(0)) == (15, 18)
+    assert parted_steps(20, sharp, 10, generator(0)) == (7, 10)  # what is above goes before the first
+    assert {parted_steps(3, [1, 1, 1], None, generator(n)) for n in range(50)} == {(0, 1)}
+    drawn = np.array([parted_steps(25, [2.5, 6.0, 2.0], 10, generator(n)) for n in range(4000)])
+    k, j = drawn.T  # means as of RuoyuWang-2077/FlowBP
+    assert k.min() >= 0 and (k < j).all() and j.min() == 15 and j.max() == 23
+    assert k.mean() == pytest.approx(4.1, abs=0.15) and j.mean() == pytest.approx(18.4, abs=0.15)
 
 
 @pytest.mark.parametrize(("count", "before", "after", "expected"), [(5, 10, 15, (2, 3)), (4, 1, 9, (1, 3)),

@@ -12,6 +12,7 @@ import torch
 from replaying import Recorded, deviation, distance, fresh, gradients, own
 
 from gerl.engine import FeatureCache
+from gerl.engine.feature_cache import _change
 from gerl.errors import ModelError
 
 FIRST_BLOCK = FeatureCache("first_block", threshold=10.0)  # every step may leave blocks out
@@ -120,3 +121,9 @@ def test_every_transformer_has_them(name: str, guided: bool, cache: FeatureCache
     others, tape = r.record(window=WINDOW, cache=cache)
     assert deviation(r, tape, steps=WINDOW) == 0.0
     assert not torch.equal(torch.as_tensor(images), torch.as_tensor(others))
+
+
+def test_a_change_is_relative_to_what_was_before() -> None:
+    before = (torch.tensor([1.0, -3.0]), None, torch.tensor([2.0]))
+    after = (torch.tensor([2.0, -5.0]), None, torch.tensor([2.5]))
+    assert _change(after, before) == pytest.approx((1.5 + 0.5) / (2.0 + 2.0))

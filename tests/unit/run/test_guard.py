@@ -1,4 +1,5 @@
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,17 @@ import pytest
 
 from gerl.config import GuardConfig
 from gerl.errors import ConfigError
-from gerl.run.guard import GuardLog, Signal, raise_peaks, read_guard, signals, watched_columns
+from gerl.run.guard import (
+    CHANCE,
+    GuardLog,
+    Signal,
+    _enough_falls,
+    _lowest_mean,
+    raise_peaks,
+    read_guard,
+    signals,
+    watched_columns,
+)
 from gerl.run.validation import Validation
 
 CONFIG = {"reward": {"scorers": {"mine": {"weight": 1.0}, "other": {"weight": 0.0}}}}
@@ -67,6 +78,27 @@ def test_a_few_large_gains_do_not_hide_that_a_watched_scorer_fell_on_most_prompt
     known = [v for v in FIRST.by_scorer["other"] if v is not None]
     changed = [v + 3.0 if i < 6 else v - 0.1 for i, v in enumerate(known)]  # higher on average
     assert keys(risen(other=changed)) == ["disagreement/other"]
+
+
+@pytest.mark.parametrize(("count", "falls"), [(8, None), (10, None), (11, 11), (16, 15), (24, 21), (48, 36)])
+def test_falls_and_rises_are_as_rare_as_said_by_the_exact_sign_test(count: int, falls: int | None) -> None:
+    assert _enough_falls(count) == falls
+    if falls is not None:
+        chance = [sum(math.comb(count, k) for k in range(n, count + 1)) / 2**count for n in (falls - 1, falls)]
+        assert chance[0] > CHANCE >= chance[1] and pytest.approx(0.0005) == CHANCE
+
+
+def test_seven_falls_and_a_rise_are_no_disagreement() -> None:
+    """Only 8 prompts whose column changed: 3.5 % of such runs would have as many falls."""
+    known = [v for v in FIRST.by_scorer["other"] if v is not None]
+    assert keys(risen(other=[v - 0.1 if i < 7 else v + 0.1 if i == 7 else v for i, v in enumerate(known)])) == []
+
+
+def test_the_mean_change_by_chance_is_that_of_random_signs() -> None:
+    """Of 12 equal falls, 1 of 4096 signs is as low: the quantile lies next to it."""
+    assert -1 < _lowest_mean([-1.0] * 12) <= -10 / 12
+    eight = np.random.default_rng(0).uniform(-1, 0, size=8).tolist()
+    assert not np.mean(eight) < _lowest_mean(eight) < 0  # 8 falls are 1 of 256; resampling them gave an alarm
 
 
 def test_a_watched_scorer_that_first_rose_is_compared_with_its_peak() -> None:
