@@ -92,7 +92,8 @@ class Parser(Generic[T]):
             from gerl.commandline.hydra_options import without_options  # in here: it imports Hydra
 
             arguments = without_options(arguments)
-        if not any(a.startswith("-") and "=" not in a for a in arguments):  # else it may be the value of one with dashes
+        # one beside an option with dashes may be the value of that
+        if not any(a.startswith("-") and "=" not in a for a in arguments):
             arguments = [f"{self.bare}={a}" if self._is_bare(a) else a for a in arguments]
         check_form(arguments, self._nearest, "experiment" if self.rest else self._keys()[0].name)
         for argument in arguments:
