@@ -110,8 +110,8 @@ def arguments(model: Path, workplace: Path) -> Arguments:
         if scorer:
             values["reward.scorers.bright.path"] = workplace / scorer
         values |= {name.replace("__", "."): value for name, value in keys.items()}
-        given = {override.partition("=")[0] for override in overrides}
-        return [*(f"{name}={value}" for name, value in values.items() if name not in given), *overrides]
+        given = {override.partition("=")[0]: override for override in overrides}  # of two the last one
+        return [*(f"{name}={value}" for name, value in values.items() if name not in given), *given.values()]
 
     return build
 
