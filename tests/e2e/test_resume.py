@@ -152,14 +152,14 @@ def test_sigterm_leaves_a_checkpoint_and_auto_carries_on(
     command: Arguments, run_of: Any, whole: Any, tmp_path: Path, call: int, kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_of(tmp_path / "runs" / "first")
-    again = command(tmp_path / "runs" / "${now:%f}", "checkpoint.resume=auto", stop=call)
     settings = ("actor.lr_schedule=constant", "checkpoint.every=0")
+    again = command(tmp_path / "runs" / "${now:%f}", *settings, "checkpoint.resume=auto", stop=call)
     assert main(command(run.folder, *settings, stop=call)) == 128 + signal.SIGTERM
     said = caplog.messages[-1]
     assert "SIGTERM" in said and str(run.checkpoint(kept)) in said and f"checkpoint.resume={run.folder}" in said
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == [f"step_{kept}"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the handlers are gone
-    assert main([*again, *settings]) == 0
+    assert main(again) == 0
     assert [path.name for path in (tmp_path / "runs").glob("*/")] == ["first"]  # it carried on where that one lies
     assert_same_end(run, whole)
     assert "resumed with changes" not in caplog.text

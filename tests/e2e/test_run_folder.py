@@ -45,14 +45,14 @@ def test_a_run_writes_its_log_its_card_and_the_times_of_its_steps(train: Train, 
     assert datetime.fromisoformat(run.metrics[0]["time"]).tzinfo is not None
 
 
-# the last two are refused by the first call of the pipeline: in the probe of an algorithm that has one, or in a rollout
+# the last two are refused by the first call of the pipeline
 @pytest.mark.parametrize(
     "override",
     [
         "model.lora_targets=to_qq",
         "sampling.call.true_cfg=4",
-        "sampling.call.max_sequence_length=1000",
-        "sampling.call.max_sequence_length=1000 algorithm=diffusion_nft",
+        "sampling.call={max_sequence_length:1000}",
+        "sampling.call={max_sequence_length:1000} algorithm=diffusion_nft",
     ],
 )
 def test_a_start_that_fails_leaves_no_folder(
