@@ -116,6 +116,11 @@ def arguments(model: Path, workplace: Path) -> Arguments:
     return build
 
 
+def with_last(arguments: list[str]) -> list[str]:
+    """Of two arguments with one key the last one: what a test adds to a command replaces what is there."""
+    return list({argument.partition("=")[0]: argument for argument in arguments}.values())
+
+
 @pytest.fixture(scope="session")
 def train(arguments: Arguments) -> Callable[..., Run]:
     """Run the command line in this process and expect success."""
@@ -147,7 +152,7 @@ def start() -> Callable[[list[str]], "subprocess.Popen[str]"]:
 
     def popen(arguments: list[str], cwd: Path = ROOT, **environment: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, "-m", "gerl.trainer.main_flowgrpo", *arguments],
+            [sys.executable, "-m", "gerl.trainer.main_flowgrpo", *with_last(arguments)],
             cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdout=subprocess.PIPE,
