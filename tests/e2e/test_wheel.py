@@ -67,8 +67,8 @@ def test_it_trains_from_another_folder(
 ) -> None:
     target, elsewhere = installed, tmp_path / "elsewhere"
     elsewhere.mkdir()
-    given = [a for a in arguments(Path("unused"), scorer="") if not a.startswith("hydra.run.dir")]
-    given += ["reward.scorers.jpeg_compressibility.weight=1", "logger.report=true"]
+    own = ("reward.scorers.jpeg_compressibility.weight=1", "logger.report=true")
+    given = [a for a in arguments(Path("unused"), *own, scorer="") if not a.startswith("hydra.run.dir")]
     environment = {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"}  # before an editable install
     said = run("-P", "-c", MAIN, *given, cwd=elsewhere, env=environment)
     assert said.splitlines()[0] == str(target / "gerl" / "__init__.py")
