@@ -69,8 +69,6 @@ def config(
     own = {k: v for k, v in keys.items() if not k.startswith("sampling_")}
     if name == "opd":
         own = {"teachers": [{"guidance": 3.0}], **own}  # another one than a guided rollout's
-    if name == "srpo":
-        own = {"levels": [0.0, 1.0], **own}  # few steps have few levels in the published range
     fixed = {"height": 16, "width": 16, "num_inference_steps": steps, "guidance_scale": guidance}
     fixed["call"] = {"max_sequence_length": 8, "output_type": "np"}
     return Config(
