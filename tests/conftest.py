@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ with importing():
         import peft  # noqa: F401
         import transformers  # noqa: F401
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, as then by all processes that tests start
 torch.set_num_threads(1)
 gc.set_threshold(100_000)  # after every 700 objects, as is usual, the collector takes a fiftieth of the time
 
