@@ -44,7 +44,9 @@ if ((others)); then
         "${start[@]}" worker "$head" "${options[@]}" &
 fi
 
-bash "$by_hand" train "$head" "$SLURM_NNODES" hydra.run.dir="$run" checkpoint.resume=auto "$@" &
+resume=(checkpoint.resume=auto)
+[[ " $* " == *" checkpoint.resume="* ]] && resume=() # one that is passed on takes its place
+bash "$by_hand" train "$head" "$SLURM_NNODES" hydra.run.dir="$run" "${resume[@]}" "$@" &
 training=$!
 again=
 trap 'again=yes; kill -TERM "$training" || true' USR1

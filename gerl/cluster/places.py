@@ -40,7 +40,7 @@ class Places:
         return PlacementGroupSchedulingStrategy(self._groups[number], index)
 
     def give_back(self, process: int) -> None:
-        """Leave the room of a process, and of those that are placed with it, to others."""
+        """Release the resources of a process and of those that are placed with it."""
         if group := self._groups.pop(process // self.together, None):
             remove_placement_group(group)
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a row is a line
-"""Keys of other programs, and gerl's for the same, or why there is none. Tables, for hints only.
+"""Keys of other programs with the keys of gerl that mean the same, or the reason why there is none: tables for hints.
 
 flow_grpo, MM-GRPO, verl, verl-omni, NeMo RL, PettingLLMs, Flow-Factory, TRL, the scripts of diffusers, ai-toolkit and
 kohya's sd-scripts; `docs/coming_from.md` shows the most used ones side by side. Their values are in `other_values`.

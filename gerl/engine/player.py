@@ -87,7 +87,7 @@ class ReplayedStep:
 
     @cached_property
     def log_prob(self) -> torch.Tensor:
-        """Log-probability of what of the recorded `x_next` reaches the images, `[B]` fp32, with graph."""
+        """Log-probability of the recorded `x_next` over the latents that reach the images, `[B]` fp32, with graph."""
         if self.x_next is None or self.std == 0:
             raise ReplayError("only stochastic steps with their recorded latents have a log-probability")
         return gaussian_log_prob(self.x_next, self.mean, self.std, self.overwritten)
