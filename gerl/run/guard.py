@@ -198,7 +198,7 @@ def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
         if len(old) < FEWEST or len(new) != len(old) or min(old) == max(old):
             continue
         low, high = (float(edge) for edge in np.quantile(old, [RARE, 1 - RARE]))
-        surely = bootstrap(new, CONFIDENCE)
+        surely = bootstrap(_known(later.by_prompt(later.looks[name])), CONFIDENCE)
         mean = float(np.mean(new))
         if surely[0] > high or surely[1] < low:
             edge, sign = (high, 1) if mean > high else (low, -1)
@@ -219,7 +219,7 @@ def _diversity(first: Validation, later: Validation) -> Iterator[Signal]:
             continue
         edge = float(np.quantile(old, RARE))
         mean = float(np.mean(new))
-        if bootstrap(new, CONFIDENCE)[1] < edge:
+        if bootstrap(_known(later.by_prompt(later.looks[name])), CONFIDENCE)[1] < edge:
             text = f"{words} has fallen from {np.mean(old):.3g} to {mean:.3g}, below {1 - RARE:.1%} of the first images"
             order = sorted(later.shown or range(len(new)), key=lambda i: new[i])
             yield Signal("diversity", name, later.step, mean, edge, text, order[:SHOWN])

@@ -214,3 +214,16 @@ def test_signals_that_are_ignored_are_named_in_words_that_there_are() -> None:
     assert config.counts("looks", "blue") and config.counts("watched", "ocr")
     with pytest.raises(ConfigError, match=r"guard\.ignored: there is no signal 'colour', only watched"):
         GuardConfig(ignored=["colour"])
+
+
+def test_prompts_are_resampled_where_there_are_several_images_of_each() -> None:
+    """Eight images of a prompt that look alike are one observation: few prompts make no certain change."""
+
+    def seen(step: int, shift: float, ids: list[int]) -> Validation:
+        few = validation(step)
+        sharpness = [float(i % 8) + shift * (i // 8 in (0, 1, 2)) for i in range(N)]  # three of eight prompts
+        return replace(few, looks={"sharpness": sharpness}, ids=ids)
+
+    own, of_eight = list(range(N)), [i // 8 for i in range(N)]
+    assert keys(seen(5, 30.0, own), seen(0, 0.0, own)) == ["looks/sharpness"], "as if all were independent"
+    assert keys(seen(5, 30.0, of_eight), seen(0, 0.0, of_eight)) == []
