@@ -102,7 +102,7 @@ def test_a_recipe_says_where_its_numbers_come_from_and_what_it_needs(name: str) 
 
 
 def test_the_clip_range_of_qwen_image_ocr_is_that_of_its_source() -> None:
-    """1e-5 (verl-omni, examples/flowgrpo_trainer/qwen_image/run_qwen_image_ocr_lora.sh, line 42); the preset's own is 1e-4."""
+    """1e-5: verl-omni, examples/flowgrpo_trainer/qwen_image/run_qwen_image_ocr_lora.sh, line 42."""
     algorithm: Any = compose_run(["experiment=qwen_image_ocr"]).config.algorithm
     assert (algorithm.clip_low, algorithm.clip_high) == (1e-5, 1e-5)
 
