@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ["python", "-m", "gerl.trainer.main_flowgrpo"]
 NAMES = ("ray", "python", "srun", "scancel", "scontrol")
 STAND_IN = r"""#!/bin/bash
-# name, arguments and blocked signals, at once: others write into the same file
+# name, arguments and blocked signals, in a file of its own: not every file system appends for several at a time
 printf -v call '%s\x1f' "$(basename "$0")" "$@"
-printf '%s%s\x1e' "$call" "$(awk '/^SigBlk/ {printf "%s", $2}' /proc/self/status 2> /dev/null)" >> "$CALLS"
+blocked=$(awk '/^SigBlk/ {printf "%s", $2}' /proc/self/status 2> /dev/null)
+printf '%s%s\x1e' "$call" "$blocked" > "$CALLS-$EPOCHREALTIME-$$"
 case $(basename "$0") in
 srun) # runs here what it would run elsewhere
     while [[ $1 == --* ]]; do shift; done
@@ -88,14 +89,17 @@ class DryRun:
         assert process.returncode == 0, said
 
     def calls(self, name: str) -> list[Call]:
-        """The calls of a command so far."""
-        path = self.folder / "calls"
-        rows = [row.split("\x1f") for row in path.read_text().split("\x1e")[:-1]] if path.exists() else []
+        """The calls of a command so far, in order."""
+        whole = (text[:-1] for path in sorted(self._files()) if (text := path.read_text()).endswith("\x1e"))
+        rows = [text.split("\x1f") for text in whole]
         return [Call(row[0], row[1:-1], int(row[-1] or "0", 16)) for row in rows if row[0] == name]
 
     def nothing(self) -> bool:
         """Whether no command was called."""
-        return not (self.folder / "calls").exists()
+        return not any(self._files())
+
+    def _files(self) -> Iterator[Path]:
+        return self.folder.glob("calls-*")
 
     @property
     def trains(self) -> bool:

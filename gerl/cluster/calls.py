@@ -162,12 +162,14 @@ class WorkerGroup(Generic[W]):
         hang_after: float | None = None,
         needs: Mapping[str, float] = MappingProxyType({}),
         give_back: Callable[[int], None] | None = None,
+        has_room: Callable[[int], bool] | None = None,
     ) -> None:
         """`hang_after`: seconds for which `run` waits for an answer of any of them, `Pending.result` for its own.
 
         `needs`: what each takes of Ray's resources. `give_back`: leaves the room of one that was ended to others.
+        `has_room`: whether one is known to be placed, though it may not have started yet.
         """
-        self.hang_after, self.needs, self._give_back = hang_after, needs, give_back
+        self.hang_after, self.needs, self._give_back, self._has_room = hang_after, needs, give_back, has_room
         self.name, self._start, self._end = name, start, end
         self.remote = end is not None
         self._count, self.numbers = count, list(range(count))  # of those there are: some may be left out for a while
@@ -205,6 +207,10 @@ class WorkerGroup(Generic[W]):
         """End worker `index`, whatever it is doing: what waits for it raises. In this process nothing is to end."""
         if self._end is not None:
             self._end(self.workers[index])
+
+    def has_room(self, index: int) -> bool:
+        """Whether worker `index` is known to be placed: it starts, however long that takes."""
+        return self._has_room is not None and self._has_room(self.numbers[index])
 
     def forget(self) -> None:
         """Know of no worker, as the Ray that had them is gone: all are to be started by `restart`."""

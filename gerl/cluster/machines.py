@@ -257,7 +257,8 @@ class Cluster:
                 ray.kill(actor)
 
         give_back = places.give_back if places is not None and not spread else None
-        return WorkerGroup(name, count, start, end, self.config.hang_after, needs, give_back)
+        has_room = places.has_room if places is not None else None
+        return WorkerGroup(name, count, start, end, self.config.hang_after, needs, give_back, has_room)
 
     def _cpu_share(self) -> float:
         """The share of a CPU that each process takes: so little that the smallest machine has room for all of them.

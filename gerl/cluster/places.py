@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gerl.cluster import health
@@ -38,6 +38,11 @@ class Places:
         if number not in self._groups:
             self._groups[number] = placement_group([self.share] * self.together, strategy=self.strategies[-1])
         return PlacementGroupSchedulingStrategy(self._groups[number], index)
+
+    def has_room(self, process: int) -> bool:
+        """Whether a process has its room, on nodes that live as far as Ray knows."""
+        group = self._groups.get(process // self.together)
+        return group is not None and placement_group_table(group)["state"] == "CREATED"
 
     def give_back(self, process: int) -> None:
         """Release the resources of a process and of those that are placed with it."""

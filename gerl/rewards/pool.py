@@ -110,6 +110,7 @@ class Pool(Generic[R]):
         """
         now, late, count = time.perf_counter(), self.late, len(self.workers)
         over = {pending: start for pending, start in late.items() if start.until is not None and start.until <= now}
+        over = {pending: start for pending, start in over.items() if not self._starts_slowly(pending, start.process)}
         if over and len(late) == count:
             raise self._without_room()
         for pending, start in over.items():
@@ -123,8 +124,18 @@ class Pool(Generic[R]):
             until = self.starting[pending[0]].until or math.inf
             left = until - time.perf_counter()
             if not pending[0].wait(max(0.0, left) if left < math.inf else pending[0].hang_after):
-                raise self._without_room()
+                if not self._starts_slowly(pending[0], process):
+                    raise self._without_room()
+                continue
             self.started(pending[0])
+
+    def _starts_slowly(self, pending: Pending[None], process: int) -> bool:
+        """Wait longer for a process that has room, but has not started: its Python may lie on a network disk."""
+        if not self.workers.has_room(process):
+            return False
+        logger.info("%s %d has room and has not started yet: waiting", self.workers.name, process)
+        self.starting[pending] = Start(process, time.perf_counter() + self.patience)
+        return True
 
     def _without_room(self) -> RewardError:
         said = no_room(self.workers.name.removesuffix(", process"), self.workers.needs)

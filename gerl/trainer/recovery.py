@@ -182,6 +182,9 @@ class Recovery:
             while (left := until - time.monotonic()) > 0 and asked[i].wait(left) and _died(asked[i]):
                 time.sleep(PAUSE)  # it was on a node that has died, too, of which Ray does not know yet
                 asked[i] = self._anew(i)
+        for i in chosen:
+            if workers.has_room(i):  # it only starts slowly
+                asked[i].wait(self.settings.hang_after)
         late = {i // self.ranks for i, call in asked.items() if not call.wait(0.0) or _died(call)}
         out = [i for i in chosen if i // self.ranks in late]  # a worker does nothing without one of its ranks
         gone = {workers.numbers[i] for i in out}

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from safetensors import SafetensorError
 
@@ -32,10 +33,14 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Write `path` complete or not at all, text as UTF-8; raises `GerlError` if it cannot be written."""
-    part = path.with_name(path.name + ".part")
-    with writing(path):
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(part, path)
+    part = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")  # other processes may write the same file
+    try:
+        with writing(path):
+            part.write_bytes(content.encode() if isinstance(content, str) else content)
+            os.replace(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:

@@ -90,5 +90,6 @@ def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
 def test_the_first_cause_is_raised_when_the_card_cannot_be_written_either(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(GerlError, match="the first"), a_session(tmp_path / "run"):
-        (tmp_path / "run" / "run.json.part").mkdir()
+        (tmp_path / "run" / "run.json").unlink()
+        (tmp_path / "run" / "run.json").mkdir()
         raise GerlError("the first")

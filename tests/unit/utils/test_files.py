@@ -1,0 +1,37 @@
+"""Files that are written completely or not at all."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from gerl.errors import GerlError
+from gerl.utils.files import write_file
+
+TIMES, LENGTH = 200, 100_000
+
+
+def write_many(path: Path, letter: str) -> None:
+    for _ in range(TIMES):
+        write_file(path, letter * LENGTH)
+
+
+def test_processes_that_write_the_same_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path, context = tmp_path / "table.csv", multiprocessing.get_context("spawn")
+    writers = [context.Process(target=write_many, args=(path, letter)) for letter in "ab"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert path.read_text() in ("a" * LENGTH, "b" * LENGTH) and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.mkdir()
+    with pytest.raises(GerlError, match="choose another folder"):
+        write_file(path, "a")
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(GerlError, match="choose another folder"):
+        write_file(path / "file" / "under" / "none", "a")
