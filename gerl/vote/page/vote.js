@@ -14,6 +14,7 @@ let ranking = localStorage.getItem("gerl-vote-mode") === "rank";
 let ready = 0; // when the images had appeared
 let busy = false; // a vote is on its way
 let touched = 0;
+let pointed = 0; // the image under the pointer, or with the focus
 
 // --- from and to the service
 
@@ -41,7 +42,7 @@ function connect() {
   source.onerror = () => {
     document.body.classList.add("lost");
     if (source?.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
-    if (!state?.progress.ended) rest("The vote service does not answer", "This page goes on as soon as it is back; your votes are kept.");
+    if (!state?.progress.ended) rest("The vote service does not answer", "This page continues as soon as it is back; your votes are saved.");
   };
 }
 
@@ -52,7 +53,7 @@ function receive(next) {
   if (next.next) for (const url of [...next.next.sources, ...next.next.images]) new Image().src = url;
   if (next.group === null) {
     shown = null;
-    rest(...(next.idle ? ["Still there?", "Move the mouse or touch the page to go on voting."] : words(next.progress)));
+    rest(...(next.idle ? ["Still there?", "Move the mouse or touch the page to continue voting."] : words(next.progress)));
   } else if (shown?.id !== next.group.id) {
     show(next.group);
   }
@@ -81,9 +82,10 @@ function progress(p) {
 function words(p) {
   if (p.ended) return [p.ended, `${p.votes} ${p.votes === 1 ? "vote is" : "votes are"} kept in the run folder.`];
   if (p.waiting) return ["The others have the rest", "All groups that are left of this step are shown to other voters."];
-  if (p.step === 0) return ["The run is starting", "The model is loaded and the first images are drawn."];
+  if (p.step === 0) return ["The run is starting", "The model is loading; the first images come next."];
+  if (p.groups && p.decided >= p.groups && p.step === p.steps) return ["Learning from the votes", "These were the last images. The run ends when the step is trained."];
   if (p.groups && p.decided >= p.groups) return ["Learning from the votes", "The next images come as soon as the step is trained."];
-  return ["Drawing the next images", "They appear here by themselves."];
+  return ["Sampling the next images", "They appear here by themselves."];
 }
 
 function rest(title, detail) {
@@ -104,6 +106,8 @@ async function show(group) {
   const all = [...group.sources.map(before), ...group.images.map(card)];
   await Promise.all(all.map((c) => c.querySelector("img").decode().catch(() => {})));
   if (shown !== group) return;
+  pointed = 0;
+  $("large").close();
   $("prompt").textContent = group.prompt; // as text, whatever is in it
   $("stage").replaceChildren(...all);
   $("rest").hidden = true;
@@ -127,11 +131,25 @@ function card(url, i) {
   const place = Object.assign(document.createElement("span"), {className: "place"});
   button.className = "card";
   button.dataset.image = i;
-  button.append(image, key, place);
+  const enlarge = Object.assign(document.createElement("span"), {className: "enlarge", textContent: "⤢", title: "Enlarge (Z)"});
+  enlarge.addEventListener("click", (event) => { event.stopPropagation(); large(i); });
+  enlarge.addEventListener("pointerdown", (event) => event.stopPropagation());
+  button.addEventListener("pointerenter", () => { pointed = i; });
+  button.addEventListener("focus", () => { pointed = i; });
+  button.append(image, key, place, enlarge);
   button.addEventListener("click", () => choose(i));
   button.addEventListener("pointerdown", press);
   button.addEventListener("pointerup", () => setTimeout(() => button.blur())); // Enter is for the ranking
   return button;
+}
+
+/** Show an image as large as the window; it is not a vote. */
+function large(i) {
+  if (shown === null || i >= shown.images.length) return;
+  pointed = i;
+  $("large-image").src = shown.images[i];
+  $("large-image").alt = `Image ${i + 1}`;
+  if (!$("large").open) $("large").showModal();
 }
 
 /** A picture that the prompt comes with, such as the one that is edited: as large as the images, and no choice. */
@@ -175,6 +193,7 @@ function marks() {
 function controls() {
   const voting = shown !== null;
   $("skip").disabled = !voting;
+  $("question").textContent = ranking ? "Put the images in order, the best first." : "Which image fits the prompt best? Click it.";
   $("confirm").hidden = !ranking;
   $("confirm").disabled = !voting || order.length === 0;
   $("pick").setAttribute("aria-checked", String(!ranking));
@@ -311,6 +330,11 @@ addEventListener("keydown", (event) => {
   touch();
   if ($("help").open) return;
   const key = event.key.toLowerCase();
+  if ($("large").open) {
+    if (/^[0-9]$/.test(key)) large(key === "0" ? 9 : Number(key) - 1);
+    else if (key === "z") $("large").close();
+    return;
+  }
   if ((event.ctrlKey || event.metaKey) && key === "z") { event.preventDefault(); if (!event.repeat) undo(); return; }
   if (event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
   if (/^[0-9]$/.test(key)) {
@@ -319,6 +343,7 @@ addEventListener("keydown", (event) => {
   } else if (key === "s") skip();
   else if (key === "u") undo();
   else if (key === "r") setRanking(!ranking);
+  else if (key === "z") large(pointed);
   else if (key === "?" || key === "h") $("help").showModal();
   else if (key === "backspace") { order = order.slice(0, -1); marks(); }
   else if (key === "escape") { order = []; marks(); }
@@ -329,6 +354,7 @@ $("skip").addEventListener("click", skip);
 $("confirm").addEventListener("click", confirmRanking);
 $("pick").addEventListener("click", () => setRanking(false));
 $("rank").addEventListener("click", () => setRanking(true));
+$("large").addEventListener("click", () => $("large").close());
 $("explain").addEventListener("click", () => $("help").showModal());
 for (const button of document.querySelectorAll("footer button")) button.addEventListener("pointerup", () => button.blur());
 new ResizeObserver(fit).observe($("stage"));

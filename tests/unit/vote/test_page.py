@@ -91,6 +91,28 @@ def test_clicks_and_keys_pick_skip_and_take_back(browser: Any, place: tuple[str,
     page.context.close()
 
 
+def test_an_image_is_enlarged_without_a_vote(browser: Any, place: tuple[str, Ballots]) -> None:
+    url, ballots = place
+    page = opened(browser, url)
+    assert "Click it" in page.locator("#question").inner_text()
+    page.locator(".card").nth(2).hover()
+    page.keyboard.press("z")
+    page.wait_for_selector("#large[open]")
+    large = page.locator("#large-image")
+    assert large.get_attribute("alt") == "Image 3" and large.bounding_box()["width"] > 400
+    page.keyboard.press("1")  # turns to that image
+    assert large.get_attribute("alt") == "Image 1"
+    page.keyboard.press("Escape")
+    page.locator(".card").nth(1).locator(".enlarge").click()
+    assert large.get_attribute("alt") == "Image 2"
+    page.keyboard.press("z")
+    assert ranks(ballots) == [] and page.locator("#large[open]").count() == 0
+    page.keyboard.press("1")
+    settled(page, "prompt 2")
+    assert ranks(ballots) == [[1, 2, 2, 2]] and page.problems == []
+    page.context.close()
+
+
 def test_images_are_ranked_by_keys_and_by_dragging(browser: Any, place: tuple[str, Ballots]) -> None:
     url, ballots = place
     page = opened(browser, url)
