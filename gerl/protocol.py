@@ -196,6 +196,7 @@ class StepEnd:
 
     blank: int  # images that have a single colour
     notes: list[str]  # sentences for the run's log
+    memory_gb: float | None = None  # the most GPU memory that was reserved during the step; None on a CPU
 
 
 def _added(one: Mapping[K, tuple[float, int]], other: Mapping[K, tuple[float, int]]) -> dict[K, tuple[float, int]]:

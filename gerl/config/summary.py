@@ -3,8 +3,11 @@
 from gerl.config import Config
 
 
-def described(config: Config) -> str:
-    """Model, algorithm, size, steps, guidance, what is trained and the reward, such as the log has at the start."""
+def described(config: Config, preset: str = "") -> str:
+    """Model, algorithm, size, steps, guidance, what is trained and the reward, such as the log has at the start.
+
+    `preset`: the name that the algorithm was chosen by.
+    """
     sampling, model = config.sampling, config.model
     own = "the pipeline's own"
     sides = [own if side is None else str(side) for side in (sampling.height, sampling.width)]
@@ -18,6 +21,6 @@ def described(config: Config) -> str:
         reward = "none, the images of data.train"
     images = f"{config.rollout.prompts_per_step} prompts of {config.rollout.n} images per step"
     return (
-        f"{config.algorithm.name} on {model.path}: {size}, {sampling.num_inference_steps} steps, "
+        f"{preset or config.algorithm.name} on {model.path}: {size}, {sampling.num_inference_steps} steps, "
         f"{guidance}, {trained}, {images}, {config.trainer.steps} trainer steps, reward {reward or 'none'}"
     )

@@ -249,7 +249,7 @@ def _facts(run: RunFacts, rank: int) -> list[tuple[str, str]]:
     facts = [
         ("run", run.run_dir.resolve().name),
         ("steps", f"{run.step} of {get(config, 'trainer', 'steps')}"),
-        ("images a step", _images(config)),
+        ("images per step", _images(config)),
         ("training prompts", _sources(get(config, "data", "train"))),
         ("held-out prompts", _sources(get(config, "validation", "data"))),
         ("LoRA rank, alpha", f"{rank}, {get(config, 'model', 'lora_alpha'):g}"),

@@ -13,6 +13,9 @@ const SIGNALS = [
   ["norm of the gradient", "actor/grad_norm"],
   ["largest weight of the LoRA", "actor/lora_max"],
   ["learning rate", "actor/lr"],
+  ["GPU memory, peak of the fullest worker (GB)", "gpu/memory_gb"],
+  ["weight of the KL as the guard has set it", "guard/kl_coef"],
+  ["rollbacks by the guard", "guard/rollbacks"],
 ];
 // a report has its data in it; the page of `gerl watch` asks for them
 const FROZEN = $("frozen") ? JSON.parse($("frozen").textContent) : null;
@@ -84,6 +87,36 @@ function sheetAt(live) {
   return `sheet?${new URLSearchParams({ run: state.run, step: live.step, v: state.signatures.live })}`;
 }
 
+// --- an image, large
+
+let album = []; // the images of a part of the page: [node, caption]
+let leaf = 0;
+
+/** Open `images[at]`; the arrow keys turn to the others. */
+function zoom(images, at) {
+  [album, leaf] = [images, at];
+  showLeaf();
+  if (!$("zoom").open) $("zoom").showModal();
+}
+
+function showLeaf() {
+  const [image, caption] = album[leaf];
+  $("zoom-image").replaceChildren(image());
+  $("zoom-note").textContent = caption;
+  $("zoom-back").hidden = $("zoom-on").hidden = album.length < 2;
+}
+
+function turn(by) {
+  leaf = (leaf + by + album.length) % album.length;
+  showLeaf();
+}
+
+function picture(address, alt) {
+  const image = make("img", { src: address, alt });
+  image.addEventListener("load", () => image.classList.toggle("smooth", image.naturalWidth > 256));
+  return image;
+}
+
 // --- charts
 
 const drawn = new Map(); // figure -> how to draw it again
@@ -95,13 +128,27 @@ function shown(figure, paint) {
   paint();
 }
 
+function spacing(low, high, count) {
+  const raw = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(raw));
+  return [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((value) => value >= raw * (1 - 1e-9));
+}
+
 function ticks(low, high, count) {
-  const raw = (high - low) / count || 1;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((value) => value >= raw);
-  const found = [];
+  const step = spacing(low, high, count), found = [];
   for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-6; value += step) found.push(Math.abs(value) < step * 1e-6 ? 0 : value);
   return found;
+}
+
+/** The labels of ticks, with as many digits as tell neighbours apart. */
+function tickLabels(values) {
+  const largest = Math.max(...values.map(Math.abs));
+  if (!largest) return values.map(String);
+  const tiny = largest < 1e-3 || largest >= 1e6;
+  for (let digits = 0; digits < 12; digits += 1) {
+    const texts = values.map((value) => (value === 0 ? "0" : tiny ? value.toExponential(digits) : value.toFixed(digits)));
+    if (texts.every((text, i) => Math.abs(Number(text) - values[i]) <= 1e-9 * largest)) return texts;
+  }
+  return values.map((value) => number(value, 3));
 }
 
 function smooth(y) {
@@ -113,7 +160,7 @@ function smooth(y) {
   });
 }
 
-// lines: {name, colour, x, y, low, high, bars, pale, dots}. bars: half lengths. options: mark, zero, seconds, pick
+// lines: {name, colour, x, y, low, high, bars, pale, dots}. bars: half lengths. options: mark, zero, whole, pick, label
 function chart(figure, lines, options = {}) {
   lines = lines.filter((line) => line.y.some((value) => value !== null));
   shown(figure, () => paintChart(figure, lines, options));
@@ -141,18 +188,18 @@ function paintChart(figure, lines, options) {
   if (!options.zero || low < 0) low -= pad;
   high += pad;
   const first = Math.min(...lines.map((line) => line.x[0])), last = Math.max(...lines.map((line) => line.x[line.x.length - 1]));
-  const yTicks = ticks(low, high, Math.max(2, Math.floor(height / 48)));
-  const left = 10 + 6.6 * Math.max(...yTicks.map((value) => number(value, 3).length)), right = 10, top = lines.length > 1 && !options.plain ? 22 : 8, bottom = 20;
+  const yTicks = ticks(low, high, Math.max(2, Math.floor(height / 48))).filter((value) => !options.whole || Number.isInteger(value));
+  const yLabels = tickLabels(yTicks), left = 10 + 6.6 * Math.max(1, ...yLabels.map((text) => text.length)), right = 10, top = lines.length > 1 && !options.plain ? 22 : 8, bottom = 20;
   const place = {
     x: (value) => left + ((value - first) / (last - first || 1)) * (width - left - right),
     y: (value) => top + ((high - value) / (high - low)) * (height - top - bottom),
   };
-  for (const value of yTicks) {
+  yTicks.forEach((value, i) => {
     svg.append(draw("line", { class: "grid", x1: left, x2: width - right, y1: place.y(value), y2: place.y(value) }));
     const text = draw("text", { x: left - 6, y: place.y(value) + 4, "text-anchor": "end" });
-    text.textContent = number(value, 3);
+    text.textContent = yLabels[i];
     svg.append(text);
-  }
+  });
   for (const value of ticks(first, last, Math.max(2, Math.floor(width / 90))).filter(Number.isInteger)) {
     const text = draw("text", { x: place.x(value), y: height - 4, "text-anchor": "middle" });
     text.textContent = value;
@@ -244,6 +291,7 @@ function tip(event, ...rows) {
 const state = {
   run: "", runs: [], signatures: {}, overview: null, series: {}, width: -1, generation: -1, heldOut: null,
   row: null, place: null, order: "most improved", spans: 3, others: new Map(), metric: "val/reward/mean", opened: new Set(),
+  liveStep: null, // the step whose training images were chosen; null: the latest
 };
 let lost = false; // whether the page says that it could not be brought up to date
 const busy = new Map(); // part -> whether it has to be looked at once more
@@ -313,7 +361,12 @@ async function showOverview() {
   $("state").className = `state${alive ? " alive" : ""}`;
   $("state").textContent = `step ${step}${steps ? ` of ${steps}` : ""}${alive ? left : done ? ", finished" : FROZEN ? "" : ", not running"}`;
   $("progress").style.width = steps ? `${Math.min(100, (100 * step) / steps)}%` : "0";
-  $("buttons").hidden = !overview.writable || Boolean(FROZEN);
+  $("buttons").hidden = Boolean(FROZEN) || (!overview.writable && overview.lora === null);
+  $("lora").hidden = overview.lora === null;
+  if (overview.lora !== null) {
+    $("lora").href = `lora.safetensors?${new URLSearchParams({ run, step: overview.lora })}`;
+    $("lora").title = `download the LoRA of step ${overview.lora}`;
+  }
   for (const button of document.querySelectorAll("[data-command]")) showButton(button);
   $("explanation").textContent = overview.explanation;
   $("about").replaceChildren(...overview.facts.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value }))));
@@ -324,7 +377,7 @@ const SAID = { save: ["Save", "Saving"], validate: ["Validate", "Validating"], s
 
 function showButton(button) {
   const { command } = button.dataset, { asked, can_validate } = state.overview, waits = asked.includes(command);
-  button.hidden = command === "validate" && !can_validate;
+  button.hidden = !state.overview.writable || (command === "validate" && !can_validate);
   button.disabled = waits || asked.includes("stop");
   button.classList.remove("sure");
   button.textContent = waits ? `${SAID[command][1]} after this step …` : SAID[command][0];
@@ -382,9 +435,22 @@ function showFigures() {
   } else if (known.length) card("held-out reward", score(known[0]), "before training");
   const recent = training.y.slice(-10).filter((value) => value !== null);
   if (recent.length) card("training reward", score(recent.reduce((a, b) => a + b, 0) / recent.length), `mean of the last ${recent.length} ${training.x.length > 1 && training.x[1] - training.x[0] > 1 ? "points" : "steps"}`);
-  if (overview.step_seconds) card("a step", duration(overview.step_seconds), overview.images ? `${number(overview.images / overview.step_seconds, 3)} images a second` : "");
-  if (overview.time) card(overview.alive ? "last step" : "ended", new Date(overview.time).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }), new Date(overview.time).toLocaleDateString());
+  if (overview.step_seconds) card("step time", duration(overview.step_seconds), overview.images ? `${number(overview.images / overview.step_seconds, 3)} images per second` : "");
+  if (overview.time) {
+    card(overview.alive ? "last step" : "ended", "", new Date(overview.time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }));
+    cards[cards.length - 1].children[1].id = "ago";
+  }
   $("numbers").replaceChildren(...cards);
+  showAgo();
+}
+
+/** How long ago the last step ended. A report, which is read at any time, says when. */
+function showAgo() {
+  const node = $("ago"), then = state.overview?.time && new Date(state.overview.time);
+  if (!node || !then) return;
+  const seconds = Math.max(0, (Date.now() - then) / 1000), days = Math.floor(seconds / 86400);
+  const text = FROZEN ? then.toLocaleTimeString([], { timeStyle: "short" }) : days > 1 ? `${days} days ago` : `${duration(Math.floor(seconds))} ago`;
+  if (node.textContent !== text) node.textContent = text;
 }
 
 function changed() {
@@ -412,6 +478,8 @@ function constant(name) {
 function showCurves() {
   const { names } = state.overview, parent = $("charts");
   const scorers = [...new Set(names.map((name) => name.match(/^(?:reward|val)\/(.+)\/mean$/)?.[1]).filter((name) => name && name !== "reward"))].sort();
+  const place = (name) => (state.overview.scorers.indexOf(name.split("/")[0]) + 1 || Infinity);
+  scorers.sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
   if (scorers.length > 1 || names.includes("val/reward/gain")) {
     for (const name of scorers) {
       chart(figureIn(parent, `scorer ${name}`, `score of ${name}`), [
@@ -420,18 +488,14 @@ function showCurves() {
       ]);
     }
   }
-  for (const name of ["reward", ...scorers].filter((one) => names.includes(`val/${one}/gain`))) {
-    const gain = curve(`val/${name}/gain`), [low, high] = ["low", "high"].map((side) => curve(`val/${name}/gain_${side}`).y);
-    chart(figureIn(parent, `gain ${name}`, `held-out gain of ${name} over the first validation, with its interval`), [{ name: "gain", colour: COLOURS[2], x: gain.x, y: gain.y, low: low.length === gain.y.length ? low : undefined, high: high.length === gain.y.length ? high : undefined, dots: true }], { zero: true });
-  }
   SIGNALS.forEach(([title, name], i) => {
     if (names.includes(name) && curve(name).y.some((value) => value !== null) && !constant(name)) chart(figureIn(parent, name, title), [{ name, colour: COLOURS[(i + 3) % 8], ...curve(name), pale: true }]);
   });
-  for (const name of names.filter((one) => /^guard\//.test(one) && !constant(one))) chart(figureIn(parent, name, name), [{ name, colour: COLOURS[4], ...curve(name), dots: true }]);
+  if (names.includes("guard/signals") && curve("guard/signals").y.some(Boolean)) chart(figureIn(parent, "guard/signals", "signs of reward hacking, per validation"), [{ name: "signs", colour: COLOURS[4], ...curve("guard/signals"), dots: true }], { zero: true, whole: true });
   const parts = names.filter((name) => /^timing\/.+_s$/.test(name) && name !== "timing/step_s");
   if (parts.length) {
     const lines = parts.map((name, i) => ({ name: name.slice(7, -2).replace("_", " "), colour: COLOURS[i % 8], ...curve(name) }));
-    chart(figureIn(parent, "timing", "seconds of a step, by part"), lines, { zero: true });
+    chart(figureIn(parent, "timing", "seconds per step, by part"), lines, { zero: true });
   }
   $("curves").hidden = !parent.children.length;
   if ($("all").open) showAll();
@@ -447,7 +511,14 @@ async function showAll() {
     if (run !== state.run || !found) return;
     Object.assign(state.series, found.series);
   }
-  for (const name of names) chart(figureIn($("all-charts"), name, name), [{ name, colour: COLOURS[0], ...curve(name), pale: true }]);
+  const scorers = names.map((name) => name.match(/^val\/(.+)\/gain$/)?.[1]).filter(Boolean);
+  for (const scorer of scorers) {
+    const gain = curve(`val/${scorer}/gain`), [low, high] = ["low", "high"].map((side) => curve(`val/${scorer}/gain_${side}`).y);
+    const line = { name: "gain", colour: COLOURS[2], ...gain, dots: true };
+    if (low.length === gain.y.length && high.length === gain.y.length) Object.assign(line, { low, high });
+    chart(figureIn($("all-charts"), `gain ${scorer}`, `held-out gain of ${scorer} over the first validation (95 % interval)`), [line], { zero: true });
+  }
+  for (const name of names.filter((one) => !/^val\/.+\/gain(_low|_high)?$/.test(one))) chart(figureIn($("all-charts"), name, name), [{ name, colour: COLOURS[0], ...curve(name), pale: true }]);
 }
 
 /** The newest signal of the guard of each kind, and since which step there were such. `rows`: the newest first. */
@@ -614,22 +685,25 @@ function pause() {
 // --- the step that is trained
 
 async function showLive() {
-  const run = state.run, found = await get("live", { run });
+  const run = state.run, found = await get("live", { run, step: state.liveStep ?? -1 });
   if (run !== state.run) return;
   const there = Boolean(found && found.images?.length);
   $("live").hidden = !there;
   if (!there) return;
-  $("live-step").textContent = found.step;
+  $("live-step").replaceChildren(...found.steps.map((step) => make("option", { value: step, text: step })));
+  $("live-step").value = found.step;
   $("live-note").textContent = found.images.length < found.of ? `${found.images.length} of ${found.of}` : "";
   const address = sheetAt(found), rows = Math.ceil(found.images.length / found.columns);
   const reach = Math.max(1e-9, ...found.images.map(([, , , advantage]) => Math.abs(advantage ?? 0)));
-  const groups = found.prompts.map((prompt) => ({ prompt, tiles: [] }));
+  const groups = found.prompts.map((prompt) => ({ prompt, tiles: [] })), all = [];
   found.images.forEach(([group, index, total, advantage, scores], i) => {
     const column = i % found.columns, line = Math.floor(i / found.columns);
-    const sheet = make("img", { src: address, alt: `image ${index + 1} of ${found.prompts[group]}, reward ${score(total)}`, style: {
+    const caption = `${found.prompts[group]}, image ${index + 1}, reward ${score(total)}`;
+    const tileOf = () => make("div", { class: `image${found.width <= 128 ? " sharp" : ""}`, style: { "aspect-ratio": `${found.width} / ${found.height}` } }, make("img", { src: address, alt: caption, style: {
       width: `${100 * found.columns}%`, height: `${100 * rows}%`, left: `${-100 * column}%`, top: `${-100 * line}%`,
-    } });
-    const image = make("div", { class: `image${found.width <= 128 ? " sharp" : ""}`, style: { "aspect-ratio": `${found.width} / ${found.height}` } }, sheet);
+    } }));
+    all.push([tileOf, caption]);
+    const image = make("button", { type: "button", class: "zooms", title: "enlarge", on: { click: () => zoom(all, i) } }, tileOf());
     const share = Math.min(50, (50 * Math.abs(advantage ?? 0)) / reach), up = (advantage ?? 0) >= 0;
     const meter = make("div", { class: "meter" }, make("i", { style: { left: `${up ? 50 : 50 - share}%`, width: `${share}%`, background: up ? "var(--up)" : "var(--down)" } }));
     const each = Object.entries(scores).length > 1 ? make("div", { class: "each" }, ...Object.entries(scores).map(([name, value]) => make("div", {}, make("span", { text: name }), make("span", { text: score(value) })))) : null;
@@ -733,7 +807,26 @@ async function refreshOthers() {
     await fetchSeries([state.metric], keep, name);
   }
   await showDifference();
+  await showSide();
   showCompare();
+}
+
+/** The latest held-out images of this run and of the other one that was chosen last, prompt by prompt. */
+async function showSide() {
+  const names = [...state.others.keys()], other = names[names.length - 1], run = state.run, own = state.heldOut;
+  const found = other && own?.steps.length ? await get("held_out", { run: other }) : null;
+  if (run !== state.run) return;
+  const rows = found?.steps.length ? own.shown.map((row) => [row, found.shown.find((its) => found.prompts[its] === own.prompts[row])]).filter(([, its]) => its !== undefined) : [];
+  $("side").hidden = !rows.length;
+  if (!rows.length) return;
+  const last = (one) => one.steps[one.steps.length - 1], value = (one, row) => one.rewards[one.rewards.length - 1]?.[row] ?? null;
+  const address = (name, step, row) => `held_out?${new URLSearchParams({ run: name, step, row })}`;
+  const head = make("p", { class: "soft", text: `Latest held-out images: ${run} (step ${last(own)}), ${other} (step ${last(found)})` });
+  $("side").replaceChildren(head, make("div", { class: "pairs" }, ...rows.slice(0, 24).map(([row, its]) => {
+    const both = [[run, own, row], [other, found, its]].map(([name, one, i]) => [() => picture(address(name, last(one), i), `${one.prompts[i]}, ${name}`), `${one.prompts[i]}, ${name}, step ${last(one)}: ${score(value(one, i))}`]);
+    return make("button", { type: "button", class: "pair card", title: "enlarge", on: { click: () => zoom(both, 0) } }, make("div", { class: "both" }, ...both.map(([image]) => image())),
+      make("p", {}, make("span", { text: own.prompts[row] }), make("span", { text: `${score(value(own, row))}  |  ${score(value(found, its))}` })));
+  })));
 }
 
 async function showDifference() {
@@ -785,7 +878,7 @@ async function showLog() {
 
 const WORK = {
   metrics: ["metrics", showMetrics], alive: ["overview", showOverview], control: ["overview", showOverview], validation: ["validation", showHeldOut],
-  live: ["live", showLive], timeline: ["timeline", showTimeline], guard: ["warnings", showWarnings], config: ["settings", showSettings], log: ["log", showLog],
+  checkpoints: ["overview", showOverview], live: ["live", showLive], timeline: ["timeline", showTimeline], guard: ["warnings", showWarnings], config: ["settings", showSettings], log: ["log", showLog],
 };
 
 async function changedTo(signatures) {
@@ -814,7 +907,7 @@ function listen() {
 }
 
 async function open(run) {
-  Object.assign(state, { run, signatures: {}, overview: null, series: {}, width: -1, generation: -1, last: null, heldOut: null, row: null, place: null, opened: new Set() });
+  Object.assign(state, { run, signatures: {}, overview: null, series: {}, width: -1, generation: -1, last: null, heldOut: null, row: null, place: null, liveStep: null, opened: new Set() });
   state.others.delete(run);
   for (const id of ["charts", "all-charts"]) $(id).replaceChildren();
   for (const id of ["warnings", "time", "extremes", "live", "speed", "curves"]) $(id).hidden = true;
@@ -832,6 +925,24 @@ function begin() {
   $("next").addEventListener("click", () => step(1));
   $("slider").addEventListener("input", () => { pause(); move(Number($("slider").value)); });
   $("play").addEventListener("click", play);
+  $("live-step").addEventListener("change", () => {
+    const steps = $("live-step").options, chosen = Number($("live-step").value);
+    state.liveStep = chosen === Number(steps[steps.length - 1].value) ? null : chosen;
+    once("live", showLive);
+  });
+  $("zoom-back").addEventListener("click", () => turn(-1));
+  $("zoom-on").addEventListener("click", () => turn(1));
+  $("zoom").addEventListener("click", (event) => event.target === $("zoom") && $("zoom").close());
+  document.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by || event.ctrlKey || event.metaKey || event.altKey) return;
+    if ($("zoom").open) return turn(by);
+    if (event.target.closest?.("input, select, textarea, pre") || !state.heldOut?.shown.length) return;
+    step(by);
+  });
+  for (const [id, place] of [["first", () => 0], ["now", () => state.place]]) {
+    $(id).addEventListener("click", () => zoom(state.heldOut.steps.map((at, i) => [() => picture(pictureAt(at, state.row), captionOf(state.row)), `${captionOf(state.row)}, step ${at}: ${score(rewardOf(i, state.row))}`]), place()));
+  }
   $("metric").addEventListener("change", () => { state.metric = $("metric").value; once("compare", refreshOthers); });
   $("all").addEventListener("toggle", () => $("all").open && once("all", showAll));
   $("log-box").addEventListener("toggle", () => once("log", showLog));
@@ -857,6 +968,7 @@ function begin() {
     });
     if (state.others.size) once("compare", refreshOthers);
   }, 10000);
+  if (!FROZEN) setInterval(showAgo, 1000);
 }
 
 if (FROZEN && CSS.supports("selector(&)")) document.documentElement.classList.add("scripted");

@@ -56,10 +56,16 @@ class Constant(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Names of the two curves of a reward."""
+    """Names of the two curves of a reward, and the scorers in the order in which they are shown."""
 
     training: str = "training"
     held_out: str = "held-out"
+    scorers: Sequence[str] = ()
+
+    def place(self, column: str) -> tuple[int, str]:
+        """Where a column of a scorer, `ocr` or `ocr/exact`, stands among the others."""
+        name = column.partition("/")[0]
+        return (self.scorers.index(name) if name in self.scorers else len(self.scorers), column)
 
 
 def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -184,7 +190,8 @@ def small_charts(rows: Rows, labels: Labels) -> tuple[list[Chart], list[Constant
     What was not measured is left out; what never changed is in the second list.
     """
     names = {name for row in rows for name in row}
-    scorers = sorted({m[1] for name in names if (m := re.fullmatch(r"(?:reward|val)/(.+)/mean", name))} - {"reward"})
+    known = {m[1] for name in names if (m := re.fullmatch(r"(?:reward|val)/(.+)/mean", name))} - {"reward"}
+    scorers = sorted(known, key=labels.place)
     charts: list[tuple[str, list[str], Callable[[Axes], None]]] = []
 
     def draw_pair(axes: Axes, names: Sequence[str]) -> None:
@@ -214,7 +221,7 @@ def small_charts(rows: Rows, labels: Labels) -> tuple[list[Chart], list[Constant
     parts = timing_parts(rows)
     if any(np.isfinite(series(rows, name)[1]).any() for name in parts):
         above = 0.17 * -(-len(parts) // LEGEND_COLUMNS)
-        drawn.append(_chart("time of a step, seconds", partial(_stack_timing, rows=rows), above=above))
+        drawn.append(_chart("seconds per step, by part", partial(_stack_timing, rows=rows), above=above))
     return drawn, [value for value in constants if value.steps]
 
 

@@ -1,4 +1,4 @@
-"""`live/` of a run: the images of the step that is trained, small and on one sheet, with what they scored."""
+"""`live/` of a run: the images of the latest steps and of some earlier ones, one sheet per step, with their scores."""
 
 import contextlib
 import io
@@ -19,7 +19,8 @@ from gerl.utils.files import finite, write_file, writing
 FOLDER = "live"
 WIDTH = 256  # pixels, the longer side of an image on the sheet
 EXACT = 128  # pixels of a side up to which a sheet is nearly exact; PNG would take ten times as long
-KEPT = 2  # steps
+KEPT = 2  # latest steps
+MILESTONES = 24  # earlier steps, evenly spaced
 MOST = 64  # images
 
 
@@ -37,9 +38,9 @@ class LiveImage:
 def save_live(
     run_dir: Path, step: int, prompts: Sequence[str], images: Sequence[LiveImage], pixels: Sequence[np.ndarray], of: int
 ) -> None:
-    """Write `live/step_N.json` and its sheet, and remove those of earlier steps.
+    """Write `live/step_N.json` and its sheet, and remove those of later and of most earlier steps.
 
-    prompts: of each group. pixels: `[H, W, 3]` uint8, or videos, one an image. of: images of the whole step. Raises
+    prompts: of each group. pixels: `[H, W, 3]` uint8, or videos, one per image. of: images of the whole step. Raises
     `GerlError` if they cannot be written.
     """
     tiles = [_small(still(image)) for image in pixels]
@@ -59,19 +60,31 @@ def save_live(
     # The JSON comes last: where it is, the sheet is complete.
     write_file(path.with_suffix(".jpg"), buffer.getvalue())
     write_file(path, json.dumps(finite(values)))
-    forget_live(run_dir, KEPT)
+    _thin(run_dir, step)
 
 
 def live_steps(run_dir: Path) -> list[int]:
-    """The steps that there are images of, in order."""
+    """The steps whose images are there, in order."""
     names = (re.fullmatch(r"step_(\d+)\.json", path.name) for path in (run_dir / FOLDER).glob("step_*.json"))
     return sorted(int(match[1]) for match in names if match)
 
 
-def forget_live(run_dir: Path, keep: int = 0) -> None:
-    """Remove the images of all steps but the last `keep`."""
+def forget_live(run_dir: Path) -> None:
+    """Remove the images of all steps."""
+    _remove(run_dir, live_steps(run_dir))
+
+
+def _thin(run_dir: Path, newest: int) -> None:
+    """Keep the last `KEPT` steps and at most `MILESTONES` before; later ones are of a run that went back."""
     steps = live_steps(run_dir)
-    for step in steps[: len(steps) - keep]:
+    earlier, spacing = [step for step in steps if step <= newest][:-KEPT], 1
+    while newest // spacing > MILESTONES:
+        spacing *= 2
+    _remove(run_dir, [step for step in steps if step > newest] + [step for step in earlier if step % spacing])
+
+
+def _remove(run_dir: Path, steps: Sequence[int]) -> None:
+    for step in steps:
         for kind in ("json", "jpg"):
             with contextlib.suppress(OSError):
                 (run_dir / FOLDER / f"step_{step:06d}.{kind}").unlink(missing_ok=True)

@@ -63,7 +63,10 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
         return []
     scorer = dataclasses.asdict(ScorerConfig())
     defaults["reward"]["scorers"] = {each: scorer for each in get(config, "reward", "scorers") or {}}
-    usual, own = _flat(defaults), _flat({key: value for key, value in config.items() if key != "experiment"})
+    usual, own = (
+        _flat(defaults),
+        _flat({key: value for key, value in config.items() if key not in ("experiment", "preset")}),
+    )
     found = [(key, _show(value), _show(usual[key]) if key in usual else "-") for key, value in own.items()
              if key not in usual or value != usual[key]]  # fmt: skip
     return found + [
@@ -90,7 +93,15 @@ def _defaults(algorithm: str) -> Config:
 
 def labels(config: Values) -> Labels:
     """The names of the curves: noise is mentioned where there is some."""
-    return Labels("training, with exploration noise" if is_stochastic(config) else "training")
+    training = "training, with exploration noise" if is_stochastic(config) else "training"
+    return Labels(training, scorers=scorers(config))
+
+
+def scorers(config: Values) -> list[str]:
+    """The names of the scorers, those with a weight first."""
+    found = get(config, "reward", "scorers")
+    names = list(found) if isinstance(found, Mapping) else []
+    return sorted(map(str, names), key=lambda name: get(found, name, "weight") == 0)
 
 
 def differentiates(config: Values) -> bool:
@@ -151,7 +162,7 @@ def _flat(values: Values, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        nested = isinstance(value, Mapping) and value
+        nested = isinstance(value, Mapping) and value and key != "kwargs"  # a scorer's own arguments are one row
         flat |= _flat(value, f"{name}.") if nested else {name: _plain(value)}
     return flat
 

@@ -113,7 +113,8 @@ def tracked_run(run_dir: Path, config: LoggerConfig, text: str, start_step: int)
         values = None
     settings = redacted(values) if isinstance(values, dict) else {}
     algorithm = settings.get("algorithm")
-    tags = [str(algorithm["name"])] if isinstance(algorithm, dict) and "name" in algorithm else []
+    preset = settings.get("preset") or (algorithm.get("name") if isinstance(algorithm, dict) else None)
+    tags = [str(preset)] if preset else []
     name = "-".join(part for part in run_dir.parts[-2:] if part != run_dir.anchor)
     return TrackedRun(
         folder=run_dir,

@@ -25,7 +25,8 @@ class Onlookers:
     def __init__(self, run_dir: Path, live: bool) -> None:
         self.run_dir, self.live = run_dir, live
         self.said = False
-        forget_live(run_dir)
+        if not live:
+            forget_live(run_dir)
 
     def images(self, step: int, drawn: Drawn, credit: torch.Tensor) -> None:
         """Write the images of a step, unless `logger.live` is false; `drawn` has them no more."""

@@ -221,7 +221,7 @@ class RayDiffusionTrainer(DurableRun):
             training, drawing = config.cluster.roles(cluster.num_workers)
             roles = f" ({drawing} to draw, {training} to train)"
         logger.info(
-            f"%s, {what} %s; %d worker(s)%s on %s%s; %d prompts, %d steps an epoch",
+            f"%s, {what} %s; %d worker(s)%s on %s%s; %d prompts, %d steps per epoch",
             *(model.pipeline, f"{model.trained_parameters:,}", " and ".join(model.denoisers)),
             *(cluster.num_workers, ranks, cluster.device, roles, len(self.prompts), per_epoch),
         )

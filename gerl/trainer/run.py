@@ -72,7 +72,7 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
                 check_start(replace(config, model=model), machines.device)
         with session(run_dir, log, arguments, machines.words()) as begin:
             folder.open(begin)
-            logger.info("%s", described(config))
+            logger.info("%s", described(config, folder.composed.preset))
             if folder.composed.kept:
                 logger.info("%s", folder.composed.kept)
             if found := secrets(asdict(config)):

@@ -116,6 +116,7 @@ class Update:
             resets = self.due_reset(stats)
         ends = self._end(results, resets) + [call.result() for call in others]
         self._say([note for end in ends for note in end.notes])
+        memory = [end.memory_gb for end in ends if end.memory_gb is not None]
         return (
             actor_metrics(stats, results[0] if results else None, deviation)
             | self.spread(off_policy)
@@ -124,6 +125,7 @@ class Update:
                 "actor/policy_version": float(self.state.policy_version),
                 "health/blank_fraction": sum(end.blank for end in ends) / len(credit),
             }
+            | ({"gpu/memory_gb": max(memory)} if memory else {})
             | ({"actor/staleness": float(lag)} if self.config.trainer.staleness else {})
             | ({"actor/reference_step": float(self.algorithm.reference_step)} if self.moves_reference else {})
         )

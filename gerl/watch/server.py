@@ -129,12 +129,13 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         of_run("/api/series", series),
         of_run("/api/held_out", lambda run, _: run.held_out()),
         of_run("/api/prompt", lambda run, request: there(run.prompt(number(request, "row")))),
-        of_run("/api/live", lambda run, _: run.live()),
+        of_run("/api/live", lambda run, request: run.live(number(request, "step"))),
         of_run("/api/timeline", lambda run, request: run.timeline(min(number(request, "steps", 3), 100))),
         of_run("/api/warnings", lambda run, _: run.warnings()),
         of_run("/api/settings", other),
         of_run("/api/log", lambda run, _: run.log()),
         Route("/trace.json", asks(lambda request: _trace(_run(site, request))), methods=["GET"]),
+        Route("/lora.safetensors", asks(lambda request: _lora(_run(site, request))), methods=["GET"]),
         Route("/held_out", asks(lambda request: _picture(site, request)), methods=["GET"]),
         Route("/sheet", asks(lambda request: _sheet(site, request)), methods=["GET"]),
         Route("/api/events", partial(_events, site), methods=["GET"]),
@@ -192,10 +193,19 @@ def _sheet(site: Site, request: Request) -> Response:
 
 
 def _trace(run: RunData) -> Response:
-    name = f"gerl-{run.folder.name}-trace.json".encode("ascii", "replace").decode().replace('"', "_")
     body = json.dumps(run.trace(), separators=(",", ":"))
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(body, media_type="application/json", headers=headers)
+    return Response(body, media_type="application/json", headers=_attached(f"{run.folder.name}-trace.json"))
+
+
+def _lora(run: RunData) -> Response:
+    step, body = there(run.lora())
+    name = f"{run.folder.name}-step{step}.safetensors"
+    return Response(body, media_type="application/octet-stream", headers=_attached(name))
+
+
+def _attached(name: str) -> dict[str, str]:
+    name = f"gerl-{name}".encode("ascii", "replace").decode().replace('"', "_")
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 async def _events(site: Site, request: Request) -> Response:

@@ -56,6 +56,15 @@ def repeated(task_id: int) -> int:
     return ~task_id
 
 
+def peak_memory(device: str | torch.device) -> float | None:
+    """The most GPU memory in GB that torch has reserved on `device` since the last call; None on a CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_reserved(device) / 1e9
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
 class HybridWorker:
     """A process of the workers that share the images of a step, and hold the same LoRA and optimizer.
 
@@ -323,7 +332,7 @@ class HybridWorker:
         blank, notes = self.blank[step], self.notes.copy()
         self.forget(step)
         self.notes.clear()
-        return StepEnd(blank, notes)
+        return StepEnd(blank, notes, peak_memory(self.device))
 
     def forget(self, step: int | None = None) -> None:
         """Drop the trajectories and gradients of a finished `step`, or of all that were begun."""

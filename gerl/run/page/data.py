@@ -3,11 +3,12 @@
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gerl.run import control
+from gerl.run.checkpoint import checkpoint_paths
 from gerl.run.facts import facts
 from gerl.run.live import FOLDER as LIVE
 from gerl.run.live import live_steps
@@ -17,7 +18,7 @@ from gerl.run.page.files import content, last_lines, signature
 from gerl.run.page.findings import Findings
 from gerl.run.page.heldout import HeldOut
 from gerl.run.redaction import redact
-from gerl.run.settings import changes, difference, explanation, get, labels, read_config
+from gerl.run.settings import changes, difference, explanation, get, labels, read_config, scorers
 from gerl.run.timeline import TIMELINE, chrome_trace, lanes, read_spans
 
 PARTS = {
@@ -29,7 +30,9 @@ PARTS = {
     "log": "log.txt",
     "config": "config.yaml",
     "control": control.FOLDER,
+    "checkpoints": "checkpoints",
 }
+LORA = "lora/pytorch_lora_weights.safetensors"  # of a checkpoint
 LINES = 200  # of the log
 SIGNALS = 200  # of the guard
 GAIN = ("gain", "gain_low", "gain_high")  # of a scorer, paired, with its interval
@@ -104,7 +107,8 @@ class RunData:
             "label": labels(config).training,
             "explanation": explanation(config),
             "names": names,
-            "scorers": list(get(config, "reward", "scorers") or {}),
+            "scorers": scorers(config),
+            "lora": next((step for step, path in self._loras() if path.is_file()), None),
         }
 
     def series(self, names: Sequence[str], since: int, width: int, generation: int) -> dict[str, Any]:
@@ -133,16 +137,29 @@ class RunData:
         with self._lock:
             return self._held_out.picture(step, row)
 
-    def live(self) -> dict[str, Any]:
-        """The images of the newest step; empty where there are none."""
-        for step in reversed(live_steps(self.folder)):
+    def live(self, step: int = -1) -> dict[str, Any]:
+        """The images of a step, or of the latest one where it has none, and all `steps` with images; may be empty."""
+        steps = live_steps(self.folder)
+        for number in [step] * (step in steps) + steps[::-1]:
             try:
-                found = json.loads(content(self.folder, f"{LIVE}/step_{step:06d}.json") or b"")
+                found = json.loads(content(self.folder, f"{LIVE}/step_{number:06d}.json") or b"")
             except ValueError:  # it was removed just now
                 continue
             if isinstance(found, dict):
-                return found
+                return found | {"steps": steps}
         return {}
+
+    def lora(self) -> tuple[int, bytes] | None:
+        """The step of the latest checkpoint with a LoRA, and its file; None where there is none."""
+        for step, path in self._loras():
+            if (found := content(self.folder, str(path.relative_to(self.folder)))) is not None:
+                return step, found
+        return None
+
+    def _loras(self) -> Iterator[tuple[int, Path]]:
+        """The checkpoints' steps and where the LoRA of each would lie, the latest first."""
+        for path in reversed(checkpoint_paths(self.folder / "checkpoints")):
+            yield int(path.name.rpartition("_")[2]), path / LORA
 
     def sheet(self, step: int) -> tuple[bytes, str] | None:
         """The sheet with the images of a step and its media type; None if there is none."""

@@ -20,7 +20,7 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     config: its text and values.
     """
     run = RunData(run_dir.resolve().name, run_dir, config)
-    overview = run.overview() | {"alive": False, "writable": False, "asked": [], "signatures": {}}
+    overview = run.overview() | {"alive": False, "writable": False, "asked": [], "signatures": {}, "lora": None}
     names = [name for name in overview["names"] if not name.startswith(LEFT_OUT)]
     held_out, pictures = _held_out(run)
     live = run.live()
@@ -30,7 +30,7 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         "run": overview | {"names": names},
         "series": run.series(names, -1, -1, -1),
         "held_out": held_out,
-        "live": live if sheet is not None else {},
+        "live": live | {"steps": [live["step"]]} if sheet is not None else {},
         "timeline": run.timeline(SPANS),
         "warnings": run.warnings(),
         **{f"prompt/{row}": _at(run.prompt(row) or {}, held_out["steps"]) for row in held_out["shown"]},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gerl.run.live import KEPT, LiveImage, forget_live, live_steps, save_live
+from gerl.run.live import KEPT, MILESTONES, LiveImage, forget_live, live_steps, save_live
 
 ONE = LiveImage(0, 0, 0.5, {"ocr": None}, None)
 
@@ -35,10 +35,18 @@ def test_large_images_are_small_and_videos_are_stills(
     assert (values["width"], values["height"]) == size == found.shape[1::-1]
 
 
-def test_only_the_last_steps_are_kept(tmp_path: Path) -> None:
-    for step in range(5):
-        save_live(tmp_path, step, ["p"], [LiveImage(0, 0, float("nan"), {}, 1.0)], [np.zeros((4, 4, 3), np.uint8)], 1)
-    assert live_steps(tmp_path) == [3, 4] and len(list((tmp_path / "live").iterdir())) == 2 * KEPT
-    assert sheet(tmp_path, 4)[0]["images"] == [[0, 0, None, 1.0, {}]]  # type: ignore[comparison-overlap]
+def save(run_dir: Path, step: int) -> None:
+    save_live(run_dir, step, ["p"], [LiveImage(0, 0, float("nan"), {}, 1.0)], [np.zeros((4, 4, 3), np.uint8)], 1)
+
+
+def test_the_last_steps_are_kept_and_some_before(tmp_path: Path) -> None:
+    for step in range(1, 131):
+        save(tmp_path, step)
+        assert live_steps(tmp_path)[-1] == step and len(live_steps(tmp_path)) <= KEPT + MILESTONES
+    assert live_steps(tmp_path) == [*range(8, 129, 8), 129, 130]
+    assert len(list((tmp_path / "live").iterdir())) == 2 * len(live_steps(tmp_path))
+    assert sheet(tmp_path, 130)[0]["images"] == [[0, 0, None, 1.0, {}]]  # type: ignore[comparison-overlap]
+    save(tmp_path, 20)  # the run has gone back
+    assert live_steps(tmp_path) == [8, 16, 20]
     forget_live(tmp_path)
     assert live_steps(tmp_path) == [] and not list((tmp_path / "live").iterdir())

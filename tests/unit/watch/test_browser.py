@@ -64,6 +64,11 @@ def text(page: Any, selector: str, expected: str) -> None:
     sync_api.expect(page.locator(selector)).to_have_text(expected, timeout=WAIT)
 
 
+def shows(page: Any, step: int) -> None:
+    """The training images of this step are shown."""
+    sync_api.expect(page.locator("#live-step")).to_have_value(str(step), timeout=WAIT)
+
+
 def test_a_run_is_watched_while_it_goes_on(page: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "outputs" / "x" / "one")
     lock = RunLock(run)
@@ -87,7 +92,7 @@ def test_a_run_is_watched_while_it_goes_on(page: Any, tmp_path: Path) -> None:
             add_rows(run, 21, 30)
             add_validation(run, 30)
             add_live(run, 30)
-            text(page, "#live-step", "30")
+            shows(page, 30)
             page.locator("#slider").focus()
             page.keyboard.press("End")
             text(page, "#now-note", "step 30: 0.750 +0.750")
@@ -145,11 +150,11 @@ def test_fifty_pages_are_open_and_show_what_is_new(browser: Any, tmp_path: Path)
         for i, page in enumerate(pages):
             page.goto(url.replace("127.0.0.1", f"visitor{i}.localhost"), wait_until="commit")
         for page in pages:
-            text(page, "#live-step", "20")
+            shows(page, 20)
         assert len(site.watcher("x/one").subscribers) >= 50
         add_live(run, 21)
         for page in pages:
-            text(page, "#live-step", "21")
+            shows(page, 21)
         context.close()
 
 
@@ -174,6 +179,60 @@ def test_phone_dark_mode_and_another_run(browser: Any, tmp_path: Path) -> None:
         context.close()
 
 
+def test_images_open_and_arrow_keys_turn_to_others(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "x" / "one")
+    make_run(tmp_path / "outputs" / "x" / "two", 10)
+    add_live(run, 21)
+    lora = run / "checkpoints" / "step_20" / "lora" / "pytorch_lora_weights.safetensors"
+    lora.parent.mkdir(parents=True)
+    lora.write_bytes(b"weights")
+    with serving(tmp_path / "outputs") as (url, _):
+        page.goto(f"{url}/?run=x/one")
+        text(page, "#slider-step", "step 20")
+        shows(page, 21)
+        chosen = page.locator("#prompt").input_value()
+        page.keyboard.press("ArrowRight")
+        sync_api.expect(page.locator("#prompt")).not_to_have_value(chosen)
+        page.select_option("#live-step", "20")  # an earlier step, which stays while others come
+        add_live(run, 22)
+        sync_api.expect(page.locator("#live-step option")).to_have_count(3)
+        shows(page, 20)
+        page.locator("#groups .zooms").first.click()
+        before = page.locator("#zoom-note").inner_text()
+        page.keyboard.press("ArrowLeft")
+        assert page.locator("#zoom-note").inner_text() != before and page.locator("#zoom img").is_visible()
+        page.keyboard.press("Escape")
+        sync_api.expect(page.locator("#zoom")).to_be_hidden()
+        page.locator("#now").click()
+        sync_api.expect(page.locator("#zoom-note")).to_contain_text("step 20")
+        page.keyboard.press("Escape")
+        page.locator("#others input").check()
+        sync_api.expect(page.locator("#side .pair")).to_have_count(3)
+        sync_api.expect(page.locator("#side .pair img")).to_have_count(6)
+        with page.expect_download() as download:
+            page.locator("#lora").click()
+        assert download.value.path().read_bytes() == b"weights"
+        assert download.value.suggested_filename == "gerl-one-step20.safetensors"
+
+
+def test_ticks_have_as_many_digits_as_tell_them_apart(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "x" / "one")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(21, 31):
+            file.write(
+                json.dumps({"step": step, "actor/lr": 5e-4 - 1e-5 * (step - 20), "guard/signals": step % 3}) + "\n"
+            )
+    with serving(tmp_path / "outputs") as (url, _):
+        page.goto(f"{url}/?run=x/one")
+        for name in ("actor/lr", "guard/signals"):
+            figure = page.locator(f'[data-id="{name}"] figure')
+            sync_api.expect(figure.locator("path").first).to_be_attached(timeout=WAIT)
+            labels = figure.locator('text[text-anchor="end"]').all_text_contents()
+            assert len(labels) > 1 and len(set(labels)) == len(labels)
+            if name == "guard/signals":
+                assert set(labels) <= {"0", "1", "2"}
+
+
 def test_the_page_comes_back_when_its_server_does(page: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "outputs" / "x" / "one")
     with serving(tmp_path / "outputs", token="t") as (url, site):
@@ -184,7 +243,7 @@ def test_the_page_comes_back_when_its_server_does(page: Any, tmp_path: Path) -> 
         sync_api.expect(page.locator("#state")).to_have_class(re.compile("lost"), timeout=WAIT)
         site.closing.clear()
         add_live(run, 21)
-        text(page, "#live-step", "21")
+        shows(page, 21)
 
 
 def test_the_report_is_the_page_frozen_into_a_file(page: Any, tmp_path: Path) -> None:

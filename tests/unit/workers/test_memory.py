@@ -11,7 +11,7 @@ import training
 
 from gerl.model.failures import MemoryFull
 from gerl.workers.actor import Actor
-from gerl.workers.hybrid import batches_of
+from gerl.workers.hybrid import batches_of, peak_memory
 
 
 @contextlib.contextmanager
@@ -101,3 +101,19 @@ def test_a_smaller_part_of_what_was_drawn_in_parts_trains_as_well() -> None:
     actor = Actor(t.policy, t.config.actor, t.algorithm, total_updates=1)
     actor.accumulate(batches_of(some, torch.ones(2, 4)), 8)
     assert actor.flat_gradient().norm() > 0
+
+
+def test_a_cpu_has_no_gpu_memory() -> None:
+    assert peak_memory("cpu") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_peak_is_that_since_the_last_call() -> None:
+    block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    with_block = peak_memory("cuda")
+    del block
+    torch.cuda.empty_cache()
+    peak_memory("cuda")
+    without = peak_memory("cuda")
+    assert with_block is not None and without is not None and with_block > without + 0.2
