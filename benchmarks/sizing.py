@@ -159,6 +159,21 @@ def cell(found: Sizing) -> str:
     return f"{layout}{choice.memory.peak / 1e9:.0f} GB, {choice.seconds:.2g} s"
 
 
+def one_gpu_keys(recipe: str, machine: str) -> list[str] | None:
+    """The keys that fit a recipe on a GPU of `MACHINES`, besides those that its head names; None: nothing fits."""
+    facts = facts_of(recipe)
+    assert isinstance(facts, Facts)
+    found = on(recipe, facts, MACHINES[machine])
+    if found.choice is None:
+        return None
+    head = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+    keys = [key for key in found.choice.layout.keys().split() if key not in found.layout.keys() and key not in head]
+    batch = found.choice.batch
+    if batch != found.batch:
+        keys += [f"rollout.micro_batch_size={batch.rollout}", f"actor.micro_batch_size={batch.actor}"]
+    return keys
+
+
 def comment(recipe: str, facts: Facts) -> str:
     """What a recipe's head says of memory."""
     found = on(recipe, facts, MACHINES["8 x 80 GB"])

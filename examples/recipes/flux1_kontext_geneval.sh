@@ -6,7 +6,7 @@
 # The weights are gated: accept their licence on the hub, then `hf auth login`.
 # The reward needs `pip install 'gerl[geneval]'`.
 # GPUs: 8, a step as published, for 28 GPUs there. One, with fewer images a step:
-#   GPUS=1 bash examples/recipes/flux1_kontext_geneval.sh
+#   GPUS=1 bash examples/recipes/flux1_kontext_geneval.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
 # Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 33.8 GB, LoRA of 179.3 M parameters
 #   with its optimizer 3.59 GB, trajectories 0.4 GB, about 41 GB at the peak, in the update; scorers on the same GPU
 #   come on top.
@@ -16,9 +16,17 @@
 set -euo pipefail
 
 keys=("data.train=${TRAIN:-my_prompts.jsonl}" "validation.data=${HELD_OUT:-my_held_out.jsonl}")
-if [[ ${GPUS:-8} == 1 ]]; then
+if [[ ${GPUS:-8} == 1 || -n ${GPU:-} ]]; then
     keys+=(rollout.prompts_per_step=8 rollout.n=8)
 fi
+case ${GPU:-} in # one GPU of that memory: computed, not measured
+24gb) keys+=(model.offload=blocks) ;;
+80gb | '') ;;
+*)
+    echo "GPU=$GPU: give 24gb or 80gb" >&2
+    exit 2
+    ;;
+esac
 own=()
 for key in "${keys[@]}"; do # one that is passed on takes the place of the recipe's
     [[ " $* " == *" ${key%%=*}="* ]] || own+=("$key")

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # HiDream-I1-Full learns what people prefer (PickScore, ImageReward) by MixGRPO.
-# Data: one prompt a line in my_prompts.txt and my_held_out.txt; or TRAIN=FILE HELD_OUT=FILE.
-# The pipeline is put together once, as the head of configs/experiment/hidream_pickscore.yaml shows, and saved to
-#   ./hidream-i1-full. Llama's weights are gated: `hf auth login`.
+# Data: Pick-a-Pic's prompts, and PartiPrompts held out, from the hub (`pip install 'gerl[hub]'`); or TRAIN=FILE
+#   HELD_OUT=FILE, one prompt per line.
 # GPUs: 8, three prompts a GPU as published, for 32 GPUs there. One, with fewer images a step:
-#   GPUS=1 bash examples/recipes/hidream_pickscore.sh
+#   GPUS=1 bash examples/recipes/hidream_pickscore.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
 # Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 34.2 GB of 61.7 GB, LoRA of 41.9 M
 #   parameters with its optimizer 0.84 GB, trajectories 2.7 GB, about 54 GB at the peak, while prompts are encoded;
 #   scorers on the same GPU come on top.
@@ -13,10 +12,20 @@
 # Further keys are passed on: trainer.steps=200 checkpoint.resume=auto. This project has not run it on a GPU.
 set -euo pipefail
 
-keys=("data.train=${TRAIN:-my_prompts.txt}" "validation.data=${HELD_OUT:-my_held_out.txt}")
-if [[ ${GPUS:-8} == 1 ]]; then
+keys=()
+[[ -z ${TRAIN:-} ]] || keys+=("data.train=$TRAIN")
+[[ -z ${HELD_OUT:-} ]] || keys+=("validation.data=$HELD_OUT")
+if [[ ${GPUS:-8} == 1 || -n ${GPU:-} ]]; then
     keys+=(rollout.prompts_per_step=8 rollout.n=8)
 fi
+case ${GPU:-} in # one GPU of that memory: computed, not measured
+24gb) keys+=(model.quantize_encoders=int8 model.offload=blocks) ;;
+80gb | '') ;;
+*)
+    echo "GPU=$GPU: give 24gb or 80gb" >&2
+    exit 2
+    ;;
+esac
 own=()
 for key in "${keys[@]}"; do # one that is passed on takes the place of the recipe's
     [[ " $* " == *" ${key%%=*}="* ]] || own+=("$key")

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Lumina-Image 2.0 learns what people prefer (PickScore) by Advantage Weighted Matching.
-# Data: one prompt a line in my_prompts.txt and my_held_out.txt; or TRAIN=FILE HELD_OUT=FILE.
+# Data: Pick-a-Pic's prompts, and PartiPrompts held out, from the hub (`pip install 'gerl[hub]'`); or TRAIN=FILE
+#   HELD_OUT=FILE, one prompt per line.
 # GPUs: 8, a step as published. One, with fewer images a step:
-#   GPUS=1 bash examples/recipes/lumina2_pickscore.sh
+#   GPUS=1 bash examples/recipes/lumina2_pickscore.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
 # Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 10.7 GB, LoRA of 47.9 M parameters
 #   with its optimizer 1.15 GB, trajectories 0.3 GB, about 21 GB at the peak, in the update; scorers on the same GPU
 #   come on top.
@@ -11,10 +12,19 @@
 # Further keys are passed on: trainer.steps=200 checkpoint.resume=auto. This project has not run it on a GPU.
 set -euo pipefail
 
-keys=("data.train=${TRAIN:-my_prompts.txt}" "validation.data=${HELD_OUT:-my_held_out.txt}")
-if [[ ${GPUS:-8} == 1 ]]; then
+keys=()
+[[ -z ${TRAIN:-} ]] || keys+=("data.train=$TRAIN")
+[[ -z ${HELD_OUT:-} ]] || keys+=("validation.data=$HELD_OUT")
+if [[ ${GPUS:-8} == 1 || -n ${GPU:-} ]]; then
     keys+=(rollout.prompts_per_step=8 rollout.n=8)
 fi
+case ${GPU:-} in # one GPU of that memory: computed, not measured
+24gb | 80gb | '') ;;
+*)
+    echo "GPU=$GPU: give 24gb or 80gb" >&2
+    exit 2
+    ;;
+esac
 own=()
 for key in "${keys[@]}"; do # one that is passed on takes the place of the recipe's
     [[ " $* " == *" ${key%%=*}="* ]] || own+=("$key")

@@ -5,7 +5,7 @@
 #   HELD_OUT=FILE.
 # The reward needs `pip install 'gerl[geneval]'`.
 # GPUs: 8, a step as published, for 32 GPUs there. One, with fewer images a step:
-#   GPUS=1 bash examples/recipes/qwen_image_edit_geneval.sh
+#   GPUS=1 bash examples/recipes/qwen_image_edit_geneval.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
 # Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 40.9 GB of 57.7 GB, LoRA of 424.7 M
 #   parameters with its optimizer 8.49 GB, trajectories 0.6 GB, about 68 GB at the peak, while prompts are encoded;
 #   scorers on the same GPU come on top.
@@ -15,9 +15,17 @@
 set -euo pipefail
 
 keys=("data.train=${TRAIN:-my_prompts.jsonl}" "validation.data=${HELD_OUT:-my_held_out.jsonl}")
-if [[ ${GPUS:-8} == 1 ]]; then
+if [[ ${GPUS:-8} == 1 || -n ${GPU:-} ]]; then
     keys+=(rollout.prompts_per_step=8 rollout.n=8)
 fi
+case ${GPU:-} in # one GPU of that memory: computed, not measured
+24gb) keys+=(model.quantize_encoders=int8 model.offload=blocks rollout.micro_batch_size=2 actor.micro_batch_size=1) ;;
+80gb | '') ;;
+*)
+    echo "GPU=$GPU: give 24gb or 80gb" >&2
+    exit 2
+    ;;
+esac
 own=()
 for key in "${keys[@]}"; do # one that is passed on takes the place of the recipe's
     [[ " $* " == *" ${key%%=*}="* ]] || own+=("$key")

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Qwen-Image learns to write (OCR) by Flow-GRPO.
-# Data: one prompt a line in my_prompts.txt and my_held_out.txt, the texts to be drawn in double quotes; or TRAIN=FILE
-#   HELD_OUT=FILE.
+# Data: gerl's lists signs_train and signs_val; or TRAIN=FILE HELD_OUT=FILE, one prompt per line, with the texts to be
+#   written in double quotes.
 # GPUs: 8, a step as published, for 4 GPUs in [1] and 32 in [2]. One, with fewer images a step:
-#   GPUS=1 bash examples/recipes/qwen_image_ocr.sh
+#   GPUS=1 bash examples/recipes/qwen_image_ocr.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
 # Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 57.7 GB, LoRA of 424.7 M parameters
 #   with its optimizer 8.49 GB, trajectories 0.1 GB, about 71 GB at the peak, in the update; scorers on the same GPU
 #   come on top.
@@ -12,10 +12,20 @@
 # Further keys are passed on: trainer.steps=200 checkpoint.resume=auto. This project has not run it on a GPU.
 set -euo pipefail
 
-keys=("data.train=${TRAIN:-my_prompts.txt}" "validation.data=${HELD_OUT:-my_held_out.txt}")
-if [[ ${GPUS:-8} == 1 ]]; then
+keys=()
+[[ -z ${TRAIN:-} ]] || keys+=("data.train=$TRAIN")
+[[ -z ${HELD_OUT:-} ]] || keys+=("validation.data=$HELD_OUT")
+if [[ ${GPUS:-8} == 1 || -n ${GPU:-} ]]; then
     keys+=(rollout.prompts_per_step=8 rollout.n=8)
 fi
+case ${GPU:-} in # one GPU of that memory: computed, not measured
+24gb) keys+=(model.quantize_encoders=int8 model.offload=blocks) ;;
+80gb | '') ;;
+*)
+    echo "GPU=$GPU: give 24gb or 80gb" >&2
+    exit 2
+    ;;
+esac
 own=()
 for key in "${keys[@]}"; do # one that is passed on takes the place of the recipe's
     [[ " $* " == *" ${key%%=*}="* ]] || own+=("$key")

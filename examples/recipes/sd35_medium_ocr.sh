@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SD3.5-Medium learns to write (OCR) by Flow-GRPO-Fast.
-# Data: one prompt a line in my_prompts.txt and my_held_out.txt, the texts to be drawn in double quotes; or TRAIN=FILE
-#   HELD_OUT=FILE.
+# Data: gerl's lists signs_train and signs_val; or TRAIN=FILE HELD_OUT=FILE, one prompt per line, with the texts to be
+#   written in double quotes.
 # The weights are gated: accept their licence on the hub, then `hf auth login`.
 # GPUs: 8, a step as published, for 32 GPUs there. One, with fewer images a step:
-#   GPUS=1 bash examples/recipes/sd35_medium_ocr.sh
+#   GPUS=1 bash examples/recipes/sd35_medium_ocr.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
 # Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 16.8 GB, LoRA of 23.9 M parameters
 #   with its optimizer 0.48 GB, trajectories 0.5 GB, about 24 GB at the peak, while images are decoded; scorers on the
 #   same GPU come on top.
@@ -13,10 +13,20 @@
 # Further keys are passed on: trainer.steps=200 checkpoint.resume=auto. This project has not run it on a GPU.
 set -euo pipefail
 
-keys=("data.train=${TRAIN:-my_prompts.txt}" "validation.data=${HELD_OUT:-my_held_out.txt}")
-if [[ ${GPUS:-8} == 1 ]]; then
+keys=()
+[[ -z ${TRAIN:-} ]] || keys+=("data.train=$TRAIN")
+[[ -z ${HELD_OUT:-} ]] || keys+=("validation.data=$HELD_OUT")
+if [[ ${GPUS:-8} == 1 || -n ${GPU:-} ]]; then
     keys+=(rollout.prompts_per_step=8 rollout.n=8)
 fi
+case ${GPU:-} in # one GPU of that memory: computed, not measured
+24gb) keys+=(model.offload=encoders) ;;
+80gb | '') ;;
+*)
+    echo "GPU=$GPU: give 24gb or 80gb" >&2
+    exit 2
+    ;;
+esac
 own=()
 for key in "${keys[@]}"; do # one that is passed on takes the place of the recipe's
     [[ " $* " == *" ${key%%=*}="* ]] || own+=("$key")

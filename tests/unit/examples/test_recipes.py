@@ -1,19 +1,32 @@
 """The scripts of `examples/recipes`: one a recipe, sound, and true to the head of the recipe."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dry_run import ROOT, TRAIN, DryRun
 
 from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import experiments
+from gerl.config.data import sources
 
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = [name for name in experiments() if name not in ("plain", "signs")]
+
+
+@pytest.fixture(scope="module")
+def sizing() -> Any:
+    """benchmarks/sizing.py."""
+    spec = importlib.util.spec_from_file_location("sizing_of_recipes", ROOT / "benchmarks" / "sizing.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def comment(path: Path) -> str:
@@ -51,17 +64,50 @@ def test_a_script_trains_its_recipe(name: str, tmp_path: Path) -> None:
     dry.run(script, "trainer.steps=7", "sampling.call={a: 1}")
     dry.run(script, GPUS="1", TRAIN="a file.txt", HELD_OUT="null")
     eight, one = (call.arguments for call in dry.calls("python"))
-    rows, begin = "jsonl" if "geneval" in name else "txt", [*TRAIN[1:], f"experiment={name}"]
-    data = [f"data.train=my_prompts.{rows}", f"validation.data=my_held_out.{rows}"]
+    begin, said = [*TRAIN[1:], f"experiment={name}"], comment(FOLDER / f"{name}.sh")
+    edits = name.endswith("_geneval")  # of pictures that a user has
+    data = ["data.train=my_prompts.jsonl", "validation.data=my_held_out.jsonl"] if edits else []
     assert eight == [*begin, *data, "trainer.steps=7", "sampling.call={a: 1}"]
     assert one == [*begin, "data.train=a file.txt", "validation.data=null", *one_gpu(name)]
     composed = compose_run(eight[2:])
     assert (composed.experiment, composed.config.trainer.steps) == (name, 7)
-    assert composed.config.data.train == f"my_prompts.{rows}", "which the head of a recipe names, where it names one"
     assert compose_run(one[2:]).config.validation.data is None
-    said = comment(FOLDER / f"{name}.sh")
-    assert f"my_prompts.{rows} and my_held_out.{rows}" in said or f"in my_prompts.{rows}" in said
-    assert "geneval" not in composed.config.reward.scorers or "gerl[geneval]" in said
+    assert "my_prompts.jsonl and my_held_out.jsonl" in said if edits else "TRAIN=FILE" in said
+    assert not edits or "gerl[geneval]" in said
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_prompts_exist_without_work(name: str) -> None:
+    """Lists of gerl's or data sets of the hub; only for edits the pictures are the user's."""
+    config, said = compose_run([f"experiment={name}"]).config, comment(FOLDER / f"{name}.sh")
+    for key, given in (("data.train", config.data.train), ("validation.data", config.validation.data)):
+        for source in sources(given, key):
+            assert source.on_hub or source.path in ("signs_train", "signs_val") or name.endswith("_geneval")
+            assert not source.on_hub or (source.prompt_key and "gerl[hub]" in said)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("gpu", ["24gb", "80gb"])
+def test_a_gpu_of_a_size_gets_the_keys_that_were_computed(name: str, gpu: str, tmp_path: Path, sizing: Any) -> None:
+    dry, script = DryRun(tmp_path, 1), str(FOLDER / f"{name}.sh")
+    keys = sizing.one_gpu_keys(name, f"1 x {gpu.removesuffix('gb')} GB")
+    process = dry.start(script, GPU=gpu)
+    said, _ = process.communicate(timeout=60)
+    assert (f"GPU={gpu}" in comment(FOLDER / f"{name}.sh")) == (keys is not None)
+    if keys is None:
+        assert process.returncode == 2 and "no GPU of 24 GB" in said and dry.nothing()
+        return
+    (call,) = dry.calls("python")
+    given = [key for key in call.arguments[3:] if not key.startswith(("data.", "validation."))]
+    assert given == [*one_gpu(name), *keys]
+    assert compose_run(call.arguments[2:])
+
+
+def test_a_gpu_of_an_unknown_size_is_refused(tmp_path: Path) -> None:
+    dry = DryRun(tmp_path, 1)
+    process = dry.start(str(FOLDER / "sd35_medium_ocr.sh"), GPU="16gb")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "give 24gb or 80gb" in said and dry.nothing()
 
 
 @pytest.mark.parametrize("name", RECIPES)
