@@ -2,7 +2,7 @@
 """Keys of other programs with the keys of gerl that mean the same, or the reason why there is none: tables for hints.
 
 flow_grpo, MM-GRPO, verl, verl-omni, NeMo RL, PettingLLMs, Flow-Factory, TRL, the scripts of diffusers, ai-toolkit and
-kohya's sd-scripts; `docs/coming_from.md` shows the most used ones side by side. Their values are in `other_values`.
+kohya's sd-scripts; `docs/migrate` shows the most used ones side by side. Their values are in `other_values`.
 """
 
 from collections.abc import Collection

@@ -82,7 +82,7 @@ def advice(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling 
     for name, reason in found.why.items():
         reasons.setdefault(reason, []).append(name)
     said += [f"{', '.join(names)}: {why}" if [*given] != names else why for why, names in reasons.items()]
-    return f"{'; '.join(said)}; {LISTED}, docs/coming_from.md compares them"
+    return f"{'; '.join(said)}; {LISTED}, docs/migrate compares them"
 
 
 def typed(values: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from reward_models import serve
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 TRAIN = "python -m gerl.trainer.main_flowgrpo"
+HUB_MODEL = "black-forest-labs/FLUX.1-dev"  # of a block that is run with the model that ships with gerl
 FILE = re.compile(r"# ([\w-]+\.(?:yaml|py))\n")  # the first line of a block that is a file
 
 
@@ -61,7 +62,7 @@ def commands(document: Path = README) -> Iterator[tuple[int, str]]:
                     yield block.line + number, command
 
 
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 LINKING += sorted(page for name in ("benchmarks", "gerl", "reward_models") for page in (ROOT / name).rglob("*.md"))
 PYTHON = [b for page in LINKING for b in blocks(page) if b.language == "python"]
@@ -78,14 +79,15 @@ def test_the_pages_have_what_is_checked_here() -> None:
 
 def test_own_pipeline_reward_and_prompts_are_a_few_lines() -> None:
     (block,) = (b.text for b in blocks() if "gerl.train(" in b.text)
-    assert len([line for line in block.splitlines() if line.strip()]) <= 8 and "from_pretrained" in block
+    assert len([line for line in block.splitlines() if line.strip()]) <= 8 and HUB_MODEL in block
 
 
 def test_the_numbers_of_the_demo_are_on_record() -> None:
     first, *_, last = json.loads((ROOT / "benchmarks/results/demo.json").read_text())["validation"]
-    before, after = (f"{row['reward']:.3f}, {row['exact']:.0%}" for row in (first, last))
-    heads = f"| held-out prompts before: reward {before} read exactly | after {last['step']} steps: {after} |"
-    assert heads.replace("%", " %") in README.read_text(encoding="utf-8")
+    said = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"reward rises from {first['reward']:.3f} to {last['reward']:.3f}" in said
+    exact = f"from {first['exact']:.0%} to {last['exact']:.0%}, in {last['step']} steps".replace("%", " %")
+    assert f"exactly read signs {exact}" in said
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line {block.line}")
@@ -96,7 +98,8 @@ def test_python_blocks_run(
     for name in ("gerl", "examples"):  # as in a checkout, but what a block writes does not land in it
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    code = compile(block.text, f"block at line {block.line}", "exec")
+    text = block.text.replace(HUB_MODEL, "gerl/assets/signs").replace("steps=100", "steps=2")  # no hub, and sooner
+    code = compile(text, f"block at line {block.line}", "exec")
     if block.not_run is None:
         values: dict[str, Any] = {"__name__": "readme"}
         exec(code, values)
@@ -114,12 +117,6 @@ def test_python_blocks_run(
             assert list(shown) == list(said)
             for name, numbers in shown.items():  # another machine may draw other last bits
                 assert numbers[:2] == pytest.approx(said[name][:2], abs=0.05)
-
-
-def test_an_own_pipeline_reward_and_prompts_are_eight_lines() -> None:
-    (block,) = [b for b in blocks(README) if "import gerl, numpy" in b.text]
-    assert "gerl.train(pipe, bright, prompts" in block.text
-    assert len([line for line in block.text.splitlines() if line.strip()]) <= 8
 
 
 def table(text: str) -> dict[str, list[float]]:
@@ -187,13 +184,14 @@ ANSWERED = [  # a command and its answer, as a terminal shows them
 @pytest.mark.parametrize(("command", "answer"), ANSWERED)
 def test_wrong_commands_are_answered_as_shown(command: str, answer: str) -> None:
     with pytest.raises(GerlError) as raised:
-        compose_run(shlex.split(command.removeprefix(TRAIN)))
+        compose_run(shlex.split(command.removeprefix(TRAIN).removeprefix("gerl train")))
     assert str(raised.value) == answer
 
 
 def test_the_command_that_logs_in_to_the_hub_exists() -> None:
-    [login] = [command for _, command in commands() if "login" in command]
-    program, *arguments = login.split()
+    login = re.search(r"`(hf auth login)`", README.read_text(encoding="utf-8"))
+    assert login is not None
+    program, *arguments = login[1].split()
     assert subprocess.run([Path(sys.executable).with_name(program), *arguments, "--help"], check=False).returncode == 0
 
 
@@ -238,7 +236,9 @@ def test_other_commands_have_these_keys(line: int, module: str, arguments: str) 
 
 
 def test_every_command_has_examples() -> None:
-    assert {module for _, module, _ in OTHERS} == set(PARSERS)
+    modules = {program.COMMANDS[arguments[0]].module for _, arguments in PROGRAM if arguments[0] in program.COMMANDS}
+    found = {module for _, module, _ in OTHERS} | modules
+    assert all(any(name in (module, f"{module}.__main__") or name.startswith(f"{module}.") for name in found) for module in PARSERS)
 
 
 PROGRAM = [
@@ -280,7 +280,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_modules_that_are_run_exist() -> None:
-    modules = re.findall(r"python -m (gerl[\w.]*)", README.read_text(encoding="utf-8"))
+    modules = [m for page in PAGES for m in re.findall(r"python -m (gerl[\w.]*)", page.read_text(encoding="utf-8"))]
     places = [ROOT.joinpath(*module.split(".")) for module in modules]
     assert places and all(p.with_suffix(".py").is_file() or (p / "__main__.py").is_file() for p in places), modules
 

@@ -1,7 +1,7 @@
-"""The page for users of other programs: every key, name, preset, test and command that it mentions exists.
+"""The pages for users of other programs, and the table of what those offer: every key, name and test exists.
 
-Their keys were read in their repositories at the commits that the page names; here it is looked that the hints of
-gerl's command line say the same as the page.
+Their keys were read in their repositories at the commits that the pages name; here it is checked that the
+hints of gerl's command line say the same as the pages.
 """
 
 import ast
@@ -18,8 +18,10 @@ from gerl.commandline.experiments import experiments, shipped
 from gerl.config import keys, nearest_key
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
-PROGRAMS = ("flow_grpo", "MM-GRPO", "verl-omni", "Flow-Factory", "TRL")
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "migrate").glob("*.md"))}
+PROGRAMS = ("flow_grpo", "mm_grpo", "verl_omni", "flow_factory", "trl", "ai_toolkit", "kohya")
+WITH_COMMIT = PROGRAMS[:5]  # others have no version that their users share
+AUDIT = (ROOT / "tests" / "interfaces.md").read_text(encoding="utf-8")
 ITEMS = {"000": 15, "001": 37, "002": 54, "003": 24, "004": 40, "X": 8}
 STATUSES = {"has", "other name", "in part", "does not apply", "not there"}
 KEYS = {name for name, _ in keys()}
@@ -41,17 +43,15 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
 
 
-ROWS = [Item(*cells(line)) for line in PAGE.splitlines() if re.match(r"\| (00\d|X)-\d\d ", line)]
+ROWS = [Item(*cells(line)) for line in AUDIT.splitlines() if re.match(r"\| (00\d|X)-\d\d ", line)]
 
 
 def renamed() -> list[tuple[str, list[str]]]:
     """Their key, and gerl's, of every row of the tables of programs."""
     pairs = []
     for program in PROGRAMS:
-        section = re.search(rf"^## {re.escape(program)}\n(.*?)^## ", PAGE, re.M | re.S)
-        assert section is not None, program
-        rows = [cells(line) for line in section[1].splitlines() if line.startswith("| `")]
-        assert len(rows) >= 25
+        rows = [cells(line) for line in PAGES[program].splitlines() if line.startswith("| `")]
+        assert len(rows) >= 15
         pairs += [(CODE.findall(theirs)[0], CODE.findall(ours)) for theirs, ours, *_ in rows]
     return pairs
 
@@ -94,14 +94,15 @@ def check_command(line: str) -> None:
 def test_keys_presets_and_names_exist() -> None:
     missing = []
     blocks = {key.partition(".")[0] for key in KEYS}
-    ours = [*(row.here for row in ROWS), *re.findall(r"^(?!\| `).*$", PAGE.partition("## Row by row")[0], re.M)]
-    ours += [" | ".join(cells(line)[1:]) for line in PAGE.splitlines() if line.startswith("| `")]
+    text = "\n".join(PAGES.values())
+    ours = [*(row.here for row in ROWS), *re.findall(r"^(?!\| `|error: |\$ ).*$", text, re.M)]
+    ours += [" | ".join(cells(line)[1:]) for line in text.splitlines() if line.startswith("| `")]
     for code in CODE.findall("\n".join(ours)):
         name, equals, value = code.partition("=")
         block, _, leaf = name.partition(".")
         if name in ("algorithm", "experiment") and equals:
             known = shipped("algorithm") if name == "algorithm" else experiments()
-            missing += [] if value in known or value in ("", "NAME") else [code]
+            missing += [] if value in known or value in ("", "NAME", "FILE.yaml") else [code]
         elif block == "gerl" and re.fullmatch(r"gerl(\.\w+)*", name):
             missing += [] if found(name) else [code]
         elif block in blocks and leaf and re.fullmatch(r"[\w.]+", name) and not name.startswith("sampling.call."):
@@ -128,5 +129,9 @@ def test_the_command_line_says_the_same(theirs: str, ours: list[str]) -> None:
 
 
 def test_sources_have_a_commit() -> None:
-    intro = PAGE.partition("## flow_grpo")[2].partition("## Row by row")[0]
-    assert len(re.findall(r"\bat commit [0-9a-f]{7}\b", intro)) == len(PROGRAMS)
+    assert all(re.search(r"\bat commit [0-9a-f]{7}\b", PAGES[program]) for program in WITH_COMMIT)
+
+
+def test_the_first_page_links_to_all_others() -> None:
+    assert {f"({program}.md)" for program in PROGRAMS} <= set(re.findall(r"\(\w+\.md\)", PAGES["index"]))
+    assert set(PAGES) == {"index", *PROGRAMS}
