@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gerl")
 DEFAULT = "awm_fast"  # algorithm
+MARK = "_gerl_trained"  # of a pipeline in memory: the folder of the run that trained it, one of its parameters
 # the arguments that stand for keys
 ARGUMENTS = {
     "model.path": "pipe", "reward.scorers": "reward", "data.train": "prompts", "validation.data": "held_out",
@@ -164,6 +165,7 @@ class Trainer:
         if self.pipe is not None:
             from gerl.model.denoisers import check_offered  # in here: with a path nothing of diffusers is needed
 
+            self._remove_trained()
             check_offered(self.pipe)
             path = path_of(self.pipe, self.folder / "base")
             self.pipe.register_to_config(_name_or_path=path)  # from where what follows the run can read it
@@ -186,6 +188,21 @@ class Trainer:
         values |= {"data": data, "validation": validation}
         file = write_experiment(self.folder, self.name, self.base, self.algorithm, values)
         return [f"experiment={file}", f"hydra.run.dir={quoted(str(self.folder))}"], path
+
+    def _remove_trained(self) -> None:
+        """Remove the LoRA that an earlier run of this program left on the pipeline: a cell may be run twice."""
+        from gerl.model.denoisers import find_denoisers, has_adapter
+        from gerl.model.lora import ADAPTER, remove_lora
+
+        folder, trained = getattr(self.pipe, MARK, (None, None))
+        denoisers = [d for d in find_denoisers(self.pipe).values() if has_adapter(d)] if folder else []
+        there = any(p is trained for denoiser in denoisers for p in denoiser.parameters())
+        if there and all(set(getattr(d, "peft_config", {})) == {ADAPTER} for d in denoisers):
+            for denoiser in denoisers:
+                remove_lora(denoiser)
+            logger.info(
+                "the LoRA of %s is removed from the pipeline; model.lora=%s would train it further", folder, folder
+            )
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -215,6 +232,8 @@ class Trainer:
                 p.requires_grad_()
             if self.policy is not None:
                 self.policy.keep_average()
+                if self.policy.trained and has_adapter(next(iter(self.policy.denoisers.values()))):
+                    setattr(self.pipe, MARK, (self.folder, next(iter(self.policy.trained.values()))))
             else:
                 for denoiser in filter(has_adapter, find_denoisers(self.pipe).values()):
                     remove_lora(denoiser)

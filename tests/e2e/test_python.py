@@ -65,6 +65,19 @@ def test_a_pipeline_in_memory_is_trained_in_place(pipe: DiffusionPipeline, tmp_p
     assert not (tmp_path / "again").exists()
 
 
+def test_a_cell_may_be_run_twice(pipe: DiffusionPipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The LoRA that a run left on the pipeline is removed before the next, which has the same numbers; no other is."""
+    first = gerl.train(pipe, bright, PROMPTS, steps=2, out=tmp_path / "first", **SMALL)
+    caplog.set_level("INFO", logger="gerl")
+    second = gerl.train(pipe, bright, PROMPTS, steps=2, out=tmp_path / "second", **SMALL)
+    assert second.column("reward/mean") == first.column("reward/mean")
+    assert f"model.lora={tmp_path / 'first'}" in caplog.text
+    pipe.unload_lora_weights()
+    pipe.load_lora_weights(second.lora)
+    with pytest.raises(ModelError, match="has adapters already"):
+        gerl.train(pipe, bright, PROMPTS, steps=1, out=tmp_path / "third", **SMALL)
+
+
 def test_a_loop_that_is_left_has_a_checkpoint_and_goes_on_exactly(model: Path, tmp_path: Path) -> None:
     scale = 2.0
     reward = {"b": lambda images: [scale * value for value in bright(images)]}

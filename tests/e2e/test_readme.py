@@ -238,7 +238,10 @@ def test_other_commands_have_these_keys(line: int, module: str, arguments: str) 
 def test_every_command_has_examples() -> None:
     modules = {program.COMMANDS[arguments[0]].module for _, arguments in PROGRAM if arguments[0] in program.COMMANDS}
     found = {module for _, module, _ in OTHERS} | modules
-    assert all(any(name in (module, f"{module}.__main__") or name.startswith(f"{module}.") for name in found) for module in PARSERS)
+    assert all(
+        any(name in (module, f"{module}.__main__") or name.startswith(f"{module}.") for name in found)
+        for module in PARSERS
+    )
 
 
 PROGRAM = [
