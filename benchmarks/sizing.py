@@ -167,7 +167,8 @@ def one_gpu_keys(recipe: str, machine: str) -> list[str] | None:
     if found.choice is None:
         return None
     head = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
-    keys = [key for key in found.choice.layout.keys().split() if key not in found.layout.keys() and key not in head]
+    named = [*found.layout.keys().split(), *head.split()]
+    keys = [key for key in found.choice.layout.keys().split() if key not in named]
     batch = found.choice.batch
     if batch != found.batch:
         keys += [f"rollout.micro_batch_size={batch.rollout}", f"actor.micro_batch_size={batch.actor}"]

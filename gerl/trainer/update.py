@@ -116,16 +116,14 @@ class Update:
             resets = self.due_reset(stats)
         ends = self._end(results, resets) + [call.result() for call in others]
         self._say([note for end in ends for note in end.notes])
-        memory = [end.memory_gb for end in ends if end.memory_gb is not None]
         return (
             actor_metrics(stats, results[0] if results else None, deviation)
             | self.spread(off_policy)
             | {
                 "actor/nonfinite_updates": float(self.state.nonfinite),
                 "actor/policy_version": float(self.state.policy_version),
-                "health/blank_fraction": sum(end.blank for end in ends) / len(credit),
             }
-            | ({"gpu/memory_gb": max(memory)} if memory else {})
+            | _end_metrics(ends, len(credit))
             | ({"actor/staleness": float(lag)} if self.config.trainer.staleness else {})
             | ({"actor/reference_step": float(self.algorithm.reference_step)} if self.moves_reference else {})
         )
@@ -261,3 +259,10 @@ def image_credit(
 def _those_of(given: Mapping[int, torch.Tensor], sets: Sequence[Sequence[int]] | None) -> list[list[int]] | None:
     """The sets of tasks that have some of `given`, where there are sets."""
     return None if sets is None else [list(members) for members in sets if not given.keys().isdisjoint(members)]
+
+
+def _end_metrics(ends: Sequence[StepEnd], images: int) -> Metrics:
+    """What the workers report at the end of a step of so many `images`."""
+    memory = [end.memory_gb for end in ends if end.memory_gb is not None]
+    blank = {"health/blank_fraction": sum(end.blank for end in ends) / images}
+    return blank | ({"gpu/memory_gb": max(memory)} if memory else {})
