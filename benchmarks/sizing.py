@@ -1,6 +1,6 @@
 """What the recipes take, on shapes, and how near such predictions come to real runs.
 
-python benchmarks/sizing.py facts [RECIPE ...]   # of the recipes, into benchmarks/results/sizing; minutes each
+python benchmarks/sizing.py facts [RECIPE ...]   # of the recipes, into gerl/assets/sizing; minutes each
 python benchmarks/sizing.py pages                # from those files, tables in docs and comments in recipes
 python benchmarks/sizing.py check [WIDTH ...]    # real runs on a CPU beside the predictions; 100 M and 340 M weights
 """
@@ -39,7 +39,7 @@ from gerl.workers.actor import Actor
 from gerl.workers.hybrid import HybridWorker, batches_of
 from gerl.workers.rollout import Rollout
 
-RESULTS = Path(__file__).parent / "results" / "sizing"
+RESULTS = Path(__file__).parent.parent / "gerl" / "assets" / "sizing"
 RECIPES = Path(__file__).parent.parent / "configs" / "experiment"
 MACHINES: dict[str, tuple[Name, int]] = {
     "1 x 24 GB": ("rtx4090-24gb", 1),

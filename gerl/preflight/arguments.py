@@ -39,6 +39,7 @@ class Options:
         unit="a whole number of percent, from 1 to 100",
         low=1,
     )
+    anew: bool = key("compute what hardware needs to know of a recipe, though it is on record", False)
     out: Path | None = key("the report for machines, a .json file, besides that on the terminal")
 
 
@@ -73,7 +74,7 @@ def preflight(arguments: list[str]) -> None:
         with importing():
             from gerl.preflight.sizing import command
 
-        command.run(config, options.hardware, options.gpus, options.share, options.out)
+        command.run(config, options.hardware, options.gpus, options.share, options.out, options.anew)
         return
     with importing():
         from gerl.preflight.command import run
@@ -89,8 +90,10 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
         raise ConfigError(f"out={out}: give the path of a .json file in a folder that is there")
     if signal is not None and (images := signal * config.rollout.prompts_per_step * config.rollout.n) > MOST_IMAGES:
         raise ConfigError(f"signal={shown(signal)}: that is {shown(images)} images, at most {MOST_IMAGES}; lower it")
-    if options.hardware is None and any(name in (a.partition("=")[0] for a in arguments) for name in ("gpus", "share")):
-        raise ConfigError("gpus and share are of hardware, which is not given: add hardware=h100-80gb, say")
+    if options.hardware is None and any(
+        name in (a.partition("=")[0] for a in arguments) for name in ("gpus", "share", "anew")
+    ):
+        raise ConfigError("gpus, share and anew are of hardware, which is not given: add hardware=h100-80gb, say")
     if options.hardware is not None and signal is not None:
         raise ConfigError("signal needs the model, and hardware does without: give one of them")
     train = f"model.train={config.model.train}"

@@ -2,6 +2,7 @@
 
 import os
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,19 @@ def test_every_notebook_is_run_here() -> None:
 
 
 @pytest.mark.parametrize("name", SMALLER)
-def test_a_notebook_is_stored_without_outputs_and_reads_as_a_diff(name: str) -> None:
+def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name: str) -> None:
+    """As `python docs/notebooks.py` writes them: numbered from 1, with pictures, without paths or times."""
     text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
     found = notebook(name)
     nbformat.validate(found)
-    for cell in found.cells:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
-        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", cell.id), "an id that says what the cell is for"
-    assert text == nbformat.writes(found, indent=1) + "\n"
+    code = [cell for cell in found.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert sum(map(has_picture, outputs)) >= DRAWN[name] and "error" not in {o.output_type for o in outputs}
+    said = "".join(o.text for o in outputs if o.output_type == "stream")
+    assert not re.search(r"\d{4}-\d\d-\d\d_\d\d|/tmp/|/home/|Warning", said)
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", cell.id) for cell in found.cells), "an id that says what it is for"
+    assert text == nbformat.writes(found, indent=1) + "\n" and len(text) < 1_500_000
     assert set(SMALLER[name]) <= set(re.findall(r"^(\w+) = ", found.cells[parameters(found.cells)].source, re.M))
 
 
@@ -50,17 +56,20 @@ def test_a_notebook_is_stored_without_outputs_and_reads_as_a_diff(name: str) -> 
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The cells of each notebook, with their outputs.
 
-    All run in one kernel, which imports the libraries once and forgets every name between two of them; on one core,
-    as a run in it takes as many threads as there are cores, and nothing is left at home.
+    All run in one kernel, which imports the libraries once and forgets every name between two of them, each cell twice,
+    as a reader may run it; on one core, as a run in it takes as many threads as there are cores, and nothing is left at
+    home.
     """
     place, whole, last = tmp_path_factory.mktemp("notebooks"), nbformat.v4.new_notebook(), {}
     for name in SMALLER:
         (place / name / "examples").mkdir(parents=True)
         cells = notebook(name).cells
+        for cell in cells:
+            cell.update({"outputs": [], "execution_count": None} if cell.cell_type == "code" else {})
         smaller = "\n".join(f"{key} = {value!r}" for key, value in SMALLER[name].items())
         cells.insert(parameters(cells) + 1, nbformat.v4.new_code_cell(smaller))
         anew = nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {place / name / 'examples'}")
-        whole.cells += [anew, *cells]
+        whole.cells += [anew, *(each for cell in cells for each in (deepcopy(cell), cell))]
         last[name] = cells
     own = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()

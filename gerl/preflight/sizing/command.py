@@ -16,6 +16,7 @@ from gerl.preflight.sizing import layouts
 from gerl.preflight.sizing.facts import Facts, find_facts
 from gerl.preflight.sizing.hardware import GPUS, Name
 from gerl.preflight.sizing.layouts import Batch, Choice, Layout, Memory
+from gerl.preflight.sizing.recorded import recorded
 from gerl.preflight.sizing.stage import Tally
 from gerl.utils.files import finite
 
@@ -49,12 +50,20 @@ class Sizing:
         return {"fits": self.fits, "can_fit": self.choice is not None, **finite(asdict(self))}
 
 
-def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None = None) -> Sizing:
-    """Size, log the report and write it to `out`; raises `TrainingError` if no layout fits."""
+def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None = None, anew: bool = False) -> Sizing:
+    """Size, log the report and write it to `out`; raises `TrainingError` if no layout fits.
+
+    anew: find the facts of a recipe though they are on record.
+    """
     quiet_libraries()
-    logger.info("building %s without weights, and running it on shapes", config.model.path)
-    with tempfile.TemporaryDirectory() as folder:
-        facts = find_facts(config, Path(folder), DTYPES[config.model.dtype])
+    known = None if anew else recorded(config)
+    if known is not None:
+        name, facts = known
+        logger.info("the facts of %s are on record, with its gradient checkpointing; anew=true finds them again", name)
+    else:
+        logger.info("building %s without weights, and running it on shapes", config.model.path)
+        with tempfile.TemporaryDirectory() as folder:
+            facts = find_facts(config, Path(folder), DTYPES[config.model.dtype])
     found = sized(config, facts, hardware, gpus, share)
     logger.info("%s", text(found))
     if out is not None:

@@ -1,6 +1,8 @@
 """Parts, memory and work of a run, whatever it runs on: found by drawing and training a micro-batch on shapes."""
 
 import inspect
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ from gerl.workers.hybrid import HybridWorker
 from gerl.workers.rewarding import without_decoder
 from gerl.workers.rollout import Rollout
 
+logger = logging.getLogger("gerl")
 FP32 = 4  # bytes
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # of torch: what a shape cannot tell
 
@@ -112,7 +115,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
 
     Made-up pictures lie in `folder`. Raises `ModelError` for a model that is not known, or does not run on shapes.
     """
-    stage = Stage()
+    stage, steps = Stage(), _Steps()
     worker = HybridWorker(config, 0, "cpu", torch.get_num_threads(), 1)
     worker.policy = build_policy(config, dtype, stage)
     pipe = worker.policy.pipe
@@ -123,13 +126,19 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
         task = Bench(worker, _prompt(pipe, config, folder)).task(worker.algorithm)
         stage.phase = "rollout"
+        ways = _ways(worker, both)
+        steps.begin("the rollout, a first time", 2 + len(ways))
         worker.generate(task)
         stage.tallies["rollout"].restart()  # the first one looked at the pipeline's structure as well
+        steps.begin("the rollout")
         images = worker.generate(task)
         for p in worker.policy.trained.values():
             p.grad = torch.zeros_like(p)
             stage.ledger.leave_out(p.grad)
-        updates = {on: _update(worker, task, stage, on) for on in _ways(worker, both)}
+        updates = {}
+        for on in ways:
+            steps.begin(f"the update, {'with' if on else 'without'} gradient checkpointing")
+            updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]
     drawn, count = worker.drawn[task.id], len(task.samples)
     return Facts(
@@ -156,6 +165,17 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         stage.tallies["rollout"],
         updates,
     )
+
+
+class _Steps:
+    """Logs what is run on shapes, which takes a while."""
+
+    def __init__(self) -> None:
+        self.done, self.total, self.start = 0, 0, time.perf_counter()
+
+    def begin(self, what: str, total: int = 0) -> None:
+        self.done, self.total = self.done + 1, total or self.total
+        logger.info("%d of %d: %s (%.0f s so far)", self.done, self.total, what, time.perf_counter() - self.start)
 
 
 def teachers_parts(policy: Policy) -> list[Part]:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from gerl.commandline.composition import compose_run
 from gerl.config import Config, ModelConfig, RolloutConfig, SamplingConfig, algorithm_config
 from gerl.errors import ModelError
 from gerl.model.loading import load_policy
@@ -25,6 +26,7 @@ from gerl.preflight.sizing.facts import Facts, Part, Weights, find_facts, part_o
 from gerl.preflight.sizing.hardware import GPUS
 from gerl.preflight.sizing.layouts import Batch, Layout, cheapest, largest, memory, room
 from gerl.preflight.sizing.ledger import Ledger
+from gerl.preflight.sizing.recorded import recorded as on_record
 from gerl.preflight.sizing.stage import Tally
 from gerl.preflight.sizing.tokens import PLACE, Picture, Tokens
 
@@ -255,6 +257,17 @@ def test_pages_and_recipes_say_what_was_recorded() -> None:
     for recipe, facts in sizing.recorded().items():
         head = (ROOT / "configs" / "experiment" / f"{recipe}.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
         assert sizing.comment(recipe, facts) in head, "python benchmarks/sizing.py pages writes it"
+
+
+def test_an_unchanged_recipe_is_answered_from_the_record() -> None:
+    """Whatever its prompts, rewards, images per step and layout; not with another size, rank or algorithm."""
+    base = ["experiment=sd35_medium_ocr"]
+    same = ["rollout.n=2", "model.offload=blocks", "data.train=a.txt", "trainer.steps=3", "cluster.num_workers=2"]
+    known = sizing.recorded()["sd35_medium_ocr"]
+    for keys in ([], same):
+        assert on_record(compose_run([*base, *keys]).config) == ("sd35_medium_ocr", known)
+    for key in ("sampling.height=1024", "model.lora_rank=4", "algorithm.kl_coef=0.1", "rollout.micro_batch_size=2"):
+        assert on_record(compose_run([*base, key]).config) is None, key
 
 
 def test_recorded_weights_are_those_on_record(weights_on_record: dict[str, int]) -> None:
