@@ -47,7 +47,8 @@ def near_names(name: str, names: Sequence[str]) -> list[str]:
     same = [known for known in names if words and "".join(words) == "".join(_words(known))]
     if same := same or [known for known in names if words and _has(words, _words(known))]:
         return same[:3]
-    near = difflib.get_close_matches(name.lower(), names, n=3)
+    numbers = {word for word in words if len(word) > 1 and word.isdigit()}  # another number is another thing
+    near = [k for k in difflib.get_close_matches(name.lower(), names, n=3) if numbers <= set(_words(k))]
     return near or [known for known in names if name and name.lower() in known][:3]
 
 

@@ -28,7 +28,7 @@ class Options:
     hardware: Name | None = key(
         "h100-80gb; instead, say what the run would take on GPUs of this kind, which need not be here: memory of a "
         "rank, work, time and the cheapest layout that fits; nothing is loaded but configurations. One of "
-        f"{', '.join(GPUS)}"
+        f"{', '.join(GPUS)}; for another card one with as much memory"
     )
     gpus: int = key(
         "8; how many of them, in all machines", 1, unit="a whole number of at least 1, the GPUs of all machines", low=1

@@ -36,4 +36,6 @@ def test_names_that_are_near() -> None:
     assert near_names("sings", names) == ["signs"] == near_names("SIGNS", names)
     assert near_names("sd35", names) == ["sd35_medium_ocr", "sd35_large_pickscore"]
     assert near_names("", names) == [] == near_names("zzz", names)
+    assert near_names("rtx3060", ["rtx3090-24gb"]) == [], "another card"
+    assert near_names("rtx3090", ["rtx3090-24gb"]) == ["rtx3090-24gb"]
     assert either(["a"]) == "'a'" and either(["a", "b", "c"]) == "'a', 'b' or 'c'"
