@@ -30,7 +30,8 @@ MARKERS = "os^vDPX*<>"
 OTHERS = "Presets that learn from something other than the OCR, or from more, are measured by it too."
 GROUPS = other_groups()  # of the presets that have a table of their own
 LEARNS_FROM = {name: words for words, group in GROUPS.items() for name in group["algorithms"]}
-SAID_ONCE = ("seeds", "images", "optimizer steps")  # columns that are a sentence where all rows have the same
+RATE = "actor.lr"
+BELOW = ("seeds", "images", "optimizer steps", RATE)  # columns that are words where most rows have the same
 STAR = r"\*"  # Markdown
 
 
@@ -60,6 +61,12 @@ class Summary:
     def of_last(self, name: str) -> list[float]:
         """An entry of the last validation of each seed."""
         return [float(run["points"][-1][name]) for run in self.runs]
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The settings that tuning chose."""
+        keys: Sequence[str] = self.runs[0]["overrides"]
+        return keys
 
     def to(self, goal: float) -> int | None:
         """Evaluations until a validation is at `goal`, median over the seeds; None if fewer than half reach it."""
@@ -184,16 +191,39 @@ def table(runs: Sequence[Run], seeds: int = SEEDS) -> str:
 
 
 def rows_of(found: Sequence[Summary], validation: float) -> str:
-    """A table, and below it what all its rows have in common; `validation`: see `cpu_seconds`."""
+    """A table, and below it what most of its rows have in common; `validation`: see `cpu_seconds`."""
     rows = [cells(summary, mark, validation) for summary, mark in zip(found, letters(found), strict=True)]
-    common = {name: rows[0][name] for name in SAID_ONCE if len({row[name] for row in rows}) == 1}
-    columns = [name for name in rows[0] if name not in common]
+    below = {name: words_of(name, rows) for name in BELOW}
+    columns = [name for name in rows[0] if not below.get(name)]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(row[name] for name in columns)} |" for row in rows]
-    said = [f"{', '.join(f'{value} {name}' for name, value in common.items())} per row."] if common else []
+    said = list(filter(None, below.values()))
     if reached := [f"`{s.algorithm}` {cost:,}" for s in found if (cost := s.to(GOAL)) is not None]:
-        said += [f"Evaluations to {GOAL:g}: {', '.join(reached)}."]
-    return "\n".join([*lines, *(["", " ".join(said)] if said else [])])
+        said.append(f"Evaluations to {GOAL:g}: {', '.join(reached)}.")
+    return "\n\n".join(["\n".join(lines), *([" ".join(said)] if said else []), *other_settings(found)])
+
+
+def words_of(column: str, rows: Sequence[Mapping[str, str]]) -> str:
+    """A column in words: what most rows have, and which ones have something else; empty where no value is of most."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row[column], []).append(row["algorithm"])
+    usual, *others = sorted(names, key=lambda value: -len(names[value]))
+    if 2 * len(names[usual]) <= len(rows):
+        return ""
+    name = f"`{column}`" if "." in column else column.capitalize()
+    exceptions = [f"{value} for {', '.join(names[value])}" for value in others]
+    return f"{name}: {'; '.join([usual, *exceptions])}."
+
+
+def other_settings(found: Sequence[Summary]) -> list[str]:
+    """What tuning chose besides the learning rate: a list, of one line for algorithms with the same."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for summary in found:
+        keys = tuple(f"`{key}`" for key in summary.keys if not key.startswith(f"{RATE}="))
+        names.setdefault(keys, []).append(f"`{summary.algorithm}`")
+    lines = [f"* {', '.join(same)}: {' '.join(keys)}" for keys, same in names.items() if keys]
+    return ["Other settings:", "\n".join(lines)] if lines else []
 
 
 def ranking(pairs: Sequence[int]) -> str:
@@ -223,7 +253,7 @@ def cells(summary: Summary, mark: str, validation: float) -> dict[str, str]:
         "optimizer steps": f"{steps:,.0f}",
         "images": f"{images:,.0f}",
         "seeds": f"{len(summary.runs)}{f' ({stopped} diverged)' if stopped else ''}",
-        "settings": " ".join(f"`{key}`" for key in summary.runs[0]["overrides"]),
+        RATE: next((key.removeprefix(f"{RATE}=") for key in summary.keys if key.startswith(f"{RATE}=")), "preset"),
     }
 
 

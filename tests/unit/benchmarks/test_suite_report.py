@@ -139,11 +139,11 @@ def test_the_table() -> None:
     half = 12.7062 * 0.01
     reward, exact = f"0.910 ± {half:.3f}", f"0.455 ± {half / 2:.3f}"
     assert lines[0].startswith("| algorithm | letters | held-out reward | read exactly | evaluations | CPU seconds |")
-    assert lines[2] == f"| `awm` | a | {reward} | {exact} | 60 | 6 | 2 (1 diverged) | `actor.lr=1e-3` |"
-    assert lines[3] == "| `rwr` | a | 0.700 | 0.350 | 60 | 6 | 1 | `actor.lr=1e-3` |"
+    assert lines[2] == f"| `awm` | a | {reward} | {exact} | 60 | 6 | 2 (1 diverged) |"
+    assert lines[3] == "| `rwr` | a | 0.700 | 0.350 | 60 | 6 | 1 |"
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
     said, end = lines[5], lines[7]
-    assert said == "960 images, 20 optimizer steps per row. Evaluations to 0.9: `awm` 60."
+    assert said == "Images: 960. Optimizer steps: 20. `actor.lr`: 1e-3. Evaluations to 0.9: `awm` 60."
     assert end.startswith("Rows of a table that share a letter do not differ significantly in held-out reward; all ot")
     assert "of all 1 pairs," in end and "family-wise error rate 5 %" in end
     assert "gerl 0.1.0 at 0123456, 0123456\\* (\\*: with uncommitted changes);" in end and "a CPU with 2 cores" in end
@@ -151,12 +151,25 @@ def test_the_table() -> None:
     assert "rwr" not in report.table(runs, seeds=2) and report.table(runs) == "not measured yet"
 
 
-def test_columns_are_a_sentence_only_where_all_rows_have_the_same() -> None:
-    runs = [*runs_of("awm", 0.90, 0.92), *runs_of("rwr", 0.70, 0.72)]
-    assert "| seeds |" not in report.table(runs, seeds=2) and "\n2 seeds, 960 images" in report.table(runs, seeds=2)
+def test_columns_are_words_only_where_most_rows_have_the_same() -> None:
+    runs = [*runs_of("awm", 0.90, 0.92), *runs_of("rwr", 0.70, 0.72), *runs_of("crd", 0.80, 0.81)]
+    assert "\nSeeds: 2. Images: 960. Optimizer steps: 20." in report.table(runs, seeds=2)
     for point in runs[-1]["points"]:
         point["images"] *= 3
-    assert "| images | settings |" in report.table(runs, seeds=2) and "960 images" not in report.table(runs, seeds=2)
+    assert "Images: 960; 1,920 for `crd`." in report.table(runs, seeds=2)
+    assert "| images |" in report.table(runs[3:], seeds=2) and "Images:" not in report.table(runs[3:], seeds=2)
+
+
+def test_settings_besides_the_learning_rate_stand_below_the_table() -> None:
+    def of(name: str, *keys: str) -> list[dict[str, Any]]:
+        return [{**r, "overrides": list(keys), "fingerprint": "x"} for r in runs_of(name, 0.8)]
+
+    runs = [*of("awm", "actor.lr=3e-3", "a.b=1", "a.c=2"), *of("rwr", "a.b=1", "a.c=2"), *of("crd", "actor.lr=1e-3")]
+    lines = report.table(runs, seeds=1).splitlines()
+    rates = {line.split(" | ")[0].strip("| `"): line.split(" | ")[-1] for line in lines[2:5]}
+    assert lines[0].endswith("| actor.lr |") and rates == {"awm": "3e-3 |", "rwr": "preset |", "crd": "1e-3 |"}
+    assert "Other settings:" in lines and "* `awm`, `rwr`: `a.b=1` `a.c=2`" in lines
+    assert "Other settings" not in report.table(runs_of("awm", 0.9), seeds=1)
 
 
 def test_presets_that_learn_from_something_else_have_a_table_of_their_own() -> None:
