@@ -17,7 +17,7 @@ from gerl.commandline.experiments import algorithm_of
 from gerl.config.algorithm import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "algorithms.md"
+PAGE = ROOT / "docs" / "algorithm_benchmark.md"
 PICTURE = ROOT / "docs" / "pictures" / "time_to_reward.svg"
 BEGIN = "<!-- time_to_reward: begin, written by python benchmarks/time_to_reward.py --table -->"
 END = "<!-- time_to_reward: end -->"
@@ -27,13 +27,12 @@ LEVEL = 0.05  # of the tests together
 SEEDS = 5  # of an algorithm, with fewer of which nothing is claimed
 LOWEST = 0.4  # reward at the lower edge of the picture
 MARKERS = "os^vDPX*<>"
-OTHERS = "Presets that learn from something else, or from something besides, are measured by the same OCR."
+OTHERS = "Presets that learn from something other than the OCR, or from more, are measured by it too."
 GROUPS = other_groups()  # of the presets that have a table of their own
 LEARNS_FROM = {name: words for words, group in GROUPS.items() for name in group["algorithms"]}
-COLUMNS = (
-    *("algorithm", "group", "settings", "seeds", "held-out reward", "exactly as asked"),
-    *("evaluations", f"to {GOAL:g}", "CPU seconds", "images", "optimizer steps"),
-)
+RATE = "actor.lr"
+BELOW = ("seeds", "images", "optimizer steps", RATE)  # columns that are words where most rows have the same
+STAR = r"\*"  # Markdown
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,12 @@ class Summary:
     def of_last(self, name: str) -> list[float]:
         """An entry of the last validation of each seed."""
         return [float(run["points"][-1][name]) for run in self.runs]
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The settings that tuning chose."""
+        keys: Sequence[str] = self.runs[0]["overrides"]
+        return keys
 
     def to(self, goal: float) -> int | None:
         """Evaluations until a validation is at `goal`, median over the seeds; None if fewer than half reach it."""
@@ -169,79 +174,97 @@ def letter(number: int) -> str:
 
 
 def table(runs: Sequence[Run], seeds: int = SEEDS) -> str:
-    """The section of docs/algorithms.md: table, ranking, conditions and picture; of algorithms with so many `seeds`."""
+    """The section of `PAGE`: tables, conditions and picture; of algorithms with so many `seeds`."""
     found = [summary for summary in summaries(runs) if len(summary.runs) >= seeds]
     if not found:
         return NOT_MEASURED
     by_rewards, others = ([s for s in found if (s.algorithm in LEARNS_FROM) is other] for other in (False, True))
     usual = usual_validation(found)
+    pairs = [math.comb(len(own), 2) for own in (by_rewards, others) if own]
     parts = [rows_of(by_rewards, usual)] if by_rewards else []
     if others:
-        origins = [LEARNS_FROM[summary.algorithm] for summary in others]
-        explained = (GROUPS[words].get("explained") for words in dict.fromkeys(origins))
-        parts += [" ".join([OTHERS, *filter(None, explained)])]
-        parts += [rows_of(others, usual, {"learns from": origins})]
+        explained = (GROUPS[LEARNS_FROM[summary.algorithm]].get("explained") for summary in others)
+        parts += [" ".join([OTHERS, *dict.fromkeys(filter(None, explained))])]
+        parts += [rows_of(others, usual)]
     picture = f"![Held-out reward against denoiser evaluations](pictures/{PICTURE.name})"
-    return "\n\n".join([*parts, conditions(found), picture])
+    return "\n\n".join([*parts, f"{ranking(pairs)} {conditions(found)}", picture])
 
 
-def rows_of(found: Sequence[Summary], validation: float, more: Mapping[str, Sequence[str]] | None = None) -> str:
-    """A table with its ranking, the columns of `more` after the first two; `validation`: see `cpu_seconds`."""
-    marks, columns = letters(found), dict(more or {})
-    lines = [f"| {' | '.join([*COLUMNS[:2], *columns, *COLUMNS[2:]])} |"]
-    lines.append("|---" * (len(COLUMNS) + len(columns)) + "|")
-    for i, (summary, mark) in enumerate(zip(found, marks, strict=True)):
-        own = cells(summary, mark, validation)
-        lines.append(f"| {' | '.join([*own[:2], *(values[i] for values in columns.values()), *own[2:]])} |")
-    return "\n".join([*lines, "", ranking(found, marks)])
+def rows_of(found: Sequence[Summary], validation: float) -> str:
+    """A table, and below it what most of its rows have in common; `validation`: see `cpu_seconds`."""
+    rows = [cells(summary, mark, validation) for summary, mark in zip(found, letters(found), strict=True)]
+    below = {name: words_of(name, rows) for name in BELOW}
+    columns = [name for name in rows[0] if not below.get(name)]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [f"| {' | '.join(row[name] for name in columns)} |" for row in rows]
+    said = list(filter(None, below.values()))
+    if reached := [f"`{s.algorithm}` {cost:,}" for s in found if (cost := s.to(GOAL)) is not None]:
+        said.append(f"Evaluations to {GOAL:g}: {', '.join(reached)}.")
+    return "\n\n".join(["\n".join(lines), *([" ".join(said)] if said else []), *other_settings(found)])
 
 
-def cells(summary: Summary, mark: str, validation: float) -> list[str]:
-    """An algorithm's row; `validation`: see `cpu_seconds`."""
-    to_goal = summary.to(GOAL)
+def words_of(column: str, rows: Sequence[Mapping[str, str]]) -> str:
+    """A column in words: what most rows have, and which ones have something else; empty where no value is of most."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row[column], []).append(row["algorithm"])
+    usual, *others = sorted(names, key=lambda value: -len(names[value]))
+    if 2 * len(names[usual]) <= len(rows):
+        return ""
+    name = f"`{column}`" if "." in column else column.capitalize()
+    exceptions = [f"{value} for {', '.join(names[value])}" for value in others]
+    return f"{name}: {'; '.join([usual, *exceptions])}."
+
+
+def other_settings(found: Sequence[Summary]) -> list[str]:
+    """What tuning chose besides the learning rate: a list, of one line for algorithms with the same."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for summary in found:
+        keys = tuple(f"`{key}`" for key in summary.keys if not key.startswith(f"{RATE}="))
+        names.setdefault(keys, []).append(f"`{summary.algorithm}`")
+    lines = [f"* {', '.join(same)}: {' '.join(keys)}" for keys, same in names.items() if keys]
+    return ["Other settings:", "\n".join(lines)] if lines else []
+
+
+def ranking(pairs: Sequence[int]) -> str:
+    """How the letters are to be read; `pairs`: how many each table has."""
+    return (
+        "Rows of a table that share a letter do not differ significantly in held-out reward; all others do (Welch's t "
+        f"tests of all {' and '.join(map(str, pairs))} pairs, Holm's correction, family-wise error rate "
+        f"{100 * LEVEL:g} %)."
+    )
+
+
+def cells(summary: Summary, mark: str, validation: float) -> dict[str, str]:
+    """An algorithm's row, by column; `validation`: see `cpu_seconds`."""
     stopped = sum(bool(run["error"]) for run in summary.runs)
     calls = fmean(evaluations(run["points"][-1]) for run in summary.runs)
     seconds = fmean(cpu_seconds(run, validation) for run in summary.runs)
     images, steps = fmean(summary.of_last("images")), fmean(run["optimizer_steps"] for run in summary.runs)
-    return [
-        f"`{summary.algorithm}`",
-        mark,
-        " ".join(f"`{key}`" for key in summary.runs[0]["overrides"]),
-        f"{len(summary.runs)}{f' ({stopped} diverged)' if stopped else ''}",
-        str(interval(summary.rewards)),
-        str(interval(summary.of_last("exact"))),
-        f"{calls:,.0f}",
-        "-" if to_goal is None else f"{to_goal:,}",
-        f"{seconds:,.0f}",
-        f"{images:,.0f}",
-        f"{steps:,.0f}",
-    ]
-
-
-def ranking(found: Sequence[Summary], marks: Sequence[str]) -> str:
-    """Which differences between the rewards are significant, in words."""
-    pairs = math.comb(len(found), 2)
-    words = [
-        "Rewards of algorithms that share a letter are not told apart; all other differences are significant (Welch's "
-        f"t tests of {pairs} pair{'' if pairs == 1 else 's'} with Holm's correction, {100 * LEVEL:g} % together):",
-        "",
-    ]
-    for mark in dict.fromkeys(character for text in marks for character in text):
-        members = [f"`{s.algorithm}`" for s, text in zip(found, marks, strict=True) if mark in text]
-        words.append(f"* {mark}: {', '.join(members)}")
-    return "\n".join(words)
+    origin = LEARNS_FROM.get(summary.algorithm)
+    return {
+        "algorithm": f"`{summary.algorithm}`",
+        "letters": mark,
+        **({} if origin is None else {"learns from": origin}),
+        "held-out reward": str(interval(summary.rewards)),
+        "read exactly": str(interval(summary.of_last("exact"))),
+        "evaluations": f"{calls:,.0f}",
+        "CPU seconds": f"{seconds:,.0f}",
+        "optimizer steps": f"{steps:,.0f}",
+        "images": f"{images:,.0f}",
+        "seeds": f"{len(summary.runs)}{f' ({stopped} diverged)' if stopped else ''}",
+        RATE: next((key.removeprefix(f"{RATE}=") for key in summary.keys if key.startswith(f"{RATE}=")), "preset"),
+    }
 
 
 def conditions(found: Sequence[Summary]) -> str:
     """What all runs have in common: the base model, code, versions and machine."""
     runs = [run for summary in found for run in summary.runs]
     base = words(f"{run['points'][0]['reward']:.3f}" for run in runs)
-    code = words(version(run["gerl"]) for run in runs)
     torch, machines = words(str(run["torch"]) for run in runs), words(machine(run["hardware"]) for run in runs)
-    usual = f"{usual_validation(found):.1f} s"
     return (
-        f"Base model: {base}. Measured with gerl {code}, torch {torch}, one thread a run of {machines}. CPU seconds "
-        f"stand for a machine that validates in {usual}: those of a run are scaled by what a validation took it."
+        f"Base model: {base}. gerl {versions(runs)}; torch {torch}; one thread per run; {machines}. "
+        f"CPU seconds are scaled to a machine that validates in {usual_validation(found):.1f} s."
     )
 
 
@@ -250,9 +273,14 @@ def words(values: Iterable[str]) -> str:
     return ", ".join(sorted(set(values)))
 
 
-def version(gerl: Mapping[str, object]) -> str:
-    commit, changed = str(gerl.get("commit"))[:7], " with changes" if gerl.get("dirty") else ""
-    return f"{gerl['version']} at {commit}{changed}"
+def versions(runs: Iterable[Run]) -> str:
+    """The code of the runs: commits by version, those with uncommitted changes with a star."""
+    commits: dict[str, set[str]] = {}
+    for run in runs:
+        code = run["gerl"]
+        commits.setdefault(code["version"], set()).add(f"{str(code.get('commit'))[:7]}{STAR * bool(code.get('dirty'))}")
+    found = "; ".join(f"{version} at {words(of)}" for version, of in sorted(commits.items()))
+    return f"{found} ({STAR}: with uncommitted changes)" if STAR in found else found
 
 
 def machine(hardware: Mapping[str, object]) -> str:

@@ -262,7 +262,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes of the suite at a time, each with one thread")
     parser.add_argument("--hours", type=float, default=inf, help="after so many the suite starts no further run")
     parser.add_argument("--results", type=Path, default=suite.RESULTS, help="the results of the suite")
-    parser.add_argument("--table", action="store_true", help="write the results into docs/algorithms.md")
+    parser.add_argument("--table", action="store_true", help="write the results into docs/algorithm_benchmark.md")
     parser.add_argument("--plot", action="store_true", help="draw the results as docs/pictures/time_to_reward.svg")
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""The table of time_to_reward: intervals, significance and costs, and that docs/algorithms.md has it."""
+"""The table of time_to_reward: intervals, significance and costs, and that docs/algorithm_benchmark.md has it."""
 
 import math
 from pathlib import Path
@@ -134,27 +134,53 @@ def test_letters() -> None:
 def test_the_table() -> None:
     runs = [*runs_of("awm", 0.90, 0.92), *runs_of("rwr", 0.70)]
     runs[1]["error"] = "the weights grew"
+    runs[2]["gerl"] = {**runs[2]["gerl"], "dirty": True}
     lines = report.table(runs, seeds=1).splitlines()
     half = 12.7062 * 0.01
     reward, exact = f"0.910 ± {half:.3f}", f"0.455 ± {half / 2:.3f}"
-    assert lines[2] == f"| `awm` | a | `actor.lr=1e-3` | 2 (1 diverged) | {reward} | {exact} | 60 | 60 | 6 | 960 | 20 |"
-    assert lines[3] == "| `rwr` | a | `actor.lr=1e-3` | 1 | 0.700 | 0.350 | 60 | - | 6 | 960 | 20 |"
+    assert lines[0].startswith("| algorithm | letters | held-out reward | read exactly | evaluations | CPU seconds |")
+    assert lines[2] == f"| `awm` | a | {reward} | {exact} | 60 | 6 | 2 (1 diverged) |"
+    assert lines[3] == "| `rwr` | a | 0.700 | 0.350 | 60 | 6 | 1 |"
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
-    assert "* a: `awm`, `rwr`" in lines and any("0123456" in line and "a CPU with 2 cores" in line for line in lines)
+    said, end = lines[5], lines[7]
+    assert said == "Images: 960. Optimizer steps: 20. `actor.lr`: 1e-3. Evaluations to 0.9: `awm` 60."
+    assert end.startswith("Rows of a table that share a letter do not differ significantly in held-out reward; all ot")
+    assert "of all 1 pairs," in end and "family-wise error rate 5 %" in end
+    assert "gerl 0.1.0 at 0123456, 0123456\\* (\\*: with uncommitted changes);" in end and "a CPU with 2 cores" in end
     assert report.table(runs[:1], seeds=1) == report.table([]) == "not measured yet"
     assert "rwr" not in report.table(runs, seeds=2) and report.table(runs) == "not measured yet"
+
+
+def test_columns_are_words_only_where_most_rows_have_the_same() -> None:
+    runs = [*runs_of("awm", 0.90, 0.92), *runs_of("rwr", 0.70, 0.72), *runs_of("crd", 0.80, 0.81)]
+    assert "\nSeeds: 2. Images: 960. Optimizer steps: 20." in report.table(runs, seeds=2)
+    for point in runs[-1]["points"]:
+        point["images"] *= 3
+    assert "Images: 960; 1,920 for `crd`." in report.table(runs, seeds=2)
+    assert "| images |" in report.table(runs[3:], seeds=2) and "Images:" not in report.table(runs[3:], seeds=2)
+
+
+def test_settings_besides_the_learning_rate_stand_below_the_table() -> None:
+    def of(name: str, *keys: str) -> list[dict[str, Any]]:
+        return [{**r, "overrides": list(keys), "fingerprint": "x"} for r in runs_of(name, 0.8)]
+
+    runs = [*of("awm", "actor.lr=3e-3", "a.b=1", "a.c=2"), *of("rwr", "a.b=1", "a.c=2"), *of("crd", "actor.lr=1e-3")]
+    lines = report.table(runs, seeds=1).splitlines()
+    rates = {line.split(" | ")[0].strip("| `"): line.split(" | ")[-1] for line in lines[2:5]}
+    assert lines[0].endswith("| actor.lr |") and rates == {"awm": "3e-3 |", "rwr": "preset |", "crd": "1e-3 |"}
+    assert "Other settings:" in lines and "* `awm`, `rwr`: `a.b=1` `a.c=2`" in lines
+    assert "Other settings" not in report.table(runs_of("awm", 0.9), seeds=1)
 
 
 def test_presets_that_learn_from_something_else_have_a_table_of_their_own() -> None:
     runs = [*runs_of("awm", 0.90, 0.92), *runs_of("draft", 0.95, 0.95), *runs_of("mixed_gradient", 0.7, 0.9)]
     table = report.table(runs, seeds=2)
     by_rewards, others = table.split(report.OTHERS)
+    assert "tests of all 1 pairs" not in by_rewards and others.count("that share a letter") == 1
     assert "`awm`" in by_rewards and not any(word in by_rewards for word in ("draft", "mixed", "learns from"))
-    assert "A drawing of the text" in others and "Ranked images" not in others
-    assert (
-        "| group | learns from | settings |" in others and "| `draft` | a | the gradient of a drawing | `act" in others
-    )
-    assert "| `mixed_gradient` | a | OCR and the gradient of a drawing | `actor.lr=1e-3` | 2 |" in others
+    assert "A drawing of the wanted text" in others and "ranked images" not in others
+    assert "| letters | learns from | held-out reward |" in others and "| `draft` | a | drawing | 0.950 ± " in others
+    assert "| `mixed_gradient` | a | OCR, drawing | 0.800 ± " in others
 
 
 def test_the_page_has_the_committed_results() -> None:
