@@ -79,7 +79,7 @@ def test_the_pages_have_what_is_checked_here() -> None:
 
 def test_own_pipeline_reward_and_prompts_are_a_few_lines() -> None:
     (block,) = (b.text for b in blocks() if "gerl.train(" in b.text)
-    assert len([line for line in block.splitlines() if line.strip()]) <= 8 and HUB_MODEL in block
+    assert len([line for line in block.splitlines() if line.strip()]) <= 9 and HUB_MODEL in block
 
 
 def test_the_numbers_of_the_demo_are_on_record() -> None:
@@ -252,6 +252,7 @@ PROGRAM = [
 
 
 @pytest.mark.parametrize(("line", "arguments"), PROGRAM, ids=lambda value: f"{value}")
+@pytest.mark.usefixtures("named_files")
 def test_commands_of_the_program_have_these_keys(line: int, arguments: list[str]) -> None:
     """The words behind `gerl`; plugins of Hydra that are not installed are left out of a sweep."""
     name, *given = arguments[: arguments.index(">")] if ">" in arguments else arguments
