@@ -1,4 +1,4 @@
-"""The tables of docs/preflight.md from benchmarks/results/signal/*.json: `python benchmarks/signal_table.py`.
+"""The tables of benchmarks/README.md from benchmarks/results/signal/*.json: `python benchmarks/signal_table.py`.
 
 Each file is the report of `python -m gerl.preflight rollout.prompts_per_step=8 model.lora_targets=null KEYS signal=N
 out=FILE`.
@@ -8,7 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "signal"
+from sections import write_section
+
+HERE = Path(__file__).parent
+RESULTS, README = HERE / "results" / "signal", HERE / "README.md"
+BEGIN, END = "<!-- signal: begin, written by python benchmarks/signal_table.py -->", "<!-- signal: end -->"
 PUBLISHED = "algorithm.timestep_weights=uniform sampling.same_init_noise=false"  # of Flow-GRPO
 # file -> the keys it was measured with
 MEASURED = {
@@ -53,14 +57,13 @@ def steps(names: list[str]) -> list[str]:
     return lines
 
 
-def main() -> None:
+def tables() -> str:
+    """What was recommended for each file, and what its steps have."""
     head = "| keys | largest share of the squared gradient | cosine as configured | with std2_over_jacobian"
     lines = [f"{head} | best earlier end | recommended |", "|---|---|---|---|---|---|"]
-    known = [name for name in MEASURED if (RESULTS / f"{name}.json").exists()]
-    for name in known:
-        lines.append(row(MEASURED[name], json.loads((RESULTS / f"{name}.json").read_text())))
-    print("\n".join([*lines, "", *steps(known)]))
+    lines += [row(keys, json.loads((RESULTS / f"{name}.json").read_text())) for name, keys in MEASURED.items()]
+    return "\n".join([*lines, "", "Cosine and share of each step, as configured:", "", *steps(list(MEASURED))])
 
 
 if __name__ == "__main__":
-    main()
+    write_section(README, BEGIN, END, tables())

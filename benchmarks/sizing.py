@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gerl.algorithms import build_algorithm, count_pairs
 from gerl.commandline.composition import compose_run
-from gerl.config import Config
+from gerl.config import Config, sources
 from gerl.errors import GerlError
 from gerl.model.libraries import quiet_libraries
 from gerl.model.paths import resolve
@@ -41,16 +41,25 @@ from gerl.workers.rollout import Rollout
 
 RESULTS = Path(__file__).parent.parent / "gerl" / "assets" / "sizing"
 RECIPES = Path(__file__).parent.parent / "configs" / "experiment"
-MACHINES: dict[str, tuple[Name, int]] = {
-    "1 x 24 GB": ("rtx4090-24gb", 1),
-    "1 x 80 GB": ("h100-80gb", 1),
-    "8 x 80 GB": ("h100-80gb", 8),
-    "4 x 8 x 80 GB": ("h100-80gb", 32),
-}
-LARGE: dict[str, tuple[Name, int]] = {  # for models whose weights alone fill 24 GB
+ONE: dict[str, tuple[Name, int]] = {"one 24 GB GPU": ("rtx4090-24gb", 1), "one 80 GB GPU": ("h100-80gb", 1)}
+EIGHT: dict[str, tuple[Name, int]] = {  # for models whose weights alone fill 24 GB
     "8 x 24 GB": ("rtx4090-24gb", 8),
     "8 x 48 GB": ("l40s-48gb", 8),
     "8 x 80 GB": ("h100-80gb", 8),
+}
+CONFIGURED = EIGHT["8 x 80 GB"]  # what a recipe is for
+KEYS = {
+    "ranks": "cluster.ranks_per_worker",
+    "shard": "model.shard",
+    "quantize": "model.quantize",
+    "quantize_encoders": "model.quantize_encoders",
+    "offload": "model.offload",
+}
+# data.train -> its name in docs/recipes.md
+PROMPTS = {
+    "hf:CarperAI/pickapic_v1_no_images_training_sfw[train]": "Pick-a-Pic",
+    "signs_train": "signs",
+    "my_prompts.jsonl": "your edits",
 }
 SHARE = 40  # percent of the published peak
 DOCS = Path(__file__).parent.parent / "docs"
@@ -68,11 +77,17 @@ def config_of(recipe: str) -> Config:
     return compose_run([f"experiment={recipe}"]).config
 
 
-def on_one_gpu(recipe: str) -> Config:
-    """The configuration of a recipe with the images of a step for one GPU that its head names."""
+def one_gpu_images(recipe: str) -> list[str]:
+    """The images of a step for one GPU that the head of a recipe names."""
     head = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
     (keys,) = re.findall(r" 1 GPU: ([^(]*) \(", head)
-    images = {name: int(number) for name, number in re.findall(r"rollout\.(\w+)=(\d+)", keys)}
+    return [key for key in keys.split() if key.startswith("rollout.")]
+
+
+def on_one_gpu(recipe: str) -> Config:
+    """The configuration of a recipe with these images."""
+    pairs = (key.removeprefix("rollout.").split("=") for key in one_gpu_images(recipe))
+    images = {name: int(number) for name, number in pairs}
     config = config_of(recipe)
     return replace(config, rollout=replace(config.rollout, **images))
 
@@ -107,31 +122,53 @@ def recorded() -> dict[str, Facts]:
 
 
 def table() -> str:
-    """The table of docs/sizing.md: what a rank holds, and the cheapest layout on each of the machines."""
-    lines = header("recipe", "weights", "LoRA, optimizer", "as configured, peak", "TFLOP an image", *MACHINES)
+    """The first table of docs/memory.md: what a rank holds, and the cheapest layout on one GPU."""
+    lines = header("recipe", "weights, GB", "LoRA, GB", "peak on 8 GPUs, GB", *ONE)
     for recipe in recipes():
         facts = facts_of(recipe)
         if not isinstance(facts, Facts):
             reason = "not computed yet" if facts is None else facts
-            lines.append(f"| {recipe} | {reason} |" + " |" * (3 + len(MACHINES)))
+            lines.append(f"| `{recipe}` | {reason} |" + " |" * (2 + len(ONE)))
             continue
-        one = on(recipe, facts, MACHINES["8 x 80 GB"])
-        memory = one.memory
-        numbers = f"{memory.weights / 1e9:.1f} GB | {memory.lora / 1e9:.2f} GB | {memory.peak / 1e9:.0f} GB"
-        work = f"{facts.flops(one.layout.checkpointing) / 1e12:.0f}"
-        cells = " | ".join(cell(on(recipe, facts, machine)) for machine in MACHINES.values())
-        lines.append(f"| {recipe} | {numbers} | {work} | {cells} |")
+        memory = on(recipe, facts, CONFIGURED).memory
+        numbers = f"{memory.weights / 1e9:.1f} | {memory.lora / 1e9:.2f} | {memory.peak / 1e9:.0f}"
+        cells = " | ".join(short_cell(recipe, on(recipe, facts, machine)) for machine in ONE.values())
+        lines.append(f"| `{recipe}` | {numbers} | {cells} |")
     return "\n".join(lines)
 
 
 def large_table() -> str:
-    """The table of docs/scale.md: layouts of the models whose weights alone fill a GPU of 24 GB."""
-    lines = header("recipe", "weights", *LARGE)
+    """The second one: layouts on eight GPUs of the models whose weights alone fill a GPU of 24 GB."""
+    lines = header("recipe", "all weights, GB", *EIGHT)
     for recipe, facts in recorded().items():
         weights = sum(part.weights.total for part in facts.parts) / 1e9
         if weights > 24:
-            cells = " | ".join(cell(on(recipe, facts, machine)) for machine in LARGE.values())
-            lines.append(f"| {recipe} | {weights:.0f} GB | {cells} |")
+            sizings = [on(recipe, facts, machine) for machine in EIGHT.values()]
+            cells = " | ".join(cell(changes(recipe, found), found) for found in sizings)
+            lines.append(f"| `{recipe}` | {weights:.0f} | {cells} |")
+    return "\n".join(lines)
+
+
+def recipe_table() -> str:
+    """The first table of docs/recipes.md: what each recipe trains, and on which prompts."""
+    lines = header("recipe", "model", "algorithm", "reward", "prompts")
+    for recipe in recipes():
+        composed = compose_run([f"experiment={recipe}"])
+        scorers = [name for name, scorer in composed.config.reward.scorers.items() if scorer.weight]
+        (prompts,) = (PROMPTS[source.path] for source in sources(composed.config.data.train, "data.train"))
+        path = composed.config.model.path
+        model = f"`{path}`" if path.startswith("./") else f"[`{path}`](https://huggingface.co/{path})"
+        name = f"[`{recipe}`](../examples/recipes/{recipe}.sh)"
+        lines.append(f"| {name} | {model} | `{composed.preset}` | {', '.join(scorers)} | {prompts} |")
+    return "\n".join(lines)
+
+
+def key_table() -> str:
+    """The second one: keys to copy for one GPU."""
+    lines = header("recipe", *ONE)
+    for recipe in recorded():
+        cells = (copied(one_gpu_keys(recipe, machine)) for machine in ONE)
+        lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -146,38 +183,52 @@ def on(recipe: str, facts: Facts, machine: tuple[Name, int]) -> Sizing:
     return sized(on_one_gpu(recipe) if gpus == 1 else config_of(recipe), facts, kind, gpus, SHARE)
 
 
-def cell(found: Sizing) -> str:
-    """A machine's column: the layout, where it is not the configured one, its peak, and seconds an image."""
+def changes(recipe: str, found: Sizing) -> list[str]:
+    """What to add to `experiment=RECIPE` for the layout and the micro-batches that were chosen."""
     choice = found.choice
     if choice is None:
-        return "no"
-    words = choice.layout.keys().replace("cluster.ranks_per_worker", "G").replace("model.", "").split()
-    given = [word for word in words if not word.startswith("gradient_checkpointing")]
-    if choice.batch != found.batch:
-        given.append(f"micro-batches {choice.batch.rollout}, {choice.batch.actor}")
-    layout = f"{', '.join(given)}: " if given else ""
-    return f"{layout}{choice.memory.peak / 1e9:.0f} GB, {choice.seconds:.2g} s"
+        return []
+    pairs = ((key, getattr(found.layout, name), getattr(choice.layout, name)) for name, key in KEYS.items())
+    keys = [f"{key}={new}" for key, old, new in pairs if old != new]
+    validated = config_of(recipe).validation.micro_batch_size
+    if (batch := choice.batch) != found.batch:
+        keys += [f"rollout.micro_batch_size={batch.rollout}", f"actor.micro_batch_size={batch.actor}"]
+        keys += [f"validation.micro_batch_size={batch.rollout}"] if batch.rollout < validated else []
+    return keys
 
 
 def one_gpu_keys(recipe: str, machine: str) -> list[str] | None:
-    """The keys that fit a recipe on a GPU of `MACHINES`, besides those that its head names; None: nothing fits."""
+    """The keys that fit a recipe on a GPU of `ONE`, with the images of a step; None: nothing fits."""
     facts = facts_of(recipe)
     assert isinstance(facts, Facts)
-    found = on(recipe, facts, MACHINES[machine])
+    found = on(recipe, facts, ONE[machine])
+    return None if found.choice is None else [*one_gpu_images(recipe), *changes(recipe, found)]
+
+
+def cell(keys: Sequence[str], found: Sizing) -> str:
+    """A machine's column: the keys to add, the peak, and seconds per image."""
     if found.choice is None:
-        return None
-    head = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
-    named = [*found.layout.keys().split(), *head.split()]
-    keys = [key for key in found.choice.layout.keys().split() if key not in named]
-    batch = found.choice.batch
-    if batch != found.batch:
-        keys += [f"rollout.micro_batch_size={batch.rollout}", f"actor.micro_batch_size={batch.actor}"]
-    return keys
+        return "does not fit"
+    layout = f"`{' '.join(keys)}` " if keys else ""
+    return f"{layout}{found.choice.memory.peak / 1e9:.0f} GB, {found.choice.seconds:.2g} s"
+
+
+def short_cell(recipe: str, found: Sizing) -> str:
+    """The same of one GPU, on which nothing is sharded: keys without their block, smaller micro-batches in words."""
+    keys = [key.removeprefix("model.") for key in changes(recipe, found) if "micro_batch" not in key]
+    keys = [key for key in keys if not key.startswith(("cluster.", "shard="))]
+    smaller = found.choice is not None and found.choice.batch != found.batch
+    return cell(keys, found) + (", smaller micro-batches" if smaller else "")
+
+
+def copied(keys: Sequence[str] | None) -> str:
+    """Keys to copy."""
+    return "does not fit" if keys is None else f"`{' '.join(keys)}`"
 
 
 def comment(recipe: str, facts: Facts) -> str:
     """What a recipe's head says of memory."""
-    found = on(recipe, facts, MACHINES["8 x 80 GB"])
+    found = on(recipe, facts, CONFIGURED)
     layout, memory = found.layout, found.memory
     whole = sum(part.weights.total for part in facts.parts)
     share = f" of {whole / 1e9:.1f} GB" if memory.weights < 0.99 * whole else ""
@@ -185,21 +236,30 @@ def comment(recipe: str, facts: Facts) -> str:
     peak = max(memory.phases, key=lambda name: memory.phases[name])
     ranks = f", of which {layout.ranks} share the weights," if layout.ranks > 1 else ""
     return (
-        f"Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md){ranks} weights "
+        f"Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md){ranks} weights "
         f"{memory.weights / 1e9:.1f} GB{share}, LoRA of {facts.lora / 1e6:.1f} M parameters with its optimizer "
         f"{memory.lora / 1e9:.2f} GB, trajectories {memory.tape / 1e9:.1f} GB, about {memory.peak / 1e9:.0f} GB at the "
         f"peak, {phase.get(peak, 'in the rollout')}; scorers on the same GPU come on top."
     )
 
 
+TABLES: dict[str, tuple[Callable[[], str], ...]] = {
+    "memory.md": (table, large_table),
+    "recipes.md": (recipe_table, key_table),
+}
+
+
 def write_pages() -> None:
-    """Put what was found into docs/sizing.md, docs/scale.md and the heads of the recipes."""
-    for name, made in (("sizing.md", table()), ("scale.md", large_table())):
-        page, first = DOCS / name, made.split(" | ", 2)[:2]
+    """Put what was found into docs/memory.md, docs/recipes.md and the heads of the recipes."""
+    for name, makers in TABLES.items():
+        page = DOCS / name
         text = page.read_text(encoding="utf-8")
-        start = text.index(" | ".join(first))
-        end = text.find("\n\n", start)
-        page.write_text(text[:start] + made + (text[end:] if end >= 0 else "\n"), encoding="utf-8")
+        for make in makers:
+            made = make()
+            start = text.index(made.partition("\n")[0])
+            end = text.find("\n\n", start)
+            text = text[:start] + made + (text[end:] if end >= 0 else "\n")
+        page.write_text(text, encoding="utf-8")
     for recipe, facts in recorded().items():
         file = RECIPES / f"{recipe}.yaml"
         lines = textwrap.fill(

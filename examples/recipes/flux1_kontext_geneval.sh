@@ -7,7 +7,7 @@
 # The reward needs `pip install 'gerl[geneval]'`.
 # GPUs: 8, a step as published, for 28 GPUs there. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/flux1_kontext_geneval.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 33.8 GB, LoRA of 179.3 M parameters
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 33.8 GB, LoRA of 179.3 M parameters
 #   with its optimizer 3.59 GB, trajectories 0.4 GB, about 41 GB at the peak, in the update; scorers on the same GPU
 #   come on top.
 # Does it fit? This computes it for other GPUs, without weights:

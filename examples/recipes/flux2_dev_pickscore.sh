@@ -5,7 +5,7 @@
 # The weights are gated: accept their licence on the hub, then `hf auth login`.
 # GPUs: 8, a step as published, for as many. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/flux2_dev_pickscore.sh, or GPU=80gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md), of which 4 share the weights, weights 28.3 GB
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md), of which 4 share the weights, weights 28.3 GB
 #   of 112.6 GB, LoRA of 402.7 M parameters with its optimizer 8.05 GB, trajectories 1.8 GB, about 48 GB at the peak,
 #   in the update; scorers on the same GPU come on top.
 # Does it fit? This computes it for other GPUs, without weights:

@@ -4,7 +4,7 @@
 #   HELD_OUT=FILE, one prompt per line.
 # GPUs: 8, a step as published, for as many. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/flux2_klein_4b_pickscore.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 16.0 GB, LoRA of 24.1 M parameters
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 16.0 GB, LoRA of 24.1 M parameters
 #   with its optimizer 0.48 GB, trajectories 0.9 GB, about 23 GB at the peak, in the update; scorers on the same GPU
 #   come on top.
 # Does it fit? This computes it for other GPUs, without weights:

@@ -4,7 +4,7 @@
 #   HELD_OUT=FILE, one prompt per line.
 # GPUs: 8, three prompts a GPU as published, for 32 GPUs there. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/hidream_pickscore.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 34.2 GB of 61.7 GB, LoRA of 41.9 M
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 34.2 GB of 61.7 GB, LoRA of 41.9 M
 #   parameters with its optimizer 0.84 GB, trajectories 2.7 GB, about 54 GB at the peak, while prompts are encoded;
 #   scorers on the same GPU come on top.
 # Does it fit? This computes it for other GPUs, without weights:

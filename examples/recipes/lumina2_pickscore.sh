@@ -4,7 +4,7 @@
 #   HELD_OUT=FILE, one prompt per line.
 # GPUs: 8, a step as published. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/lumina2_pickscore.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 10.7 GB, LoRA of 47.9 M parameters
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 10.7 GB, LoRA of 47.9 M parameters
 #   with its optimizer 1.15 GB, trajectories 0.3 GB, about 21 GB at the peak, in the update; scorers on the same GPU
 #   come on top.
 # Does it fit? This computes it for other GPUs, without weights:

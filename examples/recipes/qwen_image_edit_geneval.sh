@@ -6,7 +6,7 @@
 # The reward needs `pip install 'gerl[geneval]'`.
 # GPUs: 8, a step as published, for 32 GPUs there. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/qwen_image_edit_geneval.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 40.9 GB of 57.7 GB, LoRA of 424.7 M
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 40.9 GB of 57.7 GB, LoRA of 424.7 M
 #   parameters with its optimizer 8.49 GB, trajectories 0.6 GB, about 68 GB at the peak, while prompts are encoded;
 #   scorers on the same GPU come on top.
 # Does it fit? This computes it for other GPUs, without weights:
@@ -19,7 +19,10 @@ if [[ ${GPUS:-8} == 1 || -n ${GPU:-} ]]; then
     keys+=(rollout.prompts_per_step=8 rollout.n=8)
 fi
 case ${GPU:-} in # one GPU of that memory: computed, not measured
-24gb) keys+=(model.quantize_encoders=int8 model.offload=blocks rollout.micro_batch_size=2 actor.micro_batch_size=1) ;;
+24gb)
+    keys+=(model.quantize_encoders=int8 model.offload=blocks)
+    keys+=(rollout.micro_batch_size=2 actor.micro_batch_size=1 validation.micro_batch_size=2)
+    ;;
 80gb | '') ;;
 *)
     echo "GPU=$GPU: give 24gb or 80gb" >&2

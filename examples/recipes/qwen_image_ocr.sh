@@ -4,7 +4,7 @@
 #   written in double quotes.
 # GPUs: 8, a step as published, for 4 GPUs in [1] and 32 in [2]. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/qwen_image_ocr.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 57.7 GB, LoRA of 424.7 M parameters
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 57.7 GB, LoRA of 424.7 M parameters
 #   with its optimizer 8.49 GB, trajectories 0.1 GB, about 71 GB at the peak, in the update; scorers on the same GPU
 #   come on top.
 # Does it fit? This computes it for other GPUs, without weights:

@@ -4,7 +4,7 @@
 #   HELD_OUT=FILE, one prompt per line.
 # GPUs: 8, 16 pairs an update as in [2]. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/sdxl_pickscore.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 7.0 GB, LoRA of 11.6 M parameters with
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 7.0 GB, LoRA of 11.6 M parameters with
 #   its optimizer 0.28 GB, trajectories 0.4 GB, about 34 GB at the peak, while images are decoded; scorers on the same
 #   GPU come on top.
 # Does it fit? This computes it for other GPUs, without weights:
@@ -19,7 +19,7 @@ if [[ ${GPUS:-8} == 1 || -n ${GPU:-} ]]; then
     keys+=(rollout.prompts_per_step=8)
 fi
 case ${GPU:-} in # one GPU of that memory: computed, not measured
-24gb) keys+=(rollout.micro_batch_size=4 actor.micro_batch_size=1) ;;
+24gb) keys+=(rollout.micro_batch_size=4 actor.micro_batch_size=1 validation.micro_batch_size=4) ;;
 80gb | '') ;;
 *)
     echo "GPU=$GPU: give 24gb or 80gb" >&2

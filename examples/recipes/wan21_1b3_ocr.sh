@@ -4,7 +4,7 @@
 #   written in double quotes.
 # GPUs: 8, 16 videos a GPU as published, for one. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/wan21_1b3_ocr.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 14.5 GB, LoRA of 23.6 M parameters
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 14.5 GB, LoRA of 23.6 M parameters
 #   with its optimizer 0.47 GB, trajectories 0.4 GB, about 20 GB at the peak, in the update; scorers on the same GPU
 #   come on top.
 # Does it fit? This computes it for other GPUs, without weights:

@@ -4,7 +4,7 @@
 #   HELD_OUT=FILE, one prompt per line.
 # GPUs: 8, a step as published, for as many. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/z_image_pickscore.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
-# Memory of a GPU, computed, not measured: with 8 GPUs (docs/sizing.md) weights 20.6 GB, LoRA of 158.8 M parameters
+# Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 20.6 GB, LoRA of 158.8 M parameters
 #   with its optimizer 3.18 GB, trajectories 0.2 GB, about 30 GB at the peak, in the update; scorers on the same GPU
 #   come on top.
 # Does it fit? This computes it for other GPUs, without weights:

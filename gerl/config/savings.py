@@ -73,17 +73,17 @@ def _of_drawing(config: Settings) -> str | None:
 
 
 SAVINGS = (
-    Saving("data.cache_gb", "2", "rounding", "text encoders: each prompt is encoded once, by itself"),
-    Saving("data.cache", "FOLDER", "exact", "text encoders, also of other runs and their loading"),
-    Saving("sampling.same_init_noise", "true", "rounding", "denoising steps that images of a group have in common"),
-    Saving("actor.step_batch", "3", "rounding", "calls of the denoiser in the update", _of_step_batch),
-    Saving("model.compile", "inductor", "rounding", "time of a call: compiled blocks"),
-    Saving("model.attention", "native", "rounding", "time of a call: another kernel"),
-    Saving("model.channels_last", "true", "rounding", "time of the VAE"),
-    Saving("sampling.solver", "dpm2", "images", "steps: better images at as many"),
+    Saving("data.cache_gb", "2", "rounding", "text encoding: each prompt once"),
+    Saving("data.cache", "FOLDER", "exact", "text encoding and loading of the encoders, across runs"),
+    Saving("sampling.same_init_noise", "true", "rounding", "denoising steps that the images of a group share"),
+    Saving("actor.step_batch", "3", "rounding", "denoiser calls in the update", _of_step_batch),
+    Saving("model.compile", "inductor", "rounding", "time per call: compiled blocks"),
+    Saving("model.attention", "native", "rounding", "time per call: another kernel"),
+    Saving("model.channels_last", "true", "rounding", "VAE time"),
+    Saving("sampling.solver", "dpm2", "images", "steps: better images for the same number"),
     Saving("sampling.compression", "0.5", "images", "steps after the noisy ones"),
-    Saving("sampling.cache", "first_block", "images", "blocks of the denoiser at steps without noise", _of_cache),
-    Saving("rollout.quantize", "int8", "policy", "time of a call in the rollout: 8-bit products", _of_drawing),
+    Saving("sampling.cache", "first_block", "images", "denoiser blocks at steps without noise", _of_cache),
+    Saving("rollout.quantize", "int8", "policy", "time per call in the rollout: 8-bit products", _of_drawing),
     Saving("algorithm.cfg", "detach_uncond", "gradient", "backward pass of the unconditional half of guidance"),
     Saving("algorithm.train_share", "0.5", "gradient", "the update of images with small advantages"),
 )

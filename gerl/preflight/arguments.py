@@ -52,7 +52,7 @@ PARSER = Parser(
     rest=True,
     notes="The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help all lists them. Without "
     "signal neither rewards nor a prompt file are needed; with it both are, and the time of so many training steps. "
-    "With hardware the weights are not needed either: docs/sizing.md.",
+    "With hardware the weights are not needed either: docs/memory.md.",
 )
 
 

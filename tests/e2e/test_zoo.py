@@ -1,4 +1,4 @@
-"""Coverage: every pipeline of the zoo passes its checks, and the table of docs/models.md says so."""
+"""Coverage: every pipeline of the zoo passes its checks, and the pages say so."""
 
 import json
 import os
@@ -19,7 +19,8 @@ from zoo.entries import ENTRIES, name_of
 from gerl.config import ModelConfig
 from gerl.model.loading import load_pipeline
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, MATRIX = ROOT / "docs" / "models.md", ROOT / "benchmarks" / "pipelines.md"
 BEGIN, END = "<!-- written by tests/e2e/test_zoo.py: begin -->\n", "<!-- end -->"
 pytestmark = pytest.mark.filterwarnings("ignore")  # diffusers' own, on its older modules
 REPORTS: dict[tuple[str, str], Report] = {}
@@ -63,15 +64,26 @@ def test_there_are_at_least_forty_pipelines() -> None:
     assert all(e.limit for e in ENTRIES if e.fails or e.refused)
 
 
+def test_the_pages_name_every_pipeline_and_every_limit() -> None:
+    short, _, limits = PAGE.read_text().partition("## What a pipeline needs")[0].partition("\nLimits:\n")
+    listed = re.findall(r"`(\w+Pipeline)`", " ".join(re.findall(r"^\| .*", short, re.M)))
+    trained = {e.name for e in ENTRIES if not e.refused}
+    assert sorted(listed) == sorted(trained) and f"these {len(trained)} pipelines" in short
+    limited = {e.name for e in ENTRIES if e.limit or e.fails or e.refused or e.batch == 1}
+    assert set(re.findall(r"`(\w+Pipeline)`", " ".join(re.findall(r"^\| ([^|]*)", limits, re.M)))) == limited
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", MATRIX.read_text(), re.M)
+    assert rows == [(e.name, e.task) for e in ENTRIES], "a run of all of this file writes it"
+
+
 def test_the_table_of_the_models() -> None:
     if len(REPORTS) < len(ENTRIES):
         pytest.skip("the table is written by a run of all of this file that passes")
-    text = PAGE.read_text()
+    text = MATRIX.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     new = before + BEGIN + table([REPORTS[e.name, e.task] for e in ENTRIES]) + END + after
-    if new != text and os.access(PAGE, os.W_OK):
-        PAGE.write_text(new)
+    if new != text and os.access(MATRIX, os.W_OK):
+        MATRIX.write_text(new)
 
 
 def table(reports: list[Report]) -> str:

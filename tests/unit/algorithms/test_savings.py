@@ -111,7 +111,7 @@ def test_the_table_names_keys_that_there_are() -> None:
     assert {saving.key for saving in SAVINGS} <= known.keys()
     assert len({saving.key for saving in SAVINGS}) == len(SAVINGS)
     rows = [f"| `{saving.key}={saving.example}` | {saving.effect} | {saving.saves} |" for saving in SAVINGS]
-    assert "\n".join(rows) in (ROOT / "docs" / "speed.md").read_text()
+    assert "\n".join(rows) in (ROOT / "docs" / "performance.md").read_text()
 
 
 @pytest.mark.parametrize("name", CALLING)  # what a prompt is encoded to does not depend on the algorithm

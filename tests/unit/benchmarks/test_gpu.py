@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: its dry run, its table, and which recipes docs/models.md says were run on a GPU."""
+"""benchmarks/gpu.py: its dry run, its table, and which recipes docs/tested.md says were run on a GPU."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from gerl.preflight.sizing.hardware import GPUS
 ABOUT = {"device": "a CPU", "dry_run": True, "command": "", "software": {"packages": {"torch": "0"}}}
 ON_CPU = gpu.Setting("cpu", True, 1, 0, None, None, ABOUT)
 SD3, FLUX = gpu_cases.TINY_CASES.values()
-MODELS = Path(__file__).resolve().parents[3] / "docs" / "models.md"
+TESTED = Path(__file__).resolve().parents[3] / "docs" / "tested.md"
 LEVELS = ("never run", "random weights on a GPU", "published weights")
 
 
@@ -125,12 +125,13 @@ def test_the_page_has_the_table_of_the_results() -> None:
 
 def test_every_recipe_says_how_far_it_is_verified() -> None:
     """And none says more than the results on record do."""
-    section = (
-        MODELS.read_text(encoding="utf-8").partition("## How far the recipes are verified")[2].partition("\n## ")[0]
-    )
-    stated = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", section, re.MULTILINE))
+    page = TESTED.read_text(encoding="utf-8").partition("## How far the recipes are verified")[2]
+    section = page.partition("\n## ")[0].replace("\n  ", " ")
+    levels = dict(re.findall(r"^\* `([^`]+)`: (.*)$", section, re.MULTILINE))
+    assert tuple(levels) == LEVELS
+    stated = {recipe: level for level, names in levels.items() for recipe in re.findall(r"`(\w+)`", names)}
     assert list(stated) == sorted(name for name in experiments() if name not in ("plain", "signs"))
-    assert set(stated.values()) <= set(LEVELS)
+    assert sum(len(re.findall(r"`\w+`", names)) for names in levels.values()) == len(stated)
     ran = {row["recipe"] for row in gpu.read_rows(gpu.RESULTS) if "rollout" in (row["figures"] or {})}
     assert {recipe for recipe, level in stated.items() if level == LEVELS[1]} <= ran
     assert not {recipe for recipe, level in stated.items() if level == LEVELS[0]} & ran

@@ -1,6 +1,7 @@
 """The scripts of `examples/recipes`: one a recipe, sound, and true to the head of the recipe."""
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -90,7 +91,7 @@ def test_prompts_exist_without_work(name: str) -> None:
 @pytest.mark.parametrize("gpu", ["24gb", "80gb"])
 def test_a_gpu_of_a_size_gets_the_keys_that_were_computed(name: str, gpu: str, tmp_path: Path, sizing: Any) -> None:
     dry, script = DryRun(tmp_path, 1), str(FOLDER / f"{name}.sh")
-    keys = sizing.one_gpu_keys(name, f"1 x {gpu.removesuffix('gb')} GB")
+    keys = sizing.one_gpu_keys(name, f"one {gpu.removesuffix('gb')} GB GPU")
     process = dry.start(script, GPU=gpu)
     said, _ = process.communicate(timeout=60)
     assert (f"GPU={gpu}" in comment(FOLDER / f"{name}.sh")) == (keys is not None)
@@ -98,8 +99,8 @@ def test_a_gpu_of_a_size_gets_the_keys_that_were_computed(name: str, gpu: str, t
         assert process.returncode == 2 and "no GPU of 24 GB" in said and dry.nothing()
         return
     (call,) = dry.calls("python")
-    given = [key for key in call.arguments[3:] if not key.startswith(("data.", "validation."))]
-    assert given == [*one_gpu(name), *keys]
+    given = [key for key in call.arguments[3:] if not key.startswith(("data.", "validation.data"))]
+    assert given == keys and given[: len(one_gpu(name))] == one_gpu(name)
     assert compose_run(call.arguments[2:])
 
 
@@ -119,10 +120,44 @@ def test_a_script_says_what_its_recipe_says(name: str) -> None:
     assert f"GPUS=1 bash examples/recipes/{name}.sh" in said
 
 
-def test_the_page_has_a_row_for_every_recipe() -> None:
+def test_the_page_has_rows_for_every_recipe(sizing: Any) -> None:
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| \[(\w+)\]\(\.\./examples/recipes/\w+\.sh\) \| (.*) \|$", page, re.M))
-    assert sorted(rows) == sorted(RECIPES)
-    for name, row in rows.items():
-        _, memory, keys = row.split(" | ")
-        assert f"about {memory} at the peak" in head(name) and keys == f"`{' '.join(one_gpu(name))}`"
+    rows = re.findall(r"^\| \[`(\w+)`\]\(\.\./examples/recipes/(\w+)\.sh\) \| (.*) \|$", page, re.M)
+    assert [name for name, *_ in rows] == sorted(RECIPES)
+    for name, script, row in rows:
+        composed = compose_run([f"experiment={name}"])
+        model, algorithm, reward, prompts = row.split(" | ")
+        assert name == script and composed.config.model.path in model and algorithm == f"`{composed.preset}`"
+        assert set(reward.split(", ")) == set(composed.config.reward.scorers)
+        (source,) = sources(composed.config.data.train, "data.train")
+        assert sizing.PROMPTS[source.path] == prompts
+    keys = {name: cells for name, *cells in re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", page, re.M)}
+    assert sorted(keys) == sorted(RECIPES)
+    for name, (small, large) in keys.items():
+        assert large == f"`{' '.join(one_gpu(name))}`"
+        images = {key for key in one_gpu(name) if key.startswith("rollout.")}
+        assert small == "does not fit" or images <= set(small.strip("`").split())
+
+
+def test_the_page_names_the_prompts_of_the_recipes() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").partition("## Prompts")[2]
+    for name in RECIPES:
+        config = compose_run([f"experiment={name}"]).config
+        for key, given in (("data.train", config.data.train), ("validation.data", config.validation.data)):
+            paths = [source.path.removeprefix("hf:").partition("[")[0] for source in sources(given, key)]
+            assert not [path for path in paths if path not in page], name
+
+
+def test_the_page_on_memory_has_the_peak_of_every_recipe() -> None:
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").partition("## Eight GPUs")[0]
+    peaks = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \| (\d+) \|", page, re.M))
+    assert sorted(peaks) == sorted(RECIPES)
+    for name, peak in peaks.items():
+        assert f"about {peak} GB at the peak" in head(name)
+
+
+def test_the_rows_of_edits_on_the_page_are_those_of_the_recipes() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
+    shown = " ".join(row.split())
+    assert json.loads(shown) and all(shown in head(name) for name in RECIPES if "geneval" in name)

@@ -22,6 +22,7 @@ from gerl.errors import ModelError
 from gerl.model.loading import load_policy
 from gerl.model.quantisation import stored_bytes
 from gerl.preflight.sizing.build import architectures, build_part, build_pipeline, known_models, named_on_record
+from gerl.preflight.sizing.command import configured
 from gerl.preflight.sizing.facts import Facts, Part, Weights, find_facts, part_of
 from gerl.preflight.sizing.hardware import GPUS
 from gerl.preflight.sizing.layouts import Batch, Layout, cheapest, largest, memory, room
@@ -252,8 +253,9 @@ def test_the_largest_micro_batch_just_fits() -> None:
 
 def test_pages_and_recipes_say_what_was_recorded() -> None:
     assert sizing.recorded().keys() == set(sizing.recipes())
-    assert f"{sizing.table()}\n" in (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
-    assert f"{sizing.large_table()}\n" in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    for name, makers in sizing.TABLES.items():
+        page = (sizing.DOCS / name).read_text(encoding="utf-8")
+        assert all(f"{make()}\n" in page for make in makers), "python benchmarks/sizing.py pages writes it"
     for recipe, facts in sizing.recorded().items():
         head = (ROOT / "configs" / "experiment" / f"{recipe}.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
         assert sizing.comment(recipe, facts) in head, "python benchmarks/sizing.py pages writes it"
@@ -268,6 +270,28 @@ def test_an_unchanged_recipe_is_answered_from_the_record() -> None:
         assert on_record(compose_run([*base, *keys]).config) == ("sd35_medium_ocr", known)
     for key in ("sampling.height=1024", "model.lora_rank=4", "algorithm.kl_coef=0.1", "rollout.micro_batch_size=2"):
         assert on_record(compose_run([*base, key]).config) is None, key
+
+
+def test_the_page_names_every_gpu() -> None:
+    assert not [name for name in GPUS if f"`{name}`" not in (sizing.DOCS / "memory.md").read_text(encoding="utf-8")]
+
+
+def test_the_keys_for_one_gpu_are_those_of_a_configuration_that_fits() -> None:
+    fitting = 0
+    for recipe, facts in sizing.recorded().items():
+        for name, machine in sizing.ONE.items():
+            found, keys = sizing.on(recipe, facts, machine), sizing.one_gpu_keys(recipe, name)
+            if found.choice is None or keys is None:
+                assert found.choice is keys is None
+                continue
+            config = compose_run([f"experiment={recipe}", *keys]).config
+            layout, batch = configured(config, facts), found.choice.batch
+            assert layout == found.choice.layout, recipe
+            assert config.rollout.micro_batch_size == batch.rollout >= config.validation.micro_batch_size, recipe
+            assert (config.actor.micro_batch_size or batch.rollout) == batch.actor, recipe
+            assert memory(facts, layout, batch).peak <= room(GPUS[machine[0]])
+            fitting += 1
+    assert fitting == 2 * len(sizing.recorded()) - 1, "FLUX.2-dev does not fit on 24 GB, all others fit on both"
 
 
 def test_recorded_weights_are_those_on_record(weights_on_record: dict[str, int]) -> None:
