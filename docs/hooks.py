@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r'\]\(\s*([^)\s#]+)[^)]*\)|(?:src|href)="([^"#]+)')
 CELL = re.compile(r"<td.*?</td>", re.S)
 CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
-PART = re.compile(r"(?:[./_]|::)(?=\w)")
+PART = re.compile(r"(?:[./_=]|::)(?=\w)")
 
 
 def pages() -> list[Path]:
