@@ -475,11 +475,18 @@ function constant(name) {
   return known.length > 1 && known.every((value) => value === known[0]);
 }
 
+/** Order names of scores, those of scorers with a weight first. */
+function byWeight(a, b) {
+  const place = (name) => (state.overview?.scorers.indexOf(name.split("/")[0]) ?? -1) + 1 || Infinity;
+  return place(a) === place(b) ? (a < b ? -1 : 1) : place(a) - place(b);
+}
+
+const inOrder = (scores) => Object.entries(scores).sort(([a], [b]) => byWeight(a, b));
+
 function showCurves() {
   const { names } = state.overview, parent = $("charts");
   const scorers = [...new Set(names.map((name) => name.match(/^(?:reward|val)\/(.+)\/mean$/)?.[1]).filter((name) => name && name !== "reward"))].sort();
-  const place = (name) => (state.overview.scorers.indexOf(name.split("/")[0]) + 1 || Infinity);
-  scorers.sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
+  scorers.sort(byWeight);
   if (scorers.length > 1 || names.includes("val/reward/gain")) {
     for (const name of scorers) {
       chart(figureIn(parent, `scorer ${name}`, `score of ${name}`), [
@@ -611,7 +618,7 @@ function showPlace() {
   $("now-note").replaceChildren(`step ${step}: ${score(b)} `, a !== null && b !== null && place ? make("span", { class: b > a + 5e-4 ? "up" : b < a - 5e-4 ? "down" : "", text: signed(b - a) }) : "");
   const y = heldOut.steps.map((_, i) => rewardOf(i, row));
   chart($("prompt-chart"), [{ name: "reward", colour: COLOURS[1], x: heldOut.steps, y, dots: true }], { mark: step, pick: (at) => move(heldOut.steps.indexOf(at)), label: "reward of this prompt by step" });
-  const scores = Object.entries(state.scores?.scores || {});
+  const scores = inOrder(state.scores?.scores || {});
   $("prompt-scores").replaceChildren(...(scores.length > 1 ? scores.map(([name, values]) => make("div", {}, make("dt", { text: name }), make("dd", { text: score(values[place]) }))) : []));
 }
 
@@ -706,7 +713,7 @@ async function showLive() {
     const image = make("button", { type: "button", class: "zooms", title: "enlarge", on: { click: () => zoom(all, i) } }, tileOf());
     const share = Math.min(50, (50 * Math.abs(advantage ?? 0)) / reach), up = (advantage ?? 0) >= 0;
     const meter = make("div", { class: "meter" }, make("i", { style: { left: `${up ? 50 : 50 - share}%`, width: `${share}%`, background: up ? "var(--up)" : "var(--down)" } }));
-    const each = Object.entries(scores).length > 1 ? make("div", { class: "each" }, ...Object.entries(scores).map(([name, value]) => make("div", {}, make("span", { text: name }), make("span", { text: score(value) })))) : null;
+    const each = Object.entries(scores).length > 1 ? make("div", { class: "each" }, ...inOrder(scores).map(([name, value]) => make("div", {}, make("span", { text: name }), make("span", { text: score(value) })))) : null;
     const tile = make("div", { class: "tile", title: `advantage ${advantage === null ? "none: not trained on" : number(advantage, 3)}` }, image,
       make("div", { class: "line" }, make("b", { text: total === null ? "failed" : score(total) }), make("span", { text: advantage === null ? "" : `${advantage >= 0 ? "+" : "−"}${Math.abs(advantage).toFixed(2)}` })), meter, each);
     groups[group].tiles.push([total ?? -Infinity, tile]);
