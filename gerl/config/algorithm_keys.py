@@ -10,7 +10,7 @@ from gerl.config.teachers import Teacher
 
 
 def name_key(default: str) -> Any:
-    help = "the algorithm; `algorithm=NAME` on the command line picks it with its published settings"
+    help = "the algorithm; `algorithm=NAME` on the command line selects it with its published settings"
     return main_key(default, help)
 
 
@@ -36,16 +36,15 @@ class AlgorithmConfig(Block):
     kl_coef: float = main_key(0.0, "weight of the distance to the base model; at 0 no reference pass is run", low=0)
     kl_share: float = key(
         1.0,
-        "share of a step's images whose distance to the base model counts: those whose reward ranks highest above what "
-        "watched scorers say of them (GARDO: 0.1; it adapts between a fifth and twice of this); 1: all",
+        "share of a step's images whose distance to the base model counts: those whose reward ranks highest above "
+        "their watched scores (GARDO: 0.1; it adapts between a fifth and twice of this); 1: all",
         above=0,
         high=1,
     )
-    kl_doubters: list[str] = key([], "the watched scorers that algorithm.kl_share asks; []: all with weight 0")
+    kl_doubters: list[str] = key([], "the watched scorers that algorithm.kl_share consults; []: all with weight 0")
     kl_reset_every: int = key(
         0,
-        "trainer steps after which the weights of that moment take the base model's place in the KL (GARDO: 15); 0: "
-        "never",
+        "trainer steps after which the current weights replace the base model in the KL (GARDO: 15); 0: never",
         low=0,
     )
     kl_reset_above: float | None = key(
@@ -55,10 +54,10 @@ class AlgorithmConfig(Block):
     )
     advantage_clip: float = key(5.0, "advantages are clipped to +- this", above=0)
     data_coef: float = key(
-        0.0, "weight of imitating the images of data.regularise, which hold the policy near to them (DDRL)", low=0
+        0.0, "weight of imitating the images of data.regularise, which keep the policy close to them (DDRL)", low=0
     )
     dynamic_sampling: int = key(
-        0, "times a step draws further prompts in place of groups whose rewards are all equal (DAPO)", low=0
+        0, "times a step samples further prompts to replace groups whose rewards are all equal (DAPO)", low=0
     )
 
     def _path(self, name: str) -> str:
@@ -120,7 +119,7 @@ class NormalisedConfig(AlgorithmConfig):
         "baseline: mean of the group; of its other members; of the batch; or each scorer normalised before the sum",
     )
     advantage_std: StdKind = key(
-        "group", "what the centred rewards are divided by: the group's std, the batch's, or nothing (Dr. GRPO)"
+        "group", "divisor of the centred rewards: the group's std, the batch's, or none (Dr. GRPO)"
     )
 
     @property
@@ -134,11 +133,12 @@ class ShapedConfig(NormalisedConfig):
 
     diversity: DiversityShaping = key(
         "none",
-        "how unlike the others of its group an image is (a watched groupwise scorer) shapes its advantage: scale "
-        "multiplies those above 0 by it, over the group's mean (GARDO); add adds diversity_coef times the advantage "
-        "that it would have as a reward (as DRIFT, which shapes the reward by the diversity of the group)",
+        "how an image's dissimilarity to the rest of its group (a watched groupwise scorer) shapes its advantage: "
+        "scale multiplies positive advantages by it, relative to the group's mean (GARDO); add adds diversity_coef "
+        "times the advantage that it would have as a reward (as DRIFT, which shapes the reward by the diversity of "
+        "the group)",
     )
-    diversity_scorer: str = key("diversity", "the scorer, or column NAME/PART of one, that says how unlike it is")
+    diversity_scorer: str = key("diversity", "the scorer, or its column NAME/PART, that measures the dissimilarity")
     diversity_coef: float = key(0.1, "see diversity=add", above=0)
 
 
@@ -147,7 +147,7 @@ class DownSampledConfig(ShapedConfig):
     """An image is trained on by itself, so those that teach little may be left out."""
 
     train_share: float = key(
-        1.0, "share of a group's images that are trained on, those with the largest |advantage| (PODS)", above=0, high=1
+        1.0, "share of a group's images used for training, those with the largest |advantage| (PODS)", above=0, high=1
     )
 
 
@@ -155,8 +155,8 @@ class DownSampledConfig(ShapedConfig):
 class ClippedConfig(AlgorithmConfig):
     """The ratio to the policy that drew has bounds."""
 
-    clip_low: float = main_key(1e-4, "lower bound of the ratio is 1 - this", above=0, high=1)
-    clip_high: float = main_key(1e-4, "upper bound of the ratio is 1 + this", above=0)
+    clip_low: float = main_key(1e-4, "lower bound of the ratio is 1 - this value", above=0, high=1)
+    clip_high: float = main_key(1e-4, "upper bound of the ratio is 1 + this value", above=0)
 
     @property
     def clip_range(self) -> tuple[float, float]:

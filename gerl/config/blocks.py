@@ -15,44 +15,45 @@ FULL = 10  # a LoRA's learning rate is so many times that of the weights themsel
 @dataclass(frozen=True)
 class RolloutConfig(Block):
     prompts_per_step: int = main_key(8, "prompts (groups) sampled per trainer step", low=1)
-    n: int = main_key(12, "images per prompt: the group whose rewards are compared", low=1)
+    n: int = main_key(12, "images per prompt; the rewards of such a group are compared", low=1)
     micro_batch_size: int = main_key(16, "images denoised together on one worker", low=1)
     quantize: DrawingPrecision = key(
         "none",
-        "frozen layers compute in 8 bits while they draw, and as they are while they train: int8, or fp8 on a GPU that "
-        "has it (torchao); the policy that draws is then another one, for which the ratio corrects",
+        "frozen layers compute in 8 bits during sampling, in their usual precision during training: int8, or fp8 "
+        "on a GPU that supports it (torchao); the sampling policy then differs, and the ratio corrects for it",
     )
 
 
 @dataclass(frozen=True)
 class ActorConfig(Block):
     optimizer: Optimizer = key(
-        "adamw", "adamw, or adamw8bit: its moments in 8 bits, a quarter of the memory (needs the package bitsandbytes)"
+        "adamw",
+        "adamw, or adamw8bit: its moments in 8 bits, a quarter of the memory (requires the package bitsandbytes)",
     )
     lr: float = main_key(3e-4, "AdamW learning rate of the LoRA", above=0)
     full_lr: float | None = key(
-        None, "AdamW learning rate where model.train is not lora; null: a tenth of actor.lr", above=0
+        None, "AdamW learning rate if model.train is not lora; null: a tenth of actor.lr", above=0
     )
     lr_schedule: LrSchedule = key("constant", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "optimizer steps over which the learning rate rises from 0", low=0)
     betas: list[float] = key([0.9, 0.999], "AdamW betas")
     eps: float = key(
-        1e-8, "AdamW epsilon, added to the root of the second moment: gradients well below it hardly move", above=0
+        1e-8,
+        "AdamW epsilon, added to the root of the second moment: gradients well below it have almost no effect",
+        above=0,
     )
     weight_decay: float = key(1e-4, "AdamW weight decay", low=0)
-    max_grad_norm: float = key(1.0, "gradient norm is clipped to this", above=0)
+    max_grad_norm: float = key(1.0, "maximum gradient norm for clipping", above=0)
     updates_per_step: int = main_key(1, "optimizer steps per trainer step; all but the first are off-policy", low=1)
-    epochs: int = key(
-        1, "times that a step's images are trained on, each time in actor.updates_per_step optimizer steps", low=1
-    )
+    epochs: int = key(1, "passes over a step's images, each in actor.updates_per_step optimizer steps", low=1)
     micro_batch_size: int | None = main_key(
-        None, "images per forward and backward; null: as in the rollout. It changes memory, never the gradient", low=1
+        None, "images per forward and backward pass; null: as in the rollout. Affects memory, never the gradient", low=1
     )
     step_batch: int = key(
-        1, "trained denoising steps in one forward and backward pass, whose memory grows with them", low=1
+        1, "trained denoising steps per forward and backward pass; memory grows with their number", low=1
     )
     ema_decay: float = main_key(
-        0.9, "EMA of the LoRA used for validation and export, warmed up; 0: the raw weights", low=0, high=1
+        0.9, "EMA of the LoRA used for validation and export, with warm-up; 0: the raw weights", low=0, high=1
     )
     max_ratio_deviation: float | None = key(
         None,
@@ -83,13 +84,15 @@ class ActorConfig(Block):
 
 @dataclass(frozen=True)
 class ScorerConfig(Block):
-    weight: float = main_key(1.0, "factor of this scorer in the total reward; 0: watched only")
-    path: str | None = main_key(None, "Python file of your own scorer; null: a scorer of gerl with this entry's name")
+    weight: float = main_key(1.0, "weight of this scorer in the total reward; 0: watched only")
+    path: str | None = main_key(
+        None, "Python file of a custom scorer; null: the built-in scorer with this entry's name"
+    )
     function: str = key(
         "compute_score", "function in that file: (images, prompts, metadata, **kwargs) -> list of float"
     )
     kwargs: dict[str, Any] = main_key({}, "keyword arguments of the scorer")
-    scale: float = key(1.0, "the score counts in the total as clip(scale * score + offset), times the weight")
+    scale: float = key(1.0, "the score enters the total as clip(scale * score + offset), times the weight")
     offset: float = key(0.0, "see scale")
     clip: list[float] | None = key(None, "[low, high]: limits of scale * score + offset; null: none")
     normalise: RewardNormalisation = key(
@@ -101,30 +104,30 @@ class ScorerConfig(Block):
     data_sources: list[str] | None = key(
         None, "score only prompts whose column data_source has one of these values; null: all"
     )
-    during: RunParts = key("both", "with weight 0: score only the images of training, or only those of validation")
+    during: RunParts = key("both", "with weight 0: score only training images, or only validation images")
     replicas: int = key(1, "processes of this scorer; CLIP scorers with the same weights share theirs", low=1)
     gpus: float = main_key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)
     timeout: float = key(600.0, "seconds after which a call counts as hung and its process is restarted", above=0)
     env: dict[str, Any] = key(
         {},
-        "environment of its processes, made by Ray when they start: {uv: [PACKAGE, ...]} or {pip: [PACKAGE, ...]} on "
-        "top of this one, or {python: PATH} of one that is there; {}: this one",
+        "environment of its processes, created by Ray at start: {uv: [PACKAGE, ...]} or {pip: [PACKAGE, ...]} on "
+        "top of this one, or {python: PATH} for an existing one; {}: this one",
     )
 
     def check(self) -> None:
         if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] < self.clip[1]):
-            raise ConfigError(f"reward.scorers.NAME.clip={list(self.clip)}: give two numbers, the lower one first")
+            raise ConfigError(f"reward.scorers.NAME.clip={list(self.clip)}: expected two numbers, the lower one first")
         if self.data_sources is not None and not self.data_sources:
             raise ConfigError("reward.scorers.NAME.data_sources=[]: name at least one, or use null for all prompts")
         if self.weight and self.during != "both":
             raise ConfigError(
-                f"reward.scorers.NAME.during={self.during}: only a scorer that is watched may leave out a part of the "
-                "run, this one counts; set its weight to 0, or leave during out"
+                f"reward.scorers.NAME.during={self.during}: only a watched scorer may skip part of the run, and "
+                "this one has a weight; set its weight to 0, or remove during"
             )
         if self.env and not is_environment(self.env):
             raise ConfigError(
-                f"reward.scorers.NAME.env={shown(self.env)}: give one of {{uv: [PACKAGE, ...]}}, "
-                "{pip: [PACKAGE, ...]} and {python: PATH}"
+                f"reward.scorers.NAME.env={shown(self.env)}: expected one of {{uv: [PACKAGE, ...]}}, {{pip: "
+                "[PACKAGE, ...]} and {python: PATH}"
             )
 
 
@@ -143,33 +146,33 @@ class RewardConfig(Block):
     scorers: dict[str, ScorerConfig] = main_key(
         {},
         "name -> scorer; the total is the weighted sum. '={mine: {path: F.py}}' replaces the experiment's, "
-        "'+reward.scorers.mine={path: F.py}' adds one, '~reward.scorers.ocr' leaves one out",
+        "'+reward.scorers.mine={path: F.py}' adds one, '~reward.scorers.ocr' removes one",
     )
     on_error: Literal["drop_group", "stop"] = key(
-        "drop_group", "what a scorer that fails after its retries does: drop the sample's group, or stop the run"
+        "drop_group", "when a scorer still fails after its retries: drop the sample's group, or stop the run"
     )
     trial: bool = key(
         True,
-        "call every scorer once on grey images before a model is loaded; false: not, for one that cannot score them",
+        "call every scorer once on grey images before a model is loaded; false: skip this, for scorers that cannot "
+        "handle them",
     )
-    retries: int = key(1, "times a failed scoring call is repeated, with a new process if it died or hung", low=0)
+    retries: int = key(1, "times a failed scoring call is retried, in a new process if it died or hung", low=0)
     max_failed: float = key(
         0.5,
-        "share of the images of a step, or of a validation, without a reward above which the run stops with a "
-        "checkpoint",
+        "share of a step's or validation's images without a reward above which the run stops with a checkpoint",
         low=0,
         high=1,
     )
 
     def check(self) -> None:
         if "reward" in self.scorers:
-            raise ConfigError("reward.scorers.reward: this name is taken by the total, choose another")
+            raise ConfigError("reward.scorers.reward: this name is reserved for the total, choose another")
 
     def check_weights(self) -> None:
         """Raise `ConfigError` if no scorer has a weight."""
         if not any(scorer.weight for scorer in self.scorers.values()):
             raise ConfigError(
-                "reward.scorers has no scorer with a weight: give one, such as reward.scorers.ocr.weight=1"
+                "reward.scorers has no scorer with a weight: add one, such as reward.scorers.ocr.weight=1"
             )
 
     @property
@@ -185,18 +188,18 @@ class ValidationConfig(Block):
     )
     every: int = main_key(10, "trainer steps between validations; 0: only at the start and the end", low=0)
     max_prompts: int | None = key(
-        None, "use only so many prompts, the first of each source in equal shares; null: all", low=1
+        None, "maximum number of prompts, the first of each source in equal shares; null: all", low=1
     )
     images: int | None = key(
-        32, "prompts whose pictures are kept and shown, spread evenly over the file; null: all", low=1
+        32, "prompts whose images are kept and shown, spread evenly over the file; null: all", low=1
     )
     images_per_prompt: int = key(
-        1, "images of each held-out prompt; with more, how unlike they are is measured, which collapse lowers", low=1
+        1, "images per held-out prompt; with more than one, their diversity is measured, which drops on collapse", low=1
     )
     height: int | None = key(None, "height of the images in pixels; null: as in sampling", low=8)
     width: int | None = key(None, "width of the images in pixels; null: as in sampling", low=8)
     keep: int | None = key(
-        None, "newest validations whose pictures are kept, besides the first and the best; null: all", low=1
+        None, "latest validations whose images are kept, in addition to the first and the best; null: all", low=1
     )
     num_inference_steps: int | None = key(None, "denoising steps; null: as in sampling", low=1, high=10**4)
     guidance_scale: float | None = key(None, "guidance scale; null: as in sampling", low=0)
@@ -204,7 +207,7 @@ class ValidationConfig(Block):
 
     def check(self) -> None:
         if isinstance(self.data, bool) or (isinstance(self.data, str) and self.data.lower() in ("none", "false", "no")):
-            raise ConfigError(f"validation.data={shown(self.data)}: write validation.data=null for no validation")
+            raise ConfigError(f"validation.data={shown(self.data)}: set validation.data=null for no validation")
         if self.data is not None:
             sources(self.data, "validation.data", weighted=False)
 
@@ -212,12 +215,12 @@ class ValidationConfig(Block):
 @dataclass(frozen=True)
 class CheckpointConfig(Block):
     every: int = main_key(10, "trainer steps between checkpoints; 0: only at the end", low=0)
-    keep: int = key(2, "newest checkpoints kept; the one with the best validation reward is kept besides", low=1)
+    keep: int = key(2, "latest checkpoints kept, in addition to the one with the best validation reward", low=1)
     resume: str = main_key(
         "never",
-        "'auto': carry on the newest unfinished run of this experiment, or the one in hydra.run.dir; or the folder of "
-        "a run or of a checkpoint; 'never': start anew. A run goes on from its own config.yaml, keys given are changes "
-        "to it; experiment, algorithm, model, LoRA, prompts and seed cannot change",
+        "'auto': resume the latest unfinished run of this experiment, or the one in hydra.run.dir; or the folder "
+        "of a run or of a checkpoint; 'never': start a new run. A run resumes with its own config.yaml, keys given "
+        "override it; experiment, algorithm, model, LoRA, prompts and seed cannot change",
     )
 
 
@@ -226,47 +229,49 @@ class ClusterConfig(Block):
     launcher: Literal["ray", "local"] = key("ray", "workers as Ray actors, or in this process")
     num_workers: int | None = main_key(
         None,
-        "rollout and actor workers; null: as many as the GPUs have ranks for; on a CPU two over Ray (if it has two "
-        "cores, and a worker one rank), one in process",
+        "rollout and actor workers; null: as many as the GPUs have ranks for; on a CPU two over Ray (with two "
+        "cores, and one rank per worker), one in process",
         low=1,
     )
     layout: Literal["hybrid", "split"] = key(
         "hybrid",
-        "every worker draws and trains, or some only draw and the others only train, which is worth it where steps are "
-        "drawn ahead; the same numbers",
+        "every worker samples and trains, or some only sample and the others only train, which pays off when steps "
+        "are sampled ahead; the numbers are the same",
     )
     rollout_workers: int | None = key(
-        None, "workers that draw, with cluster.layout=split; null: those that cluster.actor_workers leaves", low=1
+        None, "workers that sample, with cluster.layout=split; null: those not in cluster.actor_workers", low=1
     )
     actor_workers: int | None = key(
-        None, "workers that train, with cluster.layout=split; null: half of them, or those that the others leave", low=1
+        None,
+        "workers that train, with cluster.layout=split; null: half of them, or those not in cluster.rollout_workers",
+        low=1,
     )
     ranks_per_worker: int = key(
-        1, "processes of a worker, each on a device of its own with its part of a micro-batch; see model.shard", low=1
+        1, "processes per worker, each on its own device with its part of a micro-batch; see model.shard", low=1
     )
     context: int = key(
         1,
-        "ranks that compute each call of the denoiser together, each a part of its tokens: less memory and time for an "
-        "image, of long videos and large images; it divides ranks_per_worker",
+        "ranks that compute each call of the denoiser together, each on part of its tokens: less memory and time "
+        "per image for long videos and large images; must divide ranks_per_worker",
         low=1,
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "device of the workers; auto is cuda if available")
     threads_per_worker: int | None = key(
-        None, "CPU threads of a worker; null: its share of the cores, at most OMP_NUM_THREADS where that is set", low=1
+        None, "CPU threads per worker; null: its share of the cores, at most OMP_NUM_THREADS if set", low=1
     )
     max_restarts: int = key(
         10,
-        "workers that died and are replaced within an hour, each time from the last finished step; one more ends the "
-        "run; 0: the first one does",
+        "dead workers that are replaced per hour, each time from the last finished step; one more ends the run; 0: "
+        "the first one does",
         low=0,
     )
     patience: float = key(
-        60.0, "seconds for which room for a replaced worker is waited for; then the run goes on with fewer", low=1.0
+        60.0, "seconds to wait for resources for a replacement worker; after that the run continues with fewer", low=1.0
     )
     hang_after: float = key(
         14400.0,
-        "seconds without an answer of any worker, or progress of a download, after which they count as dead; more than "
-        "an update takes, which is one call; loading has 600 at least",
+        "seconds without an answer from any worker, or progress of a download, after which they count as dead; "
+        "must exceed an update, which is one call; loading has at least 600",
         low=1.0,
     )
 
@@ -277,17 +282,17 @@ class ClusterConfig(Block):
         if self.layout == "hybrid":
             if given:
                 raise ConfigError(
-                    f"{asked}: with cluster.layout=hybrid every worker draws and trains; set cluster.num_workers, or "
-                    "cluster.layout=split"
+                    f"{asked}: with cluster.layout=hybrid every worker samples and trains; set "
+                    "cluster.num_workers, or cluster.layout=split"
                 )
             return
         whole = f"cluster.num_workers={self.num_workers}"
         if self.num_workers == 1:
-            raise ConfigError(f"{whole}: cluster.layout=split needs one worker that draws and one that trains; use 2")
+            raise ConfigError(f"{whole}: cluster.layout=split needs one worker that samples and one that trains; use 2")
         if self.num_workers is not None and len(given) == 1 and sum(given.values()) >= self.num_workers:
             raise ConfigError(f"{asked}: of {whole} none is left for the rest; lower it")
         if self.num_workers is not None and len(given) == 2 and sum(given.values()) != self.num_workers:
-            raise ConfigError(f"{asked} are not {whole}: leave one of the three out")
+            raise ConfigError(f"{asked} do not add up to {whole}: remove one of the three")
 
     @property
     def workers(self) -> int | None:
@@ -312,25 +317,25 @@ class ClusterConfig(Block):
 class LoggerConfig(Block):
     trackers: list[TrackerName] = key(
         ["tensorboard"],
-        "where metrics, pictures and settings go besides the run folder; [] for nowhere",
+        "where metrics, images and settings are logged in addition to the run folder; [] for nowhere",
     )
-    tensorboard: bool = key(True, "false leaves tensorboard out of logger.trackers")
+    tensorboard: bool = key(True, "false removes tensorboard from logger.trackers")
     project: str | None = key(
-        None, "the project, or experiment, of the trackers; default: the one that their own settings name, else gerl"
+        None, "the project, or experiment, of the trackers; default: the one in their own settings, else gerl"
     )
-    tags: list[str] = key([], "words that mark the run in the trackers, besides the algorithm's name")
-    progress: bool = key(True, "show progress: a bar on a terminal, elsewhere a line now and then")
-    live: bool = key(True, "keep small pictures of the step that is trained in live/, for gerl watch")
-    report: bool = key(True, "write report.html at the end; `python -m gerl.run.report run=FOLDER` does it at any time")
+    tags: list[str] = key([], "tags of the run in the trackers, in addition to the algorithm's name")
+    progress: bool = key(True, "show progress: a bar on a terminal, otherwise an occasional line")
+    live: bool = key(True, "keep thumbnails of the current training step in live/, for gerl watch")
+    report: bool = key(True, "write report.html at the end; `python -m gerl.run.report run=FOLDER` does so at any time")
 
     def check(self) -> None:
         if self.project is not None and not re.fullmatch(r"[0-9A-Za-z_.+-]{1,100}", self.project):
             raise ConfigError(
-                f"logger.project={self.project!r}: use at most 100 letters of ASCII, digits and _ - + ., which all "
-                "trackers take"
+                f"logger.project={self.project!r}: use at most 100 ASCII letters, digits and _ - + ., which all "
+                "trackers accept"
             )
         if wrong := [tag for tag in self.tags if not 1 <= len(tag) <= 64]:
-            raise ConfigError(f"logger.tags: {wrong[0]!r:.80} has {len(wrong[0])} characters; use 1 to 64 a tag")
+            raise ConfigError(f"logger.tags: {wrong[0]!r:.80} has {len(wrong[0])} characters; use 1 to 64 per tag")
 
     @property
     def used_trackers(self) -> list[TrackerName]:
@@ -343,9 +348,9 @@ class TrainerConfig(Block):
     steps: int = main_key(100, "trainer steps (rollout, score, update)", low=1)
     staleness: int = key(
         0,
-        "steps that are drawn ahead: those after the one that is trained, with the weights there are by then, so that "
-        "slow scorers are not waited for; the same command still gives the same numbers",
+        "steps sampled ahead: those after the one in training, with the weights available at that time, so that "
+        "slow scorers do not block; the same command still gives the same numbers",
         low=0,
         high=16,
     )
-    seed: int = main_key(0, "seed of everything drawn: LoRA, prompt order, noise, windows", low=0)
+    seed: int = main_key(0, "seed of all random numbers: LoRA, prompt order, noise, windows", low=0)

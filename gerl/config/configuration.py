@@ -88,31 +88,31 @@ class Config:
         named = [name for name, scorer in self.reward.scorers.items() if scorer.env]
         if named and self.cluster.launcher == "local":
             raise ConfigError(
-                f"reward.scorers.{named[0]}.env: a process of its own has an environment of its own, and "
-                "cluster.launcher=local has one for all; use cluster.launcher=ray, or leave env out"
+                f"reward.scorers.{named[0]}.env: a scorer needs its own process for its own environment, and "
+                "cluster.launcher=local has only one; use cluster.launcher=ray, or remove env"
             )
 
     def _check_ranks(self) -> None:
         cluster, shard = self.cluster, self.model.shard
         if cluster.ranks_per_worker > 1 and cluster.launcher == "local":
             raise ConfigError(
-                f"cluster.ranks_per_worker={cluster.ranks_per_worker}: ranks are processes, which cluster.launcher="
-                "local has one of; use cluster.launcher=ray"
+                f"cluster.ranks_per_worker={cluster.ranks_per_worker}: ranks are processes, and "
+                "cluster.launcher=local has only one; use cluster.launcher=ray"
             )
         if cluster.ranks_per_worker % cluster.context:
             raise ConfigError(
-                f"cluster.context={cluster.context}: it has to divide cluster.ranks_per_worker="
-                f"{cluster.ranks_per_worker}; use a number that does, or 1"
+                f"cluster.context={cluster.context}: it must divide "
+                f"cluster.ranks_per_worker={cluster.ranks_per_worker}; use a number that does, or 1"
             )
         if cluster.context > 1 and self.model.compile is not None:
             raise ConfigError(
-                f"cluster.context={cluster.context}: model.compile={self.model.compile} and calls whose tokens ranks "
-                "share do not go together yet; use model.compile=null, or cluster.context=1"
+                f"cluster.context={cluster.context}: model.compile={self.model.compile} does not support tokens "
+                "split among ranks yet; use model.compile=null, or cluster.context=1"
             )
         if shard != "none" and cluster.ranks_per_worker == 1:
             raise ConfigError(
-                f"model.shard={shard}: the weights are shared by the ranks of a worker, of which there is one; raise "
-                "cluster.ranks_per_worker, or use model.shard=none"
+                f"model.shard={shard}: the weights are sharded among the ranks of a worker, of which there is one; "
+                "raise cluster.ranks_per_worker, or use model.shard=none"
             )
 
     def _check_gradients(self) -> None:
@@ -121,18 +121,19 @@ class Config:
             return
         if self.actor.updates > 1:
             raise ConfigError(
-                f"{self.actor.said}: {algorithm.name} goes back through the steps that drew an image, which after an "
-                "update are those of other weights; use 1"
+                f"{self.actor.said}: {algorithm.name} backpropagates through the sampling steps, which after an "
+                "update come from outdated weights; use 1"
             )
         if self.trainer.staleness:
             raise ConfigError(
-                f"trainer.staleness={self.trainer.staleness}: {algorithm.name} goes back through the steps that drew "
-                "an image, which ahead of time are those of other weights; use trainer.staleness=0"
+                f"trainer.staleness={self.trainer.staleness}: {algorithm.name} backpropagates through the sampling "
+                "steps, which come from outdated weights when sampled ahead; use trainer.staleness=0"
             )
         if self.cluster.context > 1 and algorithm.carries:
             raise ConfigError(
-                f"cluster.context={self.cluster.context}: {algorithm.name} needs the gradient of latents, of which "
-                "ranks that share tokens have a part each; use cluster.context=1, or algorithm=draft with last=1"
+                f"cluster.context={self.cluster.context}: {algorithm.name} needs the gradient of whole latents, of "
+                "which each rank that shares tokens has only a part; use cluster.context=1, or algorithm=draft "
+                "with last=1"
             )
 
     def _check_staleness(self) -> None:
@@ -140,24 +141,26 @@ class Config:
         if not self.trainer.staleness:
             if getattr(self.algorithm, "decoupled", False) and self.rollout.quantize == "none":
                 raise ConfigError(
-                    "algorithm.decoupled=true: without trainer.staleness the weights that drew are those that a step "
-                    "begins with, so that it changes nothing; leave it out, or set trainer.staleness=1 or "
+                    "algorithm.decoupled=true: without trainer.staleness the sampling weights are those at the "
+                    "start of a step, so it has no effect; remove it, or set trainer.staleness=1 or "
                     "rollout.quantize=int8"
                 )
             return
         if self.algorithm.dynamic_sampling:
             raise ConfigError(
-                f"{given}: algorithm.dynamic_sampling={self.algorithm.dynamic_sampling} draws further prompts by the "
-                "scores of a step, which are not there when the next one is drawn; use one of them"
+                f"{given}: algorithm.dynamic_sampling={self.algorithm.dynamic_sampling} samples further prompts "
+                "based on the scores of a step, which are not available when the next one is sampled; use one of "
+                "them"
             )
         if self.model.train != "lora":
             raise ConfigError(
-                f"{given}: the weights of the steps before are kept for it, and with model.train={self.model.train} "
-                "these are whole models; use trainer.staleness=0, or model.train=lora"
+                f"{given}: it keeps the weights of earlier steps, which are whole models with "
+                f"model.train={self.model.train}; use trainer.staleness=0, or model.train=lora"
             )
         if getattr(self.algorithm, "rollout_old_after", None) is not None:
             raise ConfigError(
-                f"{given}: with algorithm.rollout_old_after the old policy draws, which is late already; leave one out"
+                f"{given}: with algorithm.rollout_old_after the old policy samples, which already lags behind; "
+                "remove one"
             )
 
     def _check_data(self) -> None:
@@ -166,16 +169,16 @@ class Config:
         given += [] if held_out is None else sources(held_out, "validation.data")
         if self.data.stream is not None and not any(source.on_hub for source in given):
             raise ConfigError(
-                f"data.stream={self.data.stream}: it is for data sets of the hub, and neither data.train nor "
-                "validation.data begins with hf:; leave it out"
+                f"data.stream={self.data.stream}: it is for data sets of the Hub, and neither data.train nor "
+                "validation.data begins with hf:; remove it"
             )
 
     def _check_batches(self) -> None:
         rollout, actor, algorithm = self.rollout, self.actor, self.algorithm
         if (images := rollout.prompts_per_step * rollout.n) > MOST_IMAGES:
             raise ConfigError(
-                f"rollout.prompts_per_step={rollout.prompts_per_step} times rollout.n={rollout.n} are {images} images "
-                f"a trainer step, at most {MOST_IMAGES} are planned: lower one"
+                f"rollout.prompts_per_step={rollout.prompts_per_step} times rollout.n={rollout.n} is {images} "
+                f"images per trainer step, at most {MOST_IMAGES} are supported: lower one"
             )
         micro = actor.micro_batch_size
         if micro is not None and micro > rollout.micro_batch_size:
@@ -194,11 +197,11 @@ class Config:
             )
         if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates > 1:
             raise ConfigError(
-                f"{actor.said}: with algorithm.cfg=off what the rollout recorded is "
-                "not that of the unguided policy, so only the first update is on policy; use 1"
+                f"{actor.said}: with algorithm.cfg=off the rollout records values of the guided policy, so only "
+                "the first update is on policy; use 1"
             )
         if isinstance(algorithm, AWMConfig) and not algorithm.off_policy and actor.updates > 1:
             raise ConfigError(
-                f"{actor.said}: with algorithm.off_policy=false the ratio is 1 in "
-                "later updates too, which are off-policy; use 1, or off_policy=true"
+                f"{actor.said}: with algorithm.off_policy=false the ratio is 1 even in later updates, which are "
+                "off-policy; use 1, or off_policy=true"
             )

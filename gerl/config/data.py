@@ -43,7 +43,8 @@ def sources(given: object, name: str, weighted: bool = True) -> list[Source]:
     entries = [given] if isinstance(given, str) else given
     if not isinstance(entries, list | tuple) or not entries:
         raise ConfigError(
-            f"{name}={shown(given)}: give a text, or a list such as [a.txt, {{path: b.txt{', weight: 2' * weighted}}}]"
+            f"{name}={shown(given)}: expected a string, or a list such as [a.txt, {{path: "
+            f"b.txt{', weight: 2' * weighted}}}]"
         )
     found = [_source(entry, name, weighted) for entry in entries]
     paths = [source.path for source in found]
@@ -56,20 +57,20 @@ def _source(entry: object, name: str, weighted: bool) -> Source:
     values = {"path": entry} if isinstance(entry, str) else entry
     known = ENTRY if weighted else tuple(k for k in ENTRY if k != "weight")
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{name}={shown(entry)}: an entry is a text or a mapping, such as {{path: a.txt}}")
+        raise ConfigError(f"{name}={shown(entry)}: an entry must be a string or a mapping, such as {{path: a.txt}}")
     for k in values:
         if k not in known:
-            why = ": held-out prompts have no weights, each is drawn once" if k == "weight" else ""
-            raise ConfigError(f"{name} has an entry with {k}{why}; it may have {', '.join(known)}")
+            why = ": held-out prompts have no weights, each is sampled once" if k == "weight" else ""
+            raise ConfigError(f"{name} has an entry with {k}{why}; allowed are {', '.join(known)}")
     for k in ("path", "prompt_key", "data_source"):
         value = values.get(k)
         if (k == "path" or value is not None) and not (isinstance(value, str) and value.strip()):
-            raise ConfigError(f"{name} has an entry with {k}={shown(value)}: it must be a text that is not empty")
+            raise ConfigError(f"{name} has an entry with {k}={shown(value)}: it must be a non-empty string")
     weight, stream, where = values.get("weight"), values.get("stream"), f"{name} has an entry with"
     if weight is not None and not (_is_number(weight) and math.isfinite(weight) and 0 < weight < 1e9):
         raise ConfigError(f"{where} weight={shown(weight)}: it must be a number above 0")
     if stream is not None and (not isinstance(stream, int) or isinstance(stream, bool) or stream < 1):
-        raise ConfigError(f"{where} stream={shown(stream)}: it must be a whole number of at least 1")
+        raise ConfigError(f"{where} stream={shown(stream)}: it must be an integer of at least 1")
     if values.get("columns") is not None:
         check_columns(values["columns"], f"{where} columns", values.get("prompt_key"))
     given: dict[str, Any] = dict(values)
@@ -88,10 +89,12 @@ def check_columns(columns: object, name: str, prompt_key: object = None) -> None
     if not isinstance(columns, Mapping) or not all(
         isinstance(part, str) and part.strip() for pair in columns.items() for part in pair
     ):
-        raise ConfigError(f"{name}={shown(columns)}: give gerl's name and the table's, such as {{text: caption_text}}")
+        raise ConfigError(
+            f"{name}={shown(columns)}: expected gerl's name and the table's, such as {{text: caption_text}}"
+        )
     if "prompt" in columns and prompt_key in (None, "prompt"):
         raise ConfigError(
-            f"{name} has prompt: the column of the prompt is named by data.prompt_key={columns['prompt']}, leave it out"
+            f"{name} has prompt: the prompt column is set by data.prompt_key={columns['prompt']}, remove it"
         )
 
 
@@ -121,8 +124,8 @@ def hub_parts(source: str, name: str) -> HubParts:
     parts = place.split("/")
     if len(parts) not in (2, 3) or not all(re.fullmatch(r"[\w.-]+", part) for part in parts):
         raise ConfigError(
-            f"{name}={source:.200}: a data set of the hub is owner/name, so write {HUB_FORM}; a local folder begins "
-            "with ./ or /"
+            f"{name}={source:.200}: a data set of the Hub is owner/name, so write {HUB_FORM}; a local folder "
+            "begins with ./ or /"
         )
     return HubParts("/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split, revision or None)
 
@@ -131,38 +134,39 @@ def hub_parts(source: str, name: str) -> HubParts:
 class DataConfig(Block):
     train: Given = main_key(
         "signs_train",
-        "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a list of gerl's, or "
+        "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a built-in list, or "
         "'hf:owner/name[split]'; several: '[a.txt, {path: b.txt, weight: 2}]', docs/data.md",
     )
     train_on: TrainedImages = key(
         "drawn",
-        "what is trained on: images that are drawn for the prompts and scored; or files: images that the rows of "
-        "data.train name, whose ranks or labels stand in place of rewards, docs/preferences.md",
+        "what to train on: images that are sampled for the prompts and scored; or files: existing images named in "
+        "the rows of data.train, whose ranks or labels replace rewards, docs/preferences.md",
     )
     regularise: Given | None = key(
         None,
-        "images that you have, imitated beside reinforcement learning with the weight algorithm.data_coef (DDRL): a "
-        "file as for data.train_on=files; null: none",
+        "existing images to imitate alongside reinforcement learning, with the weight algorithm.data_coef (DDRL): "
+        "a file as for data.train_on=files; null: none",
     )
-    regularise_images: int | None = key(None, "how many of them a trainer step; null: as many as it has prompts", low=1)
+    regularise_images: int | None = key(None, "number of them per trainer step; null: as many as it has prompts", low=1)
     shuffle: bool = key(True, "shuffle the prompts every epoch")
     prompt_key: str = key(
         "prompt", "column of the prompt in .jsonl, .csv and .parquet rows and in data sets; other columns are metadata"
     )
     columns: dict[str, str] = key(
-        {}, "gerl's name -> the table's, such as {text: caption_text}, or {image: photo} for pictures of a data set"
+        {}, "gerl's name -> the table's, such as {text: caption_text}, or {image: photo} for images of a data set"
     )
     stream: int | None = key(
-        None, "of a data set of the hub read only the first so many rows, without a download of all; null: all", low=1
+        None, "read only this many first rows of a data set of the Hub, without downloading all of it; null: all", low=1
     )
     overlong: Overlong = key(
         "truncate",
-        "prompts of which no tokenizer of the pipeline reads the end: cut, left out, or an error; the log counts them",
+        "prompts too long for every tokenizer of the pipeline: truncate, skip, or raise an error; the log reports "
+        "their number",
     )
     cache: str | None = key(
-        None, "folder for encoded prompts: a run that finds all of its prompts there never reads the text encoders"
+        None, "folder for prompt embeddings: a run that finds all its prompts there never loads the text encoders"
     )
-    cache_gb: float = key(2.0, "memory of a worker for encoded prompts, in GB", low=0)
+    cache_gb: float = key(2.0, "memory per worker for prompt embeddings, in GB", low=0)
 
     def check(self) -> None:
         sources(self.train, "data.train")

@@ -19,16 +19,16 @@ class OPDConfig(AlgorithmConfig):
     name: Literal["opd"] = name_key("opd")
     teachers: list[dict[str, Any]] = main_key(
         [{"guidance": 4.5}],
-        "what is learnt from: [{lora: CHECKPOINT, data_source: ocr}, {path: PIPELINE, data_source: colour}]; without "
-        "lora and path it is the base model, with another guidance",
+        "what to learn from: [{lora: CHECKPOINT, data_source: ocr}, {path: PIPELINE, data_source: colour}]; "
+        "without lora and path it is the base model, with another guidance scale",
     )
     distance: StepDistance = main_key(
         "gaussian",
-        "of a step to the teacher's: the KL of the two Gaussians; half the squared distance of their means, also of "
-        "steps without noise; or the squared distance of the outputs, by which all steps count alike",
+        "distance of a step to the teacher's: the KL of the two Gaussians; half the squared distance of their "
+        "means, also of steps without noise; or the squared distance of the outputs, which weighs all steps equally",
     )
     timesteps: int | None = main_key(
-        None, "noise levels trained per trainer step; null: all of the range", low=1
+        None, "noise levels trained per trainer step; null: all in the range", low=1
     )  # of those with noise, if there is any
 
     @property
@@ -44,28 +44,28 @@ class OPDConfig(AlgorithmConfig):
         super().check()
         if not self.taught_by:
             raise ConfigError(
-                f"algorithm.teachers=[]: {self.name} learns from teachers; give one, such as "
+                f"algorithm.teachers=[]: {self.name} learns from teachers; add one, such as "
                 "'algorithm.teachers=[{lora: CHECKPOINT}]'"
             )
         if self.dynamic_sampling:
             raise ConfigError(
-                f"algorithm.dynamic_sampling={self.dynamic_sampling}: {self.name} learns from all images, whatever "
-                "their rewards; use 0"
+                f"algorithm.dynamic_sampling={self.dynamic_sampling}: {self.name} learns from all images, "
+                "regardless of their rewards; use 0"
             )
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         if self.distance == "gaussian" and (sampling.noise_level == 0 or sampling.kernel == "ode"):
             name = "kernel=ode" if sampling.kernel == "ode" else "noise_level=0"
             raise ConfigError(
-                f"sampling.{name}: steps without noise have no KL to a teacher's; use algorithm.distance=mean or "
+                f"sampling.{name}: steps without noise have no KL to the teacher; use algorithm.distance=mean or "
                 "velocity, or kernel=cps with noise_level=0.8"
             )
         for teacher in self.taught_by:
             same = teacher.guidance is not None and teacher.guidance == sampling.guidance_scale and not teacher.call
             if teacher.is_base and same and self.cfg != "off":
                 raise ConfigError(
-                    f"algorithm.teachers={shown(self.teachers)}: the base model with the guidance of the rollout is "
-                    "what the student begins as; give another guidance, or lora or path"
+                    f"algorithm.teachers={shown(self.teachers)}: the base model with the guidance of the rollout "
+                    "is identical to the initial student; set another guidance, or lora or path"
                 )
 
 
@@ -76,15 +76,17 @@ class DMDRConfig(FlowGRPOConfig):
     name: Literal["dmdr"] = name_key("dmdr")  # type: ignore[assignment]
     teachers: list[dict[str, Any]] = key(
         [],
-        "the model whose images those of a model of few steps are to look like, [{path: PIPELINE, guidance: 4.5}]; []: "
-        "the model that training starts from",
+        "the model whose images a few-step model should match, [{path: PIPELINE, guidance: 4.5}]; []: the model "
+        "that training starts from",
     )
     matching_coef: float = main_key(0.01, "weight of distribution matching", low=0)
     matching_steps: int = key(
-        20, "noise levels that images are compared at: those of so many denoising steps", low=2, high=1000
+        20, "noise levels at which images are compared: those of this many denoising steps", low=2, high=1000
     )
     fake_scale: float = key(
-        2.0, "alpha of the LoRA that imitates the images, in that of the trained one: how fast it follows", above=0
+        2.0,
+        "alpha of the LoRA that imitates the images, relative to that of the trained one: how fast it follows",
+        above=0,
     )
 
     @property

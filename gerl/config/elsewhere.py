@@ -153,28 +153,28 @@ NAMES = {
 }  # fmt: skip
 EDIT = "a prompt is sampled once, and its image is not edited again"
 SIZE = "an image has sampling.height, sampling.width and sampling.num_inference_steps"
-ENGINE = "the pipeline of diffusers that trains also samples, so that the log-probabilities are its own"
-SERVER = "there is no server with a cache of tokens to set; memory is rollout.micro_batch_size and model.offload"
+ENGINE = "the diffusers pipeline that trains also samples, so the log-probabilities are its own"
+SERVER = "there is no server with a token cache; memory is set by rollout.micro_batch_size and model.offload"
 AGENTS = "a run trains one model that acts once per image; there are no agents, roles or turns"
-NOISE = "an image has no tokens to draw; how much it explores is sampling.noise_level and sampling.kernel"
-SHARDS = "how weights are gathered is fixed; give model.shard, cluster.ranks_per_worker and model.offload"
-CAPTIONS = "images and captions are not trained on, the images are sampled from prompts"
+NOISE = "an image has no tokens to sample; exploration is set by sampling.noise_level and sampling.kernel"
+SHARDS = "how weights are gathered is fixed; set model.shard, cluster.ranks_per_worker and model.offload"
+CAPTIONS = "training images and captions are not read; images are sampled from prompts"
 # blocks of other programs that have nothing here, whichever key of them is given
 BLOCKS = {
-    "critic": "no value network is trained, the baseline is that of algorithm.adv_estimator",
-    "env": "what scores is a scorer: reward.scorers.NAME, with replicas=N for processes of it",
+    "critic": "no value network is trained; the baseline is set by algorithm.adv_estimator",
+    "env": "rewards come from scorers: reward.scorers.NAME, with replicas=N for more processes",
     "multi_turn": EDIT,
-    "megatron": "denoisers of diffusers have no Megatron form; give model.shard and cluster.context",
-    "megatron_cfg": "denoisers of diffusers have no Megatron form; give model.shard and cluster.context",
+    "megatron": "diffusers denoisers have no Megatron version; use model.shard and cluster.context",
+    "megatron_cfg": "diffusers denoisers have no Megatron version; use model.shard and cluster.context",
     "agent_policy_configs": AGENTS,
     "multi_agent_interaction": AGENTS,
-    "reward_scaling": "give reward.scorers.NAME.scale, .offset and .clip",
+    "reward_scaling": "set reward.scorers.NAME.scale, .offset and .clip",
     "vllm_cfg": ENGINE, "sglang_cfg": ENGINE, "vllm_kwargs": ENGINE, "engine_kwargs": ENGINE,
 }  # fmt: skip
 # what gerl has no key for, and why, by the end of the name
 ABSENT = {
-    "gamma": "an image has one reward, at its end; steps are weighed by algorithm.timestep_weights",
-    "lam": "without a value network there is nothing to average over; the baseline is that of algorithm.adv_estimator",
+    "gamma": "an image has one reward, at its end; steps are weighted by algorithm.timestep_weights",
+    "lam": "without a value network there is nothing to average over; the baseline is set by algorithm.adv_estimator",
     **dict.fromkeys(("lora_dropout", "lora.dropout", "network_dropout", "network.dropout"),
                     "with dropout the update would not compute the log-probabilities of the rollout"),
     **dict.fromkeys(("max_response_length", "max_completion_length"), SIZE),
@@ -185,25 +185,25 @@ ABSENT = {
                      "free_cache_engine", "vllm_gpu_memory_utilization"), SERVER),
     "enforce_eager": "the model runs eagerly; model.compile=inductor compiles it",
     **dict.fromkeys(("offload_policy", "reshard_after_forward", "optimizer_offload", "wrap_policy"), SHARDS),
-    "pipeline_model_parallel_size": "layers are not divided among GPUs; give model.shard and cluster.context",
-    "enable_vision": "a scorer sees the images, whatever it is; there is nothing to switch on",
+    "pipeline_model_parallel_size": "layers are not divided among GPUs; use model.shard and cluster.context",
+    "enable_vision": "every scorer sees the images; there is nothing to enable",
     "loss_agg_mode": "the loss is the mean over images and steps, whatever the micro-batch",
     **dict.fromkeys(("val_at_start", "val_before_train", "eval_on_start"),
-                    "validation is at the start and the end, unless validation.data=null"),
+                    "validation runs at the start and the end, unless validation.data=null"),
     **dict.fromkeys(("stop_at_validation_reward", "stop_at_validation_accuracy", "stop_at_validation"),
-                    "a loop over gerl.Trainer in Python may end where step.held_out is enough"),
-    "batch_multiplier": "further prompts are sampled where groups have equal rewards: algorithm.dynamic_sampling",
+                    "a loop over gerl.Trainer in Python can end when step.held_out is good enough"),
+    "batch_multiplier": "further prompts are sampled if groups have equal rewards: algorithm.dynamic_sampling",
     "in_flight_weight_updates": "weights do not change during a rollout; trainer.staleness=N samples N steps ahead",
     "skip_reference_policy_logprobs_calculation": "with algorithm.kl_coef=0 there is no reference pass",
     "seq_logprob_error_threshold": "actor.max_ratio_deviation bounds the ratio before the first update of a step",
     **dict.fromkeys(("higher_is_better", "metric_name", "metric_for_best_model", "greater_is_better"),
-                    "the best checkpoint is that of the highest held-out reward"),
+                    "the best checkpoint is the one with the highest held-out reward"),
     **dict.fromkeys(("specialization", "lora_num", "num_agents"), AGENTS),
-    "if_mix_rewards": "scorers are summed by reward.scorers.NAME.weight",
+    "if_mix_rewards": "scorers are weighted by reward.scorers.NAME.weight",
     "num_episodes": "each held-out prompt is sampled validation.images_per_prompt times, images=N in gerl.evaluate",
     **dict.fromkeys(("noise_scheduler", "network_module", "network.type", "job", "process", "model.is_flux", "model.arch",
                      "model_type", "is_xl", "sdxl", "v2", "v_parameterization", "timestep_sampling", "timestep_type",
-                     "discrete_flow_shift"), "model.path says what the pipeline and its scheduler are"),
+                     "discrete_flow_shift"), "model.path determines the pipeline and its scheduler"),
     **dict.fromkeys(("train_unet", "train_text_encoder", "text_encoder_lr", "network_train_unet_only"),
                     "the denoiser is trained, text encoders are not"),
     **dict.fromkeys(("caption_ext", "caption_extension", "caption_dropout_rate", "shuffle_tokens", "shuffle_caption",
@@ -211,10 +211,10 @@ ABSENT = {
                      "min_snr_gamma", "noise_offset", "clip_skip", "reg_data_dir"), CAPTIONS),
     **dict.fromkeys(("warmup_ratio", "lr_warmup_ratio"), "actor.warmup_steps is a number of optimizer steps"),
     **dict.fromkeys(("max_data_loader_n_workers", "dataloader_num_workers"), "prompts are read by the trainer itself"),
-    **dict.fromkeys(("save_model_as", "save.dtype"), "gerl export writes other formats, format=kohya say"),
+    **dict.fromkeys(("save_model_as", "save.dtype"), "gerl export writes other formats, such as format=kohya"),
     "save_every_n_epochs": "checkpoint.every counts trainer steps",
     "sample_every_n_epochs": "validation.every counts trainer steps",
-    "sampler": "the pipeline's scheduler samples; sampling.kernel says how its steps explore",
+    "sampler": "the pipeline's scheduler samples; sampling.kernel sets how its steps explore",
     "walk_seed": "held-out images have the same noise in every validation",
     "push_to_hub": "gerl export push=owner/name does it after the run",
 }  # fmt: skip

@@ -15,35 +15,36 @@ def check_given(config: Settings) -> None:
         config.reward.check_weights()
         if algorithm.needs_files:
             raise ConfigError(
-                f"algorithm.name={algorithm.name}: it imitates images that you have; set {FILES} and data.train to a "
-                "file that names them, or use algorithm=best_of_n, which imitates the best that are drawn"
+                f"algorithm.name={algorithm.name}: it imitates existing images; set {FILES} and data.train to a "
+                "file that lists them, or use algorithm=best_of_n, which imitates the best sampled ones"
             )
         return
     if algorithm.replays_latents:
         raise ConfigError(
-            f"{FILES}: {algorithm.name} learns from the steps in which an image was drawn, which a file does not have; "
+            f"{FILES}: {algorithm.name} learns from the sampling steps of an image, which a file does not have; "
             "use algorithm=diffusion_dpo_offline, kto or sft, or another that learns from noised images"
         )
     if algorithm.dynamic_sampling:
         raise ConfigError(
-            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling}: it draws in place of images that teach nothing, "
-            f"and with {FILES} none are drawn; leave it out"
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling}: it samples replacements for images without "
+            f"a signal, and with {FILES} none are sampled; remove it"
         )
     if algorithm.kl_share < 1 or getattr(algorithm, "diversity", "none") != "none":
         raise ConfigError(
-            f"{FILES}: algorithm.kl_share and algorithm.diversity ask scorers about the images trained on, and those "
-            "of files are not scored; leave them out"
+            f"{FILES}: algorithm.kl_share and algorithm.diversity need scores of the training images, and those "
+            "from files are not scored; remove them"
         )
     if config.trainer.staleness:
         raise ConfigError(
-            f"trainer.staleness={config.trainer.staleness}: with {FILES} no image waits to be drawn; leave it out"
+            f"trainer.staleness={config.trainer.staleness}: with {FILES} no images are sampled; remove it"
         )
     if config.cluster.layout == "split":
-        raise ConfigError(f"cluster.layout=split: with {FILES} no worker has anything to draw; use hybrid")
+        raise ConfigError(f"cluster.layout=split: with {FILES} no worker has anything to sample; use hybrid")
     if config.lockstep:
         raise ConfigError(
-            f"{FILES}: images are encoded by each rank by itself, which model.shard={config.model.shard} and "
-            f"cluster.context={config.cluster.context} do not allow yet; use cluster.context=1 and model.shard=none"
+            f"{FILES}: each rank encodes images independently, which model.shard={config.model.shard} and "
+            f"cluster.context={config.cluster.context} do not support yet; use cluster.context=1 and "
+            "model.shard=none"
         )
 
 
@@ -55,14 +56,16 @@ def _check_regularise(config: Settings) -> None:
     if not coef:
         raise ConfigError(
             "data.regularise: the images have no weight in the loss, since algorithm.data_coef=0; set it, such as "
-            "algorithm.data_coef=0.01, or leave data.regularise out"
+            "algorithm.data_coef=0.01, or remove data.regularise"
         )
     if config.data.train_on == "files":
-        raise ConfigError(f"data.regularise: it is for runs that draw, and with {FILES} none do; leave it out")
+        raise ConfigError(
+            f"data.regularise: it is for runs that sample, and with {FILES} nothing is sampled; remove it"
+        )
     if config.algorithm.subtracts_kl and config.algorithm.kl_coef > 0:
-        raise ConfigError("data.regularise: with algorithm.kl_in_reward images of files would have to pay; use false")
+        raise ConfigError("data.regularise: algorithm.kl_in_reward would penalise images from files as well; use false")
     if config.trainer.staleness or config.lockstep or config.cluster.layout == "split":
         raise ConfigError(
-            "data.regularise: images of files do not go together yet with trainer.staleness, cluster.layout=split, "
-            "cluster.context and model.shard; leave these out"
+            "data.regularise: images from files are not supported yet with trainer.staleness, "
+            "cluster.layout=split, cluster.context and model.shard; remove these"
         )

@@ -11,15 +11,15 @@ from gerl.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelConfig(Block):
-    path: str = main_key("signs", "diffusers pipeline: hub id, folder, or 'signs' (the small SD3 that ships with gerl)")
+    path: str = main_key("signs", "diffusers pipeline: Hub id, folder, or 'signs' (the small SD3 that ships with gerl)")
     dtype: Dtype = main_key(
         "auto",
         "precision of the frozen weights; auto is bfloat16 on a GPU and float32 on a CPU; LoRA is always float32",
     )
     train: str = key(
         "lora",
-        "what is trained: lora; full, all weights of the denoisers; or those whose name (denoiser.parameter) this "
-        "regular expression finds. Weights themselves are trained as float32, whatever model.dtype computes with",
+        "what to train: lora; full, all weights of the denoisers; or those whose name (denoiser.parameter) matches "
+        "this regular expression. Weights trained this way are float32, whatever model.dtype",
     )
     lora_rank: int = main_key(32, "LoRA rank", low=1, high=2**16)
     lora_alpha: float = main_key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)
@@ -28,25 +28,25 @@ class ModelConfig(Block):
     )
     shard: Literal["none", "denoiser", "all"] = key(
         "none",
-        "frozen weights of which each rank of a worker (cluster.ranks_per_worker) holds a part: those of the denoiser, "
-        "or of the text encoders as well",
+        "frozen weights sharded among the ranks of a worker (cluster.ranks_per_worker): those of the denoiser, or "
+        "of the text encoders as well",
     )
     lora: str | None = key(
         None,
-        "a LoRA to start from: hub id, file, folder or checkpoint, in a layout of gerl.export; the trained LoRA begins "
-        "as this one, of at most model.lora_rank",
+        "a LoRA to start from: Hub id, file, folder or checkpoint, in a layout of gerl.export; the trained LoRA is "
+        "initialised from it, with rank at most model.lora_rank",
     )
     merge_lora: bool = key(False, "merge model.lora into the base model, and train a new LoRA on top of it")
     quantize: Quantisation = key(
         "none",
-        "frozen weights of the denoisers in 8 or 4 bits: int8 and fp8 (torchao), nf4 (bitsandbytes, GPU only); layers "
-        "compute in model.dtype, and the LoRA stays float32",
+        "frozen weights of the denoisers in 8 or 4 bits: int8 and fp8 (torchao), nf4 (bitsandbytes, GPU only); "
+        "layers compute in model.dtype, and the LoRA stays float32",
     )
     quantize_encoders: Quantisation = key("none", "the same for the text encoders")
     offload: Offload = key(
         "none",
-        "encoders: text encoders and VAE are on the GPU only while they run, one at a time: some seconds more a "
-        "micro-batch of the rollout; blocks: the denoiser's blocks as well: slow, where nothing else fits",
+        "encoders: text encoders and VAE are on the GPU only while in use, one at a time: some seconds more per "
+        "micro-batch of the rollout; blocks: the denoiser's blocks as well: slow, for when nothing else fits",
     )
     gradient_checkpointing: bool = main_key(False, "recompute activations in the backward pass: less memory, more time")
     compile: str | None = key(
@@ -55,15 +55,15 @@ class ModelConfig(Block):
     attention: str | None = key(
         None, "attention backend of diffusers for the denoiser, such as flash or _flash_3_hub; null: torch's own"
     )
-    channels_last: bool = key(False, "keep the VAE's convolutions channels last, which GPUs compute faster")
+    channels_last: bool = key(False, "store the VAE's convolutions channels-last, which is faster on GPUs")
 
     def check(self) -> None:
         if self.merge_lora and self.lora is None:
-            raise ConfigError("model.merge_lora=true: there is no model.lora to merge; give one, or use false")
+            raise ConfigError("model.merge_lora=true: there is no model.lora to merge; set one, or use false")
         if self.merge_lora and self.quantize != "none":
             raise ConfigError(
-                f"model.quantize={self.quantize}: weights are quantised as they are read, so nothing can be merged "
-                "into them; use model.merge_lora=false, or give a folder with the merged model as model.path"
+                f"model.quantize={self.quantize}: weights are quantised on loading, so nothing can be merged into "
+                "them; use model.merge_lora=false, or a folder with the merged model as model.path"
             )
         if self.train != "lora":
             self._check_train()
@@ -78,9 +78,9 @@ class ModelConfig(Block):
         try:
             re.compile(value)
         except re.error as error:
-            hint = "write '.*' for any text and a backslash before brackets and stars that are meant as such"
+            hint = "write '.*' for any text and a backslash before literal brackets and stars"
             raise ConfigError(
-                f"model.{name}={value!r} is no regular expression ({error}): {hint}, or use {other}"
+                f"model.{name}={value!r} is not a valid regular expression ({error}): {hint}, or use {other}"
             ) from None
 
     def _check_train(self) -> None:
@@ -89,18 +89,18 @@ class ModelConfig(Block):
             raise ConfigError("model.train='': use lora, full, or a regular expression on the names of weights")
         if self.lora_targets is not None:
             raise ConfigError(
-                f"model.lora_targets={self.lora_targets}: with {given} there is no LoRA; leave it out, and choose a "
-                f"part of the weights by model.train, {remedy}"
+                f"model.lora_targets={self.lora_targets}: with {given} there is no LoRA; remove it, and select the "
+                f"weights with model.train, {remedy}"
             )
         if self.lora is not None and not self.merge_lora:
             raise ConfigError(
-                f"model.lora={self.lora}: with {given} there is no LoRA that could begin as this one; use "
+                f"model.lora={self.lora}: with {given} there is no LoRA to initialise from it; use "
                 f"model.merge_lora=true, {remedy}"
             )
         if self.quantize != "none":
             raise ConfigError(
-                f"model.quantize={self.quantize}: with {given} the weights change, and quantised ones cannot; use "
-                f"model.quantize=none, {remedy}"
+                f"model.quantize={self.quantize}: with {given} the weights are trained, which quantised ones do "
+                f"not support; use model.quantize=none, {remedy}"
             )
         if self.offload == "blocks":
             raise ConfigError(
@@ -109,23 +109,23 @@ class ModelConfig(Block):
             )
         if self.compile is not None and (self.dtype != "float32" or self.shard != "none"):
             raise ConfigError(
-                f"model.compile={self.compile}: with {given} it compiles whole float32 weights only; use "
-                f"model.dtype=float32 and model.shard=none, or model.compile=null"
+                f"model.compile={self.compile}: with {given} only unsharded float32 weights can be compiled; use "
+                "model.dtype=float32 and model.shard=none, or model.compile=null"
             )
 
     def _check_shards(self) -> None:
         for name, value in (("quantize", self.quantize), ("quantize_encoders", self.quantize_encoders)):
             if value == "nf4":
                 raise ConfigError(
-                    f"model.{name}=nf4: bitsandbytes keeps the scales of a weight apart from it, where they cannot be "
-                    f"divided among ranks; use model.{name}=int8 or fp8, or model.shard=none"
+                    f"model.{name}=nf4: bitsandbytes stores the scales of a weight separately, so they cannot be "
+                    f"sharded; use model.{name}=int8 or fp8, or model.shard=none"
                 )
 
     def _check_blocks(self) -> None:
         if self.quantize != "none":
             raise ConfigError(
-                f"model.offload=blocks: weights of model.quantize={self.quantize} cannot be moved while a gradient "
-                "needs them; use model.offload=encoders, or model.quantize=none"
+                f"model.offload=blocks: weights with model.quantize={self.quantize} cannot be moved while a "
+                "gradient needs them; use model.offload=encoders, or model.quantize=none"
             )
         if self.compile is not None:
             raise ConfigError(

@@ -21,26 +21,26 @@ class ForwardProcessConfig(AlgorithmConfig):
     """Finished images are noised again, and the loss compares outputs at some noise levels."""
 
     cfg: CfgMode = cfg_key("off")
-    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all of the range", low=1)
+    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
     timesteps_drawn: LevelDraw = key(
         "spread",
-        "which of the range they are: one of each of as many equal parts; any, the same for all images of a step; or "
-        "any of each image (group, where it shares its noise), for which the denoiser runs at all of them",
+        "which levels of the range: one from each of as many equal parts; any, the same for all images of a step; "
+        "or any for each image (each group, if it shares its noise), for which the denoiser runs at all of them",
     )
     reference_guidance: float | None = key(
         None,
-        "guidance scale of the base model that the KL and preferences are measured from, which may differ from the "
+        "guidance scale of the base model as reference of the KL and of preferences, which may differ from the "
         "rollout's; null: that of the update",
         low=0,
     )
     old_decay: list[float] = key(
         [0.0, 0.0, 0.0, 0.0],
-        "decay of the old policy, averaged once a trainer step: [hold, start, slope, limit] is start for `hold` steps, "
-        "then rises by slope a step to limit",
+        "decay of the old policy, averaged once per trainer step: [hold, start, slope, limit] is start for `hold` "
+        "steps, then rises by slope per step up to limit",
     )
     old_every: int = key(1, "trainer steps between updates of the old policy", low=1)
     rollout_decay: list[float] | None = key(
-        None, "the same of the weights that draw rollouts; null: the trained weights"
+        None, "the same for the weights that sample rollouts; null: the trained weights"
     )
     old_kl_coef: float = key(0.0, "weight of the squared distance to the old policy", low=0)
     norm_coef: float = key(
@@ -51,14 +51,16 @@ class ForwardProcessConfig(AlgorithmConfig):
         super().check()
         for name, value in (("old_decay", self.old_decay), ("rollout_decay", self.rollout_decay)):
             if value is not None and (len(value) != 4 or not (0 <= value[1] <= 1 and 0 <= value[3] <= 1)):
-                raise ConfigError(f"algorithm.{name}={list(value)}: give [hold, start, slope, limit], decays in [0, 1]")
+                raise ConfigError(
+                    f"algorithm.{name}={list(value)}: expected [hold, start, slope, limit], decays in [0, 1]"
+                )
 
 
 @dataclass(frozen=True)
 class ContrastConfig(ForwardProcessConfig, ShapedConfig):
     """The policy is compared with the old one by what it implies."""
 
-    mix: float = key(1.0, "b: how far the implicit policies lie from the old one", above=0)
+    mix: float = key(1.0, "b: distance of the implicit policies from the old one", above=0)
 
 
 @dataclass(frozen=True)
@@ -80,33 +82,35 @@ class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
     name: Literal["awm"] = name_key("awm")
     weighting: LikelihoodWeighting = key("uniform", "likelihood weight of a noise level")
     off_policy: bool = key(
-        True, "the ratio is that to the old policy; false: to the trained weights themselves, hence 1 and never clipped"
+        True, "the ratio is relative to the old policy; false: to the trained weights, hence 1 and never clipped"
     )
     shared_noise: bool = key(
         False,
-        "the images of a group get the same noise at each level: what they have in common then cancels in the "
-        "gradient, since their advantages sum to 0",
+        "the images of a group get the same noise at each level: their common part then cancels in the gradient, "
+        "since their advantages sum to 0",
     )
 
 
 @dataclass(frozen=True)
 class DGPOConfig(PreferenceConfig, ShapedConfig, ClippedConfig):
     name: Literal["dgpo"] = name_key("dgpo")
-    reference: Literal["base", "old"] = key("base", "what preferences are measured from: base model or old policy")
+    reference: Literal["base", "old"] = key("base", "reference of the preferences: base model or old policy")
     rollout_old_after: int | None = key(
-        None, "trainer steps after which the old policy draws the rollouts; null: the trained weights always do", low=0
+        None,
+        "trainer steps after which the old policy samples the rollouts; null: the trained weights always do",
+        low=0,
     )
 
     def check(self) -> None:
         super().check()
         if self.rollout_old_after is not None and self.rollout_decay is not None:
             raise ConfigError(
-                f"algorithm.rollout_old_after={self.rollout_old_after}: algorithm.rollout_decay has weights of its own "
-                "draw the rollouts; use one of them"
+                f"algorithm.rollout_old_after={self.rollout_old_after}: with algorithm.rollout_decay separate "
+                "weights sample the rollouts; use one of them"
             )
         if self.reference == "old" and self.reference_guidance is not None and self.kl_coef == 0:
             raise ConfigError(
-                "algorithm.reference_guidance: with reference=old and kl_coef=0 the base model is not run; leave it out"
+                "algorithm.reference_guidance: with reference=old and kl_coef=0 the base model is not run; remove it"
             )
 
 
@@ -117,11 +121,11 @@ class CRDConfig(ContrastConfig):
     name: Literal["crd"] = name_key("crd")
     regression: Literal["squared", "cross_entropy"] = key(
         "squared",
-        "how the two centred rewards are made to agree: by their squared difference, or by the cross-entropy of the "
+        "how the two centred rewards are matched: by their squared difference, or by the cross-entropy of the "
         "probabilities that they are the logits of",
     )
     kl_by_reward: bool = key(
-        False, "the KL of an image counts by how good it is: 1e-4 at the worst up to kl_coef at the best"
+        False, "weight of an image's KL by its quality: from 1e-4 for the worst to kl_coef for the best"
     )
 
 
@@ -129,7 +133,7 @@ class CRDConfig(ContrastConfig):
 class DiffusionDPOConfig(PreferenceConfig):
     name: Literal["diffusion_dpo"] = name_key("diffusion_dpo")
     reference: Literal["old", "base"] = key(
-        "old", "what preferences are measured from: the old policy, renewed now and then, or the base model"
+        "old", "reference of the preferences: the old policy, updated periodically, or the base model"
     )
 
     def compared(self, n: int) -> int:
@@ -162,7 +166,7 @@ class SFTConfig(ForwardProcessConfig):
 class KTOConfig(ForwardProcessConfig):
     name: Literal["kto"] = name_key("kto")
     beta: float = key(1000.0, "sharpness of preferences", above=0)
-    weight_liked: float = key(1.0, "weight of images that are liked, or better than the mean of their group", low=0)
+    weight_liked: float = key(1.0, "weight of images that are liked, or above the mean of their group", low=0)
     weight_disliked: float = key(1.0, "weight of the others", low=0)
 
     @property

@@ -47,7 +47,7 @@ FLAGS: dict[str, dict[str, str | Why]] = {
         "false": "algorithm.adv_estimator=reinforce_pp algorithm.advantage_std=batch",
     },
     "use_kl_loss": {
-        "true": Why("it is on where its weight, theirs kl_loss_coef, is above 0", "algorithm.kl_coef"),
+        "true": Why("it is on if its weight, theirs kl_loss_coef, is above 0", "algorithm.kl_coef"),
         "false": "algorithm.kl_coef=0",
     },
     "use_dynamic_sampling filter_groups filter_groups.enable": {
@@ -67,7 +67,7 @@ FLAGS: dict[str, dict[str, str | Why]] = {
     "reward_adaptive_kl": {"true": "algorithm.kl_by_reward=true", "false": "algorithm.kl_by_reward=false"},
     "log_val_generations log_completions": {
         "true": "",
-        "false": Why("pictures of every validation are kept, of at least one prompt", "validation.images"),
+        "false": Why("images of every validation are kept, for at least one prompt", "validation.images"),
     },
     "test_freq eval_freq val_freq eval_steps val_period eval_every eval_interval validation_steps": {
         "-1": "validation.data=null",
@@ -78,8 +78,8 @@ FLAGS: dict[str, dict[str, str | Why]] = {
     "val_max_samples max_val_samples max_eval_samples": {"-1": "validation.max_prompts=null"},
     "loss_type loss_mode": {
         "dr_grpo": "algorithm.advantage_std=none",
-        "dapo": Why("all images have one length, so that losses of tokens and of images are the same"),
-        "bnpo": Why("all images have one length, so that losses of tokens and of images are the same"),
+        "dapo": Why("all images have the same length, so token-level and image-level losses are the same"),
+        "bnpo": Why("all images have the same length, so token-level and image-level losses are the same"),
     },
     "kl_loss_type": {
         "kl": Why("k1 has no gradient on average in the loss; VALUE is k2, or k3", "algorithm.kl_type"),
@@ -90,8 +90,8 @@ DAPO = Why(
     "DAPO is algorithm.adv_estimator=grpo with algorithm.clip_high above clip_low and algorithm.dynamic_sampling"
 )
 CRITIC = Why(
-    "it needs a value network, which gerl does not train; algorithm=dense_grpo credits each step by the reward "
-    "of the image to come"
+    "it needs a value network, which gerl does not train; algorithm=dense_grpo credits each step by the reward of "
+    "the predicted image"
 )
 ADAM = Why("gerl's optimizer is AdamW: adamw, or adamw8bit")
 # of gerl's key: values of other programs; they are known in a refusal of a value as well
@@ -125,13 +125,13 @@ VALUES: dict[str, dict[str, str | Why]] = {
         "torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32",
     },
     "model.quantize": {
-        "fp4": Why("4 bits are nf4 here"), "null": "none", "8bit": "int8", "4bit": "nf4", "qfloat8": "fp8", "q8": "int8",
+        "fp4": Why("4 bits is nf4 here"), "null": "none", "8bit": "int8", "4bit": "nf4", "qfloat8": "fp8", "q8": "int8",
         "true": Why("int8, fp8 or nf4"),
     },
     "model.shard": {
         "fsdp": "all", "fsdp2": "all", "full_shard": "all", "hybrid_shard": "all", "no": "none", "no_shard": "none",
-        "ddp": "none", "true": "all", "false": "none", "megatron": Why("denoisers of diffusers have no Megatron form"),
-        "shard_grad_op": Why("weights are shared, gradients are those of a LoRA; denoiser or all"),
+        "ddp": "none", "true": "all", "false": "none", "megatron": Why("diffusers denoisers have no Megatron version"),
+        "shard_grad_op": Why("weights are sharded, gradients are those of a LoRA; denoiser or all"),
     },
     "model.attention": {"sdpa": "null", "flash_attention_2": "flash", "flash_attn": "flash", "eager": "null"},
     "actor.lr_schedule": {
@@ -150,18 +150,20 @@ VALUES: dict[str, dict[str, str | Why]] = {
 # names whose number needs another one, of the data or of the machines
 TOLD = {
     "total_epochs num_train_epochs max_num_epochs max_train_epochs":
-        Why("VALUE is {} x prompts of data.train / rollout.prompts_per_step, as a step is one rollout", "trainer.steps"),
+        Why(
+            "VALUE is {} x prompts of data.train / rollout.prompts_per_step, since a step is one rollout", "trainer.steps"),
     "max_prompt_length":
         Why("VALUE is in tokens of the text encoders, such as 256, not in characters", "sampling.call.max_sequence_length"),
     "timestep_range": Why("VALUE is in steps, as [0,5]; theirs is in fractions", "sampling.window_range"),
-    "reward_weights": Why("VALUE is one number, the weight of each scorer is given by its name", "reward.scorers.ocr.weight"),
+    "reward_weights": Why(
+        "VALUE is one number, each scorer's weight is set under its name", "reward.scorers.ocr.weight"),
     "reward_model reward_model_path reward_model.model_path reward_model.path reward_function reward.components": Why(
-        "a reward model is a scorer: VALUE is {ocr: {weight: 1}} for one of gerl's, or {mine: {path: FILE.py}} for a file "
-        "that runs it; model.path is what is trained", "reward.scorers",
+        "a reward model is a scorer: VALUE is {ocr: {weight: 1}} for a built-in one, or {mine: {path: FILE.py}} "
+        "for a file that runs it; model.path is the trained model", "reward.scorers",
     ),
     "distillation.enabled": Why("VALUE is a list of teachers, such as [{path: PIPELINE}]", "algorithm.teachers"),
     "dataset_config train_data_dir folder_path": Why(
-        "VALUE is a file of prompts: reinforcement learning samples its own images; for images that you have see "
+        "VALUE is a file of prompts: reinforcement learning samples its own images; for existing images see "
         "docs/preferences.md", "data.train",
     ),
 }  # fmt: skip

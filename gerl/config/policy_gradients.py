@@ -21,8 +21,8 @@ class TrajectoryClipConfig(ClippedConfig):
 
     clip_dimensions: int | None = key(
         65536,
-        "latent dimensions that clip_low and clip_high are for (SD3 at 512 x 512: 65536): with D dimensions they count "
-        "times sqrt(this / D); null: as they are",
+        "latent dimensions for which clip_low and clip_high are meant (SD3 at 512 x 512: 65536): with D dimensions "
+        "they are scaled by sqrt(this / D); null: unscaled",
         low=1,
     )
 
@@ -54,8 +54,8 @@ class PolicyGradientConfig(AlgorithmConfig):
         super().check()
         if self.kl_type == "k1" and not self.subtracts_kl:
             raise ConfigError(
-                "algorithm.kl_type=k1: on policy its gradient is 0 on average, so in the loss it does nothing; use "
-                f"gaussian or k2{'' if self.branches else ', or algorithm.kl_in_reward=true'}"
+                "algorithm.kl_type=k1: on policy its gradient is 0 on average, so in the loss it has no effect; "
+                f"use gaussian or k2{'' if self.branches else ', or algorithm.kl_in_reward=true'}"
             )
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
@@ -74,8 +74,8 @@ class WeightedConfig(PolicyGradientConfig):
 
     timestep_weights: StepWeighting = key(
         "uniform",
-        "factor of each step's loss, of which the gradient is J / std times the noise: 1, std, 1/|dt|, 1/|J|, "
-        "std |dt| / |J| (PCPO), or std^2 / |J|; python -m gerl.preflight signal=4 measures which carries the reward",
+        "factor of each step's loss, whose gradient is J / std times the noise: 1, std, 1/|dt|, 1/|J|, std |dt| / "
+        "|J| (PCPO), or std^2 / |J|; python -m gerl.preflight signal=4 measures which carries the reward",
     )
 
     @property
@@ -89,7 +89,7 @@ class ChainConfig(WeightedConfig, DownSampledConfig):
 
     kl_in_reward: bool = key(False, "subtract the KL from the reward rather than add it to the loss")
     timestep_fraction: float = key(
-        1.0, "share of the stochastic steps that are trained, drawn anew each step", above=0, high=1
+        1.0, "share of the stochastic steps that are trained, selected at random each step", above=0, high=1
     )
     history: int = key(0, "rewards kept per prompt whose mean and std normalise; 0: those of the group", low=0)
 
@@ -105,8 +105,8 @@ class ChainConfig(WeightedConfig, DownSampledConfig):
         super().check()
         if self.kl_in_reward and self.kl_type == "velocity":
             raise ConfigError(
-                f"algorithm.kl_in_reward=true: it works from what the rollout recorded, kl_type={self.kl_type} "
-                "cannot; use kl_type=gaussian, or put the KL in the loss"
+                "algorithm.kl_in_reward=true: it uses values recorded in the rollout, which "
+                f"kl_type={self.kl_type} cannot; use kl_type=gaussian, or put the KL in the loss"
             )
 
 
@@ -126,8 +126,8 @@ class TreeConfig(PolicyGradientConfig, TrajectoryClipConfig):
         super().check_sampling(sampling)
         if sampling.window_size is not None or sampling.compression < 1 or sampling.same_init_noise:
             raise ConfigError(
-                f"sampling.window_size, compression and same_init_noise have no meaning for "
-                f"{self.name}, whose tree says which steps are stochastic; leave them at their defaults"
+                f"sampling.window_size, compression and same_init_noise have no effect for {self.name}, whose tree "
+                "defines which steps are stochastic; leave them at their defaults"
             )
 
 
@@ -141,8 +141,8 @@ class FlowGRPOConfig(ChainConfig, TrajectoryClipConfig):
     )
     decoupled: bool = key(
         False,
-        "with trainer.staleness or rollout.quantize: clip the ratio to the weights that the step begins with rather "
-        "than to those that drew, and weigh it by the ratio of these two (AReaL)",
+        "with trainer.staleness or rollout.quantize: clip the ratio to the weights at the start of the step rather "
+        "than to the sampling weights, and weight it by the ratio of the two (AReaL)",
     )
 
     @property
@@ -158,7 +158,7 @@ class GRPOGuardConfig(ChainConfig, TrajectoryClipConfig):
 @dataclass(frozen=True)
 class FlowDPPOConfig(ChainConfig):
     name: Literal["flow_dppo"] = name_key("flow_dppo")
-    kl_threshold: float = main_key(1e-5, "KL to the rollout's policy beyond which a step stops", above=0)
+    kl_threshold: float = main_key(1e-5, "KL to the rollout's policy above which a step stops", above=0)
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ class DenseGRPOConfig(WeightedConfig, TrajectoryClipConfig, NormalisedConfig):
         super().check_sampling(sampling)
         if sampling.compression < 1:
             raise ConfigError(
-                f"sampling.compression={sampling.compression}: {self.name} makes an image of the latents of every "
-                "step, which must be comparable; use 1"
+                f"sampling.compression={sampling.compression}: {self.name} turns the latents of every step into an "
+                "image, which must be comparable; use 1"
             )
 
 
@@ -188,7 +188,7 @@ class BranchGRPOConfig(TreeConfig):
         [0, 2, 4], "steps at which a trajectory splits; null: those of the window, the only ones with noise (TreeGRPO)"
     )
     node_std: NodeStdKind = key(
-        "depth", "what a node's advantage is divided by: the std of the nodes of its depth, or of the leaves (TreeGRPO)"
+        "depth", "divisor of a node's advantage: the std of the nodes at its depth, or of the leaves (TreeGRPO)"
     )
     split_noise: float = key(
         1.0,
@@ -200,26 +200,26 @@ class BranchGRPOConfig(TreeConfig):
         super().check()
         splits = self.split_steps
         if splits is not None and (not splits or sorted(set(splits)) != list(splits)):
-            raise ConfigError(f"algorithm.split_steps={list(splits)}: give rising step indices")
+            raise ConfigError(f"algorithm.split_steps={list(splits)}: expected increasing step indices")
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         if self.split_steps is None:
             if sampling.window_size is None or sampling.window_per == "group":
                 raise ConfigError(
-                    "algorithm.split_steps=null: trees split at the steps of a window, give a sampling.window_size and "
-                    "window_per=step"
+                    "algorithm.split_steps=null: trees split at the steps of a window; set a sampling.window_size "
+                    "and window_per=step"
                 )
             sampling = replace(sampling, window_size=None, window_schedule="random")  # here they have a meaning
         super().check_sampling(sampling)
         last = sampling.steps_range[1] - 1
         if self.split_steps is not None and self.split_steps[-1] > last:
             raise ConfigError(
-                f"algorithm.split_steps={list(self.split_steps)}: the last stochastic step is {last}, split before"
+                f"algorithm.split_steps={list(self.split_steps)}: the last stochastic step is {last}, split before it"
             )
         if self.split_noise > 1 and sampling.kernel in ("cps", "ddim") and self.split_noise * sampling.noise_level > 1:
             raise ConfigError(
-                f"algorithm.split_noise={self.split_noise}: times sampling.noise_level={sampling.noise_level} it is "
-                f"above 1, the most that {sampling.kernel} takes; lower one"
+                f"algorithm.split_noise={self.split_noise}: times sampling.noise_level={sampling.noise_level} it "
+                f"exceeds 1, the maximum of {sampling.kernel}; lower one"
             )
 
 
@@ -228,7 +228,9 @@ class FDFOConfig(AlgorithmConfig):
     replays_latents = True
 
     name: Literal["fdfo"] = name_key("fdfo")
-    ratio_width: float = main_key(0.03, "how far from 1 the loss moves the ratio of a step at most (SPO)", above=0)
+    ratio_width: float = main_key(
+        0.03, "maximum distance from 1 to which the loss moves the ratio of a step (SPO)", above=0
+    )
 
     def drawn_together(self, n: int) -> int:
         return 2
@@ -237,8 +239,8 @@ class FDFOConfig(AlgorithmConfig):
         if sampling.noise_level == 0 or sampling.kernel == "ode":
             name = "kernel=ode" if sampling.kernel == "ode" else "noise_level=0"
             raise ConfigError(
-                f"sampling.{name}: the two images of a pair start from the same noise, and without noise in the steps "
-                "they are the same image; use kernel=cps with noise_level=0.045"
+                f"sampling.{name}: the two images of a pair start from the same noise and are identical unless the "
+                "steps have noise; use kernel=cps with noise_level=0.045"
             )
 
 
@@ -247,9 +249,9 @@ class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
     replays_latents = True
 
     name: Literal["neighbor_grpo"] = name_key("neighbor_grpo")
-    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all of the range", low=1)
-    anchors: int = key(4, "images of a group that are trained, drawn anew each step", low=1)
-    temperature: float = key(1.0, "mean squared distance of latents at which a neighbour counts 1/e", above=0)
+    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
+    anchors: int = key(4, "images of a group that are trained, selected at random each step", low=1)
+    temperature: float = key(1.0, "mean squared distance of latents at which a neighbour has weight 1/e", above=0)
     quasi_norm: float = key(
         0.8, "p of the norm that divides advantages: below 2, groups without clear winners count less", above=0, high=2
     )
@@ -265,6 +267,6 @@ class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
             )
         if not sampling.same_init_noise or sampling.init_noise_spread == 0:
             raise ConfigError(
-                f"sampling.init_noise_spread={sampling.init_noise_spread}: {self.name} compares images whose initial "
-                "noises lie near each other; use same_init_noise=true with init_noise_spread=0.3"
+                f"sampling.init_noise_spread={sampling.init_noise_spread}: {self.name} compares images with "
+                "similar initial noise; use same_init_noise=true with init_noise_spread=0.3"
             )

@@ -77,7 +77,7 @@ def advice(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling 
     found = answered(given, own)
     lines = " ".join(filter(None, [first, (spelling or typed)(found.written)]))
     said = [f"write {lines}"] if lines else []
-    said += [f"leave out {', '.join(found.idle)}"] if found.idle else []
+    said += [f"remove {', '.join(found.idle)}"] if found.idle else []
     reasons: dict[str, list[str]] = {}
     for name, reason in found.why.items():
         reasons.setdefault(reason, []).append(name)
@@ -157,20 +157,20 @@ def _sentence(first: ErrorDetails) -> str:
     if chosen and (others := readers(location[-1])):
         given = first["input"]
         text = given if isinstance(given, str) else shown(given)
-        return f"{name}={text:.200}: {chosen} does not read it, only {', '.join(others)}; leave it out"
+        return f"{name}={text:.200}: {chosen} does not read it, only {', '.join(others)}; remove it"
     return f"{name}: there is no such key{did_you_mean(name, BY_NAME[chosen] if chosen else None)}; {LISTED}"
 
 
 RESERVED = ("null", "true", "false", "nan", "inf")
 EXPECTED = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
     "float_type": "a number",
     "float_parsing": "a number",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
-    "string_type": "a text",
+    "string_type": "a string",
     "string_pattern_mismatch": "a name of letters, digits and underscores",
     "list_type": "a list, such as [1,2]",
     "dict_type": "a dictionary, such as {NAME: VALUE}",

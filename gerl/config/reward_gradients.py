@@ -11,19 +11,21 @@ from gerl.errors import ConfigError
 
 
 def _nested_key(default: float) -> Any:
-    help = "share of the gradient of the latents in between that goes through the denoiser's call with them"
+    help = "share of the gradient of the intermediate latents that passes through the denoiser's call with them"
     return key(default, help, low=0, high=1)
 
 
 def _active_key(default: int, low: int = 1) -> Any:
-    return main_key(default, "steps whose denoiser calls have a gradient, drawn anew each trainer step", low=low)
+    return main_key(
+        default, "steps whose denoiser calls have a gradient, selected at random each trainer step", low=low
+    )
 
 
 def _tau_key(default: float) -> Any:
     return key(
         default,
-        "images count by 1 / (the distances of the two leaps from where the steps led, each at least this); null: "
-        "equally",
+        "images are weighted by 1 / (the distances of the two leaps from the sampled steps, each at least this); "
+        "null: equally",
         above=0,
     )
 
@@ -38,12 +40,12 @@ class RewardGradientConfig(AlgorithmConfig):
     needs_steps: ClassVar[int] = 1
 
     margin: float | None = key(
-        None, "the loss is by how much the reward falls short of this, 0 above; null: the negative reward"
+        None, "the loss is the shortfall of the reward below this, 0 above; null: the negative reward"
     )
-    target: float | None = key(None, "the loss is the distance of the reward to this; null: see margin")
+    target: float | None = key(None, "the loss is the distance of the reward from this; null: see margin")
     loss_scale: float = key(1.0, "factor of the loss", above=0)
     decode_batch: int = key(
-        1, "images that are decoded and scored with gradient at the same time: memory of decoder and scorers", low=1
+        1, "images decoded and scored with gradient at the same time: memory of decoder and scorers", low=1
     )
 
     @property
@@ -59,18 +61,18 @@ class RewardGradientConfig(AlgorithmConfig):
         super().check()
         if self.margin is not None and self.target is not None:
             raise ConfigError(
-                f"algorithm.margin={self.margin} and algorithm.target={self.target}: the loss is measured from one of "
-                "them; leave the other out"
+                f"algorithm.margin={self.margin} and algorithm.target={self.target}: the loss is measured from one "
+                "of them; remove the other"
             )
         if self.cfg == "off":
             raise ConfigError(
-                "algorithm.cfg=off: the images that are scored were drawn with guidance, through which the reward's "
-                "gradient goes; use cfg=joint or cfg=detach_uncond"
+                "algorithm.cfg=off: the scored images were sampled with guidance, through which the reward's "
+                "gradient passes; use cfg=joint or cfg=detach_uncond"
             )
         if self.dynamic_sampling:
             raise ConfigError(
-                f"algorithm.dynamic_sampling={self.dynamic_sampling}: a gradient is there where all rewards of a group "
-                "are equal too; leave it out"
+                f"algorithm.dynamic_sampling={self.dynamic_sampling}: there is a gradient even if all rewards of a "
+                "group are equal; remove it"
             )
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
@@ -97,9 +99,9 @@ class RewardGradientConfig(AlgorithmConfig):
 @dataclass(frozen=True)
 class DRaFTConfig(RewardGradientConfig):
     name: Literal["draft", "alignprop"] = name_key("draft")
-    last: int = main_key(1, "denoising steps, from the last one back, that the gradient goes through", low=1)
+    last: int = main_key(1, "denoising steps, counted from the last, that the gradient passes through", low=1)
     last_std: float = key(
-        0.0, "std of a normal distribution around `last` from which the number is drawn anew each trainer step", low=0
+        0.0, "std of a normal distribution around `last` from which the number is sampled each trainer step", low=0
     )
 
     @property
@@ -111,20 +113,20 @@ class DRaFTConfig(RewardGradientConfig):
 class DRaFTLVConfig(RewardGradientConfig):
     name: Literal["draft_lv"] = name_key("draft_lv")
     noised_copies: int = key(
-        2, "times a finished image is noised again to the last step's level and that step taken anew", low=1
+        2, "times a finished image is noised again to the last step's level and that step repeated", low=1
     )
 
 
 @dataclass(frozen=True)
 class ReFLConfig(RewardGradientConfig):
     name: Literal["refl"] = name_key("refl")
-    late: int = main_key(10, "the step whose predicted image is scored is one of the last so many", low=1)
+    late: int = main_key(10, "the step whose predicted image is scored is one of this many last ones", low=1)
 
 
 @dataclass(frozen=True)
 class DRTuneConfig(RewardGradientConfig):
     name: Literal["drtune"] = name_key("drtune")
-    late: int = main_key(10, "the step whose predicted image is scored is one of the last so many", low=1)
+    late: int = main_key(10, "the step whose predicted image is scored is one of this many last ones", low=1)
     active: int = _active_key(3)
 
 
@@ -135,43 +137,47 @@ class SRPOConfig(RewardGradientConfig):
     without_noise = True
 
     positive: list[str] = key(
-        ["Natural-lighting", "Detail", "Detailed", "Real"], "words of what is wanted; one, drawn anew each step"
+        ["Natural-lighting", "Detail", "Detailed", "Real"],
+        "words for what is wanted; one, selected at random each step",
     )
     negative: list[str] = key(
-        ["Concept art", "Painting", "Anime", "Flat", "Oil"], "words of what is not wanted; one, drawn anew each step"
+        ["Concept art", "Painting", "Anime", "Flat", "Oil"],
+        "words for what is not wanted; one, selected at random each step",
     )
     levels: list[float] = key(
         [0.75, 0.964], "noise levels, lowest and highest, between which the two steps of a trainer step lie"
     )
     span: float = key(
         0.022,
-        "how far a step leaps in noise level, as nearly as the sampler's levels allow: from so far above and below a "
-        "level, drawn anew each step, both lead to it",
+        "length of a leap in noise level, as closely as the sampler's levels allow: from this far above and below "
+        "a level, selected at random each step, both lead to it",
         above=0,
         high=0.5,
     )
     strength: list[float] = key(
         [0.1, 0.25],
-        "what the reward with the positive word counts above 1 when denoising, at the lowest of algorithm.levels and "
+        "weight of the reward with the positive word, above 1, when denoising, at the lowest of algorithm.levels and "
         "at the highest",
     )
     inverted_strength: list[float] = key(
-        [0.3, 0.01], "the same of the reward with the negative word, when inverting, where the two change places"
+        [0.3, 0.01], "the same for the reward with the negative word, when inverting, where the two swap roles"
     )
 
     def check(self) -> None:
         super().check()
         for name in ("positive", "negative"):
             if not all(word.strip() for word in getattr(self, name) or [""]):
-                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: give at least one word, and none empty")
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: expected at least one word, and none empty")
         for name in ("strength", "inverted_strength"):
             if len(getattr(self, name)) != 2:
                 raise ConfigError(
-                    f"algorithm.{name}={getattr(self, name)}: give two numbers, at the lowest and highest noise level"
+                    f"algorithm.{name}={getattr(self, name)}: expected two numbers, at the lowest and highest "
+                    "noise level"
                 )
         if len(self.levels) != 2 or not 0 <= self.levels[0] < self.levels[1] < 1:
             raise ConfigError(
-                f"algorithm.levels={list(self.levels)}: give the lowest and the highest noise level, from 0 to below 1"
+                f"algorithm.levels={list(self.levels)}: expected the lowest and the highest noise level, from 0 to "
+                "below 1"
             )
 
 
@@ -195,9 +201,13 @@ class FlowBPSparseConfig(RewardGradientConfig):
     without_noise = True
 
     active: int = _active_key(4)
-    bias: float = key(1.0, "later steps are likelier: step i, from 1, is drawn by i to this power")
+    bias: float = key(
+        1.0, "later steps are likelier: step i, from 1, has a probability proportional to i to this power"
+    )
     rescale: float = key(
-        0.5, "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the way",
+        0.5,
+            "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the "
+            "trajectory",
         low=0, high=1,
     )  # fmt: skip
 
@@ -208,9 +218,13 @@ class FlowBPBridgeConfig(FlowBPSparseConfig):
     needs_steps = 2
 
     active: int = _active_key(5, low=2)
-    bias: float = key(4.0, "later steps are likelier: step i, from 1, is drawn by i to this power")
+    bias: float = key(
+        4.0, "later steps are likelier: step i, from 1, has a probability proportional to i to this power"
+    )
     rescale: float = key(
-        0.0, "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the way",
+        0.0,
+            "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the "
+            "trajectory",
         low=0, high=1,
     )  # fmt: skip
     nested: float = _nested_key(0.5)
@@ -226,14 +240,16 @@ class FlowBPLagrangeConfig(RewardGradientConfig):
     without_noise = True
     needs_steps = 3
 
-    supports: int = key(3, "steps of a leap whose velocities it integrates by their interpolating polynomial", low=1)
-    second: float = key(0.25, "factor of the gradient of a leap's second support; of the first it is 1", low=0, high=1)
+    supports: int = key(3, "steps of a leap whose velocities are integrated by their interpolating polynomial", low=1)
+    second: float = key(
+        0.25, "factor of the gradient of a leap's second support; that of the first is 1", low=0, high=1
+    )
     parts: list[float] = key(
         [2.5, 6.0, 2.0],
         "Dirichlet parameters of the shares of the steps after, between and before the two leaps' starts",
     )
     latest: int | None = key(
-        10, "the second leap starts at one of the last so many steps, but not at the last; null: at any", low=2
+        10, "the second leap starts at one of this many last steps, but not at the last; null: at any", low=2
     )
     nested: float = _nested_key(0.1)
     tau: float | None = _tau_key(0.2)
@@ -245,7 +261,7 @@ class FlowBPLagrangeConfig(RewardGradientConfig):
     def check(self) -> None:
         super().check()
         if len(self.parts) != 3 or min(self.parts) <= 0:
-            raise ConfigError(f"algorithm.parts={self.parts}: give three positive numbers")
+            raise ConfigError(f"algorithm.parts={self.parts}: expected three positive numbers")
 
 
 @dataclass(frozen=True)

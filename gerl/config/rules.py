@@ -61,7 +61,7 @@ def _parts(whole: float | None, part: Any, said: str) -> Any:
     if isinstance(size, bool) or not isinstance(size, int | float) or size <= 0 or whole is None:
         return Why(f"VALUE is {said} / {{}}", "actor.updates_per_step")
     if whole % size:
-        return Why(f"VALUE is {said} / {{}}, which is no whole number", "actor.updates_per_step")
+        return Why(f"VALUE is {said} / {{}}, which is not an integer", "actor.updates_per_step")
     return {"actor.updates_per_step": int(whole // size)}
 
 
@@ -91,7 +91,7 @@ def _accumulation(value: Any, given: Given) -> Any:
 
 def _micro_batches(value: Any, given: Given) -> Any:
     del value, given
-    return Why("micro-batches add up by themselves; the batch of a step is rollout.prompts_per_step x rollout.n")
+    return Why("micro-batches accumulate automatically; the batch of a step is rollout.prompts_per_step x rollout.n")
 
 
 def _per_generation(value: Any, given: Given) -> Any:
@@ -122,7 +122,7 @@ def _workers(value: Any, given: Given) -> Any:
     machines, each = given.number("nnodes", "num_nodes"), given.number("n_gpus_per_node", "gpus_per_node")
     if each is None:
         return None if "nnodes" not in given and "num_nodes" not in given else Why(
-            "VALUE is {} machines x GPUs of each; left out, it is all GPUs", "cluster.num_workers"
+            "VALUE is {} machines x GPUs of each; by default it is all GPUs", "cluster.num_workers"
         )  # fmt: skip
     del value
     return {"cluster.num_workers": _whole((machines or 1) * each)}
@@ -131,8 +131,8 @@ def _workers(value: Any, given: Given) -> Any:
 def _clipped(value: Any, given: Given) -> Any:
     del given
     if (number := _number(value)) is not None and number > 0.02:
-        return Why("{} is of tokens of a language model; here it would never clip, as log-probabilities are means over "
-                   "latent dimensions: leave it out, published ones are about 1e-4")  # fmt: skip
+        return Why("{} is for tokens of a language model; here it would never clip, as log-probabilities are means "
+                   "over latent dimensions: remove it, published values are about 1e-4")  # fmt: skip
     return None
 
 
@@ -166,7 +166,7 @@ def _resolution(value: Any, given: Given) -> Any:
     if isinstance(sides, list) and len(set(map(str, sides))) == 1:
         return {"sampling.height": sides[0], "sampling.width": sides[0]}
     if isinstance(sides, list):
-        return Why("all images of a run have one size, give sampling.height and sampling.width", "")
+        return Why("all images of a run have the same size, set sampling.height and sampling.width", "")
     return None
 
 
@@ -206,7 +206,7 @@ def _prompts(value: Any, given: Given) -> Any:
     if re.search(r"\.(txt|jsonl|csv|parquet)$", read) or re.match("hf:", read):
         return None
     if re.fullmatch(r"[\w.-]+/[\w.-]+", read) and not read.startswith("."):
-        return Why(f"VALUE is the file with its prompts, {read}/train.txt say, or hf:{read}[train] of the hub",
+        return Why(f"VALUE is the file with its prompts, such as {read}/train.txt, or hf:{read}[train] of the Hub",
                    "data.train")  # fmt: skip
     return Why("VALUE is the file itself, not its folder: .txt, .jsonl, .csv or .parquet, or hf:owner/name[split]",
                "data.train")  # fmt: skip
@@ -219,7 +219,7 @@ def _steps(value: Any, given: Given) -> Any:
     numbers = isinstance(steps, list | tuple) and len(steps) > 0 and all(type(step) is int for step in steps)
     if numbers and sorted(steps) == list(range(min(steps), max(steps) + 1)):
         return {"sampling.window_range": [min(steps), max(steps) + 1]}
-    return Why("VALUE is [first, end) of steps that follow each other, as [0,5]", "sampling.window_range")
+    return Why("VALUE is [first, end) of consecutive steps, such as [0,5]", "sampling.window_range")
 
 
 def _range(value: Any, given: Given) -> Any:
@@ -249,7 +249,7 @@ def _recipe(value: Any, given: Given) -> Any:
     del given
     if str(value).endswith((".yaml", ".yml")):
         return None
-    return Why("VALUE is an experiment of gerl, which gerl recipes lists, or a file of your own", "experiment")
+    return Why("VALUE is an experiment of gerl, listed by gerl recipes, or a file of your own", "experiment")
 
 
 def _iterations(value: Any, given: Given) -> Any:
@@ -303,7 +303,7 @@ def _shard(value: Any, given: Given) -> Any:
     ranks = given.number("fsdp_size", "ranks_per_worker", "tensor_model_parallel_size", "tensor_parallel_size")
     if ranks is not None and ranks > 1:
         return None if kind in VALUES["model.shard"] else {"model.shard": "all"}
-    return Why("a worker has the whole model; to divide it give model.shard=all and cluster.ranks_per_worker=N")
+    return Why("a worker has the whole model; to shard it set model.shard=all and cluster.ranks_per_worker=N")
 
 
 def _averaged(value: Any, given: Given) -> Any:

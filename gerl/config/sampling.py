@@ -28,21 +28,24 @@ class SamplingConfig(Block):
     noise_level: float = main_key(0.7, "noise of the stochastic steps (eta of the kernel's paper)", low=0)
     solver: SolverName = key("euler", "ODE solver of the other steps; dpm2: DPM-Solver++(2M)")
     compression: float = key(
-        1.0, "share of the steps after the window that are taken, each the longer (MixGRPO-Flash)", above=0, high=1
+        1.0,
+        "share of the steps after the window that are taken, each correspondingly longer (MixGRPO-Flash)",
+        above=0,
+        high=1,
     )
     cache: FeatureCacheName = key(
         "none",
-        "feature cache of the denoiser at the steps that are not stochastic, which makes them cheaper and approximate: "
-        "blocks after the first left out, or attention extrapolated; stochastic steps stay exact",
+        "feature cache of the denoiser at the non-stochastic steps, which makes them cheaper and approximate: "
+        "blocks after the first skipped, or attention extrapolated; stochastic steps stay exact",
     )
     cache_threshold: float = key(
-        0.05, "first_block: change of the first block's residual below which the others are left out", above=0
+        0.05, "first_block: change of the first block's residual below which the others are skipped", above=0
     )
-    cache_interval: int = key(2, "taylorseer: attention is computed at every so many steps", low=2)
+    cache_interval: int = key(2, "taylorseer: attention is computed every this many steps", low=2)
     same_init_noise: bool = key(False, "the images of a group start from the same noise (DanceGRPO)")
     init_noise_spread: float = key(
         0.0,
-        "how far the initial noises of a group lie from the one that same_init_noise gives: 0 on it, 1 anywhere",
+        "distance of a group's initial noises from the one of same_init_noise: 0 equal to it, 1 anywhere",
         low=0,
         high=1,
     )
@@ -51,17 +54,17 @@ class SamplingConfig(Block):
     )
     window_range: list[int | None] | None = main_key(
         None,
-        "[first, end) of the steps a window may cover or a noise level be taken from; null: all but the last step, "
-        "with the kernels cps, precise and dance_precise all but the last two; [0, null]: all with ode, all "
+        "[first, end) of the steps that a window may cover or a noise level may come from; null: all but the last "
+        "step, with the kernels cps, precise and dance_precise all but the last two; [0, null]: all with ode, all "
         "but the last with other kernels",
     )
     window_stride: int | None = key(
-        None, "steps by which a window that moves goes on; null: its size; 0: it stays at the first steps", low=0
+        None, "steps by which a moving window advances; null: its size; 0: it stays at the first steps", low=0
     )
     window_schedule: WindowSchedule = key(
         "random", "random; early ones more likely (TreeGRPO); shift by window_stride; shift faster over time (MixGRPO)"
     )
-    window_every: int = key(1, "trainer steps for which a window stays where it is", low=1)
+    window_every: int = key(1, "trainer steps for which a window keeps its position", low=1)
     window_per: WindowScope = key("step", "one random window per trainer step, or per group")
     call: dict[str, Any] = key({}, "further keyword arguments of the pipeline's __call__, such as max_sequence_length")
 
@@ -71,13 +74,13 @@ class SamplingConfig(Block):
         drawn = self.window_schedule in ("random", "geometric")
         if not drawn and (self.window_size is None or self.window_per == "group"):
             raise ConfigError(
-                f"sampling.window_schedule={self.window_schedule}: a window that moves needs a "
-                "sampling.window_size and window_per=step"
+                f"sampling.window_schedule={self.window_schedule}: a moving window needs a sampling.window_size "
+                "and window_per=step"
             )
         if self.init_noise_spread > 0 and not self.same_init_noise:
             raise ConfigError(
-                f"sampling.init_noise_spread={self.init_noise_spread}: it is the distance from a noise that the images "
-                "of a group share; set sampling.same_init_noise=true too"
+                f"sampling.init_noise_spread={self.init_noise_spread}: it is the distance from a noise that the "
+                "images of a group share; set sampling.same_init_noise=true as well"
             )
         if self.compression < 1 and self.solver == "euler":
             raise ConfigError(
@@ -96,7 +99,7 @@ class SamplingConfig(Block):
     def _check_range(self, given: str) -> None:
         last = self.num_inference_steps - 1
         if self.window_range is None or len(self.window_range) != 2 or self.window_range[0] is None:
-            raise ConfigError(f"sampling.window_range={given}: give [first, end) with 0 <= first < end")
+            raise ConfigError(f"sampling.window_range={given}: expected [first, end) with 0 <= first < end")
         first, end = self.steps_range
         if end > self.num_inference_steps:
             raise ConfigError(
@@ -104,7 +107,7 @@ class SamplingConfig(Block):
                 f"{last if self.kernel != 'ode' else last + 1} or before"
             )
         if not 0 <= first < end:
-            raise ConfigError(f"sampling.window_range={given}: give [first, end) with 0 <= first < end")
+            raise ConfigError(f"sampling.window_range={given}: expected [first, end) with 0 <= first < end")
         if end > last and self.kernel != "ode":  # noise levels to train at need no noise of the rollout
             raise ConfigError(
                 f"sampling.window_range={given}: it covers step {last}, the last of "
@@ -123,7 +126,7 @@ class SamplingConfig(Block):
     def _left_out(self) -> str:
         """In words, which steps are left out where no range is given."""
         if self.window_range is None and self.kernel in FADING_KERNELS:
-            return f"the last step is deterministic, the one before it has hardly any noise with kernel={self.kernel}"
+            return f"the last step is deterministic, the one before it has almost no noise with kernel={self.kernel}"
         return "the last step is deterministic"
 
     @property

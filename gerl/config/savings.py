@@ -40,19 +40,21 @@ def _of_cache(config: Settings) -> str | None:
     if config.sampling.cache == "none":
         return None
     if config.algorithm.replays_latents and config.sampling.kernel == "ode":
-        return f"{config.algorithm.name} trains at steps without noise, which have to be exact"
+        return f"{config.algorithm.name} trains at steps without noise, which must be exact"
     if config.model.compile is not None:
-        return f"it is switched on and off between steps, which model.compile={config.model.compile} would compile anew"
+        return (
+            f"it is switched on and off between steps, which would recompile with model.compile={config.model.compile}"
+        )
     if config.lockstep:
-        return "ranks that work in lockstep have to run the same blocks"
+        return "ranks that work in lockstep must run the same blocks"
     return None
 
 
 def _of_step_batch(config: Settings) -> str | None:
     if config.actor.step_batch > 1 and config.algorithm.cfg == "detach_uncond":
-        return "algorithm.cfg=detach_uncond runs the halves of each step apart; use cfg=joint"
+        return "algorithm.cfg=detach_uncond runs the halves of each step separately; use cfg=joint"
     if config.actor.step_batch > 1 and config.algorithm.differentiates and not config.algorithm.scores_steps:
-        return f"{config.algorithm.name} goes back from one step to the one before"
+        return f"{config.algorithm.name} backpropagates from one step to the one before"
     return None
 
 
@@ -62,13 +64,13 @@ def _of_drawing(config: Settings) -> str | None:
     algorithm, model = config.algorithm, config.model
     if algorithm.replays_latents and not (algorithm.scores_steps and algorithm.cfg != "off"):
         why = "with algorithm.cfg=off it" if algorithm.scores_steps else algorithm.name
-        return f"{why} has no ratio to the policy that drew, which would correct for other weights"
+        return f"{why} has no ratio to the sampling policy, which would correct for different weights"
     if model.train != "lora":
-        return f"with model.train={model.train} the copies would have to follow the weights"
+        return f"with model.train={model.train} the copies would have to be updated with the weights"
     if model.quantize != "none" or model.offload == "blocks":
         return "it makes copies of weights on the device; use model.quantize=none and model.offload=none or encoders"
     if config.lockstep:
-        return "it does not go together with divided weights or tokens yet"
+        return "it does not support sharded weights or tokens yet"
     return None
 
 
@@ -94,7 +96,7 @@ def check_savings(config: Settings) -> None:
     for saving in SAVINGS:
         if reason := saving.refusal(config):
             value = shown(saving.value(config)).strip("'")
-            raise ConfigError(f"{saving.key}={value}: {reason}; leave it out")
+            raise ConfigError(f"{saving.key}={value}: {reason}; remove it")
 
 
 def saving_notes(config: Settings) -> list[str]:
@@ -103,17 +105,17 @@ def saving_notes(config: Settings) -> list[str]:
     if sampling.cache != "none":
         exact = "noisy steps are computed in full" if sampling.kernel != "ode" else "training computes in full"
         found.append(
-            f"sampling.cache={sampling.cache}: images are drawn with approximate denoising steps, {exact}; which "
-            "images are drawn together decides what is left out"
+            f"sampling.cache={sampling.cache}: images are sampled with approximate denoising steps, {exact}; the "
+            "images of a batch together decide what is skipped"
             if sampling.cache == "first_block"
-            else f"sampling.cache={sampling.cache}: images are drawn with approximate denoising steps, {exact}"
+            else f"sampling.cache={sampling.cache}: images are sampled with approximate denoising steps, {exact}"
         )
         if config.algorithm.replays_latents and sampling.window_size is None and not config.algorithm.branches:
             found.append(
-                f"sampling.cache={sampling.cache} has little to save: all denoising steps but the last are noisy; give "
-                "a sampling.window_size"
+                f"sampling.cache={sampling.cache} has little effect: all denoising steps but the last are noisy; "
+                "set a sampling.window_size"
             )
     if config.rollout.quantize != "none":
         corrected = "their ratio corrects for it" if config.algorithm.scores_steps else "training learns from images"
-        found.append(f"rollout.quantize={config.rollout.quantize}: weights in 8 bits draw, {corrected}")
+        found.append(f"rollout.quantize={config.rollout.quantize}: images are sampled with 8-bit weights, {corrected}")
     return found

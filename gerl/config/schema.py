@@ -44,7 +44,7 @@ def is_flat(value: object, levels: int = DEEPEST) -> bool:
     return inner is None or (levels > 0 and all(is_flat(part, levels - 1) for part in inner))
 
 
-KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+KINDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 SPELLED = {"true": True, "false": False}
 
 
@@ -93,7 +93,7 @@ def kind_words(kind: Any) -> str:
         return f"{', '.join(others)} or {last}" if others else last
     if origin is list:
         return "a list, such as [1,2]" if parts[0] in (int, float) else f"a list, each {kind_words(parts[0])}"
-    return "a dictionary, such as {NAME: VALUE}" if origin is dict else KINDS.get(kind, "another kind of value")
+    return "a dictionary, such as {NAME: VALUE}" if origin is dict else KINDS.get(kind, "a value of another kind")
 
 
 def shown(value: object) -> str:
@@ -135,11 +135,9 @@ class Block:
         if isinstance(value, int) and abs(value) >= 2**64:
             raise ConfigError(f"{self._path(name)}={shown(value)}: it must be less than 2**64")
         if isinstance(value, str) and any(c < " " or c == "\x7f" or "\ud800" <= c <= "\udfff" for c in value):
-            raise ConfigError(f"{self._path(name)}={shown(value)}: it has a control character, remove it")
+            raise ConfigError(f"{self._path(name)}={shown(value)}: it contains a control character, remove it")
         if not is_flat(value):
-            raise ConfigError(
-                f"{self._path(name)} has more than {DEEPEST} mappings or lists inside each other: use fewer"
-            )
+            raise ConfigError(f"{self._path(name)} has more than {DEEPEST} nested mappings or lists: use fewer")
 
     def _path(self, name: str) -> str:
         block = type(self).__name__.removesuffix("Config").lower()

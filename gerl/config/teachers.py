@@ -56,8 +56,8 @@ def teachers(given: Sequence[Mapping[str, Any]]) -> list[Teacher]:
     found = [_teacher(entry) for entry in given]
     sources = [teacher.data_source for teacher in found]
     if twice := next((teacher for teacher in found if sources.count(teacher.data_source) > 1), None):
-        prompts = f"data_source={twice.data_source}" if twice.data_source else "no data_source, which stands for all"
-        raise ConfigError(f"{NAME} has two entries with {prompts}: name one for each kind of prompts")
+        prompts = f"data_source={twice.data_source}" if twice.data_source else "no data_source, which means all"
+        raise ConfigError(f"{NAME} has two entries with {prompts}: use one for each kind of prompt")
     return found
 
 
@@ -65,14 +65,16 @@ def _teacher(entry: Mapping[str, Any]) -> Teacher:
     where = f"{NAME} has an entry with"
     for k, value in entry.items():
         if k not in ENTRY:
-            raise ConfigError(f"{where} {k}; it may have {', '.join(ENTRY)}")
+            raise ConfigError(f"{where} {k}; allowed are {', '.join(ENTRY)}")
         if k in ("lora", "path", "data_source") and value is not None and not _is_text(value):
-            raise ConfigError(f"{where} {k}={shown(value)}: it must be a text that is not empty")
+            raise ConfigError(f"{where} {k}={shown(value)}: it must be a non-empty string")
     call = entry.get("call") or {}
     if not isinstance(call, Mapping) or not all(map(_is_text, call)):
-        raise ConfigError(f"{where} call={shown(call)}: give arguments of the pipeline, such as {{true_cfg_scale: 4}}")
+        raise ConfigError(
+            f"{where} call={shown(call)}: expected arguments of the pipeline, such as {{true_cfg_scale: 4}}"
+        )
     if entry.get("lora") is not None and entry.get("path") is not None:
-        raise ConfigError(f"{where} lora and path: a teacher is one or the other; merge the LoRA into that pipeline")
+        raise ConfigError(f"{where} lora and path: a teacher has only one of them; merge the LoRA into that pipeline")
     guidance, weight = entry.get("guidance"), entry.get("weight", 1.0)
     if guidance is not None and not _is_number(guidance, low=0.0):
         raise ConfigError(f"{where} guidance={shown(guidance)}: it must be a number of at least 0")

@@ -41,10 +41,10 @@ def answer(given: Mapping[str, Any], own: Mapping[str, Any], fields: Fields) -> 
         for key, meant in lines.items():
             before = found.written.get(key, own.get(key, meant))
             if key in own and plain(own[key]) != plain(meant):
-                found.why[name] = f"{key}={_text(own[key])} is given already"
+                found.why[name] = f"{key}={_text(own[key])} is already given"
             elif plain(before) != plain(meant) and OPEN not in (before, meant):
                 found.written[key] = OPEN
-                found.why[key] = f"{sources[key]} and {name} both mean it; choose one value"
+                found.why[key] = f"{sources[key]} and {name} mean the same; choose one value"
             elif before == OPEN or key not in found.written:
                 found.written[key] = meant
                 sources[key] = name

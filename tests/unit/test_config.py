@@ -47,7 +47,7 @@ def test_where_the_noise_fades_the_default_window_ends_a_step_earlier(kernel: st
     assert SamplingConfig(num_inference_steps=2, kernel=kernel).steps_range == (0, 1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"window_size=6: only [45] steps .*; lower it") as error:
         dataclasses.replace(sampling, window_size=6)
-    assert ("hardly any noise" in str(error.value)) == fades
+    assert ("almost no noise" in str(error.value)) == fades
 
 
 def test_tensorboard_can_be_left_out_by_its_own_key_as_before() -> None:
@@ -83,12 +83,12 @@ HELD_OUT = {"a": {"weight": 0, "during": "validation"}}
 BAD = [
     # wrong type
     ({"actor": {"lr": "fast"}}, "actor.lr='fast'", "number"),
-    ({"rollout": {"n": 2.5}}, "rollout.n=2.5", "whole number"),
+    ({"rollout": {"n": 2.5}}, "rollout.n=2.5", "an integer"),
     ({"model": {"gradient_checkpointing": "maybe"}}, "model.gradient_checkpointing='maybe'", "true or false"),
-    ({"model": {"path": None}}, "model.path=null", "a text"),
+    ({"model": {"path": None}}, "model.path=null", "a string"),
     ({"cluster": {"launcher": "slurm"}}, "cluster.launcher='slurm'", "'ray' or 'local'"),
     ({"algorithm": {"advantage_std": "global"}}, "algorithm.advantage_std='global'", "'group', 'batch' or 'none'"),
-    ({"sampling": {"window_range": ["a", 3]}}, "sampling.window_range.0='a'", "whole number"),
+    ({"sampling": {"window_range": ["a", 3]}}, "sampling.window_range.0='a'", "an integer"),
     ({"trainer": 5}, "trainer=5", "trainer.steps=VALUE"),
     ({"logger": {"trackers": "wandb"}}, "logger.trackers='wandb'", "a list, such as [tensorboard,wandb]"),
     ({"logger": {"trackers": None}}, "logger.trackers=null", "[] for none"),
@@ -130,7 +130,7 @@ BAD = [
             "algorithm": {"kl_coef": 0.1, "kl_share": 0.1, "kl_doubters": ["a"]},
         },
         "algorithm.kl_doubters: a",
-        "reward.scorers.a.during=validation; leave",
+        "reward.scorers.a.during=validation; remove",
     ),
     (
         {
@@ -138,7 +138,7 @@ BAD = [
             "algorithm": {"diversity": "add", "diversity_scorer": "a/b"},
         },
         "algorithm.diversity=add",
-        "leave reward.scorers.a.during out",
+        "remove reward.scorers.a.during",
     ),
     (
         {"reward": {"scorers": {"ocr": {}, **HELD_OUT}}, "validation": {"data": None}},
@@ -151,8 +151,8 @@ BAD = [
     ({"algorithm": {"kl_coef": float("nan")}}, "algorithm.kl_coef=nan", "finite number"),
     ({"trainer": {"seed": -1}}, "trainer.seed=-1", "at least 0"),
     ({"model": {"lora_rank": 0}}, "model.lora_rank=0", "at least 1"),
-    ({"logger": {"project": "a b/c"}}, "logger.project='a b/c'", "letters of ASCII, digits"),
-    ({"logger": {"project": ""}}, "logger.project=''", "letters of ASCII, digits"),
+    ({"logger": {"project": "a b/c"}}, "logger.project='a b/c'", "ASCII letters, digits"),
+    ({"logger": {"project": ""}}, "logger.project=''", "ASCII letters, digits"),
     ({"logger": {"tags": ["a" * 65]}}, "logger.tags: 'aaaa", "1 to 64"),
     # keys that contradict each other
     ({"rollout": {"n": 1}}, "rollout.n=1", "at least 2"),
@@ -207,11 +207,11 @@ BAD = [
     ({"sampling": {"window_schedule": "decay"}}, "sampling.window_schedule=decay", "sampling.window_size"),
     ({"sampling": {"compression": 0.4}}, "sampling.compression=0.4", "sampling.solver=dpm2"),
     ({"algorithm": {"name": "awm", "old_decay": [1]}}, "algorithm.old_decay=[1", "[hold, start, slope, limit]"),
-    ({"algorithm": {"name": "branch_grpo", "split_steps": [3, 2]}}, "algorithm.split_steps=[3, 2]", "rising"),
+    ({"algorithm": {"name": "branch_grpo", "split_steps": [3, 2]}}, "algorithm.split_steps=[3, 2]", "increasing"),
     (
         {"algorithm": {"name": "branch_grpo", "split_noise": 4}, "sampling": {"kernel": "cps", "noise_level": 0.3}},
         "algorithm.split_noise=4",
-        "above 1, the most that cps takes",
+        "exceeds 1, the maximum of cps",
     ),
     ({"algorithm": {"clip_dimensions": 0}}, "algorithm.clip_dimensions=0", "at least 1"),
     ({"algorithm": {"likelihood": "laplace"}}, "algorithm.likelihood='laplace'", "squared_error"),
@@ -220,7 +220,7 @@ BAD = [
     (
         {"algorithm": {"name": "tempflow_grpo"}, "sampling": {"window_size": 3}},
         "sampling.window_size",
-        "no meaning for tempflow_grpo",
+        "no effect for tempflow_grpo",
     ),
     # too much of anything
     ({"trainer": {"steps": 10**400}}, "trainer.steps=1000", "less than 2**64"),
@@ -245,7 +245,7 @@ BAD = [
     (
         {"cluster": {"layout": "split", "num_workers": 4, "rollout_workers": 2, "actor_workers": 1}},
         "cluster.rollout_workers=2 and cluster.actor_workers=1",
-        "leave one of the three out",
+        "remove one of the three",
     ),
     ({"model": {"path": "\x1b[31mx"}}, r"model.path='\x1b[31mx'", "control character"),
 ]

@@ -72,7 +72,7 @@ def test_without_the_package_that_makes_environments_its_extra_is_named(monkeypa
 )
 def test_why_an_environment_could_not_be_made_is_said_in_the_words_of_the_installer(text: str, reason: str) -> None:
     said = environments.failure("scorer mine, process 0", text)
-    assert said.startswith("the environment of scorer mine, process 0 could not be made (" + reason)
+    assert said.startswith("the environment of scorer mine, process 0 could not be created (" + reason)
     assert "correct reward.scorers.NAME.env" in said and "\n" not in said
 
 
@@ -80,7 +80,7 @@ def test_why_an_environment_could_not_be_made_is_said_in_the_words_of_the_instal
     "env", [{"uv": ["a"], "pip": ["b"]}, {"pip": "a"}, {"pip": [3]}, {"python": ""}, {"conda": []}]
 )
 def test_what_is_no_environment_is_refused(env: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.scorers\.NAME\.env=.*give one of"):
+    with pytest.raises(ConfigError, match=r"reward\.scorers\.NAME\.env=.*expected one of"):
         ScorerConfig(env=env)
 
 

@@ -37,8 +37,8 @@ def refused(name: str, value: object) -> str:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_true_and_false_are_no_numbers(name: str, value: bool) -> None:
     message = refused(name, value)
-    assert message.startswith(f"{name.replace('NAME', 'ocr')}={str(value).lower()}: it must be a "), message
-    assert "number" in message
+    assert message.startswith(f"{name.replace('NAME', 'ocr')}={str(value).lower()}: it must be a"), message
+    assert "number" in message or "an integer" in message
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -77,13 +77,13 @@ def test_what_spells_a_value_is_that_value() -> None:
     ],
 )
 def test_nor_are_they_in_blocks_that_are_built_in_python(build: Any) -> None:
-    with pytest.raises(ConfigError, match="it must be a "):
+    with pytest.raises(ConfigError, match="it must be a"):
         build()
 
 
 def test_on_the_command_line() -> None:
     for given in ("actor.lr=true", "trainer.steps=True", "actor.betas=[0.9,true]", "reward.scorers.ocr.weight=false"):
-        with pytest.raises(ConfigError, match=f"^{given.partition('=')[0]}=.*: it must be a "):
+        with pytest.raises(ConfigError, match=f"^{given.partition('=')[0]}=.*: it must be a"):
             compose_run([given])
 
 

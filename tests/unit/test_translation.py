@@ -32,7 +32,7 @@ def written(line: str) -> tuple[str, str]:
 # what is typed, what is written, and a word of the reason
 MEANT = [
     # verl, MM-GRPO, verl-omni
-    ("actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.04", "algorithm.kl_coef=0.04", "leave out"),
+    ("actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.04", "algorithm.kl_coef=0.04", "remove"),
     ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.kl_coef=VALUE", "kl_loss_coef"),
     ("use_kl_loss=false kl_loss_coef=0.04", "algorithm.kl_coef=0", ""),
     ("actor.ppo_mini_batch_size=64 data.train_batch_size=256", "actor.updates_per_step=4 rollout.prompts_per_step=256", ""),
@@ -43,15 +43,15 @@ MEANT = [
     ("trainer.total_epochs=15", "trainer.steps=VALUE", "15 x prompts"),
     ("reward_model.path=RM", "reward.scorers=VALUE", "a reward model is a scorer"),
     ("reward.reward_model.model_path=RM", "reward.scorers=VALUE", "a reward model is a scorer"),
-    ("actor_rollout_ref.rollout.name=vllm", "", "the pipeline of diffusers"),
+    ("actor_rollout_ref.rollout.name=vllm", "", "the diffusers pipeline"),
     ("rollout.temperature=0.7 rollout.top_p=0.95", "", "sampling.noise_level"),
     ("custom_reward_function.path=F.py", "'reward.scorers={mine: {path: F.py}}'", ""),
     ("custom_reward_function.path=F.py custom_reward_function.name=f", "'reward.scorers={mine: {path: F.py, function: f}}'", ""),
-    ("clip_ratio=0.2", "", "leave it out"),
+    ("clip_ratio=0.2", "", "remove it"),
     ("actor.clip_ratio=1e-4", "algorithm.clip_low=1e-4 algorithm.clip_high=1e-4", ""),
     ("actor.kl_loss_type=low_var_kl", "algorithm.kl_type=k3", "flow_grpo"),
     ("algorithm.kl_penalty=kl algorithm.use_kl_in_reward=true", "algorithm.kl_type=k1 algorithm.kl_in_reward=true", "flow_grpo"),
-    ("algorithm.kl_penalty=kl", "", "leave out"),
+    ("algorithm.kl_penalty=kl", "", "remove"),
     ("actor.kl_loss_type=kl", "algorithm.kl_type=VALUE", "no gradient"),
     ("rollout.sde_type=sde", "sampling.kernel=flow_sde", ""),
     ("rollout.algo.sde_type=cps", "sampling.kernel=cps", ""),
@@ -63,7 +63,7 @@ MEANT = [
     ("trainer.save_freq=-1", "checkpoint.every=0", ""),
     ("trainer.resume_mode=disable", "checkpoint.resume=never", ""),
     ("trainer.experiment_name=first", "hydra.run.dir=outputs/first", ""),
-    ("trainer.experiment_name=first trainer.default_local_dir=d", "hydra.run.dir=d", "leave out"),
+    ("trainer.experiment_name=first trainer.default_local_dir=d", "hydra.run.dir=d", "remove"),
     ("async_strategy=one-step-off", "trainer.staleness=1", ""),
     ("hybrid_engine=true", "cluster.layout=hybrid", ""),
     ("actor.loss_mode=distill_kl", "algorithm=opd", ""),
@@ -96,13 +96,13 @@ MEANT = [
     ("train.timestep_range='[0,0.6]'", "sampling.window_range=VALUE", "in steps"),
     ("scheduler.sde_steps='[1,2,3]'", "'sampling.window_range=[1,4]'", ""),
     # TRL and diffusers
-    ("gradient_accumulation_steps=8", "", "by themselves"),
+    ("gradient_accumulation_steps=8", "", "automatically"),
     ("steps_per_generation=8 gradient_accumulation_steps=4", "actor.updates_per_step=2", ""),
     ("generation_batch_size=64 num_generations=8", "rollout.prompts_per_step=8 rollout.n=8", ""),
-    ("epsilon=0.2", "", "leave it out"),
+    ("epsilon=0.2", "", "remove it"),
     ("num_train_epochs=3", "trainer.steps=VALUE", "3 x prompts"),
     ("bf16=true", "model.dtype=bfloat16", ""),
-    ("bf16=false", "", "leave out bf16"),
+    ("bf16=false", "", "remove bf16"),
     ("load_in_4bit=true", "model.quantize=nf4", ""),
     ("torch_compile=true", "model.compile=inductor", ""),
     ("report_to=wandb", "'logger.trackers=[wandb]'", ""),
@@ -176,9 +176,9 @@ def test_no_name_has_a_wrong_answer(name: str) -> None:
 def test_two_names_of_one_key() -> None:
     assert written("learning_rate=1e-4 train.lr=1e-4")[0] == "actor.lr=1e-4"
     line, message = written("learning_rate=1e-4 train.lr=1e-5")
-    assert line == "actor.lr=VALUE" and "learning_rate and train.lr both mean it" in message
+    assert line == "actor.lr=VALUE" and "learning_rate and train.lr mean the same" in message
     line, message = written("num_generations=8 rollout.n=4")
-    assert line == "" and "rollout.n=4 is given already" in message
+    assert line == "" and "rollout.n=4 is already given" in message
 
 
 def test_the_tables_are_of_names_and_keys_that_there_are() -> None:
@@ -222,7 +222,7 @@ def test_a_file_of_another_program_is_answered_as_a_whole(tmp_path: Any) -> None
         compose_run([f"experiment={file}"])
     message = str(caught.value)
     assert "write model.lora_rank=16 actor.lr=0.0001 trainer.steps=9 'reward.scorers={ocr: {weight: 1.0}}'" in message
-    assert re.search(r"job, .*: model\.path says", message)
+    assert re.search(r"job, .*: model\.path determines", message)
 
 
 def test_the_same_reason_is_given_once() -> None:
