@@ -71,7 +71,7 @@ class Stopped(Interrupted):
     """Somebody asked the run to stop after its step (`control/stop`): it ends as by a signal, with exit code 0."""
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"stopped after step {step}, as asked")
+        super().__init__(f"stopped after step {step}, as requested")
         self.step = step
 
     def __reduce__(self) -> tuple[type, tuple[int]]:

@@ -16,8 +16,8 @@ from gerl.utils.files import write_file
 Rows = str | Path | Sequence[str | Mapping[str, Any]] | None
 CHANNELS = (1, 3, 4)
 FORMS = (
-    "give the path of a file, a PIL image, or an array or tensor [H, W, 3] or [3, H, W] of bytes or of floats from 0 "
-    "to 1"
+    "expected the path of a file, a PIL image, or an array or tensor [H, W, 3] or [3, H, W] of bytes or of floats "
+    "from 0 to 1"
 )
 
 
@@ -34,20 +34,22 @@ def listed(images: Any, prompts: Rows, here: Path) -> Path:
         raise DataError(f"images are {type(images).__name__}: {FORMS}, or a list of these")
     pictures = list(images)
     if prompts is None:
-        raise DataError("prompts are missing: give one for each image, or one for all")
+        raise DataError("prompts are missing: give one per image, or one for all")
     rows = [prompts] * len(pictures) if isinstance(prompts, str | Path | Mapping) else list(prompts)
     if len(rows) != len(pictures):
-        raise DataError(f"{len(rows)} prompts for {len(pictures)} images: give one for each, or one for all")
+        raise DataError(f"{len(rows)} prompts for {len(pictures)} images: give one per image, or one for all")
     lines = []
     for i, (image, row) in enumerate(zip(pictures, rows, strict=True)):
         if not isinstance(row, str | Path | Mapping):
-            raise DataError(f"prompt {i} is {type(row).__name__}: give a text, or a dictionary with the key prompt")
+            raise DataError(
+                f"prompt {i} is {type(row).__name__}: expected a string, or a dictionary with the key prompt"
+            )
         columns = dict(row) if isinstance(row, Mapping) else {"prompt": str(row)}
         try:
             lines.append(json.dumps({**columns, "image": str(_file(image, i, here))}, ensure_ascii=False) + "\n")
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"columns of prompt {i} are texts and numbers ({error}): give pictures by their file"
+                f"columns of prompt {i} must be strings and numbers ({error}): give images as file paths"
             ) from None
     write_file(here / "images.jsonl", "".join(lines))
     return here / "images.jsonl"
@@ -60,7 +62,7 @@ def _file(image: object, i: int, here: Path) -> Path:
     if not isinstance(image, Image.Image):
         image = _of_numbers(image, i)
     if image.mode[0] in "IF":
-        raise DataError(f"image {i} has more than 8 bits a channel (mode {image.mode}): give it with 8")
+        raise DataError(f"image {i} has more than 8 bits per channel (mode {image.mode}): convert it to 8")
     path = here / f"{i}.png"
     image.convert("RGBA" if image.has_transparency_data else "RGB").save(path)
     return path

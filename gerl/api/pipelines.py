@@ -48,7 +48,7 @@ def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
         return str(known)
     check_offered(pipe)
     logger.info(
-        "%s in memory %s not what %s has: the pipeline is written to %s, which the run names as its model",
+        "%s in memory %s different from %s: the pipeline is written to %s, which becomes the run's model.path",
         " and ".join(changed),
         "is" if len(changed) == 1 else "are",
         known,
@@ -82,7 +82,7 @@ def _is_as_stored(name: str, part: Any, source: Path) -> bool:
     if not hasattr(part, "save_pretrained"):
         return True  # None, or a plain value of model_index.json
     if getattr(part, "quantization_method", None) or getattr(part, "hf_quantizer", None):
-        logger.info("%s is quantised in memory: what follows the run uses its weights as %s has them", name, source)
+        logger.info("%s is quantised in memory: the trained pipeline has the unquantised weights of %s", name, source)
         return True
     kind, module = type(part), isinstance(part, torch.nn.Module)
     try:

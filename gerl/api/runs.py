@@ -45,7 +45,9 @@ class Run:
         """Raises `GerlError` if there is no run in `folder`."""
         object.__setattr__(self, "folder", Path(folder).expanduser())
         if not (self.folder / "config.yaml").is_file():
-            raise GerlError(f"{folder} is no run folder: there is no config.yaml; give the folder that the run printed")
+            raise GerlError(
+                f"{folder} is not a run folder: there is no config.yaml; give the folder that the run printed"
+            )
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -71,7 +73,7 @@ class Run:
         """
         checkpoint = find_checkpoint(self.folder)[1]
         if not (checkpoint.path / "lora" / WEIGHTS).is_file():
-            raise GerlError(f"{checkpoint.path} has no LoRA: the run trained the weights themselves, which are there")
+            raise GerlError(f"{checkpoint.path} has no LoRA: the run used full fine-tuning, its weights are there")
         return checkpoint.path / "lora"
 
     @property
@@ -90,7 +92,7 @@ class Run:
             raise GerlError(f"{self.folder} has no validation{'' if step is None else f' after step {step}'}{known}")
         found = load_validation(self.folder, steps[-1] if step is None else step)
         if not found.shown:
-            raise GerlError(f"the pictures of step {found.step} are no longer kept (validation.keep), its rewards are")
+            raise GerlError(f"the images of step {found.step} are no longer kept (validation.keep), only its rewards")
         return [
             Picture(Image.fromarray(pixels), found.prompts[i], found.rewards[i])
             for i, pixels in zip(found.shown, found.pixels, strict=True)

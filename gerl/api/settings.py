@@ -40,7 +40,9 @@ class Scorers:
         """
         own: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
         if isinstance(given, bool) or not (isinstance(given, str | Path | int | float | Mapping) or callable(given)):
-            raise ConfigError(f"reward: {name} is {type(given).__name__}: give a function, a name, a file or its keys")
+            raise ConfigError(
+                f"reward: {name} is {type(given).__name__}: expected a function, a name, a file or a dictionary of keys"
+            )
         if callable(given):
             own = {"function": given}
         elif isinstance(given, int | float):
@@ -48,7 +50,7 @@ class Scorers:
         elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".py")):
             own = {"path": str(given)}
         elif isinstance(given, str) and given != name:
-            raise ConfigError(f"reward: {name}={given!r}: give a Python file, or the scorer's own name as the name")
+            raise ConfigError(f"reward: {name}={given!r}: expected a Python file, or the scorer's own name as the name")
         if callable(function := own.get("function")):
             del own["function"]
             own["path"] = f"{PREFIX}{name}"
@@ -71,7 +73,7 @@ def scorers_of(reward: object) -> Scorers:
         found.add(reward, reward)
     else:
         raise ConfigError(
-            f"reward: it is a {type(reward).__name__}; give a function, a name, or several by name such as "
+            f"reward: it is a {type(reward).__name__}; expected a function, a name, or several by name such as "
             "{'ocr': 1.0, 'mine': function}"
         )
     return found
@@ -84,7 +86,7 @@ def _named(function: Callable[..., object]) -> str:
 
 def _checked(name: str) -> str:
     if not name.isidentifier():
-        raise ConfigError(f"reward: {name!r} names a scorer, for which letters, digits and underscores will do")
+        raise ConfigError(f"reward: {name!r} is not a valid scorer name; use letters, digits and underscores")
     return name
 
 
@@ -101,7 +103,7 @@ def nested(
     for key, value in [*(beside or {}).items(), *given.items()]:
         block, *inner = key.split(".")
         if not inner and not isinstance(value, Mapping):
-            raise ConfigError(f"{key}={value!r}: it is a block of keys: give a dictionary of them, or '{key}.KEY'")
+            raise ConfigError(f"{key}={value!r}: it is a block of keys: expected a dictionary, or '{key}.KEY'")
         place = found.setdefault(block, {})
         for name in inner[:-1]:
             place = place.setdefault(name, {})
@@ -161,7 +163,7 @@ def plain(value: object) -> Any:
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ConfigError(f"{value!r:.80} is {type(value).__name__}: keys are numbers, texts, lists and dictionaries")
+    raise ConfigError(f"{value!r:.80} is {type(value).__name__}: keys must be numbers, strings, lists and dictionaries")
 
 
 def overrides_of(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -174,19 +176,23 @@ def write_prompts(prompts: Prompts, file: Path) -> str:
     if isinstance(prompts, str | Path):
         return str(prompts)
     if not isinstance(prompts, Iterable):
-        raise DataError(f"prompts are {type(prompts).__name__}: give a list of texts, or the name of a file")
+        raise DataError(f"prompts are {type(prompts).__name__}: expected a list of strings, or the name of a file")
     rows: list[dict[str, Any]] = []
     for i, prompt in enumerate(prompts):
         row = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt) if isinstance(prompt, Mapping) else None
         if row is None:
-            raise DataError(f"prompt {i} is {type(prompt).__name__}: give a text, or a dictionary with the key prompt")
+            raise DataError(
+                f"prompt {i} is {type(prompt).__name__}: expected a string, or a dictionary with the key prompt"
+            )
         rows.append(row)
     if not rows:
-        raise DataError("there is no prompt: give at least one, or the name of a file")
+        raise DataError("there are no prompts: give at least one, or the name of a file")
     try:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     except (TypeError, ValueError) as error:
-        raise DataError(f"columns of a prompt are texts and numbers ({error}): give pictures by their file") from None
+        raise DataError(
+            f"columns of a prompt must be strings and numbers ({error}): give images as file paths"
+        ) from None
     write_file(file, text)
     return str(file)
 

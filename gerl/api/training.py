@@ -117,7 +117,7 @@ class Trainer:
         if not self.resumes and (reward is None or prompts is None or pipe is None) and experiment is None:
             missing = [n for n, v in (("pipe", pipe), ("reward", reward), ("prompts", prompts)) if v is None]
             raise ConfigError(
-                f"{' and '.join(missing)} missing: give them, or an experiment that names them, or resume"
+                f"{' and '.join(missing)} missing: set them, or use an experiment that sets them, or resume"
             )
 
     @property
@@ -128,7 +128,7 @@ class Trainer:
     def __iter__(self) -> Generator[Step]:
         """The run, as a generator of its steps, which is all that holds it: where it is dropped the run ends."""
         if self.begun:
-            raise GerlError("a trainer is one run, which has begun: make another")
+            raise GerlError("a Trainer can run once, and this one has already started: create another")
         self.begun = True
         return self._steps()
 

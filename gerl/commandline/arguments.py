@@ -15,7 +15,7 @@ from gerl.errors import ConfigError
 T = TypeVar("T")
 Option = Field[Any]  # a key of a command
 WIDTH = 110  # characters of a line of the help
-FOLDER_HELP = "  --config-dir DIR  a folder with experiments of your own, for experiment=NAME"
+FOLDER_HELP = "  --config-dir DIR  a folder with your own experiments, for experiment=NAME"
 
 
 def key(
@@ -124,7 +124,7 @@ class Parser(Generic[T]):
 
     def _value(self, option: Option, name: str, text: str) -> object:
         if not text.strip():
-            leave = "" if option.metadata["required"] else ", or leave it out"
+            leave = "" if option.metadata["required"] else ", or omit it"
             raise ConfigError(f"{name} is empty: give {_advice(option)}{leave}")
         try:
             return self.read(option, get_type_hints(self.options)[option.name], text)

@@ -140,4 +140,4 @@ def make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out={out}: the folder cannot be made ({error.strerror}); choose another") from None
+        raise ConfigError(f"out={out}: the folder cannot be created ({error.strerror}); choose another") from None

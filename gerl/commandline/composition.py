@@ -91,8 +91,8 @@ def asked_for(overrides: Sequence[str]) -> Asked:
     resume = block.get("resume", "never") if isinstance(block, dict) else "never"  # what is wrong with it is said later
     if not isinstance(resume, str) or not resume.strip():
         raise ConfigError(
-            f"checkpoint.resume={json.dumps(resume, default=str)}: give auto, never, or the folder of a run or of one "
-            "of its checkpoints"
+            f"checkpoint.resume={json.dumps(resume, default=str)}: expected auto, never, or the folder of a run or "
+            "of one of its checkpoints"
         )
     return dataclasses.replace(found, resume=resume, given=given, whole=len(kept) == len(overrides))
 
@@ -209,12 +209,14 @@ def _check_algorithm(values: dict[str, Any], chosen: Sequence[str], overrides: S
     given = next((o for o in chosen if o.startswith("algorithm=")), "")
     if not isinstance(block, dict) or not isinstance(name := block.get("name"), str):
         raise ConfigError(
-            f"{given or 'algorithm'}: there is no algorithm.name; choose one by algorithm=NAME, and in your own file "
-            "write 'algorithm:', below it and indented 'name: flow_grpo'"
+            f"{given or 'algorithm'}: there is no algorithm.name; choose one with algorithm=NAME, and in your own "
+            "file write 'algorithm:', and indented below it 'name: flow_grpo'"
         )
     value = given.partition("=")[2]
     if value not in shipped("algorithm") or algorithm_of(value) == name:
         return  # a run's config.yaml sets it
     if f"algorithm.name={name}" in overrides:
-        raise ConfigError(f"algorithm={value} and algorithm.name={name} are two algorithms: keep one of them")
-    raise ConfigError(f"algorithm={value}: the experiment sets algorithm.name={name}, which wins: remove it there")
+        raise ConfigError(f"algorithm={value} and algorithm.name={name} are different algorithms: keep one of them")
+    raise ConfigError(
+        f"algorithm={value}: the experiment sets algorithm.name={name}, which takes precedence: remove it there"
+    )

@@ -41,11 +41,11 @@ def own_file(override: str) -> str:
     if not path.is_file():
         beside = {file.stem: str(path.with_name(file.name)) for file in path.absolute().parent.glob("*.y*ml")}
         near = [stem] if stem in shipped(group) else [beside[name] for name in near_names(path.stem, list(beside))]
-        hint = f"did you mean {either(near)}?" if near else "correct the path, or give the name of one of gerl's"
+        hint = f"did you mean {either(near)}?" if near else "correct the path, or use the name of a built-in one"
         raise ConfigError(f"{group}={value}: there is no such file {path.absolute()}; {hint}")
     if stem in shipped(group):
         raise ConfigError(
-            f"{group}={value}: gerl has an {group} of this name; give the file another, or use {group}={stem}"
+            f"{group}={value}: gerl already has an {group} with this name; rename the file, or use {group}={stem}"
         )
     _make_known(path.absolute(), group, stem, f"{group}={value}", [])
     return f"{group}={stem}"
@@ -87,7 +87,7 @@ def _by_path(content: DictConfig, group: str, path: Path, where: str, known: lis
         file = (path.parent / Path(value).expanduser()).absolute()
         if not file.is_file():
             raise ConfigError(
-                f"{where}: defaults name {value}, and there is no such file {file}; correct the path there"
+                f"{where}: defaults lists {value}, but there is no such file {file}; correct the path there"
             )
         name = f"{_plain(file)}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # gerl may have one of that name
         _make_known(file, str(key).removeprefix("override ").strip("/") or group, name, str(file), known)
@@ -121,7 +121,7 @@ def _check_keys(content: DictConfig, where: str) -> None:
     for name in map(str, content):
         block, dot, leaf = name.partition(".")
         if dot:
-            raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', below it and indented '{leaf}:'")
+            raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', and indented below it '{leaf}:'")
 
 
 def default_experiment(model: str | None) -> str:
@@ -160,6 +160,6 @@ def no_such(group: str, value: str) -> str:
         near = [f"{value}.yaml"]
     if known := other_value(group, value):
         return f"{group}={value}: there is no such {group}{known}; --help lists all"
-    own = ", or give the path of a .yaml file of your own" if group == "experiment" else ""
+    own = ", or give the path of your own .yaml file" if group == "experiment" else ""
     hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{own}"
     return f"{group}={value}: there is no such {group}; {hint}"

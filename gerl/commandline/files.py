@@ -21,7 +21,7 @@ def read_yaml(path: Path, where: str) -> DictConfig:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: it is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
     except (yaml.YAMLError, OSError, ValueError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{where}: it is no yaml file ({' '.join(str(error).split())})") from None
+        raise ConfigError(f"{where}: it is not a valid yaml file ({' '.join(str(error).split())})") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{where}: expected blocks of keys, such as 'trainer: {{steps: 5}}', got a list")
     return content
@@ -30,9 +30,9 @@ def read_yaml(path: Path, where: str) -> DictConfig:
 def _place(error: yaml.MarkedYAMLError, path: Path) -> str:
     """Line, column and what is wrong there."""
     mark = error.problem_mark or error.context_mark
-    problem = " ".join((error.problem or error.context or "it is no yaml").split())
+    problem = " ".join((error.problem or error.context or "it is not yaml").split())
     if mark is not None and _character(path, mark.line, mark.column) == "\t":  # the parser in C does not name it
-        problem = "a tab, where yaml wants spaces"
+        problem = "a tab, where yaml expects spaces"
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
 
 

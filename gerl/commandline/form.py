@@ -34,7 +34,7 @@ def check_form(arguments: Sequence[str], nearest: Nearest, first: str) -> None:
         if equals and name != name.strip():
             raise ConfigError(f"{argument}: no spaces around the equals sign, {_write(name.strip(), value.strip())}")
         if equals and not name.strip("+~"):
-            raise ConfigError(f"{argument}: expected key=value, and there is no key before the equals sign")
+            raise ConfigError(f"{argument}: expected key=value, but there is no key before the equals sign")
         if equals or argument.startswith("~"):
             continue
         if nearest(name) == name:

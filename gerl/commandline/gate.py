@@ -70,7 +70,7 @@ class Gate:
         """Refuse what another site sends, also by a name of its own for this machine."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.local and not is_loopback(host_name(host)):
-            return refused(403, f"the host {host!r:.80} is none of this machine: use 127.0.0.1 or localhost")
+            return refused(403, f"the host {host!r:.80} is not this machine: use 127.0.0.1 or localhost")
         if is_foreign(request.method, request.headers):
             return refused(403, f"the request comes from another site, {origin!r:.80}: use the page of this server")
         return None
@@ -82,11 +82,11 @@ def _wrong_body(request: Request, most: int) -> Response | None:
         return None
     length = request.headers.get("content-length", "")
     if not (length.isascii() and length.isdigit()):
-        return refused(411, "the request does not say how long its body is: send Content-Length")
+        return refused(411, "the request does not state the length of its body: send Content-Length")
     if int(length[:20]) > most:
-        return refused(413, f"the request has {length[:20]} bytes, at most {most} may come: send less")
+        return refused(413, f"the request has {length[:20]} bytes, at most {most} are allowed: send less")
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        return refused(415, "the body is no JSON: send Content-Type: application/json")
+        return refused(415, "the body is not JSON: send Content-Type: application/json")
     return None
 
 

@@ -23,9 +23,9 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         "Fine-tune a diffusers pipeline with reinforcement learning. Without arguments: the signs demo.",
         "  experiment=NAME        one of " + ", ".join(experiments()),
         "  algorithm=NAME         one of " + ", ".join(shipped("algorithm")),
-        "  hydra.run.dir=FOLDER   where the run writes (default: outputs/EXPERIMENT/TIME)",
+        "  hydra.run.dir=FOLDER   output folder of the run (default: outputs/EXPERIMENT/TIME)",
         "  -m                     train once for each combination of values, such as trainer.seed=1,2",
-        "  --cfg job              print the configuration, and end",
+        "  --cfg job              print the configuration and exit",
         "  --config-dir DIR       experiment=NAME and algorithm=NAME may be files in DIR",
         "",
     ]

@@ -47,18 +47,18 @@ def hydra_options(given: Sequence[str]) -> HydraOptions:
             rest.append(argument)
         elif kind is MULTIRUN:
             if equals:
-                raise ConfigError(f"{argument}: {name} has no value, write {name} alone, before or behind the keys")
+                raise ConfigError(f"{argument}: {name} takes no value, write {name} alone, before or after the keys")
             values[MULTIRUN[-1]] = name
         else:
             value = value if equals else next(waiting, "")
             if kind[-1] in values:
                 raise ConfigError(f"{name} is given twice: keep one")
             if not value:
-                raise ConfigError(f"{name} is empty: give {name} {'job' if kind is SHOW else 'a folder'}")
+                raise ConfigError(f"{name} is empty: expected {name} {'job' if kind is SHOW else 'a folder'}")
             values[kind[-1]] = value
     shown = values.get(SHOW[-1])
     if shown not in (None, "job"):
-        raise ConfigError(f"--cfg {shown}: give job, the configuration of the run; of Hydra itself nothing is shown")
+        raise ConfigError(f"--cfg {shown}: use job, the configuration of the run; Hydra's own is not shown")
     if shown and MULTIRUN[-1] in values:
         raise ConfigError(f"{values[MULTIRUN[-1]]} and --cfg: a sweep has many configurations; keep one of them")
     if (folder := values.get(FOLDER[-1])) is not None:
@@ -72,7 +72,7 @@ def without_options(given: Sequence[str]) -> list[str]:
     if options.multirun or options.shown:
         name = next(argument for argument in given if argument.partition("=")[0] in MULTIRUN + SHOW)
         does = "trains with several values" if options.multirun else "prints a configuration"
-        raise ConfigError(f"{name}: only gerl train {does}; leave it out here")
+        raise ConfigError(f"{name}: only gerl train {does}; remove it here")
     return options.arguments
 
 
@@ -97,7 +97,7 @@ def _key(key: object) -> str:
 
 def _from_folder(arguments: Sequence[str], folder: Path) -> list[str]:
     if not folder.is_dir():
-        raise ConfigError(f"--config-dir {folder}: there is no such folder; give the one that has your experiments")
+        raise ConfigError(f"--config-dir {folder}: there is no such folder; use the one with your experiments")
     return [_own(argument, folder) for argument in arguments]
 
 

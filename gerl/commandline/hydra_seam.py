@@ -36,7 +36,7 @@ FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")  # what 
 FOLDER, SWEEPS = "hydra.run.dir", "hydra.sweep.dir"
 GROUPS = ("launcher", "sweeper", "env", "help", "hydra_help", "hydra_logging", "job_logging", "output")
 PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
-ENDLESS = "a value has mappings or lists inside each other without end: use fewer"
+ENDLESS = "a value has endlessly nested mappings or lists: use fewer"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Files:
         except OmegaConfBaseException as error:
             raise ConfigError(_unresolved(error, {"hydra": OmegaConf.to_container(self.whole.hydra)})) from None
         if not given:
-            raise ConfigError(f"{FOLDER} is empty: give a folder for the run, or leave the key out")
+            raise ConfigError(f"{FOLDER} is empty: give a folder for the run, or omit the key")
         return Path(given)
 
 
@@ -76,8 +76,8 @@ def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> Files:
     for override in filter(is_hydra, given):
         if override.is_delete() or override.key_or_group == "hydra":
             raise ConfigError(
-                f"{override.input_line}: Hydra's own settings are set one by one, and none is taken away; give "
-                f"{FOLDER}=FOLDER, or leave it out"
+                f"{override.input_line}: Hydra's own settings are set one by one, and none can be removed; give "
+                f"{FOLDER}=FOLDER, or omit it"
             )
     for override in given:
         group = override.key_or_group
@@ -151,7 +151,7 @@ def set_hydra(composed: DictConfig, override: Override) -> None:
 def _near_of_hydra(name: str) -> str:
     if name.startswith(("hydra.sweeper.", "hydra.launcher.")):
         kind = name.split(".")[1]
-        return f" of Hydra's own {kind}; give that of a plugin, such as hydra/{kind}={PLUGINS[kind]}"
+        return f" of Hydra's own {kind}; use that of a plugin, such as hydra/{kind}={PLUGINS[kind]}"
     return f", did you mean {difflib.get_close_matches(name, (FOLDER, SWEEPS), n=1, cutoff=0)[0]!r}"
 
 
@@ -164,8 +164,8 @@ def sentences(chosen: Sequence[str] = ()) -> Iterator[None]:
         raise ConfigError(_missing(str(error.missing_cfg_file or ""), chosen)) from None
     except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError):
         raise ConfigError(
-            f"{' and '.join(chosen) or 'the configuration'}: its files cannot be composed; below 'defaults:' write the "
-            "names of experiments as '- NAME', and an algorithm as '- override /algorithm: NAME'"
+            f"{' and '.join(chosen) or 'the configuration'}: its files cannot be composed; below 'defaults:' list "
+            "experiments as '- NAME', and an algorithm as '- override /algorithm: NAME'"
         ) from None
     except RecursionError:
         raise ConfigError(ENDLESS) from None
@@ -176,7 +176,7 @@ def _missing(file: str, chosen: Sequence[str]) -> str:
     group, _, name = file.partition("/")
     if group == "hydra":
         kind, _, name = name.partition("/")
-        return f"hydra/{kind}={name}: Hydra has no such {kind} here; install its plugin, or leave it out"
+        return f"hydra/{kind}={name}: Hydra has no such {kind} here; install its plugin, or remove it"
     own = next((o for o in chosen if not o.endswith(f"={name}")), "")
     where = f"{own}, in its defaults: " if own else ""
     return where + (no_such(group, name) if group in CHOICES else f"there is no file {file}; correct the name")
@@ -209,20 +209,20 @@ def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str
     for name in key.split("."):
         raw = raw.get(name) if isinstance(raw, Mapping) else None
     given = f"{key}={raw}" if raw is not None else key
-    dollar = "write a plain dollar sign as '\\$'"
+    dollar = "write a literal dollar sign as '\\$'"
     match error:
         case MissingMandatoryValue():
-            return f"{key}=???: a value is missing, give one"
+            return f"{key}=???: the value is missing, set one"
         case InterpolationKeyError():
             name = str(raw).partition("${")[2].partition("}")[0]
             return f"{given}: there is no key {name!r} to refer to; {dollar}"
         case UnsupportedInterpolationType():
-            return f"{given}: there is nothing of this name that could fill it in, use oc.env:NAME, say; {dollar}"
+            return f"{given}: nothing with this name can be interpolated, use for example oc.env:NAME; {dollar}"
         case InterpolationResolutionError():
             return (
-                f"{given}: it cannot be filled in; set the environment variable that it names, or give a value for "
-                f"where there is none as in ${{oc.env:NAME,VALUE}}; {dollar}"
+                f"{given}: it cannot be interpolated; set the environment variable that it names, or give a "
+                f"default as in ${{oc.env:NAME,VALUE}}; {dollar}"
             )
         case GrammarParseError():
-            return f"{given}: what begins with ${{ has to end with }}; {dollar}"
-    return f"{given}: it is no number, text, list or dictionary; correct it"
+            return f"{given}: what begins with ${{ must end with }}; {dollar}"
+    return f"{given}: it is not a number, string, list or dictionary; correct it"

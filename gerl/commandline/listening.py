@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from gerl.errors import ConfigError
 
 
-def listen(host: str, port: int, remedy: str = "take another port, or stop what uses it") -> socket.socket:
+def listen(host: str, port: int, remedy: str = "use another port, or stop the program that uses it") -> socket.socket:
     """A socket at `host:port`; raises `ConfigError`, with the `remedy`, if there cannot be one."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -17,7 +17,7 @@ def listen(host: str, port: int, remedy: str = "take another port, or stop what 
     except OSError as error:
         number = error.errno or 0
         why = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
-        raise ConfigError(f"host={host} port={port} cannot be listened at ({why}): {remedy}") from None
+        raise ConfigError(f"cannot listen on host={host} port={port} ({why}): {remedy}") from None
 
 
 def is_loopback(host: str) -> bool:

@@ -95,9 +95,9 @@ def _unreadable(argument: str) -> str:
         return f"{argument}: one equals sign is enough, write {name}={value.lstrip('=')}"
     plain = TYPOGRAPHIC.sub("", value)
     if plain not in ("", value) and _parsed(f"{name}={plain}") is not None:
-        return f"{argument}: typographic quotes are no quotes here, write {name}={plain}"
+        return f"{argument}: typographic quotes are not supported, write {name}={plain}"
     if any(value.count(opening) != value.count(closing) for opening, closing in ("[]", "{}")):
-        return f"{argument}: a bracket is not closed, or not opened; write lists as [1,2] and dictionaries as {{a: 1}}"
+        return f"{argument}: unbalanced brackets; write lists as [1,2] and dictionaries as {{a: 1}}"
     return f"{argument}: expected key=value; correct the quotes or brackets of its value; {LISTED}"
 
 
@@ -133,9 +133,9 @@ def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = Fa
             raise no_such_key(key)
         if override.is_sweep_override():
             raise ConfigError(
-                f"{override.input_line or key}: expected one value; write a list as [1,2], a number with a "
-                "point as in 0.5, and quote a text with a comma, as in \"'a, b'\"; -m trains once with "
-                "each of several values"
+                f"{override.input_line or key}: expected one value; write a list as [1,2], a number with a point "
+                "as in 0.5, and quote a string with a comma, as in \"'a, b'\"; -m trains once with each of several "
+                "values"
             )
         if override.is_delete():
             _take_away(values, override, again)
@@ -170,7 +170,7 @@ def _take_away(values: dict[str, Any], override: Override, again: bool) -> None:
     """Have `~KEY` leave the default of a key, and no entry of a dictionary."""
     key, value = override.key_or_group, override.value()
     if key in ("algorithm", "algorithm.name"):
-        raise ConfigError(f"~{key}: a run has one algorithm; choose another by algorithm=NAME")
+        raise ConfigError(f"~{key}: a run has one algorithm; choose another with algorithm=NAME")
     *names, leaf = key.split(".")
     place: Any = values
     for name in names:
@@ -183,7 +183,7 @@ def _take_away(values: dict[str, Any], override: Override, again: bool) -> None:
         entries = f"; there are {', '.join(scorers)}" if other and scorers else did_you_mean(key)
         raise ConfigError(f"~{key}: there is no such key{entries}; {LISTED}")
     if value is not None and value != place[leaf]:
-        raise ConfigError(f"~{key}={value}: it is {shown(place[leaf])}; leave the value out, or set the key to another")
+        raise ConfigError(f"~{key}={value}: it is {shown(place[leaf])}; omit the value, or set the key to another")
     del place[leaf]
 
 

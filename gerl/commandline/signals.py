@@ -154,7 +154,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def leave(number: int) -> None:
     """End the process at once, with a sentence and the exit code of the signal."""
     with contextlib.suppress(OSError):
-        os.write(2, f"\nstopped at once by a second {name(number)}: what was in progress is lost\n".encode())
+        os.write(2, f"\nstopped immediately by a second {name(number)}: work in progress is lost\n".encode())
     try:
         for end in reversed(_state.last):
             end()

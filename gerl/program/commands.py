@@ -28,23 +28,25 @@ class Command:
 COMMANDS = {
     "train": Command(
         "gerl.trainer.main_flowgrpo",
-        "Fine-tune a diffusers pipeline with reinforcement learning; without arguments the demo that learns to write.",
+        "Fine-tune a diffusers pipeline with reinforcement learning; without arguments the signs demo.",
     ),
     "preflight": Command(
-        "gerl.preflight.arguments", "Say whether, and how fast, a configuration can train, here or on other GPUs."
+        "gerl.preflight.arguments", "Report whether, and how fast, a configuration can train, here or on other GPUs."
     ),
-    "score": Command("gerl.score.command", "Score images that exist with a reward, before training on it."),
+    "score": Command("gerl.score.command", "Score existing images with a reward, before training on it."),
     "evaluate": Command("gerl.evaluate.command", "Compare the base model with LoRAs on the same noise."),
-    "export": Command("gerl.export.command", "Write the LoRA of a run in the files of another program, or merge it."),
-    "vote": Command("gerl.vote.command", "Train on what people prefer: a page asks them while the run goes on."),
-    "report": Command("gerl.run.report", "Write report.html of a run that is finished, was stopped, or still trains."),
+    "export": Command(
+        "gerl.export.command", "Write the LoRA of a run in the file format of another program, or merge it."
+    ),
+    "vote": Command("gerl.vote.command", "Train on human preferences: a page asks for votes while the run trains."),
+    "report": Command("gerl.run.report", "Write report.html of a run that is finished, stopped, or still training."),
     "watch": Command(
         "gerl.watch.command", "Watch a run in a browser while it trains, and ask it to save, validate or stop."
     ),
     "serve": Command("reward_models.serve", "Serve a scorer over HTTP, for the scorer remote of a run.", WITH_LEVELS),
     "recipes": Command("gerl.program.recipes", "List the experiments that ship with gerl, or show the file of one."),
-    "version": Command("gerl.program.version", "Print the versions and the hardware that a bug report needs."),
-    "completion": Command("gerl.program.completion", "Print a script that completes commands and keys in your shell."),
+    "version": Command("gerl.program.version", "Print the versions and the hardware, as needed for a bug report."),
+    "completion": Command("gerl.program.completion", "Print a shell completion script for commands and keys."),
 }
 HELP = ("-h", "--help", "help")
 VERSION = ("-V", "--version")
@@ -86,7 +88,7 @@ def _refuse(name: str, arguments: Sequence[str]) -> None:
     """Raise `ConfigError` for a command that there is none of."""
     if "=" in name or name.startswith("-"):
         given = " ".join([name, *arguments])
-        raise ConfigError(f"{name}: a command comes first, such as gerl train {given}; gerl --help lists all")
+        raise ConfigError(f"{name}: a command must come first, such as gerl train {given}; gerl --help lists all")
     near = get_close_matches(name.lower(), COMMANDS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
     raise ConfigError(f"{name}: there is no such command; {hint}")

@@ -72,7 +72,7 @@ PARSER = Parser(
     "completion",
     "gerl completion",
     "bash|zsh|fish",
-    "Print a script with which a shell completes commands, keys, experiments, algorithms and choices.",
+    "Print a script for shell completion of commands, keys, experiments, algorithms and choices.",
     Request,
     bare="shell",
     notes='bash, in ~/.bashrc: eval "$(gerl completion bash)"; zsh, in ~/.zshrc below compinit: eval "$(gerl '

@@ -20,17 +20,17 @@ COLUMNS = ("name", "model", "algorithm", "reward")
 class Request:
     """The keys of the command line."""
 
-    name: str | None = key("an experiment; its file is shown, to be saved and changed")
+    name: str | None = key("an experiment; prints its file, to be saved and edited")
 
 
 PARSER = Parser(
     "recipes",
     "gerl recipes",
     "[NAME]",
-    "List the experiments that ship with gerl: model, algorithm preset, reward, and what each is for.",
+    "List the experiments that ship with gerl: model, algorithm preset, reward, and purpose.",
     Request,
     bare="name",
-    notes="gerl train experiment=NAME trains one. gerl recipes NAME > mine.yaml is a start of your own, which gerl "
+    notes="gerl train experiment=NAME trains one. gerl recipes NAME > mine.yaml creates a copy to edit, which gerl "
     "train experiment=mine.yaml then trains.",
 )
 

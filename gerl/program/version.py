@@ -33,7 +33,7 @@ PARSER = Parser(
     "version",
     "gerl version",
     "[format=yaml]",
-    "Print the versions of gerl and of what it runs on, and the hardware: what a bug report needs.",
+    "Print the versions of gerl and its dependencies, and the hardware, as needed for a bug report.",
     Request,
 )
 

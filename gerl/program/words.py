@@ -20,12 +20,12 @@ from gerl.rewards.scorers import SCORERS
 
 Word = tuple[str, str]  # it, and what it is for
 TRAINING = {
-    "hydra.run.dir=": "where the run writes",
-    "hydra.sweep.dir=": "where the runs of a sweep write",
+    "hydra.run.dir=": "output folder of the run",
+    "hydra.sweep.dir=": "output folder of the runs of a sweep",
     "-m": "train once for each combination of values",
     "--cfg": "job: print the configuration",
 }
-FOLDER_WORD = (FOLDER[-1], "a folder with experiments of your own")
+FOLDER_WORD = (FOLDER[-1], "a folder with your own experiments")
 NAMED = "reward.scorers."  # keys of scorers have their name behind it
 
 

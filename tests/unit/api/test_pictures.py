@@ -63,7 +63,7 @@ def test_what_is_transparent_is_white(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("images", "prompts", "message"),
     [
-        ([RED, None], "a", "image 1 is NoneType: give the path"),
+        ([RED, None], "a", "image 1 is NoneType: expected the path"),
         ([object()], "a", "image 0 is object"),
         (5, "a", "images are int"),
         ([np.zeros((8, 8, 2))], "a", r"image 0 has the shape \[8, 8, 2\]"),
@@ -75,7 +75,7 @@ def test_what_is_transparent_is_white(tmp_path: Path) -> None:
         ([RED], None, "prompts are missing"),
         ([RED], ["a", "b"], "2 prompts for 1 images"),
         ([RED], [None], "prompt 0 is NoneType"),
-        ([RED], [{"prompt": "a", "source": RED}], "columns of prompt 0 are texts and numbers"),
+        ([RED], [{"prompt": "a", "source": RED}], "columns of prompt 0 must be strings and numbers"),
     ],
 )
 def test_what_is_no_picture_or_no_prompt_is_one_sentence(

@@ -114,5 +114,5 @@ def test_one_with_adapters_that_was_changed_is_refused(stored: Path, tmp_path: P
 
 
 def test_what_is_no_pipeline_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no pipeline of diffusers"):
+    with pytest.raises(ModelError, match="not a diffusers pipeline"):
         path_of("signs", tmp_path / "saved")  # type: ignore[arg-type]

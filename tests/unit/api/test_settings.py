@@ -27,7 +27,7 @@ def test_keys_with_dots_and_blocks_are_the_same() -> None:
     [
         ({"sampling": 3}, r"sampling=3: .*block"),
         ({"samplng.height": 3}, r"samplng\.height: there is no such key"),
-        ({"sampling.height": object()}, "numbers, texts, lists and dictionaries"),
+        ({"sampling.height": object()}, "numbers, strings, lists and dictionaries"),
     ],
 )
 def test_wrong_keys_are_sentences(given: dict[str, object], said: str) -> None:

@@ -44,7 +44,7 @@ def test_where_everything_else_is_passed_on_nothing_is_unknown() -> None:
     [
         ([], ["out is missing", "out=a folder;"]),
         (["out= "], ["out is empty", "out=a folder"]),
-        (["out=x", "count= "], ["count is empty", "leave it out"]),
+        (["out=x", "count= "], ["count is empty", "omit it"]),
         (["out"], ["out: expected key=value"]),
         (["out=x", "out=y"], ["out is given twice"]),
         (["out=x", "part.a=1", "part.a=2"], ["part.a is given twice"]),

@@ -19,7 +19,7 @@ from gerl.errors import ConfigError
         ("a: *nothing\n", "line 1, column 4: "),
         ("- a\n", "expected blocks of keys"),
         (b"\xff", "it is not UTF-8 text (byte 0): save it as UTF-8"),
-        ("a: \x00\n", "it is no yaml file"),
+        ("a: \x00\n", "it is not a valid yaml file"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, content: str | bytes, words: str) -> None:

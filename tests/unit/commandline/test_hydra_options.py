@@ -96,7 +96,7 @@ def test_defaults_name_files_by_their_paths_too(folder: Path) -> None:
     config = compose_run([f"experiment={other}"]).config
     assert (config.trainer.steps, config.trainer.seed, config.algorithm.kl_coef) == (7, 4, 0.5)
     other.write_text("defaults:\n  - mien.yaml\n")
-    with pytest.raises(ConfigError, match=r"defaults name mien\.yaml, and there is no such file"):
+    with pytest.raises(ConfigError, match=r"defaults lists mien\.yaml, but there is no such file"):
         compose_run([f"experiment={other}"])
 
 

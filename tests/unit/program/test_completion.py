@@ -25,7 +25,7 @@ def words(*given: str) -> list[str]:
 
 def test_commands_and_what_they_do() -> None:
     assert words("") == list(COMMANDS) == words()
-    assert fitting(["pref"])[0][1].startswith("Say whether")
+    assert fitting(["pref"])[0][1].startswith("Report whether")
     assert words("zebra", "") == []
 
 
