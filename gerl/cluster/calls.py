@@ -90,23 +90,24 @@ def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
     match error:
         case ray.exceptions.OutOfMemoryError():
             return WorkerDied(
-                f"Ray ended {worker}, because the machine's memory was nearly full ({said}): lower "
+                f"Ray killed {worker}, because the machine was nearly out of memory ({said}): lower "
                 f"cluster.num_workers, rollout.micro_batch_size or reward.scorers.NAME.replicas, then {again}"
             )
         case ray.exceptions.ObjectStoreFullError():
             return ClusterError(
-                f"Ray's store has no room for the images of {worker} ({said}): lower rollout.micro_batch_size and "
-                f"validation.micro_batch_size, or give /dev/shm more room, then {again}"
+                f"Ray's object store has no room for the images of {worker} ({said}): lower "
+                "rollout.micro_batch_size and validation.micro_batch_size, or give /dev/shm more space, then "
+                f"{again}"
             )
         case ray.exceptions.OutOfDiskError():
             return ClusterError(f"the disk with Ray's session folder is full ({said}): free space, then {again}")
         case ray.exceptions.RuntimeEnvSetupError():
             return ClusterError(environments.failure(worker, str(error)))
         case ray.exceptions.RayActorError():  # also where the call only depends on one of a dead worker
-            killed = "; the system ends processes without a word where memory is full" if "OOM" in str(error) else ""
+            killed = "; the system kills processes silently when memory runs out" if "OOM" in str(error) else ""
             return WorkerDied(f"{worker} died ({said}{killed}): its log is in Ray's session folder; {again}")
         case ray.exceptions.ObjectLostError() | ray.exceptions.NodeDiedError():  # the machine that had it is gone
-            return WorkerDied(f"the answer of {worker} is lost with its machine ({said}): {again}")
+            return WorkerDied(f"the answer of {worker} was lost with its machine ({said}): {again}")
         case _:
             return ClusterError(f"Ray lost the answer of {worker} ({said}): {again}")
 
@@ -317,7 +318,7 @@ def _fetch(ended: Sequence[Pending[Any]]) -> None:
 def silence(pending: Sequence[Pending[Any]], hang_after: float) -> WorkerDied:
     """The error for workers that did not answer for `hang_after` seconds."""
     names = " and ".join(dict.fromkeys(call.worker for call in pending))
-    return WorkerDied(f"no answer of {names} for {hang_after:g} s; raise cluster.hang_after if they need longer")
+    return WorkerDied(f"no answer from {names} for {hang_after:g} s; raise cluster.hang_after if they need longer")
 
 
 def _value(argument: object) -> object:

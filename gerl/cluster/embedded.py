@@ -55,14 +55,14 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
             break
         except Exception as error:  # its start-up time-out is a plain Exception
             if attempt == ATTEMPTS or not _may_pass(error):
-                raise ClusterError(f"Ray does not start ({_short(error)}): {_remedy(error, place)}") from error
-            logger.warning("Ray did not start (%s): trying once more", _short(error))
+                raise ClusterError(f"Ray failed to start ({_short(error)}): {_remedy(error, place)}") from error
+            logger.warning("Ray failed to start (%s): retrying once", _short(error))
             _end(mark)
     addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
     if addresses != {LOOPBACK}:
         raise ClusterError(
-            f"ray {ray.__version__} listens on {', '.join(addresses)}, not on the loopback only: install another one, "
-            "or use cluster.launcher=local"
+            f"ray {ray.__version__} listens on {', '.join(addresses)}, not only on the loopback interface: install "
+            "another version, or use cluster.launcher=local"
         )
 
 
@@ -74,12 +74,12 @@ def _may_pass(error: Exception) -> bool:
 
 def _remedy(error: Exception, place: Path) -> str:
     if _may_pass(error):
-        return "try again when the machine has less to do, or use cluster.launcher=local"
+        return "try again when the machine is less busy, or use cluster.launcher=local"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"free space for {place}, or set RAY_TMPDIR to a folder on another disk"
+        return f"free up space for {place}, or set RAY_TMPDIR to a folder on another disk"
     if isinstance(error, OSError):
         return f"its folder is {place}: set RAY_TMPDIR to another one, or use cluster.launcher=local"
-    return "take back what changes Ray (variables RAY_..., its version), or use cluster.launcher=local"
+    return "revert any changes to Ray (variables RAY_..., its version), or use cluster.launcher=local"
 
 
 def _guard(mark: str) -> None:

@@ -48,7 +48,7 @@ def check(environment: Mapping[str, object]) -> None:
         _check_python(str(environment["python"]))
     elif importlib.util.find_spec("virtualenv") is None:
         raise ClusterError(
-            f"{KEY}: Ray makes environments with the package virtualenv, which is not installed: run pip install "
+            f"{KEY}: Ray creates environments with the package virtualenv, which is not installed: run pip install "
             "'gerl[env]'"
         )
 
@@ -62,12 +62,12 @@ def _check_python(path: str) -> None:
     try:
         found = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True).stdout
     except subprocess.CalledProcessError as error:
-        said = (error.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        said = (error.stderr.strip().splitlines() or ["there was no output"])[-1]
         raise ClusterError(
-            f"{KEY}.python={path} cannot run a scorer ({said}): install gerl there, which brings Ray"
+            f"{KEY}.python={path} cannot run a scorer ({said}): install gerl there, which installs Ray"
         ) from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ClusterError(f"{KEY}.python={path} cannot be run ({error}): give a Python interpreter") from None
+        raise ClusterError(f"{KEY}.python={path} cannot be run ({error}): expected a Python interpreter") from None
     if found.split() != here.split():
         raise ClusterError(
             f"{KEY}.python={path} has Python and Ray {' and '.join(found.split())}, this process has "
@@ -81,6 +81,6 @@ def failure(worker: str, text: str) -> str:
     errors = [line for line in said if re.search(r"error|×|╰|no solution", line, re.IGNORECASE)]
     reason = " ".join(" ".join(errors or said[-1:]).split())[:SHOWN]
     return (
-        f"the environment of {worker} could not be made ({reason or 'Ray gives no reason'}): correct {KEY}, or see "
-        "runtime_env_setup-*.log in Ray's session folder"
+        f"the environment of {worker} could not be created ({reason or 'Ray gives no reason'}): correct {KEY}, or "
+        "see runtime_env_setup-*.log in Ray's session folder"
     )

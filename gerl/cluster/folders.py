@@ -54,8 +54,8 @@ def _made(wanted: Path) -> Path:
         try:
             return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         except OSError as error:
-            said += f"no folder can be made in {base} ({reason(error)}), and "
-    raise ClusterError(f"{said}Ray needs one: set RAY_TMPDIR to a folder with a short path, or free space there")
+            said += f"no folder can be created in {base} ({reason(error)}), and "
+    raise ClusterError(f"{said}Ray needs one: set RAY_TMPDIR to a folder with a short path, or free up space there")
 
 
 def clean(base: Path) -> None:

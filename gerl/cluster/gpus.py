@@ -11,7 +11,7 @@ from gerl.errors import ClusterError
 logger = logging.getLogger(__name__)
 SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 DEVICES = "nvidia[0-9]*"  # in /dev, where the driver has no nvidia-smi, as in some containers
-INSTALL = "install the torch for its driver by https://pytorch.org/get-started/locally"
+INSTALL = "install the torch build for its driver from https://pytorch.org/get-started/locally"
 
 
 def check_gpus(device: str) -> None:
@@ -29,7 +29,7 @@ def check_gpus(device: str) -> None:
         sentence = f"this machine has {gpu}, which torch {torch.__version__} cannot use, as it is built without CUDA"
         if device == "cuda":
             raise ClusterError(f"cluster.device=cuda: {sentence}: {INSTALL}")
-        logger.warning("%s: the CPU is used; %s, or set cluster.device=cpu", sentence, INSTALL)
+        logger.warning("%s: using the CPU; %s, or set cluster.device=cpu", sentence, INSTALL)
     elif torch.cuda.device_count() and (said := _not_available()) is not None:
         raise _cannot_start(said)
 

@@ -34,7 +34,7 @@ class Health:
                 self._refused.pop(name, None)
             elif moment - self._refused.setdefault(name, moment) >= (self.patience if name == CONTROL else 0.0):
                 raise RayDied(
-                    f"{name} at {host}:{port} is gone, without which Ray ends: its session folder has the log"
+                    f"{name} at {host}:{port} is gone, without which Ray cannot run: see the log in its session folder"
                 )
 
 

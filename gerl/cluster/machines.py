@@ -54,7 +54,7 @@ class Cluster:
         self.num_workers = self.config.workers or self._default_workers()
         if self.config.layout == "split" and self.device == "cuda" and not self.remote:
             raise ClusterError(
-                "cluster.layout=split: on GPUs it needs processes, which cluster.launcher=local has one of; use "
+                "cluster.layout=split: on GPUs it needs several processes, and cluster.launcher=local has one; use "
                 "cluster.launcher=ray"
             )
         if not all(self.config.roles(self.num_workers)):
@@ -85,7 +85,7 @@ class Cluster:
             if left:
                 raise ClusterError(
                     f"cluster.ranks_per_worker={self.ranks} does not divide the {self._resources['GPU']:g} GPUs: "
-                    "choose another, or leave some of them unused by cluster.num_workers"
+                    "choose another value, or leave some GPUs unused with cluster.num_workers"
                 )
             return workers
         # on a CPU two processes beat one with as many threads, which wait for each other at every operation
@@ -162,8 +162,8 @@ class Cluster:
         load = os.getloadavg()[0]
         if self.device == "cpu" and self.threads > 1 and load > _cores() and "OMP_WAIT_POLICY" not in os.environ:
             logger.warning(
-                "the machine is busy (a load of %.0f on %d cores), where torch's %d threads, which spin while they "
-                "wait for each other, are many times slower than one: import gerl before torch, or set "
+                "the machine is busy (a load of %.0f on %d cores), and torch's %d threads, which spin while "
+                "waiting for each other, are then many times slower than one: import gerl before torch, or set "
                 "OMP_WAIT_POLICY=passive or cluster.threads_per_worker=1",
                 *(load, _cores(), self.threads),
             )
@@ -172,7 +172,7 @@ class Cluster:
         cores = int(self._resources["CPU"])
         if self.device != "cuda" and self.processes > max(cores, 1):
             logger.warning(
-                "%d processes of workers share %d cores, and each loads the model: fewer are faster and need less "
+                "%d worker processes share %d cores, and each loads the model: fewer are faster and need less "
                 "memory (cluster.num_workers=%d)",
                 *(self.processes, cores, max(1, cores // self.ranks)),
             )
@@ -282,8 +282,8 @@ def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
     left = round(1 - largest * -(-count // devices), 3)
     if left <= 0.5:  # Ray would put two workers on one GPU
         raise ClusterError(
-            f"{count} processes of scorers with up to {largest:g} of a GPU each do not fit beside {workers} workers on "
-            f"{devices} GPUs: lower reward.scorers.NAME.gpus or cluster.num_workers"
+            f"{count} scorer processes with up to {largest:g} of a GPU each do not fit next to {workers} workers "
+            f"on {devices} GPUs: lower reward.scorers.NAME.gpus or cluster.num_workers"
         )
     return left
 
@@ -329,7 +329,7 @@ def join(address: str, options: dict[str, object]) -> None:
         reason = " ".join(str(error).split())
         raise ClusterError(
             f"RAY_ADDRESS={address}: this Ray cluster cannot be joined ({reason}); start it, unset RAY_ADDRESS to "
-            "start a local Ray, or set RAY_AUTH_MODE=token if it asks for a token"
+            "start a local Ray, or set RAY_AUTH_MODE=token if it requires a token"
         ) from error
 
 

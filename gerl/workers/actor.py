@@ -123,8 +123,8 @@ class Actor:
             self.most = known
             return False
         self.say(
-            f"the memory does not hold the update of {rows} images: {self.most} at a time from here on, which adds up "
-            "to the same gradient; set actor.micro_batch_size to that, and no run has to find it out"
+            f"not enough memory to update {rows} images at once: {self.most} at a time from here on, which adds up "
+            "to the same gradient; set actor.micro_batch_size to that to skip this search"
         )
         return True
 
@@ -222,7 +222,7 @@ class Actor:
             layers = [name.split(".lora_B.")[0] for name in idle]
             self.say(
                 f"{len(idle)} of the {len(second)} layers of the LoRA got no gradient in the first update: the "
-                f"pipeline does not call them in the steps that were trained, or does not use their output: "
+                "pipeline does not call them in the trained steps, or does not use their output: "
                 f"{', '.join(layers[:4])}" + (" and others" if len(layers) > 4 else "")
             )
 
@@ -314,7 +314,7 @@ class Actor:
                     f"{list(like.shape)}"
                 )
         if extra := [name for name in tensors if name not in expected]:
-            raise CheckpointError(f"{self.file} has a tensor {extra[0]}, for which the run has no use")
+            raise CheckpointError(f"{self.file} has an unexpected tensor {extra[0]}")
 
 
 def beside(found: UpdateStats) -> UpdateStats:

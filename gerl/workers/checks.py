@@ -34,4 +34,4 @@ def check_start(config: Config, device: str) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"data.cache={config.data.cache}: {reason(error)}; name a folder, or use null") from None
+            raise ConfigError(f"data.cache={config.data.cache}: {reason(error)}; give a folder, or use null") from None

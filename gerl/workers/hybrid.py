@@ -365,7 +365,7 @@ class HybridWorker:
     def check_has(self, step: int) -> None:
         """Raise `ClusterError` unless the state after trainer step `step` is here."""
         if self.ended is None or step not in (self.ended, self.keeping.step, None if not self.kept else self.kept[0]):
-            raise ClusterError(f"rank {self.rank} began anew and does not have the state of step {step}")
+            raise ClusterError(f"rank {self.rank} was restarted and does not have the state of step {step}")
 
     def hold(self, step: int) -> WorkerState:
         """Keep what is here of the checkpoint of trainer step `step`, to be written beside the training.

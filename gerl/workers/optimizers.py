@@ -39,7 +39,7 @@ def check_optimizer(config: ActorConfig, device: str) -> None:
             "actor.optimizer=adamw"
         ) from None
     if not all(bool((p < 1).all()) for p in parameters):
-        raise ConfigError(f"{given}: that of the {PACKAGE} installed here changes nothing on {device}; use adamw")
+        raise ConfigError(f"{given}: that of the {PACKAGE} installed here has no effect on {device}; use adamw")
 
 
 def build_optimizer(config: ActorConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:

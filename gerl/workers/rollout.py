@@ -79,14 +79,15 @@ class Rollout:
         if len(task.segments) > segments:
             if algorithm.settings.drawn_together(algorithm.config.rollout.n) > 1:
                 raise ModelError(
-                    f"{type(self.policy.pipe).__name__} takes one prompt a call, but algorithm.name="
-                    f"{algorithm.settings.name} compares images of a prompt in its update: choose another algorithm"
+                    f"{type(self.policy.pipe).__name__} takes one prompt per call, but "
+                    f"algorithm.name={algorithm.settings.name} compares images of a prompt in its update: choose "
+                    "another algorithm"
                 )
             if algorithm.settings.whole_groups and not algorithm.pools:
                 raise ModelError(
-                    f"{type(self.policy.pipe).__name__} takes one prompt a call, but algorithm.name="
-                    f"{algorithm.settings.name} compares the images of a group: use actor.micro_batch_size=1, which "
-                    "finds by a first pass what they have in common"
+                    f"{type(self.policy.pipe).__name__} takes one prompt per call, but "
+                    f"algorithm.name={algorithm.settings.name} compares the images of a group: use "
+                    "actor.micro_batch_size=1, which determines what they share in a first pass"
                 )
         # not before all is drawn: branches go on from outputs that no replay reads
         kept = tuple(lean(t, reads_of(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
@@ -228,8 +229,9 @@ class Rollout:
             return
         self._sizes.add(wanted)
         logger.warning(
-            "images of %s x %s pixels (height x width) were asked for, and %s samples %d x %d: set sampling.height to "
-            "%d and sampling.width to %d, or what validation has in their place, so that the run's record is true",
+            "images of %s x %s pixels (height x width) were requested, but %s samples %d x %d: set sampling.height "
+            "to %d and sampling.width to %d, or their counterparts in validation, so that the run's record is "
+            "correct",
             *(*("its default" if w is None else w for w in wanted), type(self.policy.pipe).__name__, *drawn, *drawn),
         )
 
@@ -354,4 +356,4 @@ def pictures_in(output: BaseOutput) -> np.ndarray:
         raise ModelError(
             f"the pipeline returned sound ({shapes}), which gerl cannot score: it trains images and videos"
         )
-    raise ModelError(f"the pipeline returned {shapes or 'nothing'}, of which no single one is an array of images")
+    raise ModelError(f"the pipeline returned {shapes or 'nothing'}, which is not a single array of images")

@@ -80,8 +80,8 @@ class Ways:
                 release(error)
             self.found[purpose] = replace(way, most=smaller(size))
             self.say(
-                f"the memory does not hold the {purpose} of {size} images: {smaller(size)} at a time from here on; "
-                f"set {purpose}.micro_batch_size to that, and no run has to find it out"
+                f"not enough memory for the {purpose} of {size} images: {smaller(size)} at a time from here on; "
+                f"set {purpose}.micro_batch_size to that to skip this search"
             )
 
     def _attempt(self, purpose: str, count: int, draw: Callable[[Way], T]) -> T:
@@ -95,13 +95,13 @@ class Ways:
                 if is_full(error):
                     raise
                 if refused is not None and str(error) != str(refused):
-                    logger.info("%s, one prompt a call: %s", type(self.pipe).__name__, error)
+                    logger.info("%s, one prompt per call: %s", type(self.pipe).__name__, error)
                 refused = refused or error
                 continue
             if count > 1 or way.text:  # that one sample can be drawn says nothing of several
                 self.found[purpose] = way
             if way.most is not None:
-                logger.info("%s takes one prompt a call: samples are drawn one by one", type(self.pipe).__name__)
+                logger.info("%s takes one prompt per call: samples are generated one by one", type(self.pipe).__name__)
             return drawn
         assert refused is not None
         raise refused

@@ -148,7 +148,7 @@ def test_more_processes_than_cores_are_said(
     monkeypatch.setattr(machines, "_cores", lambda: 2)
     with Cluster(ClusterConfig(device="cpu", launcher="local", num_workers=workers)):
         pass
-    assert ("64 processes of workers share 2 cores" in caplog.text) is said
+    assert ("64 worker processes share 2 cores" in caplog.text) is said
     assert ("cluster.num_workers=2" in caplog.text) is said
 
 
@@ -254,7 +254,9 @@ def test_scorers_get_their_share_of_a_gpu(devices: int, workers: int, scorers: l
 
 
 def test_scorers_that_leave_a_worker_less_than_half_a_gpu_are_refused() -> None:
-    with pytest.raises(ClusterError, match=r"2 processes .* 0\.3 .* 1 workers on 1 GPUs: .*cluster\.num_workers"):
+    with pytest.raises(
+        ClusterError, match=r"2 scorer processes .* 0\.3 .* 1 workers on 1 GPUs: .*cluster\.num_workers"
+    ):
         worker_share(1, 1, [0.3, 0.3])
 
 
@@ -294,17 +296,17 @@ def test_a_ray_that_does_not_start_in_time_is_tried_once_more(
         if busy == 1:
             embedded.start({}, ends)
         else:
-            with pytest.raises(ClusterError, match=r"Ray does not start .* timed out .*cluster\.launcher=local"):
+            with pytest.raises(ClusterError, match=r"Ray failed to start .* timed out .*cluster\.launcher=local"):
                 embedded.start({}, ends)
-    assert len(tried) == 2 and sum("once more" in message for message in caplog.messages) == 1
+    assert len(tried) == 2 and sum("retrying once" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "free space for .*RAY_TMPDIR"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free up space for .*RAY_TMPDIR"),
         (OSError("AF_UNIX path length cannot exceed 107 bytes"), "RAY_TMPDIR"),
-        (ValueError("The configured object store size exceeds /dev/shm size"), "take back .*RAY_"),
+        (ValueError("The configured object store size exceeds /dev/shm size"), "revert .*RAY_"),
     ],
 )
 def test_a_ray_that_cannot_start_is_not_tried_again(
@@ -317,9 +319,12 @@ def test_a_ray_that_cannot_start_is_not_tried_again(
         raise error
 
     monkeypatch.setattr(ray, "init", fail)
-    with contextlib.ExitStack() as ends, pytest.raises(ClusterError, match=rf"Ray does not start .*{remedy}") as caught:
+    with (
+        contextlib.ExitStack() as ends,
+        pytest.raises(ClusterError, match=rf"Ray failed to start .*{remedy}") as caught,
+    ):
         embedded.start({}, ends)
-    assert len(tried) == 1 and "less to do" not in str(caught.value)
+    assert len(tried) == 1 and "less busy" not in str(caught.value)
 
 
 def test_a_ray_that_would_listen_to_other_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

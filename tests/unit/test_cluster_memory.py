@@ -37,8 +37,8 @@ except WorkerDied as error:
 @pytest.mark.parametrize(
     ("call", "environment", "named"),
     [
-        ("hold", {"RAY_memory_usage_threshold": "0.001"}, ["memory was nearly full", "rollout.micro_batch_size"]),
-        pytest.param("vanish", {}, ["worker 0 died", "memory is full", "restart the command"], marks=more),
+        ("hold", {"RAY_memory_usage_threshold": "0.001"}, ["nearly out of memory", "rollout.micro_batch_size"]),
+        pytest.param("vanish", {}, ["worker 0 died", "memory runs out", "restart the command"], marks=more),
     ],
 )
 def test_a_worker_that_is_ended_for_want_of_memory(call: str, environment: dict[str, str], named: list[str]) -> None:

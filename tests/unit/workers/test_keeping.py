@@ -40,7 +40,7 @@ def test_the_state_before_an_update_is_kept_in_place_and_packed_on_demand() -> N
 def test_another_worker_continues_from_what_one_has_finished() -> None:
     config = compose_run(["experiment=signs", "algorithm=diffusion_nft"]).config
     one, other = (HybridWorker(config, rank, "cpu", 1, 10) for rank in (0, 1))
-    with pytest.raises(ClusterError, match="rank 0 began anew"):
+    with pytest.raises(ClusterError, match="rank 0 was restarted"):
         one.finished(0)
     for worker in (one, other):
         worker.setup()
@@ -48,7 +48,7 @@ def test_another_worker_continues_from_what_one_has_finished() -> None:
     one.step(0)
     one.finish_step(1)
     files, numbers = one.finished(1)
-    with pytest.raises(ClusterError, match="rank 1 began anew and does not have the state of step 1"):
+    with pytest.raises(ClusterError, match="rank 1 was restarted and does not have the state of step 1"):
         other.finished(1)
     other.load_checkpoint(files["state.safetensors"], numbers, 1)
     assert other.finished(1) == one.finished(1)

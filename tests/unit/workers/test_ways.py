@@ -1,4 +1,4 @@
-"""Pipelines that take one prompt a call are drawn and trained one sample at a time."""
+"""Pipelines that take one prompt per call are drawn and trained one sample at a time."""
 
 import logging
 
@@ -64,7 +64,7 @@ def test_a_pipeline_that_takes_one_prompt_a_call(entry: Entry, caplog: pytest.Lo
     rollout = rollout_of(entry, config)
     with caplog.at_level(logging.INFO, "gerl"):
         task, pixels, trajectory = drawn(rollout, config)
-    assert f"{entry.name} takes one prompt a call" in caplog.text
+    assert f"{entry.name} takes one prompt per call" in caplog.text
     assert pixels.shape == (4, 16, 16, 3) and len(trajectory.tapes) == 4
     part = trajectory.rows([2, 0])
     assert [id(t) for t in part.tapes] == [id(trajectory.tapes[i]) for i in (2, 0)] and part.task.samples[
@@ -92,7 +92,7 @@ def test_samples_drawn_one_by_one_train_as_those_drawn_together(name: str) -> No
 @pytest.mark.parametrize("name", ["dgpo", "fdfo"])
 def test_a_loss_over_several_images_needs_them_in_one_call(name: str) -> None:
     config = config_of(PRX, 3.0, name)
-    with pytest.raises(ModelError, match=rf"PRXPipeline takes one prompt a call.*algorithm.name={name}"):
+    with pytest.raises(ModelError, match=rf"PRXPipeline takes one prompt per call.*algorithm.name={name}"):
         drawn(rollout_of(PRX, config), config)
 
 
