@@ -9,24 +9,24 @@ from gerl.utils.condition_images import COLUMNS
 NEGATIVE = ("negative_prompt", "negative")
 # Names of columns elsewhere, and what a run reads instead.
 ELSEWHERE = {
-    **dict.fromkeys(NEGATIVE, "sampling.call.negative_prompt is for all prompts"),
-    "seed": "noise is drawn from trainer.seed",
-    "height": "sampling.height is for all prompts",
-    "width": "sampling.width is for all prompts",
-    "steps": "sampling.num_inference_steps is for all prompts",
-    "num_inference_steps": "sampling.num_inference_steps is for all prompts",
-    "guidance_scale": "sampling.guidance_scale is for all prompts",
-    "cfg": "sampling.guidance_scale is for all prompts",
-    "cfg_scale": "sampling.guidance_scale is for all prompts",
-    "mask": "data.columns={mask_image: mask} gives it",
-    "source_image": "data.columns={image: source_image} gives it",
-    "input_image": "data.columns={image: input_image} gives it",
-    "init_image": "data.columns={image: init_image} gives it",
-    "conditioning_image": "data.columns={control_image: conditioning_image} gives it",
+    **dict.fromkeys(NEGATIVE, "sampling.call.negative_prompt applies to all prompts"),
+    "seed": "noise is sampled from trainer.seed",
+    "height": "sampling.height applies to all prompts",
+    "width": "sampling.width applies to all prompts",
+    "steps": "sampling.num_inference_steps applies to all prompts",
+    "num_inference_steps": "sampling.num_inference_steps applies to all prompts",
+    "guidance_scale": "sampling.guidance_scale applies to all prompts",
+    "cfg": "sampling.guidance_scale applies to all prompts",
+    "cfg_scale": "sampling.guidance_scale applies to all prompts",
+    "mask": "data.columns={mask_image: mask} passes it",
+    "source_image": "data.columns={image: source_image} passes it",
+    "input_image": "data.columns={image: input_image} passes it",
+    "init_image": "data.columns={image: init_image} passes it",
+    "conditioning_image": "data.columns={control_image: conditioning_image} passes it",
 }
 PROMPTS = ("prompt", "caption", "captions", "description", "text")  # that a row may have beside its prompt
 WRITTEN = "text"  # by these columns `ocr` knows what an image should say
-FOR_ALL = "sampling.call.{} is for all prompts"
+FOR_ALL = "sampling.call.{} applies to all prompts"
 PICTURE = "pictures are given in " + ", ".join(COLUMNS)
 
 
@@ -38,7 +38,7 @@ def unused_columns(prompts: Sequence[Prompt], config: Config, accepted: Collecti
     if not found:
         return []
     parts = ", ".join(f"{name} ({why})" for name, why in found.items())
-    return [f"columns of the prompts that the pipeline is not given, though scorers see them: {parts}"]
+    return [f"prompt columns that are passed to scorers but not to the pipeline: {parts}"]
 
 
 def _remedy(name: str, config: Config, accepted: Collection[str]) -> str:
@@ -47,7 +47,7 @@ def _remedy(name: str, config: Config, accepted: Collection[str]) -> str:
         return "the pipeline takes no such argument"
     if name in PROMPTS:
         known = name == WRITTEN and "ocr" in config.reward.scorers
-        return "" if known else "the column of the prompts is named by data.prompt_key"
+        return "" if known else "the prompt column is set by data.prompt_key"
     if name in ELSEWHERE:
         return ELSEWHERE[name]
     if name not in accepted:

@@ -69,11 +69,11 @@ def _read(source: str, parts: HubParts, prompt_key: str, columns: Columns, strea
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"data sets of the hub need the package datasets ({error}): run {INSTALL}") from None
+        raise DataError(f"data sets of the Hub need the package datasets ({error}): run {INSTALL}") from None
     if parts.local:
         folder = Path(parts.path).expanduser()
         if not folder.is_dir():
-            what = "is a file: leave hf: out" if folder.is_file() else "does not exist: correct the path"
+            what = "is a file: remove hf:" if folder.is_file() else "does not exist: correct the path"
             raise DataError(f"the folder {folder} {what}")
         parts = HubParts(str(folder), None, parts.split, None, local=True)
     unreached = None if parts.local else _unreached(parts)
@@ -125,10 +125,10 @@ def _tables(
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
         if len(rows) > MOST_ROWS:
-            raise DataError(f"it has {len(rows)} rows, at most {MOST_ROWS} are read: set data.stream to fewer")
+            raise DataError(f"it has {len(rows)} rows, at most {MOST_ROWS} are supported: set data.stream to fewer")
     else:
         if "[" in split or "+" in split:
-            raise DataError(f"data.stream={stream} reads the first rows of a split, not of {split}: leave one out")
+            raise DataError(f"data.stream={stream} reads the first rows of a split, not of {split}: remove one")
         rows = builder.as_streaming_dataset(split=split).take(stream)
     yield from rows.with_format("arrow").iter(batch_size=BATCH)
 
@@ -142,7 +142,7 @@ def _split(source: str, parts: HubParts, known: list[Any]) -> str:
         raise DataError(f"it has the splits {', '.join(names) or 'that its page lists'}: name one, such as {example}")
     wanted = [re.sub(r"\[.*", "", part).strip() for part in parts.split.split("+")]
     if names and (absent := [name for name in wanted if name not in (*names, "all")]):
-        raise DataError(f"it has no split {absent[0]}, only {', '.join(names)}: name one of them in the brackets")
+        raise DataError(f"it has no split {absent[0]}, only {', '.join(names)}: use one of them in the brackets")
     return parts.split
 
 
@@ -155,8 +155,8 @@ def _convert(tables: Iterator["pyarrow.Table"], source: str, prompt_key: str, co
         _check_columns(table.column_names, prompt_key, columns)
         if left_out and not told:
             logger.info(
-                "%s: the columns %s are pictures or bytes and left out; data.columns={image: %s} gives a picture to "
-                "the pipeline",
+                "%s: the columns %s hold images or bytes and are skipped; data.columns={image: %s} passes an image "
+                "to the pipeline",
                 *(source, ", ".join(left_out), left_out[0]),
             )
             told = True
@@ -170,14 +170,14 @@ def _convert(tables: Iterator["pyarrow.Table"], source: str, prompt_key: str, co
             metadata |= {ours: _value(stored[name], where) for ours, name in columns.items() if name in stored}
             rows.append((where, Prompt(len(rows), text, metadata)))
     if not rows:
-        raise DataError("it has no rows: name a split that has some")
+        raise DataError("it has no rows: use a split that has some")
     return HubRows(tuple(rows), summed.hexdigest())
 
 
 def _check_columns(names: list[str], prompt_key: str, columns: dict[str, str]) -> None:
     if prompt_key not in names:
         raise DataError(
-            f"it has no column {prompt_key!r}, only {', '.join(names)}: name the one with the prompt in data.prompt_key"
+            f"it has no column {prompt_key!r}, only {', '.join(names)}: set data.prompt_key to the one with the prompt"
         )
     if absent := [theirs for theirs in columns.values() if theirs not in names]:
         raise DataError(f"it has no column {absent[0]!r}, only {', '.join(names)}: correct data.columns")
@@ -223,7 +223,7 @@ def _kept(content: bytes, where: str) -> str:
         with Image.open(io.BytesIO(content)) as image:
             suffix = str(image.format).lower()
     except BROKEN as error:
-        raise DataError(f"{where} has a picture that cannot be read ({reason(error)}): leave the column out") from None
+        raise DataError(f"{where} has an image that cannot be read ({reason(error)}): remove the column") from None
     name = hashlib.sha256(content).hexdigest()
     path = Path(datasets.config.HF_DATASETS_CACHE) / "gerl_pictures" / name[:2] / f"{name}.{suffix}"
     if not path.exists():
@@ -239,26 +239,28 @@ def _sentence(parts: HubParts, first: Exception, last: Exception | None = None) 
     causes = list(_causes(first))
     said = " ".join(str(last or first).split())
     if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
-        return "it does not fit on the disk: free space, set HF_HOME to a folder on a larger disk, or set data.stream"
+        return (
+            "it does not fit on the disk: free up space, set HF_HOME to a folder on a larger disk, or set data.stream"
+        )
     if any(isinstance(cause, GatedRepoError) for cause in causes) or "is a gated dataset" in said:
         return f"it is gated: accept its terms at {hub}/datasets/{parts.path}, then log in with 'hf auth login'"
     if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
-        return f"it has no revision {parts.revision}: correct what stands after the @"
+        return f"it has no revision {parts.revision}: correct the part after the @"
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         return f"{hub} has no such data set, or a private one: correct the name, or log in with 'hf auth login'"
     if isinstance(first, OfflineModeIsEnabled):
-        return "it is not in the cache of this machine, and HF_HUB_OFFLINE is set: unset it, or give a file"
+        return "it is not in this machine's cache, and HF_HUB_OFFLINE is set: unset it, or use a file"
     if isinstance(first, httpx.TransportError):
         return (
-            f"it is not in the cache of this machine, and {hub} cannot be asked ({reason(first):.200}): connect this "
-            "machine to it, or give a file"
+            f"it is not in this machine's cache, and {hub} cannot be reached ({reason(first):.200}): connect this "
+            "machine to it, or use a file"
         )
     if match := re.search(r"available configs: \[([^\]]*)\]|not found\. Available: \[([^\]]*)\]", said):
         names = (match[1] or match[2] or "").replace("'", "")
-        return f"it has the configurations {names:.300}: name one of them, such as {_named(parts, names)}"
+        return f"it has the configurations {names:.300}: choose one of them, such as {_named(parts, names)}"
     if "scripts are no longer supported" in said:
-        return "it is a script, which datasets no longer runs: give a data set of files, or make a file of it"
-    return f"the package datasets cannot read it ({said:.300}): correct the name, or give a file"
+        return "it is a script, which datasets no longer runs: use a data set of files, or convert it to a file"
+    return f"the package datasets cannot read it ({said:.300}): correct the name, or use a file"
 
 
 def _named(parts: HubParts, names: str) -> str:

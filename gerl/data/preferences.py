@@ -35,7 +35,7 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
     if kind is None:
         there = f"the columns {', '.join(row)}" if row else "no column"
         raise DataError(
-            f"{where} has {there} besides its prompt: with data.train_on=files a row needs {SPELLED}; see "
+            f"{where} has {there} in addition to its prompt: with data.train_on=files a row needs {SPELLED}; see "
             "docs/preferences.md"
         )
     match kind[0]:
@@ -53,7 +53,7 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
     given = []
     for name, path, score in zip(names, paths, scores, strict=False):
         if not isinstance(path, str):
-            raise DataError(f"{where} has {name}={path!r:.80}: give the path of an image")
+            raise DataError(f"{where} has {name}={path!r:.80}: expected the path of an image")
         given.append(GivenImage(absolute_picture(path, folder, f"{where} has {name}={path!r}"), score))
     metadata = {name: value for name, value in row.items() if name not in (*kind, "sources")}
     if (sources := row.get("sources")) and kind[0] == "images":  # of a vote on edited pictures
@@ -77,7 +77,7 @@ def settled(rows: Sequence[Prompt]) -> list[Prompt]:
             "is a tie"
         )
     if len(kept) < len(found):
-        logger.info("%d of %d rows prefer no image to another and are left out", len(found) - len(kept), len(found))
+        logger.info("%d of %d rows prefer no image to another and are skipped", len(found) - len(kept), len(found))
     return kept
 
 
@@ -92,7 +92,7 @@ def good_images(rows: Sequence[Prompt]) -> list[Prompt]:
         good = [image for image in row.given if image.score == best and (len(row.given) > 1 or best > 0)]
         found += [replace(row, id=-1 - len(found) - i, given=(image,)) for i, image in enumerate(good)]
     if not found:
-        raise DataError("all of its images are disliked: name some that are to be imitated")
+        raise DataError("all of its images are disliked: add some that are to be imitated")
     return found
 
 
@@ -101,8 +101,8 @@ def check_groups(prompts: Sequence[Prompt], most: int, alone: bool, algorithm: s
     largest = max(prompts, key=lambda prompt: len(prompt.given))
     if len(largest.given) > most:
         raise DataError(
-            f"prompt {largest.id} {largest.text!r:.80} has {len(largest.given)} images, and rollout.n={most} is the "
-            f"most that a row may have: set rollout.n={len(largest.given)}"
+            f"prompt {largest.id} {largest.text!r:.80} has {len(largest.given)} images, and a row may have at most "
+            f"rollout.n={most}: set rollout.n={len(largest.given)}"
         )
     single = next((prompt for prompt in prompts if len(prompt.given) == 1), None)
     if single is not None and not alone:
@@ -127,7 +127,8 @@ def _says_something(row: Prompt) -> bool:
 def _ranked(images: object, ranks: object, where: str) -> tuple[list[object], list[float]]:
     if not isinstance(images, list) or not isinstance(ranks, list) or len(images) != len(ranks) or len(images) < 2:
         raise DataError(
-            f"{where} has images={images!r:.80} and ranks={ranks!r:.80}: give two or more paths, and a rank of each"
+            f"{where} has images={images!r:.80} and ranks={ranks!r:.80}: expected two or more paths, and a rank "
+            "for each"
         )
     return images, [-_number(rank, f"{where} has a rank", 1.0, math.inf) for rank in ranks]
 

@@ -104,7 +104,7 @@ def held_out_of(prompts: Sequence[Prompt], most: int | None, given: object) -> l
         logger.info("validation.max_prompts=%d: %s", most, parts)
         if without := [paths[s] for s in shares if not shares[s]]:
             logger.warning(
-                "validation.max_prompts=%d leaves %s out of the validation: set it to %d or more",
+                "validation.max_prompts=%d excludes %s from the validation: set it to %d or more",
                 *(most, " and ".join(without), len(shares)),
             )
     found, left = list[Prompt](), Counter(shares)
@@ -124,9 +124,9 @@ def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
     for number, (source, most) in enumerate(zip(given, most_of_a_step(shares, per_step), strict=True)):
         if (count := sum(prompt.source == number for prompt in prompts)) < most:
             raise DataError(
-                f"data.train: {source.path} has {count} prompts, and by its weight {float(shares[number]):g} of "
-                f"{float(sum(shares)):g} up to {most} of the {per_step} of a step are from it; lower its weight or "
-                "rollout.prompts_per_step"
+                f"data.train: {source.path} has {count} prompts, and its weight {float(shares[number]):g} of "
+                f"{float(sum(shares)):g} requires up to {most} of the {per_step} of a step from it; lower its "
+                "weight or rollout.prompts_per_step"
             )
 
 
@@ -158,8 +158,8 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
             metadata = {**metadata, DATA_SOURCE: source.data_source}
         if isinstance(metadata.get(DATA_SOURCE), list | dict):
             raise DataError(
-                f"{where} has {DATA_SOURCE}={metadata[DATA_SOURCE]!r:.80}, which picks the scorers of the row: give a "
-                "text or a number, or rename the column"
+                f"{where} has {DATA_SOURCE}={metadata[DATA_SOURCE]!r:.80}, which selects the scorers of the row: "
+                "use a string or a number, or rename the column"
             )
         rows.append(replace(prompt, metadata=metadata))
     return settled(rows) if given else rows

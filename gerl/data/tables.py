@@ -67,7 +67,7 @@ def read_rows(path: Path, prompt_key: str) -> list[tuple[str, Prompt]]:
         case _:
             rows = [(f"{path}, row {n}", row) for n, row in enumerate(_parquet_rows(path), start=1)]
     if not rows:
-        raise DataError(f"{path} has no prompts: put at least one in it, one per line or row")
+        raise DataError(f"{path} has no prompts: add at least one, one per line or row")
     return [(where, Prompt(i, *split_row(row, prompt_key, where))) for i, (where, row) in enumerate(rows)]
 
 
@@ -85,7 +85,7 @@ def resolve(source: str) -> Path:
         if not path.exists():
             raise DataError(f"prompt file {source} does not exist{_near(path)}")
         if not path.is_file():
-            raise DataError(f"{source} is not a file: give a {_either(SUFFIXES)} file of prompts")
+            raise DataError(f"{source} is not a file: expected a {_either(SUFFIXES)} file of prompts")
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, a folder that is not ours
         raise DataError(f"prompt file {source!r:.200} cannot be opened ({reason(error)}): correct the path") from None
     if path.suffix.lower() not in SUFFIXES:
@@ -139,7 +139,7 @@ def read_text(path: Path) -> str:
     if "\0" in text:
         line = text[: text.index("\0")].count("\n") + 1
         raise DataError(
-            f"{path}:{line} has a NUL byte, as UTF-16 and damaged files have: save it as UTF-8, or write it anew"
+            f"{path}:{line} has a NUL byte, as in UTF-16 and damaged files: save it as UTF-8, or recreate it"
         )
     return re.sub(r"(?m)^\ufeff", "", text)  # of a file that was put behind another one
 
@@ -154,8 +154,8 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 def _one_line(text: str, where: str) -> str:
     if found := BREAKS.search(text):
         raise DataError(
-            f"{where} has the character U+{ord(found[0]):04X} in it, which other programs show as the end of a line: "
-            "put a plain line end or a space there"
+            f"{where} contains the character U+{ord(found[0]):04X}, which other programs treat as a line end: "
+            "replace it with a plain line end or a space"
         )
     return text
 
@@ -166,23 +166,23 @@ def _json_row(line: str, where: str) -> Row:
     except json.JSONDecodeError as error:
         if line[0] == "[" or line == "{":
             raise DataError(
-                f"{where} begins a list or an object of several lines: a .jsonl file has an object a line, such as "
-                '{"prompt": "a red cube"}, without brackets and commas around them'
+                f"{where} begins a list or an object that spans several lines: a .jsonl file has one object per "
+                'line, such as {"prompt": "a red cube"}, without brackets and commas around them'
             ) from None
         raise DataError(f"{where} is not valid JSON ({error.msg}, column {error.colno}): correct the line") from error
     except ValueError:
-        raise DataError(f"{where} has a number of thousands of digits: correct the line") from None
+        raise DataError(f"{where} has a number with thousands of digits: correct the line") from None
     except RecursionError:
         row = None
     if row is None or not is_flat(row):
-        raise DataError(f"{where} has more than {DEEPEST} objects or lists inside each other: correct the line")
+        raise DataError(f"{where} has more than {DEEPEST} nested objects or lists: correct the line")
     if not isinstance(row, dict):
         raise DataError(f'{where} is not a JSON object: write rows such as {{"prompt": "a red cube"}}')
     if "\\u" in line:
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise DataError(f"{where} has half a character (\\ud800 to \\udfff without its pair): correct it") from None
+            raise DataError(f"{where} has an unpaired surrogate (\\ud800 to \\udfff): correct it") from None
     return row
 
 
@@ -214,12 +214,14 @@ def _csv_rows(path: Path, prompt_key: str) -> list[tuple[str, Row]]:
             if not header:
                 header = _header(cells, prompt_key, where)
             elif len(cells) > len(header):
-                raise DataError(f"{where} has more cells than the header: quote what has a comma in it")
+                raise DataError(f"{where} has more cells than the header: quote cells that contain a comma")
             else:
                 named = zip(header, cells, strict=False)
                 rows.append((where, {prompt_key: "", **{name: cell for name, cell in named if name and cell}}))
     except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num} is no readable row of a .csv file ({error}): correct it") from None
+        raise DataError(
+            f"{path}:{reader.line_num} is not a readable row of a .csv file ({error}): correct it"
+        ) from None
 
 
 def _header(cells: list[str], prompt_key: str, where: str) -> list[str]:
@@ -231,10 +233,10 @@ def _header(cells: list[str], prompt_key: str, where: str) -> list[str]:
     found = f"{where} has no column {prompt_key!r}, only {', '.join(names):.200}"
     for mark, spelled in SEPARATORS.items():
         if prompt_key in [part.strip().strip('"') for part in ",".join(cells).split(mark)]:
-            raise DataError(f"{found}: is it separated by {spelled}? Write it with commas")
+            raise DataError(f"{found}: is it separated by {spelled}? Use commas instead")
     raise DataError(
-        f"{found}: name the one with the prompt in data.prompt_key or, if this is a row already, write the names of "
-        "the columns above it"
+        f"{found}: set data.prompt_key to the one with the prompt or, if this is already a row, add a header row "
+        "above it"
     )
 
 
@@ -249,11 +251,11 @@ def _parquet_rows(path: Path) -> list[Row]:
     try:
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(_bytes(path)))
         if (count := file.metadata.num_rows) > MOST_ROWS:
-            raise DataError(f"{path} has {count} rows: at most {MOST_ROWS} are read, split it")
+            raise DataError(f"{path} has {count} rows: at most {MOST_ROWS} are supported, split it")
         table = file.read()
         table.validate(full=True)  # else a column cut short could be read beyond its end
     except damage as error:
-        raise DataError(f"{path} is not a readable Parquet file ({reason(error):.300}): write it anew") from None
+        raise DataError(f"{path} is not a readable Parquet file ({reason(error):.300}): recreate it") from None
     _check_once(table.column_names, str(path))
     rows: list[Row] = [{} for _ in range(table.num_rows)]
     for name, column in zip(table.column_names, table.columns, strict=True):
@@ -262,8 +264,8 @@ def _parquet_rows(path: Path) -> list[Row]:
                 rows[n][name] = cell.as_py()
             except damage as error:
                 raise DataError(
-                    f"{path}, row {n + 1}: {name} cannot be read ({reason(error):.300}): correct it, or leave the "
-                    "column out"
+                    f"{path}, row {n + 1}: {name} cannot be read ({reason(error):.300}): correct it, or remove the "
+                    "column"
                 ) from None
     return rows
 
@@ -272,10 +274,8 @@ def split_row(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
     """The prompt of a row and its other columns."""
     if prompt_key not in row:
         columns = ", ".join(row) or "none"
-        raise DataError(f"{where} has no {prompt_key!r}, only {columns}: add it, or name the column in data.prompt_key")
+        raise DataError(f"{where} has no {prompt_key!r}, only {columns}: add it, or set data.prompt_key to the column")
     text = row[prompt_key]
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise DataError(
-            f"{where} has {prompt_key}={text!r:.80}: a prompt must be a text that is not empty, without NUL"
-        )
+        raise DataError(f"{where} has {prompt_key}={text!r:.80}: a prompt must be a non-empty string without NUL")
     return text.strip(), {name: value for name, value in row.items() if name != prompt_key}

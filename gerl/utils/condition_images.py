@@ -31,8 +31,8 @@ def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str
         elif value is not None:
             if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
                 raise DataError(
-                    f"{where} has {name}={value!r:.80}: give the path of a picture or a list of paths, or rename the "
-                    "column if it is not for the pipeline"
+                    f"{where} has {name}={value!r:.80}: expected the path of an image or a list of paths; rename "
+                    "the column if it is not for the pipeline"
                 )
             found[name] = [absolute_picture(part, folder, f"{where} has {part!r} in {name}") for part in value]
     return found
@@ -46,9 +46,9 @@ def absolute_picture(value: str, folder: Path, what: str) -> str:
         path = (folder / path).absolute()
         there = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, half an address
-        raise DataError(f"{what:.300}, which is no path ({reason(error)}): correct it") from None
+        raise DataError(f"{what:.300}, which is not a path ({reason(error)}): correct it") from None
     if url.scheme in ("http", "https"):
-        raise DataError(f"{what}: download it and give the path, so that a run never depends on a server")
+        raise DataError(f"{what}: download it and give the path, so that a run does not depend on a server")
     if not there:
         raise DataError(f"{what}, but there is no file {path}: correct the path, which is relative to the prompt file")
     try:
@@ -102,7 +102,7 @@ def open_picture(path: str | Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             if image.mode[0] in "IF":
-                raise DataError(f"{path} has more than 8 bits a channel (mode {image.mode}): save it with 8")
+                raise DataError(f"{path} has more than 8 bits per channel (mode {image.mode}): save it with 8")
             upright: Image.Image = ImageOps.exif_transpose(image)
             upright.load()
             return upright

@@ -28,7 +28,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise GerlError(f"{path} cannot be written: {reason(error)}; free space or choose another folder") from error
+        raise GerlError(f"{path} cannot be written: {reason(error)}; free up space or choose another folder") from error
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -43,5 +43,5 @@ def _first_word() -> int:
     words = np.random.RandomState(0).get_state(legacy=False)["state"]["key"].astype(np.uint64)
     place = torch.Generator().manual_seed(0).get_state().numpy().tobytes().find(words.tobytes())
     if place < 0:
-        raise RuntimeError(f"torch {torch.__version__} keeps the state of its CPU generator in a form not known here")
+        raise RuntimeError(f"torch {torch.__version__} stores the state of its CPU generator in an unknown format")
     return place

@@ -19,8 +19,8 @@ def said(accepted: list[str] = ARGUMENTS, scorer: str = "sharpness", **row: Any)
 @pytest.mark.parametrize(
     ("row", "remedy"),
     [
-        ({"negative_prompt": "blurry"}, "negative_prompt (sampling.call.negative_prompt is for all prompts)"),
-        ({"seed": 3}, "seed (noise is drawn from trainer.seed)"),
+        ({"negative_prompt": "blurry"}, "negative_prompt (sampling.call.negative_prompt applies to all prompts)"),
+        ({"seed": 3}, "seed (noise is sampled from trainer.seed)"),
         ({"height": 3}, "sampling.height"),
         ({"steps": 20}, "sampling.num_inference_steps"),
         ({"cfg": 7}, "sampling.guidance_scale"),
@@ -33,7 +33,7 @@ def said(accepted: list[str] = ARGUMENTS, scorer: str = "sharpness", **row: Any)
     ],
 )
 def test_a_column_with_a_known_name_is_named_with_what_is_read_instead(row: dict[str, Any], remedy: str) -> None:
-    assert remedy in said(**row) and said(**row).startswith("columns of the prompts")
+    assert remedy in said(**row) and said(**row).startswith("prompt columns")
 
 
 def test_what_is_used_or_has_no_known_name_is_not_mentioned() -> None:

@@ -128,9 +128,9 @@ def test_the_digest_is_of_the_rows(folder: Path) -> None:
         ("hf:FOLDER[train]", "prompt", (), None, r"no column 'prompt', only caption, word.*data\.prompt_key"),
         ("hf:FOLDER[train]", "caption", (("text", "sign"),), None, r"no column 'sign', only.*data\.columns"),
         ("hf:FOLDER[train]", "word", (), None, r"row 3 has no 'word'"),
-        ("hf:FOLDER[train[:2]]", "caption", (), 2, r"data\.stream=2 .*train\[:2\].*leave one out"),
+        ("hf:FOLDER[train[:2]]", "caption", (), 2, r"data\.stream=2 .*train\[:2\].*remove one"),
         ("hf:FOLDERS[train]", "caption", (), None, "does not exist"),
-        ("hf:FOLDER/train.parquet", "caption", (), None, "leave hf: out"),
+        ("hf:FOLDER/train.parquet", "caption", (), None, "remove hf:"),
     ],
 )
 def test_what_is_wrong_is_a_sentence(
@@ -191,7 +191,7 @@ def test_data_sets_of_the_hub_and_of_the_cache_without_it(hub: Server, tmp_path:
     cached, none = read(hub, tmp_path, train, absent, HF_HUB_OFFLINE="1")
     assert cached == "3" and "HF_HUB_OFFLINE" in none and hub.requests == []
     cached, none = read(hub, tmp_path, train, absent, HF_ENDPOINT="http://127.0.0.1:9")
-    assert cached == "3" and "127.0.0.1:9 cannot be asked" in none and "Connection refused" in none
+    assert cached == "3" and "127.0.0.1:9 cannot be reached" in none and "Connection refused" in none
 
 
 def test_a_stream_downloads_nothing_else(hub: Server, tmp_path: Path) -> None:

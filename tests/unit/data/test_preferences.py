@@ -105,9 +105,9 @@ def test_of_images_to_be_imitated_the_good_ones_are_taken(place: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({}, r"rows\.jsonl:1 has no column besides its prompt.*chosen and rejected"),
+        ({}, r"rows\.jsonl:1 has no column in addition to its prompt.*chosen and rejected"),
         ({"text": "x", "images": ["a.png", "b.png"]}, r"columns text, images.*images and ranks"),
-        ({"images": ["a.png", "b.png"], "ranks": [1]}, "a rank of each"),
+        ({"images": ["a.png", "b.png"], "ranks": [1]}, "a rank for each"),
         ({"images": ["a.png"], "ranks": [1]}, "two or more"),
         ({"images": "a.png", "ranks": 1}, "two or more"),
         ({"images": ["a.png", "b.png"], "ranks": [0, 1]}, "rank=0.*at least 1"),

@@ -69,7 +69,7 @@ def test_held_out_prompts_are_shared_among_their_sources(
     with caplog.at_level("INFO"):
         found = held_out_of(prompts, most, [f"{s}.txt" for s in range(len(sizes))])
     assert [p.text for p in found] == [f"{s}/{i}" for s, count in enumerate(expected) for i in range(count)]
-    assert ("leaves 2.txt out" in caplog.text and "3 or more" in caplog.text) == (0 in expected)
+    assert ("excludes 2.txt" in caplog.text and "3 or more" in caplog.text) == (0 in expected)
     assert ("of 1.txt" in caplog.text) == (len(sizes) > 1 and len(found) < len(prompts))
 
 
@@ -143,7 +143,7 @@ def test_parts_of_a_name() -> None:
         (3, "data.train=3: "),
         ([3], "data.train=3: an entry"),
         (["a.txt", "a.txt"], "a.txt twice"),
-        ([{"path": "a.txt", "wieght": 2}], "wieght; it may have path, weight"),
+        ([{"path": "a.txt", "wieght": 2}], "wieght; allowed are path, weight"),
         ([{"weight": 2}], "path=null"),
         ([{"path": "a.txt", "weight": 0}], "weight=0: .*above 0"),
         ([{"path": "a.txt", "weight": True}], "weight=true: .*above 0"),
@@ -162,13 +162,13 @@ def test_values_that_are_no_sources(given: Any, message: str) -> None:
 
 def test_held_out_prompts_have_no_weights() -> None:
     ValidationConfig(data=["a.txt", {"path": "b.txt", "prompt_key": "caption"}])
-    with pytest.raises(ConfigError, match=r"validation\.data has an entry with weight: .*drawn once"):
+    with pytest.raises(ConfigError, match=r"validation\.data has an entry with weight: .*sampled once"):
         ValidationConfig(data=["a.txt", {"path": "b.txt", "weight": 2}])
     assert sources("a.txt", "validation.data", weighted=False)[0].path == "a.txt"
 
 
 def test_keys_that_say_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"data\.stream=5: .*leave it out"):
+    with pytest.raises(ConfigError, match=r"data\.stream=5: .*remove it"):
         Config(data=DataConfig(stream=5))
     with pytest.raises(ConfigError, match=r"data\.columns has prompt: .*data\.prompt_key=caption"):
         DataConfig(columns={"prompt": "caption"})

@@ -66,14 +66,18 @@ def test_relative_path_and_shipped_list(tmp_path: Path, monkeypatch: pytest.Monk
         (
             "a.jsonl",
             '{"prompt": "a"}\n{"prompt": "b", "n": %s}' % ("[" * 5000),
-            r"a\.jsonl:2 .*(32 objects or lists|not valid JSON).*corr",
+            r"a\.jsonl:2 .*(32 nested objects or lists|not valid JSON).*corr",
         ),
-        ("a.jsonl", '{"prompt": "a", "n": ' + "[" * 99 + "]" * 99 + "}", r"a\.jsonl:1 .*32 objects or lists.*corr"),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "n": ' + "[" * 99 + "]" * 99 + "}",
+            r"a\.jsonl:1 .*32 nested objects or lists.*corr",
+        ),
         ("a.jsonl", '{"prompt": "a", "n": %s}' % ("1" * 5000), r"a\.jsonl:1 .*digits.*correct"),
-        ("a.jsonl", '{"prompt": "\\ud800"}', r"a\.jsonl:1 .*half a character.*correct"),
-        ("a.jsonl", '{"prompt": "a", "n": [{"\\udfff": 1}]}', r"a\.jsonl:1 .*half a character.*correct"),
+        ("a.jsonl", '{"prompt": "\\ud800"}', r"a\.jsonl:1 .*unpaired surrogate.*correct"),
+        ("a.jsonl", '{"prompt": "a", "n": [{"\\udfff": 1}]}', r"a\.jsonl:1 .*unpaired surrogate.*correct"),
         ("a.jsonl", '{"prompt": "\\u0000"}', r"a\.jsonl:1 .*without NUL"),
-        ("a.jsonl", '{"prompt": "a"}\n' + "\0" * 9, r"a\.jsonl:2 has a NUL byte.*write it anew"),
+        ("a.jsonl", '{"prompt": "a"}\n' + "\0" * 9, r"a\.jsonl:2 has a NUL byte.*recreate it"),
         ("a.csv", "", r"a\.csv .*at least one"),
         ("a.csv", "prompt\n", r"a\.csv .*at least one"),
         ("a.csv", "caption\na red cube", r"a\.csv:1 .*'prompt'.*caption.*data\.prompt_key"),
@@ -86,19 +90,19 @@ def test_relative_path_and_shipped_list(tmp_path: Path, monkeypatch: pytest.Monk
         ("a.csv", 'prompt;text\n"a, b";A', r"a\.csv:1 .*semicolons"),
         ("a.csv", "n\tprompt\n1\ta", r"a\.csv:1 .*tabs"),
         ("a.csv", "n|prompt\n1|a", r"a\.csv:1 .*bars"),
-        ("a.csv", 'a red sign that reads "A"\na cat', r"a\.csv:1 .*names of the columns above it"),
+        ("a.csv", 'a red sign that reads "A"\na cat', r"a\.csv:1 .*header row above it"),
         ("a.csv", "prompt\na\0b", r"a\.csv:2 .*NUL byte"),
         ("a.jsonl", '{"prompt": "a", "n": 1, "prompt": "b"}', r"a\.jsonl:1 has 'prompt' twice"),
         ("a.jsonl", '{"prompt": "a", "n": {"x": 1, "x": 2}}', r"a\.jsonl:1 has 'x' twice"),
-        ("a.jsonl", '[\n{"prompt": "a"},\n{"prompt": "b"}]', r"a\.jsonl:1 begins a list.*an object a line"),
+        ("a.jsonl", '[\n{"prompt": "a"},\n{"prompt": "b"}]', r"a\.jsonl:1 begins a list.*one object per line"),
         ("a.jsonl", '{\n"prompt": "a"\n}', r"a\.jsonl:1 begins a list or an object"),
         ("a.csv", "prompt\né".encode("latin-1"), r"a\.csv:2 .*byte 7.*UTF-8"),
         ("a.jsonl", '{"prompt": "a"}\n\n{"text": "b"}', r"a\.jsonl:3 .*'prompt'.*text.*data\.prompt_key"),
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}', r"a\.jsonl:2 .*prompt=' '.*not empty"),
-        ("a.jsonl", '{"prompt": 5}', r"a\.jsonl:1 .*prompt=5.*text"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}', r"a\.jsonl:2 .*prompt=' '.*non-empty"),
+        ("a.jsonl", '{"prompt": 5}', r"a\.jsonl:1 .*prompt=5.*string"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": }', r"a\.jsonl:2 .*column 12.*correct"),
         ("a.jsonl", '"a red cube"', r'a\.jsonl:1 .*{"prompt": '),
-        ("a.parquet", "prompt", r"a\.parquet .*Parquet.*write it anew"),
+        ("a.parquet", "prompt", r"a\.parquet .*Parquet.*recreate it"),
     ],
 )
 def test_bad_file_is_one_sentence(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
@@ -170,14 +174,14 @@ def test_bad_parquet_row_is_named(tmp_path: Path) -> None:
     ids=["time", "date", "duration", "zone"],
 )
 def test_a_parquet_value_that_python_has_not_is_named_with_its_row(tmp_path: Path, column: pyarrow.Array) -> None:
-    with pytest.raises(DataError, match=r"a\.parquet, row 2: when cannot be read.*leave the column out"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: when cannot be read.*remove the column"):
         load_prompts(parquet(tmp_path, prompt=["a", "b"], when=column))
 
 
 def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     ends = pyarrow.py_buffer(b"".join(i.to_bytes(4, "little") for i in range(3)))
     broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, pyarrow.py_buffer(b"a\xff")])
-    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file.*UTF8.*write it anew"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file.*UTF8.*recreate it"):
         load_prompts(parquet(tmp_path, prompt=broken))
 
 
@@ -186,7 +190,7 @@ def test_a_parquet_file_of_billions_of_rows_is_refused_before_they_fill_the_memo
 ) -> None:
     monkeypatch.setattr("gerl.data.tables.MOST_ROWS", 100)
     assert len(load_prompts(parquet(tmp_path, prompt=["a"] * 100))) == 100
-    with pytest.raises(DataError, match=r"a\.parquet has 101 rows: at most 100 are read"):
+    with pytest.raises(DataError, match=r"a\.parquet has 101 rows: at most 100 are supported"):
         load_prompts(parquet(tmp_path, prompt=["a"] * 101))
 
 
