@@ -317,7 +317,7 @@ def step_weights(
             "std2_over_jacobian": (std * std, abs(jacobian)),
         }[kind]
         if below == 0:
-            raise ValueError(f"{kind} weights do not exist: trained timestep {k} divides by 0")
+            raise ValueError(f"{kind} weights are undefined: trained timestep {k} divides by 0")
         weights.append(above / below)
     mean = sum(weights) / max(len(weights), 1) if kind in RELATIVE_WEIGHTS else 1.0
     return [weight / mean for weight in weights]
@@ -379,6 +379,6 @@ def kl_divergence(
             # expm1, as exp(-d) - 1 loses the digits of the small differences there are
             return d if kind == "k1" else d**2 / 2 if kind == "k2" else (-d).clamp(-20, 20).expm1() + d
         case _ if kind in get_args(KLKind):
-            raise ValueError(f"a KL of kind {kind} lacks one of its arguments")
+            raise ValueError(f"a KL of kind {kind} is missing one of its arguments")
         case _:
             raise ValueError(f"kind must be one of {', '.join(get_args(KLKind))}, got {kind!r}")

@@ -247,7 +247,7 @@ def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:
     rule = tape.steps[k].rule
     if not isinstance(rule, FlowRule):
         raise ReplayError(
-            f"algorithm.name={name}: its leaps between noise levels are for flow matching, this pipeline has a "
+            f"algorithm.name={name}: its leaps between noise levels require flow matching, this pipeline has a "
             f"{type(rule).__name__.removesuffix('Rule')} scheduler; use draft, refl or draft_lv"
         )
     return rule

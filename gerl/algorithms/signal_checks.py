@@ -16,9 +16,9 @@ def ratio_limit(config: ActorConfig, half_precision: bool) -> float:
 def ratio_problem(deviation: float, limit: float) -> str:
     """The sentence for a ratio that is further from 1 on policy than `limit`."""
     return (
-        f"max |ratio - 1| is {deviation:.2e} before the first optimizer step, above actor.max_ratio_deviation="
-        f"{limit:g}: the replay does not compute what the rollout did; try model.dtype=float32, the same micro-"
-        "batch size for rollout and actor, or model.compile=null"
+        f"max |ratio - 1| is {deviation:.2e} before the first optimizer step, above "
+        f"actor.max_ratio_deviation={limit:g}: the replay does not reproduce the rollout; try model.dtype=float32, "
+        "the same micro-batch size for rollout and actor, or model.compile=null"
     )
 
 
@@ -43,8 +43,9 @@ def probe_warnings(probe: SamplingProbe, clip: float | None) -> list[str]:
         )
     if probe.kl_resolution is not None:
         found.append(
-            f"a KL to the base model below about {probe.kl_resolution:.1e} is the rounding of the model's output in "
-            "this precision, and pulls nowhere: algorithm.kl_coef works beyond it; use model.dtype=float32 for less"
+            f"a KL to the base model below about {probe.kl_resolution:.1e} is the rounding error of the model's "
+            "output in this precision, and has no direction: algorithm.kl_coef is effective only above it; use "
+            "model.dtype=float32 for smaller values"
         )
     return found + spread_warnings(probe)
 
@@ -62,9 +63,9 @@ def spread_warnings(probe: SamplingProbe) -> list[str]:
     if probe.weighting not in (None, "std2_over_jacobian"):
         remedy = f"set algorithm.timestep_weights=std2_over_jacobian, or {remedy}"
     return [
-        f"the noise of step {high.step} (std {less_noise:.2g}) counts {most / least:.0f} times as much in the gradient "
-        f"as that of step {low.step} (std {noise:.2g}), and hides what other steps learn: "
-        f"{remedy}; python -m gerl.preflight signal=4 measures which steps carry the reward"
+        f"the noise of step {high.step} (std {less_noise:.2g}) counts {most / least:.0f} times as much in the "
+        f"gradient as that of step {low.step} (std {noise:.2g}), and drowns out other steps: {remedy}; python -m "
+        "gerl.preflight signal=4 measures which steps carry the reward"
     ]
 
 

@@ -40,8 +40,8 @@ class SRPO(RewardGradient):
         if len(within) < 2:
             shown = ", ".join(f"{sigma:.3f}" for sigma in sigmas)
             raise ReplayError(
-                f"algorithm.levels=[{low}, {high}]: fewer than two of the noise levels of this run lie there "
-                f"({shown}); widen it, or give more sampling.num_inference_steps"
+                f"algorithm.levels=[{low}, {high}]: it contains fewer than two of the noise levels of this run "
+                f"({shown}); widen it, or raise sampling.num_inference_steps"
             )
         pairs = [
             (a, min(within[i + 1 :], key=lambda b: abs(sigmas[a] - sigmas[b] - 2 * span)))

@@ -82,8 +82,8 @@ def _steps_of(
             shapes = found.steps[k].x.shape[1:], tape.steps[k].x.shape[1:]
             if shapes[0] != shapes[1]:
                 raise ModelError(
-                    f"{NAME}: the latents of {model.teacher} have the shape {list(shapes[0])}, those of the student "
-                    f"{list(shapes[1])}: give a teacher of the same latents"
+                    f"{NAME}: the latents of {model.teacher} have the shape {list(shapes[0])}, those of the "
+                    f"student {list(shapes[1])}: use a teacher with the same latents"
                 )
         latents = {k: tape.steps[k].x[rows] for k in options["steps"]}
         replay(pipe, found, keep, **options | {"index": None, "latents": latents})
@@ -94,8 +94,8 @@ def _check_alike(teacher: Teacher, k: int, found: Rule, expected: Rule) -> None:
     """Raise `ModelError` unless the step of a teacher is from the noise level of the student's, in the same terms."""
     if type(found) is not type(expected) or abs(found.sigma - expected.sigma) > 1e-6:
         raise ModelError(
-            f"{NAME}: step {k} of {teacher} is at noise level {found.sigma:.6g} ({type(found).__name__}), that of the "
-            f"student at {expected.sigma:.6g} ({type(expected).__name__}): give a teacher with the same steps"
+            f"{NAME}: step {k} of {teacher} is at noise level {found.sigma:.6g} ({type(found).__name__}), that of "
+            f"the student at {expected.sigma:.6g} ({type(expected).__name__}): use a teacher with the same steps"
         )
 
 

@@ -66,8 +66,8 @@ def pull_back(
     if carry and k > 0:
         if player.live_at != {k}:
             raise ReplayError(
-                f"the denoiser call of step {k} serves the step before as well, whose latents have a gradient of their "
-                "own: rewards cannot be differentiated through more than the last step of this pipeline"
+                f"the denoiser call of step {k} is reused by the previous step, whose latents have a gradient of "
+                "their own: rewards can only be differentiated through the last step of this pipeline"
             )
         player.carries_from, player.differentiable.carries = k, True
     with player.differentiable:

@@ -34,7 +34,7 @@ def unwritten(values: torch.Tensor, written: torch.Tensor | None) -> torch.Tenso
     left = (~written).flatten(1)
     counts = left.sum(1, keepdim=True)
     if not bool(counts.all()):
-        raise ReplayError("the pipeline's condition leaves nothing of a sample to learn: give a mask with an opening")
+        raise ReplayError("the pipeline's condition leaves nothing of a sample to learn: use a mask with an opening")
     most = int(counts.max())
     order = left.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     places = order.gather(1, torch.arange(most, device=left.device) % counts)

@@ -77,13 +77,13 @@ def check_fork(tape: Tape, fork: int, index: Sequence[int]) -> None:
     """Raise `ReplayError` if the samples `index` of `tape` cannot be branched at step `fork`."""
     calls = tape.component_calls
     if tape.reads is not None:
-        raise ReplayError("a lean tape cannot be branched: branch before it is made lean")
+        raise ReplayError("a lean tape cannot be branched: branch before making it lean")
     if not index or set(index) - set(range(tape.batch_size)):
         raise ReplayError(f"samples {list(index)} cannot be branched: the tape has {tape.batch_size} samples")
     if not 0 <= fork < len(tape.steps) + any(c.step == len(tape.steps) for c in calls):
         raise ReplayError(f"step {fork} cannot be branched at: the tape has {len(tape.steps)} steps")
     if fork < len(tape.steps) and tape.steps[fork].rule.dt == 0:
-        raise ReplayError(f"step {fork} cannot be branched at: compression left it out")
+        raise ReplayError(f"step {fork} cannot be branched at: compression skipped it")
 
 
 class BranchRecorder(Recorder):
@@ -122,14 +122,14 @@ class BranchRecorder(Recorder):
         k, position, calls = len(self.tape.steps), len(self.tape.component_calls), self.parents.component_calls
         recorded = calls[position] if position < len(calls) else None
         if recorded is None or (recorded.component, recorded.step) != (name, k):
-            raise ReplayError(f"the branch calls {name} at step {k}, which the recording did not do")
+            raise ReplayError(f"the branch calls {name} at step {k}, which the recording did not")
         if tree_any(lambda v: torch.is_tensor(v) and v.is_meta, recorded.output):
             # the shape serves for a ControlNet, whose only reader is the denoiser, which does not run; but not for the
             # denoiser itself, nor for what was called once before the loop, which has to run again
             if name in self.denoisers:
                 raise ReplayError(
-                    f"the output of {name} was too large to be kept: record what is to be branched from with stop="
-                    f"{self.fork}, which keeps it"
+                    f"the output of {name} was too large to be kept: record with stop={self.fork}, which keeps it "
+                    "for branching"
                 )
             if name not in self.looped:
                 return super().on_component(name, forward, *args, **kwargs)
@@ -168,11 +168,11 @@ class BranchRecorder(Recorder):
             return None
         recorded, answers = self.parents.steps[k], len(self.tape.answers)
         if sample.shape != recorded.x.shape or not torch.equal(recorded.x.to(sample.dtype), sample):
-            raise ReplayError(f"the pipeline did not arrive at the recorded latents at step {k}: it cannot be branched")
+            raise ReplayError(f"the pipeline did not reach the recorded latents at step {k}: it cannot be branched")
         if answers != recorded.num_answers:
             raise ReplayError(
-                f"the pipeline had {answers} answers at step {k}, {recorded.num_answers} in the recording: it "
-                "draws noise once per sample and can only be branched in whole batches"
+                f"the pipeline had {answers} outputs at step {k}, {recorded.num_answers} in the recording: it "
+                "samples noise once per sample and can only be branched in whole batches"
             )
         return recorded
 

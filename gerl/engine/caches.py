@@ -27,7 +27,7 @@ class Caches:
     """Watches what a pipeline's components are given and give back, in one rollout."""
 
     def __init__(self) -> None:
-        self.way = "if the pipeline has an argument that switches it off, set it in sampling.call"
+        self.way = "if the pipeline has an argument that disables it, set it in sampling.call"
         self.filled: dict[int, tuple[object, int]] = {}  # id of an object -> the object and the step that filled it
 
     def belong_to(self, pipe: DiffusionPipeline) -> None:
@@ -37,15 +37,15 @@ class Caches:
         for component, model in pipe.components.items():
             if isinstance(model, torch.nn.Module) and (found := stateful_hooks(model)):
                 raise ModelError(
-                    f"{component} keeps state between denoising steps ({', '.join(found)}), which cannot be replayed: "
-                    f"call pipe.{component}.disable_cache() before"
+                    f"{component} keeps state between denoising steps ({', '.join(found)}), which cannot be "
+                    f"replayed: call pipe.{component}.disable_cache() first"
                 )
         name = type(pipe).__name__
         switches = [p for p in inspect.signature(type(pipe).__call__).parameters if "cache" in p]
         if switches:
             self.way = f"set sampling.call.{switches[0]}=false"
         elif hasattr(diffusers, sibling := name.replace("KV", "")) and sibling != name:
-            self.way = f"no argument switches it off, but {sibling} does without: use it with these weights"
+            self.way = f"no argument disables it, but {sibling} has no cache: use it with these weights"
 
     def check_arguments(self, step: int, component: str, arguments: Tree) -> dict[int, set[int]]:
         """The tensors that each object in `arguments` holds, by id.
@@ -56,8 +56,8 @@ class Caches:
         for value in _objects(arguments):
             if self.filled.get(id(value), (None, step))[1] != step:
                 raise ModelError(
-                    f"{component} reads at step {step} what an earlier step left in a {type(value).__name__}, and a "
-                    f"cache cannot be replayed: {self.way}"
+                    f"{component} reads at step {step} what an earlier step stored in a {type(value).__name__}, "
+                    f"and a cache cannot be replayed: {self.way}"
                 )
             held[id(value)] = {id(tensor) for tensor in _tensors(value)}
         return held

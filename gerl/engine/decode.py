@@ -45,7 +45,7 @@ def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch
                 raise
             raise ReplayError(f"{_undifferentiable(pipe)} ({error})") from error
     if decoder.step != len(tape.steps):
-        raise ReplayError(f"the pipeline took {decoder.step} steps to decode, {len(tape.steps)} in the rollout")
+        raise ReplayError(f"the pipeline took {decoder.step} steps when decoding, {len(tape.steps)} in the rollout")
     images = _pixels(output)
     if latents.requires_grad and not images.requires_grad:
         raise ReplayError(_undifferentiable(pipe))
@@ -55,7 +55,7 @@ def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch
 def _undifferentiable(pipe: DiffusionPipeline) -> str:
     return (
         f"{type(pipe).__name__} decodes its latents without gradient: rewards cannot be differentiated, use an "
-        "algorithm that needs their values only"
+        "algorithm that needs only their values"
     )
 
 
@@ -74,7 +74,7 @@ class Decoder(CompanionsFromTape):
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         del method, args, kwargs
         if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
-            raise ReplayError(f"to decode, the pipeline calls {name}, which the rollout did not call at this point")
+            raise ReplayError(f"when decoding, the pipeline calls {name}, which the rollout did not call at this point")
         self.answered += 1
         # a value that was not kept can be read before the latents are replaced only
         return materialised(detached_copy(self.tape.answers[self.answered - 1].value), self.latents.device)
@@ -90,7 +90,7 @@ class Decoder(CompanionsFromTape):
     ) -> torch.Tensor:
         del model_output, sample
         if self.step == len(self.tape.steps):
-            raise ReplayError(f"to decode, the pipeline takes more than the {self.step} steps of the rollout")
+            raise ReplayError(f"when decoding, the pipeline takes more than the {self.step} steps of the rollout")
         advance(scheduler, timestep)
         recorded = self.tape.steps[self.step]
         self.step += 1
@@ -99,7 +99,7 @@ class Decoder(CompanionsFromTape):
         if self.latents.shape != recorded.x_next.shape:
             raise ReplayError(
                 f"latents to decode have shape {list(self.latents.shape)}, those of the rollout "
-                f"{list(recorded.x_next.shape)}: give one row per sample of the tape"
+                f"{list(recorded.x_next.shape)}: expected one row per sample of the tape"
             )
         torch.set_grad_enabled(self.latents.requires_grad)
         return self.latents.clone()  # pipelines write into what they get, which torch refuses for a leaf
@@ -113,7 +113,9 @@ def _pixels(output: object) -> torch.Tensor:
         found = torch.stack(found)
     if not torch.is_tensor(found) or found.ndim not in (4, 5):
         named = ", ".join(f"{name}: {type(value).__name__}" for name, value in given.items()) or type(output).__name__
-        raise ReplayError(f"asked for tensors, the pipeline returned {named}: its images cannot be differentiated")
+        raise ReplayError(
+            f"the pipeline was asked for tensors and returned {named}: its images cannot be differentiated"
+        )
     return found[:, 0].float() if found.ndim == 5 and found.shape[1] == 1 else found.float()
 
 

@@ -64,7 +64,7 @@ class Differentiable:
                 where = (still or blocked)[0]
                 raise ReplayError(
                     f"{where.name} ({type(where.module).__name__}) runs {where.part} without gradient, "
-                    f"{'in training mode as well' if still else 'and in training mode gives other numbers'}: the "
+                    f"{'even in training mode' if still else 'and differs numerically in training mode'}: the "
                     "gradient would be wrong, so this model cannot be trained"
                 )
             output = again

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ENDLESS = 10**9
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-4}  # of its norm, how far z may be from the encoded image
 NEAR_IN_HALF = 2e-2
-NOT_DECODED = "images of files cannot be trained on with this pipeline: it does not decode its latents by vae.decode"
+NOT_DECODED = "existing images are not supported with this pipeline: it does not decode its latents with vae.decode"
 
 
 def record_loop(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape:
@@ -77,9 +77,9 @@ class Inverse:
         """
         if tuple(z.shape) != self.shape:
             raise ModelError(
-                f"the VAE of {type(self.pipe).__name__} makes latents {list(z.shape)} of an image, and decodes "
-                f"{list(self.shape)} with these settings of `sampling`: images of files can be trained on where an "
-                "image is drawn from as many latents (of video pipelines sampling.call.num_frames=1)"
+                f"the VAE of {type(self.pipe).__name__} encodes an image to latents {list(z.shape)}, and decodes "
+                f"{list(self.shape)} with these settings of `sampling`: existing images are supported only if both "
+                "are equal (for video pipelines sampling.call.num_frames=1)"
             )
         x0 = self._back(z.float() - self.offset) / self.scale
         if self.checked:
@@ -100,8 +100,8 @@ class Inverse:
 def unknown(pipe: DiffusionPipeline) -> str:
     """Why images cannot be encoded for `pipe`."""
     return (
-        f"images of files cannot be trained on with {type(pipe).__name__}: it does not hand its latents on to its VAE "
-        "value by value, so those of an image are not known"
+        f"existing images are not supported with {type(pipe).__name__}: it does not pass its latents to its VAE "
+        "value by value, so the latents of an image are unknown"
     )
 
 
@@ -165,7 +165,7 @@ def _decoding(pipe: DiffusionPipeline, take: Callable[[torch.Tensor], object]) -
     """Leave the pipeline where its VAE is asked to decode, and give that to `take`."""
     vae = getattr(pipe, "vae", None)
     if not isinstance(vae, torch.nn.Module) or not hasattr(vae, "decode"):
-        raise ModelError(f"images of files cannot be trained on with {type(pipe).__name__}: it has no VAE")
+        raise ModelError(f"existing images are not supported with {type(pipe).__name__}: it has no VAE")
 
     def stop(z: torch.Tensor, *_: object, **__: object) -> object:
         take(z)

@@ -115,7 +115,7 @@ class _FirstBlock:
         self.remove()
         blocks = self.choices.pop(0) if self.choices else []
         if len(blocks) < 2:
-            raise _refused(self.cache, self.model, "what its last block says is not what the first one says and more")
+            raise _refused(self.cache, self.model, "the output of its last block does not extend that of the first one")
         self.kept: dict[str, _Kept] = {}
         self.now = _Kept()  # of the call that runs
         self.first: Tree = None  # the first block's output in it, where the others are left out
@@ -173,7 +173,7 @@ class _TaylorSeer:
 
         names = _attention(model)
         if not names:
-            raise _refused(cache, model, "no attention is found in its blocks")
+            raise _refused(cache, model, "no attention found in its blocks")
         before = _hooks(model)
         dtype = next(model.parameters()).dtype
         apply_taylorseer_cache(
@@ -202,7 +202,7 @@ class _TaylorSeer:
 
 
 def _refused(cache: FeatureCache, model: torch.nn.Module, why: str) -> ModelError:
-    return ModelError(f"sampling.cache={cache.name} cannot be had with {type(model).__name__}: {why}; use none")
+    return ModelError(f"sampling.cache={cache.name} does not support {type(model).__name__}: {why}; use none")
 
 
 def _is_denoiser(component: object) -> bool:

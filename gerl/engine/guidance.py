@@ -58,8 +58,8 @@ def guidance_roles(
     for k, structure in structures.items():
         if cfg == "off" and next(iter(found[structure].values()), None) == "unconditional":
             raise ReplayError(
-                f"the first denoiser call at step {k} is the unconditional one, when the conditional output that would "
-                "stand for it is not known: use cfg joint or detach_uncond"
+                f"the first denoiser call at step {k} is the unconditional one, before the conditional output that "
+                "replaces it is known: use cfg joint or detach_uncond"
             )
     if cfg == "off":
         _check_off(pipe, tape, {structure: k for k, structure in reversed(structures.items()) if found[structure]})
@@ -112,7 +112,7 @@ def check_stands_for(conditional: Tree, unconditional: Tree, step: int) -> None:
     if c != u:
         raise ReplayError(
             f"the unconditional denoiser output at step {step} has rows of another shape than the conditional one, "
-            "which cannot stand for it: use cfg joint or detach_uncond"
+            "which cannot replace it: use cfg joint or detach_uncond"
         )
 
 
@@ -140,8 +140,8 @@ def _halves(
     for value in [] if rows_in_list else tree_leaves(tree):
         if torch.is_tensor(value) and total in value.shape[1:] and value.shape[0] != total:
             raise ReplayError(
-                f"one prompt does not show where the halves of guidance are in an input of shape {list(value.shape)}: "
-                "use cfg joint, or more prompts in a batch"
+                "one prompt is not enough to locate the halves of guidance in an input of shape "
+                f"{list(value.shape)}: use cfg joint, or more prompts per batch"
             )
     return (
         _slice_rows(tree, slice(0, half), total, rows_in_list),
@@ -239,15 +239,15 @@ def _first_half(step: int, rows: torch.Tensor) -> Role:
     first, second = float(rows[0]), float(rows[half])
     others = torch.cat([rows[1:half], rows[half + 1 :]])
     if len(others) and float(others.max()) > min(first, second):
-        raise ReplayError(f"the denoiser's output at step {step} is not made of two halves of rows: use cfg joint")
+        raise ReplayError(f"the denoiser's output at step {step} does not consist of two halves of rows: use cfg joint")
     return "conditional_first" if _first_is_larger(step, first, second) else "unconditional_first"
 
 
 def _first_is_larger(step: int, first: float, second: float) -> bool:
     if not max(first, second) > CLEARLY_LARGER**2 * min(first, second):
         raise ReplayError(
-            f"the two denoiser outputs at step {step} weigh the same in the model output, which of them is conditional "
-            "cannot be told: use cfg joint"
+            f"the two denoiser outputs at step {step} have the same weight in the model output, so the conditional "
+            "one cannot be identified: use cfg joint"
         )
     return first > second
 
@@ -271,8 +271,8 @@ def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int])
     for k in sorted(new):
         if not all(rows is None or bool(rows.isfinite().all()) for rows in influence[k]):
             raise ReplayError(
-                f"guidance at step {k} has no gradient where the conditional output stands for the unconditional one "
-                "too (it may divide by how far they are apart): use cfg joint or detach_uncond"
+                f"guidance at step {k} has no gradient when the conditional output also replaces the unconditional "
+                "one (it may divide by their distance): use cfg joint or detach_uncond"
             )
     checked.update(steps)
 
@@ -318,7 +318,7 @@ class _Inspector(CompanionsFromTape):
             self.served, self.outputs = self.step, []
         recorded = self.calls.get(self.step, [])[len(self.outputs) :]
         if not recorded or recorded[0].component != name:
-            raise ReplayError(f"the replay calls {name} at step {self.step}, which the rollout did not do")
+            raise ReplayError(f"the replay calls {name} at step {self.step}, which the rollout did not")
 
         def leaf(value: object) -> object:
             if isinstance(value, torch.Tensor) and value.is_floating_point():

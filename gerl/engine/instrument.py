@@ -103,7 +103,7 @@ class _Step:
         scheduler = self.scheduler
         if r_timestep is not None:
             raise ModelError(
-                "the pipeline jumps to noise levels of its own choice (r_timestep), which the schedule does not have: "
+                "the pipeline jumps to noise levels of its own choice (r_timestep), which are not in the schedule: "
                 "gerl takes the steps of the schedule"
             )
         if per_token_timesteps is not None:

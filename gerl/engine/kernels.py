@@ -21,7 +21,7 @@ from gerl.errors import ReplayError
 KERNELS: tuple[str, ...] = get_args(KernelName)
 NEARLY_ONE = 0.999  # UniPC-like schedules start at 0.9999, where sigma / (1 - sigma) explodes just as at 1
 NO_CLEAN_LATENTS = (
-    "a flow map is trained at its own latents: it predicts no clean ones, and algorithms that noise images again "
+    "a flow map is trained at its own latents: it predicts no clean ones, so algorithms that noise images again "
     "cannot train it; use one that replays its steps (neighbor_grpo)"
 )
 
@@ -50,13 +50,13 @@ def coefficients(
         case "flow_sde" | "dance_sde":
             regular = min(sigma, sigma_one) if sigma > NEARLY_ONE else sigma
             if name == "flow_sde" and regular >= 1.0:
-                raise ValueError(f"sigma_one must be below 1 where sigma is 1, got {sigma_one}")
+                raise ValueError(f"sigma_one must be below 1 if sigma is 1, got {sigma_one}")
             g = noise_level * math.sqrt(sigma / (1 - regular)) if name == "flow_sde" else noise_level
             h = sigma - sigma_next
             return sigma_next - g * g * h / (2 * sigma), g * math.sqrt(h)
         case "cps":
             if noise_level > 1:
-                raise ValueError(f"cps needs a noise_level of at most 1 (full re-noising), got {noise_level}")
+                raise ValueError(f"noise_level must be at most 1 (full re-noising) for cps, got {noise_level}")
             angle = noise_level * math.pi / 2
             # cos(pi/2) is 6e-17 in floating point: full re-noising has kappa 0
             return sigma_next * (0.0 if noise_level == 1 else math.cos(angle)), sigma_next * math.sin(angle)

@@ -62,7 +62,7 @@ class ReplayedStep:
     def recorded_mean(self) -> torch.Tensor | None:
         """Mean under the rollout's weights, `[B, ...]` fp32; `ReplayError` where a lean tape was kept without."""
         if self.tape_mean is not None and self.tape_mean.is_meta:
-            raise ReplayError("the recorded mean was not kept: an algorithm that reads it says so in reads_means")
+            raise ReplayError("the recorded mean was not kept: an algorithm that reads it must declare reads_means")
         return self.tape_mean
 
     @property
@@ -124,7 +124,7 @@ class Player(CompanionsFromTape):
             if given.shape != tape.steps[k].x.shape:
                 raise ReplayError(
                     f"latents of step {k} have shape {list(given.shape)}, the replayed ones "
-                    f"{list(tape.steps[k].x.shape)}: give one row per replayed sample"
+                    f"{list(tape.steps[k].x.shape)}: expected one row per replayed sample"
                 )
         self.start: dict[int, Tree] = {}  # answers that start at the caller's latents, by position
         self.step = 0
@@ -133,7 +133,7 @@ class Player(CompanionsFromTape):
         loop = [c for c in tape.component_calls if c.component in self.looped]
         if not loop:
             raise ReplayError(
-                "the pipeline called none of its components in the denoising loop: nothing can be trained"
+                "the pipeline called none of its components in the denoising loop: there is nothing to train"
             )
         self.live_at = tape.live_at(self.trained)
         self.calls = iter(loop)
@@ -160,7 +160,7 @@ class Player(CompanionsFromTape):
             return forward(*args, **kwargs)
         recorded = next(self.calls, None)
         if recorded is None or (recorded.component, recorded.step) != (name, self.step):
-            raise ReplayError(f"the replay calls {name} at step {self.step}, which the rollout did not do")
+            raise ReplayError(f"the replay calls {name} at step {self.step}, which the rollout did not")
         nth = self.position[1] + 1 if self.position[0] == self.step else 0
         self.position = (self.step, nth)
         if self.step not in self.live_at:
@@ -239,8 +239,8 @@ class Player(CompanionsFromTape):
         x, written = self._arrived(k, recorded, sample)
         if self.answered != recorded.num_answers:
             raise ReplayError(
-                f"the pipeline had {self.answered} answers at step {k}, {recorded.num_answers} in the rollout: it "
-                "draws noise once per sample and can only be replayed in whole batches"
+                f"the pipeline had {self.answered} outputs at step {k}, {recorded.num_answers} in the rollout: it "
+                "samples noise once per sample and can only be replayed in whole batches"
             )
         advance(scheduler, timestep)
         if k in self.trained:
@@ -268,24 +268,24 @@ class Player(CompanionsFromTape):
             return x, None if given is None else recorded.written
         if given is not None and (sample.shape != x.shape or recorded.x.is_meta):
             raise ReplayError(
-                f"the pipeline did not arrive at the latents given for step {k} (it steps several latents in turn, or "
+                f"the pipeline did not reach the latents given for step {k} (it steps several latents in turn, or "
                 "edits them): algorithms that noise images again cannot train it, policy gradients can"
             )
         if given is None:
-            raise ReplayError(f"the pipeline did not arrive at the recorded latents at step {k}: it cannot be replayed")
+            raise ReplayError(f"the pipeline did not reach the recorded latents at step {k}: it cannot be replayed")
         written = sample != x.to(sample.dtype)
         if recorded.written is not None:
             written = written | recorded.written
         if not torch.equal(torch.where(written, recorded.x.to(sample.dtype), x.to(sample.dtype)), sample):
             raise ReplayError(
-                f"the pipeline did not arrive at the latents given for step {k}: it mixes its condition with them, "
-                "and cannot be trained on noised images"
+                f"the pipeline did not reach the latents given for step {k}: it mixes its condition with them, and "
+                "cannot be trained on noised images"
             )
         return torch.where(written, recorded.x, x), written
 
     def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
         if self.grad and not model_output.requires_grad:
-            raise ReplayError(f"no gradient reaches the model output at step {k}: nothing of the denoiser is trained")
+            raise ReplayError(f"no gradient reaches the model output at step {k}: no part of the denoiser is trained")
         recorded = self.tape.steps[k]
         given = k in self.latents
         x_next, log_prob, mean = (
@@ -334,6 +334,6 @@ def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor
             f"steps {sorted(trained)} cannot be replayed: the lean tape was kept for steps {sorted(reads.steps)}"
         )
     if cfg != "joint" and not reads.outputs:
-        raise ReplayError(f"cfg {cfg} reads recorded outputs of the denoiser, which the lean tape was kept without")
+        raise ReplayError(f"cfg {cfg} reads recorded outputs of the denoiser, which the lean tape does not have")
     if reads.forward and trained - latents.keys():
-        raise ReplayError("the lean tape was kept without the latents of its trained steps: give them as latents")
+        raise ReplayError("the lean tape does not have the latents of its trained steps: pass them as latents")

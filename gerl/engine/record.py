@@ -131,7 +131,7 @@ def check_single(pipe: DiffusionPipeline) -> None:
 
     if inner := [name for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)]:
         raise ModelError(
-            f"{type(pipe).__name__} is made of the pipelines {', '.join(inner)}: train one of these, such as "
+            f"{type(pipe).__name__} consists of the pipelines {', '.join(inner)}: train one of these, such as "
             f"pipe.{inner[0]}"
         )
 
@@ -139,7 +139,7 @@ def check_single(pipe: DiffusionPipeline) -> None:
 def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Sequence[torch.Generator] | None:
     """`generators`, if there is one for each of `n` samples; raises `ValueError` otherwise."""
     if generators is not None and len(generators) != n:
-        raise ValueError(f"{len(generators)} generators for {n} samples: give one per sample")
+        raise ValueError(f"{len(generators)} generators for {n} samples: expected one per sample")
     return generators
 
 
@@ -280,8 +280,8 @@ class Recorder:
     def _check_mixed(self) -> None:
         if self.init_spread > 0 and not self.mixed:
             raise ModelError(
-                "the pipeline draws its noise in a way of its own, which cannot be mixed: sampling.init_noise_spread "
-                "has to be 0"
+                "the pipeline samples its noise in its own way, which cannot be mixed: sampling.init_noise_spread "
+                "must be 0"
             )
 
     def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:
@@ -292,7 +292,7 @@ class Recorder:
             self._compress(self.window, self.transitions.num_steps(scheduler, timestep))
         if k == self.stop:
             if self._is_skipped(k):
-                raise ModelError(f"compression leaves step {k} out: stop at a step that is taken")
+                raise ModelError(f"compression skips step {k}: stop at a step that is taken")
             raise StopPipeline
 
     def _compress(self, window: frozenset[int] | None, total: int) -> None:
@@ -321,9 +321,9 @@ class Recorder:
         if self.stop is not None:
             raise ModelError(f"the rollout should stop at step {self.stop}, but the pipeline took {taken} steps")
         if self.structure is not None:
-            raise ModelError(f"the pipeline took {taken} steps, with other arguments {self.structure}")
+            raise ModelError(f"the pipeline took {taken} steps, {self.structure} with other arguments")
         if self.window is not None and self.window - set(range(taken)):
-            raise ModelError(f"the window names steps {sorted(self.window)}, but the pipeline took {taken} steps")
+            raise ModelError(f"the window contains steps {sorted(self.window)}, but the pipeline took {taken} steps")
         if self.expected not in (None, taken):
             raise ModelError(
                 f"compression expected {self.expected} steps of one scheduler, but the pipeline took {taken}: set "

@@ -100,6 +100,6 @@ def _probe_of(pipe: DiffusionPipeline, tape: Tape) -> Tape:
         return record_probe(pipe, tape.call, [0] if tape.batch_size > 1 else [0, 0])
     except (ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
         raise ReplayError(
-            f"{type(pipe).__name__} takes one prompt a call, which does not show its batch dimensions: use "
+            f"{type(pipe).__name__} takes one prompt per call, which does not reveal its batch dimensions: use "
             f"step_batch=1 ({error})"
         ) from error

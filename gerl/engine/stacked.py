@@ -80,8 +80,7 @@ class StackedPlayer(Player):
         _, gathered = self.gathered[self.position]
         if not same((args, kwargs), gathered):
             raise ReplayError(
-                f"what the pipeline calls {name} with at step {self.step} depends on what it said at a step before: "
-                "use step_batch=1"
+                f"the arguments of {name} at step {self.step} depend on its output at an earlier step: use step_batch=1"
             )
         return self._cut(self.outputs.pop(self.position))
 
@@ -90,8 +89,8 @@ class StackedPlayer(Player):
         nth, n = self.position[1], self.tape.batch_size
         if self.tape.probe is None or self.tape.probe.batch_size == n or not self.probed:
             raise ReplayError(
-                "a replay of several steps at once needs a tape with a probe of another number of samples, which shows "
-                "the batch dimensions"
+                "replaying several steps at once needs a tape with a probe of another number of samples, which "
+                "reveals the batch dimensions"
             )
         probed = self.tape.probe.batch_size
         probe = probed_call(self.probed, recorded, nth, n, probed)
@@ -155,7 +154,7 @@ def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) ->
     else:
         return first
     raise ReplayError(
-        f"the denoiser is called with a tensor {list(first.shape)} that differs from step to step and has no batch "
+        f"the denoiser is called with a tensor {list(first.shape)} that varies between steps and has no batch "
         "dimension: use step_batch=1"
     )
 

@@ -22,9 +22,7 @@ from gerl.errors import ReplayError
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
 
-UNTRACEABLE = (
-    "latents cannot be given for step 0: the pipeline does not hand on, value by value, the initial latents it prepares"
-)
+UNTRACEABLE = "latents cannot be given for step 0: the pipeline does not pass on its initial latents value by value"
 
 
 def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:

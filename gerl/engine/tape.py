@@ -135,7 +135,7 @@ class Tape:
         """
         following = self.steps[min(k + 1, len(self.steps) - 1)].written
         if following is not None and following.is_meta:
-            raise ReplayError(f"what the pipeline wrote over after step {k} was not kept in this lean tape")
+            raise ReplayError(f"what the pipeline overwrote after step {k} was not kept in this lean tape")
         return None if following is None or bool(following.all()) else following
 
     def looped_components(self) -> set[str]:
@@ -160,11 +160,11 @@ class Tape:
         """Step `position` of the modality that goes along; raises `ReplayError` where it does not start at `sample`."""
         recorded = self.companions[position] if position < len(self.companions) else None
         if recorded is None or recorded.x.shape != sample.shape:
-            raise ReplayError("the pipeline steps a second modality, which it did not do in the rollout")
+            raise ReplayError("the pipeline steps a second modality, which it did not in the rollout")
         if not torch.equal(recorded.x.to(sample.dtype), sample):
             raise ReplayError(
-                f"the latents of the second modality are not the recorded ones after step {recorded.step - 1}: the "
-                "pipeline cannot be replayed"
+                f"the latents of the second modality differ from the recorded ones after step {recorded.step - 1}: "
+                "the pipeline cannot be replayed"
             )
         return recorded
 

@@ -104,9 +104,9 @@ class Transitions:
     def _noise(self, stochastic: bool | None, last: bool) -> float:
         if stochastic and last:
             raise ModelError(
-                "the last denoising step is deterministic and has no log-probability: leave it out of the window "
-                "(sampling.window_range), or, where the pipeline takes fewer steps than sampling.num_inference_steps, "
-                "as one that starts from an image with strength < 1 does, let the window end before its last one"
+                "the last denoising step is deterministic and has no log-probability: exclude it from the window "
+                "(sampling.window_range), or, if the pipeline takes fewer steps than sampling.num_inference_steps, "
+                "as when starting from an image with strength < 1, end the window before its last one"
             )
         return self.sampler.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
 
@@ -251,7 +251,7 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
     if is_consistency(scheduler):
         if sampler.kernel not in ("cps", "ode") or sampler.solver != "euler":
             raise ModelError(
-                f"{given} does not go with the {name} of a consistency model that this pipeline has: use cps "
+                f"{given} is incompatible with the {name} of this consistency model pipeline: use cps "
                 f"(noise_level={int(noises_anew(scheduler))} is its own sampler) and euler"
             )
         if scheduler.config.get("thresholding", False):
@@ -262,14 +262,14 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
     elif is_edm(scheduler):
         if sampler.solver != "euler":
             raise ModelError(
-                f"sampling.solver={sampler.solver} is for sigmas in [0, 1], those of the {name} that this pipeline has "
-                "go far beyond: use euler"
+                f"sampling.solver={sampler.solver} is for sigmas in [0, 1], those of this pipeline's {name} go far "
+                "beyond: use euler"
             )
     elif is_flow_map(scheduler):
         if (sampler.kernel != "ode" and sampler.noise_level > 0) or sampler.solver != "euler":
             raise ModelError(
-                f"{given} does not go with the {name} that this pipeline has, whose model jumps between noise levels "
-                "by an average velocity and says nothing of the noise in between: use ode and euler, with an algorithm "
+                f"{given} is incompatible with this pipeline's {name}, whose model jumps between noise levels by "
+                "an average velocity and does not model the noise in between: use ode and euler, with an algorithm "
                 "that needs no noise (neighbor_grpo), or train the model that it was distilled from"
             )
     else:
@@ -296,11 +296,11 @@ def _check_ddim(scheduler: SchedulerMixin, sampler: Sampler) -> None:
         )
     if config.thresholding:
         raise ModelError(
-            "DDIM with thresholding has no transition kernel, since the latents are clipped by how large they are "
-            "themselves: set thresholding=False, as for every model of latents"
+            "DDIM with thresholding has no transition kernel, since the latents are clipped by their own "
+            "magnitude: set thresholding=False, as for every latent diffusion model"
         )
     if config.rescale_betas_zero_snr and config.prediction_type == "epsilon":
         raise ModelError(
-            "DDIM with rescale_betas_zero_snr starts at pure noise, of which an epsilon prediction says nothing: the "
-            "model needs a v prediction, or rescale_betas_zero_snr=False"
+            "DDIM with rescale_betas_zero_snr starts at pure noise, where an epsilon prediction carries no "
+            "information: use a v-prediction model, or rescale_betas_zero_snr=False"
         )

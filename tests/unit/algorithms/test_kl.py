@@ -178,10 +178,14 @@ def test_on_policy_the_gradient_of_k1_vanishes_on_average_and_that_of_k2_is_the_
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        ("gaussian", {"mean": torch.zeros(1, 2), "ref_mean": torch.zeros(1, 2)}, "gaussian lacks one of its arguments"),
-        ("flow_grpo", {"mean": torch.zeros(1, 2), "ref_mean": torch.zeros(1, 2), "std": 0.1}, "flow_grpo lacks"),
-        ("velocity", {"output": torch.zeros(1, 2)}, "velocity lacks"),
-        ("k3", {"log_prob": torch.zeros(1)}, "k3 lacks"),
+        (
+            "gaussian",
+            {"mean": torch.zeros(1, 2), "ref_mean": torch.zeros(1, 2)},
+            "gaussian is missing one of its arguments",
+        ),
+        ("flow_grpo", {"mean": torch.zeros(1, 2), "ref_mean": torch.zeros(1, 2), "std": 0.1}, "flow_grpo is missing"),
+        ("velocity", {"output": torch.zeros(1, 2)}, "velocity is missing"),
+        ("k3", {"log_prob": torch.zeros(1)}, "k3 is missing"),
         ("k4", {}, "gaussian, flow_grpo, velocity, k1, k2, k3, got 'k4'"),
     ],
 )

@@ -74,7 +74,7 @@ def test_weights_that_count_the_noisy_steps_most_are_not_warned_of(kernel: str, 
 def test_without_weights_to_choose_the_window_is_the_remedy() -> None:
     probe = replace(probe_of("precise", 0.7, 10), weighting=None)
     (said,) = probe_warnings(probe, None)
-    assert "timestep_weights" not in said and "learn: end sampling.window_range before step" in said
+    assert "timestep_weights" not in said and "steps: end sampling.window_range before step" in said
     assert not probe_warnings(replace(probe, steps=[StepFacts(0, 1.0, -0.1)]), None)  # of another family
 
 

@@ -203,7 +203,7 @@ def test_two_steps_that_share_a_denoiser_call_are_refused() -> None:
     _, tape = drawn(r, ())
     calls = [c for c in tape.component_calls if c.step != 2]
     shared = replace(tape, component_calls=calls)
-    with pytest.raises(ReplayError, match="the denoiser call of step 2 serves the step before as well"):
+    with pytest.raises(ReplayError, match="the denoiser call of step 2 is reused by the previous step"):
         pull_back(r.pipe, shared, 2, lambda step: step.mean, tape.steps[2].x, carry=True)
 
 

@@ -235,7 +235,7 @@ def test_a_method_that_the_branch_does_not_call_stops_it() -> None:
     after_each_step(r, lambda pipe, i, values: pipe.encode_prompt("x", None, None) and None)
     _, parent = r.record(probe=False)
     del parent.call["callback_on_step_end"]
-    with pytest.raises(ReplayError, match="2 answers at step 1, 3 in the recording"):
+    with pytest.raises(ReplayError, match="2 outputs at step 1, 3 in the recording"):
         r.branch(parent, 2, range(4))
 
 

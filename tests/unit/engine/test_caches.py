@@ -40,7 +40,7 @@ def test_a_cache_filled_in_one_step_cannot_be_read_in_another() -> None:
 def test_a_cache_that_was_returned_cannot_be_read_in_another_step() -> None:
     caches, cache = Caches(), Cache({"first": Layer([torch.zeros(1)])})
     call_component(caches, 0, None, output=(torch.zeros(1), cache))
-    with pytest.raises(ModelError, match=r"left in a Cache, .* set it in sampling\.call"):
+    with pytest.raises(ModelError, match=r"stored in a Cache, .* set it in sampling\.call"):
         call_component(caches, 1, cache)
 
 
@@ -62,5 +62,5 @@ def test_a_rollout_with_a_cache_is_refused() -> None:
         cache.layers["first"].keys.append(kwargs["hidden_states"])
 
     pipe.transformer.transformer_blocks[0].register_forward_pre_hook(remember, with_kwargs=True)
-    with pytest.raises(ModelError, match="reads at step 1 what an earlier step left in a Cache"):
+    with pytest.raises(ModelError, match="reads at step 1 what an earlier step stored in a Cache"):
         record(pipe, call, noise_level=0.7)

@@ -105,5 +105,5 @@ def test_the_sound_stays_where_other_latents_are_given(pipe: Any) -> None:
 def test_a_sound_that_arrives_otherwise_is_no_replay(pipe: Any) -> None:
     _, tape = rolled_out(pipe)
     tape.companions[1].x = tape.companions[1].x + 1
-    with pytest.raises(ReplayError, match="second modality are not the recorded ones after step 1"):
+    with pytest.raises(ReplayError, match="second modality differ from the recorded ones after step 1"):
         deviation(pipe, tape)

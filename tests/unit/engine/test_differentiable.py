@@ -56,14 +56,14 @@ def test_a_branch_that_never_has_a_gradient_is_named(trained: bool) -> None:
     r = with_experts("always", trained)
     name = r"transformer_blocks\.0\.ff \(Experts\) runs transformer_blocks\.0\.ff\.inner without gradient"
     for _ in range(2):
-        with pytest.raises(ReplayError, match=f"{name}, in training mode as well: the gradient would be wrong"):
+        with pytest.raises(ReplayError, match=f"{name}, even in training mode: the gradient would be wrong"):
             gradients(r)
     assert not r.pipe.transformer.transformer_blocks[0].ff.training
 
 
 def test_a_training_mode_with_other_numbers_is_refused() -> None:
     r = with_experts("different", trained=True)
-    with pytest.raises(ReplayError, match=r"\(Experts\) .* and in training mode gives other numbers"):
+    with pytest.raises(ReplayError, match=r"\(Experts\) .* and differs numerically in training mode"):
         gradients(r)
     assert not r.pipe.transformer.transformer_blocks[0].ff.training
 

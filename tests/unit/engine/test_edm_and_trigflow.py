@@ -98,5 +98,5 @@ def test_full_noise_of_cps_is_the_consistency_models_own_sampler() -> None:
 
 @pytest.mark.parametrize("kernel, solver", [("flow_sde", "euler"), ("cps", "dpm2")])
 def test_a_consistency_model_has_one_kernel(kernel: str, solver: str) -> None:
-    with pytest.raises(ModelError, match=r"the SCMScheduler of a consistency model .*: use cps"):
+    with pytest.raises(ModelError, match=r"the SCMScheduler of this consistency model .*: use cps"):
         check_scheduler(scm_scheduler(), Sampler(kernel, 0.7, solver))

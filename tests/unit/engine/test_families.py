@@ -203,9 +203,9 @@ def test_a_flow_map_has_no_clean_latents_to_train_on() -> None:
 @pytest.mark.parametrize(
     ("make", "kernel", "solver", "message"),
     [
-        (lcm, "ddim", "euler", r"kernel=ddim with .* the LCMScheduler of a consistency model .*: use cps"),
-        (lcm, "cps", "dpm2", r"solver=dpm2 .* LCMScheduler of a consistency model .*use cps .* and euler"),
-        (flow_lcm, "flow_sde", "euler", "the FlowMatchLCMScheduler of a consistency model .*use cps"),
+        (lcm, "ddim", "euler", r"kernel=ddim with .* the LCMScheduler of this consistency model .*: use cps"),
+        (lcm, "cps", "dpm2", r"solver=dpm2 .* LCMScheduler of this consistency model .*use cps .* and euler"),
+        (flow_lcm, "flow_sde", "euler", "the FlowMatchLCMScheduler of this consistency model .*use cps"),
         (edm, "flow_sde", "dpm2", r"solver=dpm2 is for sigmas in \[0, 1\].*EDMEulerScheduler.*use euler"),
         (flow_map, "flow_sde", "euler", "FlowMapEulerDiscreteScheduler.* whose model jumps.*use ode and euler"),
         (flow_map, "ode", "dpm2", "FlowMapEulerDiscreteScheduler.*use ode and euler"),
@@ -288,5 +288,5 @@ def test_ddim_from_pure_noise_is_the_schedulers(prediction_type: str, eta: float
 
 def test_ddim_from_pure_noise_needs_another_prediction_than_the_noise() -> None:
     scheduler = diffusers.DDIMScheduler(rescale_betas_zero_snr=True)
-    with pytest.raises(ModelError, match="starts at pure noise, of which an epsilon prediction says nothing"):
+    with pytest.raises(ModelError, match="starts at pure noise, where an epsilon prediction carries no information"):
         check_scheduler(scheduler, Sampler("ddim", 0.7))

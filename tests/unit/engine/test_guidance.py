@@ -357,9 +357,9 @@ def test_a_guider_hands_on_the_conditional_output() -> None:
 @pytest.mark.parametrize(
     "guide, message",
     [
-        (alike, "weigh the same in the model output"),
-        (alike_calls, "weigh the same in the model output"),
-        (interleaved, "not made of two halves of rows"),
+        (alike, "have the same weight in the model output"),
+        (alike_calls, "have the same weight in the model output"),
+        (interleaved, "not consist of two halves of rows"),
         (thirds, r"1 denoiser outputs with \[3.0\] rows"),
     ],
 )

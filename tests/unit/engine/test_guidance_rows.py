@@ -54,7 +54,7 @@ def test_rows_in_a_later_dimension_are_found_by_another_number_of_rows() -> None
     run = guided(forward, "conditional_first", "detach_uncond", 2, False, alike)
     assert torch.equal(run(torch.arange(4.0), layers, torch.ones(4, 3))[0], torch.arange(4.0))
     assert torch.equal(seen[0], layers[:, 2:]) and torch.equal(seen[1], layers[:, :2])
-    with pytest.raises(ReplayError, match=r"one prompt does not show .* of shape \[3, 4, 5\]: use cfg joint"):
+    with pytest.raises(ReplayError, match=r"one prompt is not enough .* of shape \[3, 4, 5\]: use cfg joint"):
         guided(forward, "conditional_first", "off", 2, False)(torch.arange(4.0), layers, torch.ones(4, 3))
 
 

@@ -91,7 +91,7 @@ def interrupt(pipe: Any, i: int, values: dict[str, Any]) -> None:
     [
         (add_noise_once, "", "recorded latents at step 2"),
         (encode_again, "in the replay", "replay calls encode_prompt"),
-        (encode_again, "in the rollout", "2 answers at step 1, 3 in the rollout"),
+        (encode_again, "in the rollout", "2 outputs at step 1, 3 in the rollout"),
         (denoise_again, "in the replay", "replay calls transformer at step 1"),
         (interrupt, "in the replay", "ended before trained step 2"),
     ],
@@ -131,7 +131,7 @@ def test_a_denoiser_without_gradient_stops_the_replay(sd3: Recorded) -> None:
     sd3.pipe.transformer.forward = torch.no_grad()(sd3.pipe.transformer.forward)
     rolled_out(sd3)
     with pytest.raises(
-        ReplayError, match=r"the denoiser \(SD3Transformer2DModel\) runs .* without gradient, in training mode"
+        ReplayError, match=r"the denoiser \(SD3Transformer2DModel\) runs .* without gradient, even in training mode"
     ):
         gradients(sd3)
     replay(sd3.pipe, sd3.tape, lambda k, step: None, grad=False)  # a reference pass needs none

@@ -216,7 +216,7 @@ def test_what_a_lean_tape_does_not_have_is_an_error() -> None:
     with pytest.raises(ReplayError, match="a lean tape cannot be branched"):
         branch(r.pipe, kept, 1, range(4), kernel=r.kernel)
     forward = lean(r.tape, Reads(frozenset({1, 2}), outputs=False, forward=True))
-    with pytest.raises(ReplayError, match="give them as latents"):
+    with pytest.raises(ReplayError, match="pass them as latents"):
         outputs(r, forward, steps=[1, 2])
     beyond = lean(r.tape, Reads(frozenset({1, 7})))  # a configuration for more steps than the pipeline takes
     with pytest.raises(ReplayError, match=r"steps \[1, 7\] cannot be replayed: the tape has 4 steps"):
