@@ -56,9 +56,9 @@ def _check_prompt(pipe: DiffusionPipeline) -> None:
         return
     inner = {name: part for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)}
     parts = [f"{name} ({type(part).__name__})" for name, part in inner.items()]
-    way = f"it is made of the pipelines {', '.join(parts)}, of which one that does can be trained" if parts else ""
+    way = f"it consists of the pipelines {', '.join(parts)}; train one of them that does" if parts else ""
     raise ModelError(
-        f"{type(pipe).__name__} takes no argument 'prompt', to which gerl could give a prompt: "
+        f"{type(pipe).__name__} takes no argument 'prompt', which gerl needs to pass a prompt: "
         f"{way or 'choose a pipeline that does'}"
     )
 
@@ -98,6 +98,6 @@ def check_sigmas(scheduler: SchedulerMixin, sampling: SamplingConfig) -> None:
     """Raise `ModelError` if `sampling.sigmas` asks `scheduler` for noise levels that are none of its own."""
     if training_sigmas(sampling) is not None and not (is_flow_matching(scheduler) or is_flow_map(scheduler)):
         raise ModelError(
-            f"sampling.sigmas={sampling.sigmas} is for flow matching, whose noise levels are in [0, 1]: this pipeline "
-            f"has the scheduler {type(scheduler).__name__}, use sampling.sigmas=scheduler"
+            f"sampling.sigmas={sampling.sigmas} requires flow matching, whose noise levels are in [0, 1]: this "
+            f"pipeline has the scheduler {type(scheduler).__name__}, use sampling.sigmas=scheduler"
         )

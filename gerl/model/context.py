@@ -22,8 +22,8 @@ from gerl.errors import ModelError
 MASKS = ("encoder_hidden_states_mask", "encoder_attention_mask")  # arguments that say which tokens of a text count
 # denoisers whose plan does not work with the attention that it is for, in diffusers 0.42
 UNUSABLE = {
-    "LTXVideoTransformer3DModel": "its masks of texts and its noise levels of tokens stay whole",
-    "LTX2VideoTransformer3DModel": "the positions of its sound stay whole",
+    "LTXVideoTransformer3DModel": "its text masks and token noise levels stay whole",
+    "LTX2VideoTransformer3DModel": "its sound positions stay whole",
 }
 HEADS = ("num_attention_heads", "num_key_value_heads")  # ends of the names of numbers of heads in configurations
 
@@ -36,33 +36,32 @@ def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin]
     given = f"cluster.context={ranks}"
     if controlnet := next((name for name in components if "controlnet" in name), None):
         raise ModelError(
-            f"{given}: what the pipeline's {controlnet} adds to the tokens is not divided among ranks; use "
-            "cluster.context=1"
+            f"{given}: the output of the pipeline's {controlnet} is not split among ranks; use cluster.context=1"
         )
     for name, denoiser in denoisers.items():
         kind = type(denoiser).__name__
         plan = getattr(denoiser, "_cp_plan", None)
         if not plan:
             raise ModelError(
-                f"{given}: diffusers has no plan of how to divide the sequence of {kind} ({name}) among ranks; use "
+                f"{given}: diffusers has no plan for splitting the sequence of {kind} ({name}) among ranks; use "
                 "cluster.context=1"
             )
         if why := UNUSABLE.get(kind):
             raise ModelError(
-                f"{given}: diffusers cannot divide the sequence of {kind} ({name}) among ranks, though it has a plan: "
-                f"{why}; use cluster.context=1"
+                f"{given}: diffusers cannot split the sequence of {kind} ({name}) among ranks, although it has a "
+                f"plan: {why}; use cluster.context=1"
             )
         lists = {n for n, module in denoiser.named_children() if isinstance(module, torch.nn.ModuleList)}
         if any(entry.partition(".")[0] in lists for entry, what in plan.items() if not isinstance(what, dict)):
             raise ModelError(  # layers between a gather and the next split would get a part of the gradient twice
-                f"{given}: {kind} ({name}) puts its sequence together again in every block, where the gradient would "
-                "not be that of one rank; use cluster.context=1"
+                f"{given}: {kind} ({name}) gathers its sequence in every block, where the gradient would not be "
+                "that of one rank; use cluster.context=1"
             )
         heads = {key: value for key, value in denoiser.config.items() if key.endswith(HEADS) and value}
         if odd := {key: value for key, value in heads.items() if value % ranks}:
             key, value = next(iter(odd.items()))
             raise ModelError(
-                f"{given}: it has to divide the {value} attention heads of {kind} ({name}: {key}); use a number that "
+                f"{given}: it must divide the {value} attention heads of {kind} ({name}: {key}); use a number that "
                 "does, or 1"
             )
 
@@ -81,8 +80,8 @@ def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> Non
                 continue
             if getattr(module.processor, "_parallel_config", None) is None:  # it would attend to its slice only
                 raise ModelError(
-                    f"cluster.context={mesh.size()}: {type(module.processor).__name__} ({name}.{part}) does not attend "
-                    "to tokens of other ranks; use cluster.context=1"
+                    f"cluster.context={mesh.size()}: {type(module.processor).__name__} ({name}.{part}) does not "
+                    "attend to tokens of other ranks; use cluster.context=1"
                 )
         registry = HookRegistry.check_if_exists_or_initialize(denoiser)
         registry.register_hook(Together(denoiser, mesh.size()), "gerl_context")
@@ -130,8 +129,8 @@ class Together(ModelHook):
                 if name.endswith("hidden_states") and torch.is_tensor(value)
             )
             raise ModelError(
-                f"cluster.context={self.ranks}: so many ranks cannot share the tokens of a call of "
-                f"{type(module).__name__} equally ({shapes}): choose sampling.height and sampling.width, and "
+                f"cluster.context={self.ranks}: the tokens of a call of {type(module).__name__} cannot be split "
+                f"equally among this many ranks ({shapes}): choose sampling.height and sampling.width, and "
                 "num_frames or max_sequence_length in sampling.call, that give a multiple of it, or lower it"
             ) from None
 

@@ -36,8 +36,8 @@ def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
     found = denoisers_among(pipe.components)
     if not found:
         raise ModelError(
-            f"{type(pipe).__name__} has no denoiser: none of its components {', '.join(pipe.components)} is a model "
-            "of diffusers with repeated blocks that is called with a timestep"
+            f"{type(pipe).__name__} has no denoiser: none of its components {', '.join(pipe.components)} is a "
+            "diffusers model with repeated blocks that is called with a timestep"
         )
     return found
 
@@ -67,28 +67,28 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
     """
     if not isinstance(pipe, DiffusionPipeline):
         modular = isinstance(pipe, ModularPipeline)
-        instead = "one of the same components, such as FluxPipeline(**pipe.components)" if modular else "one"
-        raise ModelError(f"{type(pipe).__name__} is no pipeline of diffusers: give {instead}, a hub id or a folder")
+        instead = "one with the same components, such as FluxPipeline(**pipe.components)" if modular else "one"
+        raise ModelError(f"{type(pipe).__name__} is not a diffusers pipeline: give {instead}, a Hub id or a folder")
     config = config or ModelConfig()
     if config.quantize != "none" or config.quantize_encoders != "none" or config.merge_lora:
-        raise ModelError("model.quantize and model.merge_lora change weights as they are read: give the path instead")
+        raise ModelError("model.quantize and model.merge_lora change weights on loading: give the path instead")
     for name, denoiser in find_denoisers(pipe).items():
         if is_fused(denoiser):
-            logger.info("the fused adapters of %s stay in its weights, their layers are taken off", name)
+            logger.info("the fused adapters of %s stay in its weights, their layers are removed", name)
             remove_lora(denoiser)
         check_plain(name, denoiser)
         if hooked := [part or name for part, m in denoiser.named_modules() if m._forward_hooks or m._forward_pre_hooks]:
             logger.warning(
-                "%s has forward hooks of the program (on %s), which run in rollouts and replays alike: one that keeps "
-                "state between calls makes them differ",
+                "%s has forward hooks from the calling program (on %s), which run in both rollouts and replays: "
+                "one that keeps state between calls makes them differ",
                 name,
                 hooked[0],
             )
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module) and any(p.is_meta for p in component.parameters()):
             raise ModelError(
-                f"the weights of {name} are not in memory, as after enable_sequential_cpu_offload(): give the pipeline "
-                "without it, and use model.offload=blocks"
+                f"the weights of {name} are not in memory, as after enable_sequential_cpu_offload(): pass the "
+                "pipeline without it, and use model.offload=blocks"
             )
 
 
@@ -99,18 +99,18 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
     """
     if kinds := sorted({type(m).__module__.split(".")[2] for m in denoiser.modules() if _is_adapter(m)}):
         raise ModelError(
-            f"{name} has adapters already ({', '.join(kinds)}): call pipe.unload_lora_weights() to start without "
+            f"{name} already has adapters ({', '.join(kinds)}): call pipe.unload_lora_weights() to start without "
             "them, or pipe.fuse_lora() and then pipe.unload_lora_weights() to train on top of them"
         )
     if any(map(_is_projection_fused, denoiser.modules())):
         raise ModelError(
-            f"the projections of {name} are fused, and a plain pipeline has no such layers for a LoRA: call "
-            f"pipe.{name}.unfuse_qkv_projections() before"
+            f"the projections of {name} are fused, so a LoRA would not fit a plain pipeline: call "
+            f"pipe.{name}.unfuse_qkv_projections() first"
         )
     if stateful := stateful_hooks(denoiser):
         raise ModelError(
             f"{name} keeps state between denoising steps ({', '.join(stateful)}), which cannot be replayed: call "
-            f"pipe.{name}.disable_cache() before, and use sampling.cache for rollouts"
+            f"pipe.{name}.disable_cache() first, and use sampling.cache for rollouts"
         )
 
 

@@ -36,17 +36,17 @@ def distilled_warnings(config: Config, scheduler: str) -> list[str]:
     reason = few_steps(path, scheduler)
     if reason is None:
         return []
-    model = f"{path} is a model of few steps ({reason})"
+    model = f"{path} is a few-step model ({reason})"
     if isinstance(algorithm, ForwardProcessConfig):
         return [
-            f"{model}: algorithm.name={algorithm.name} trains on noised images, which blurs such models (docs/models.md"
-            "); use a policy gradient on its own steps, such as algorithm=few_step_grpo, or train the model that it "
-            "was made of"
+            f"{model}: algorithm.name={algorithm.name} trains on noised images, which blurs such models "
+            "(docs/models.md); use a policy gradient on its own steps, such as algorithm=few_step_grpo, or train "
+            "the model that it was distilled from"
         ]
     if algorithm.scores_steps and config.sampling.kernel in EXCESS:
         return [
-            f"{model}: sampling.kernel={config.sampling.kernel} leaves more noise in its steps than it has ever seen; "
-            "use kernel=cps"
+            f"{model}: sampling.kernel={config.sampling.kernel} leaves more noise in its steps than it was trained "
+            "with; use kernel=cps"
         ]
     return []
 
@@ -55,7 +55,7 @@ def guidance_notes(denoisers: Mapping[str, torch.nn.Module]) -> list[str]:
     """A sentence for each denoiser that takes the guidance scale as an input."""
     taken = [name for name, d in denoisers.items() if getattr(d, "config", {}).get("guidance_embeds")]
     return [
-        f"the guidance of {name} is an input of it, to which it was distilled: there is one pass a step, and "
-        "algorithm.cfg has nothing to take apart"
+        f"the guidance of {name} is one of its inputs, by distillation: there is one pass per step, and "
+        "algorithm.cfg has nothing to split"
         for name in taken
     ]

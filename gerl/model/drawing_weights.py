@@ -60,7 +60,8 @@ def check_drawing(kind: DrawingPrecision, device: str, dtype: torch.dtype) -> No
             torch.nn.functional.linear(weight, quantised(weight, kind))
     except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
         raise ConfigError(
-            f"rollout.quantize={kind}: layers cannot compute so on {device} ({reason(error)}); use int8, or none"
+            f"rollout.quantize={kind}: layers cannot compute in this format on {device} ({reason(error)}); use "
+            "int8, or none"
         ) from error
 
 

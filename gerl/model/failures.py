@@ -54,8 +54,8 @@ def pipeline_errors(pipe: DiffusionPipeline, given: Mapping[str, object]) -> Ite
             raise
         arguments = ", ".join(f"{name}={_short(value)}" for name, value in given.items())
         raise CallRefused(
-            f"{type(pipe).__name__} does not draw with these arguments ({type(error).__name__}: {_words(error)}): "
-            f"correct what it names among {arguments}"
+            f"{type(pipe).__name__} fails with these arguments ({type(error).__name__}: {_words(error)}): correct "
+            f"the one it names among {arguments}"
         ) from error
 
 
@@ -73,7 +73,7 @@ def model_errors(phase: Phase, images: int | None = None) -> Iterator[None]:
             what = {"loading": "the model", "update": "the update"}.get(phase, f"the {phase} of {images} images")
             on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error)
             place = "the GPU's memory" if on_gpu else "the main memory"
-            raise MemoryFull(f"{place} does not hold {what} ({_words(error)}): {LESS_MEMORY[phase]}") from error
+            raise MemoryFull(f"{place} is too small for {what} ({_words(error)}): {LESS_MEMORY[phase]}") from error
         if _is_of_compiler(error):
             others = ", ".join(torch.compiler.list_backends())
             raise ModelError(

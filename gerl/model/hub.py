@@ -62,7 +62,7 @@ def fetch(path: str) -> str:
         if unreached is not None:
             folder = DiffusionPipeline.download(path, local_files_only=True)
             if not isinstance(unreached, OfflineModeIsEnabled):
-                logger.info("%s is loaded from the cache: the hub cannot be asked (%s)", path, _words(unreached))
+                logger.info("%s is loaded from the cache: the Hub cannot be reached (%s)", path, _words(unreached))
         else:
             with waiting(f"fetching {path} from {constants.ENDPOINT}", Downloads()):
                 folder = DiffusionPipeline.download(path)
@@ -88,7 +88,7 @@ def fetch_lora(source: str) -> Path:
         if unreached is None:
             files = {entry.rfilename for entry in model_info(repository, timeout=PATIENCE).siblings or []}
             if not file and INDEX in files:
-                raise ModelError(f"model.lora={source!r} is a pipeline, no LoRA: give it as model.path")
+                raise ModelError(f"model.lora={source!r} is a pipeline, not a LoRA: use it as model.path")
         with waiting(f"fetching {source} from {constants.ENDPOINT}", Downloads()):
             folder = snapshot_download(repository, allow_patterns=wanted, local_files_only=unreached is not None)
     except GerlError:
@@ -101,8 +101,8 @@ def fetch_lora(source: str) -> Path:
 def refusal_of_code(path: str) -> str:
     """The sentence for a pipeline of the hub that would run code."""
     return (
-        f"model.path={path!r} comes with code of its own, and gerl runs none from the hub: download it with "
-        f"'hf download {path} --local-dir FOLDER', read the code, and set model.path=FOLDER"
+        f"model.path={path!r} contains custom code, and gerl runs none from the Hub: download it with 'hf download "
+        f"{path} --local-dir FOLDER', read the code, and set model.path=FOLDER"
     )
 
 
@@ -123,8 +123,8 @@ def _sentence(path: str, error: Exception, unreached: Exception | None, key: str
     causes = list(_causes(first))
     if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
         return (
-            f"{given} does not fit on the disk of the hub's cache {cache}: free space, or set HF_HOME to a "
-            "folder on a larger disk"
+            f"{given} does not fit on the disk of the Hub cache {cache}: free up space, or set HF_HOME to a folder "
+            "on a larger disk"
         )
     if any(isinstance(cause, GatedRepoError) for cause in causes):
         return f"{given} is gated: accept its terms at {hub}/{path}, then log in with 'hf auth login'"
@@ -133,24 +133,26 @@ def _sentence(path: str, error: Exception, unreached: Exception | None, key: str
     status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), None)
     if status in (401, 403):
         return (
-            f"{given}: {hub} refuses access ({status}): log in with 'hf auth login', and accept the terms "
-            f"at {hub}/{path} if it has some"
+            f"{given}: {hub} denies access ({status}): log in with 'hf auth login', and accept the terms at "
+            f"{hub}/{path} if there are any"
         )
-    absent = f"{given} is not, or not whole, in the hub's cache {cache}"
+    absent = f"{given} is missing or incomplete in the Hub cache {cache}"
     if isinstance(unreached, OfflineModeIsEnabled):
         return f"{absent}, and HF_HUB_OFFLINE is set: unset it, or set {key} to a folder with it"
     if unreached is not None:
         return (
-            f"{absent}, and {hub} cannot be asked ({_words(unreached)}): connect this machine to it, or fetch it on "
-            f"another with 'hf download {path} --local-dir FOLDER' and set {key}=FOLDER here"
+            f"{absent}, and {hub} cannot be reached ({_words(unreached)}): connect this machine to it, or download "
+            f"it on another with 'hf download {path} --local-dir FOLDER' and set {key}=FOLDER here"
         )
     if any(isinstance(cause, EntryNotFoundError) for cause in causes):
         return (
-            f"{given} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; "
-            "give a model in the format of diffusers"
+            f"{given} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; use a model "
+            "in diffusers format"
         )
     if any(isinstance(cause, httpx.TransportError | HfHubHTTPError) for cause in causes):
-        return f"{given}: the download from {hub} broke off ({_words(error)}): start again, what is there is kept"
+        return (
+            f"{given}: the download from {hub} was interrupted ({_words(error)}): start again, completed files are kept"
+        )
     return f"{given} cannot be loaded as a diffusers pipeline: {_words(error)}"
 
 

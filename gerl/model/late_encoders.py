@@ -65,7 +65,7 @@ def late_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> dict[
         options = {} if quantised is None else {"quantization_config": quantised.quant_mapping[name]}
 
         def read() -> torch.nn.Module:
-            logger.info("reading %s, for a prompt that is not kept encoded", name)
+            logger.info("loading %s, for a prompt whose embedding is not cached", name)
             encoder: torch.nn.Module = kind.from_pretrained(Path(folder) / name, dtype=dtype, **options)
             return encoder
 

@@ -158,9 +158,7 @@ def own_code(folder: Path, index: dict[str, object]) -> list[str]:
     if pipeline is None:
         return found
     if not (folder / f"{pipeline}.py").is_file():
-        raise ModelError(
-            f"{folder}/model_index.json: the pipeline's class should be in {pipeline}.py, which is missing"
-        )
+        raise ModelError(f"{folder}/model_index.json: the pipeline's class must be in {pipeline}.py, which is missing")
     return [f"{pipeline}.py", *found]
 
 
@@ -231,9 +229,9 @@ def leave_out_safety_checker(pipe: DiffusionPipeline) -> None:
         return
     if hasattr(pipe, "run_safety_checker"):
         pipe.safety_checker = None
-        logger.info("left out the safety checker: it would hand black images to the scorers")
+        logger.info("removed the safety checker: it would pass black images to the scorers")
     else:
-        logger.info("kept the safety checker, which %s does not draw without", type(pipe).__name__)
+        logger.info("kept the safety checker, which %s requires", type(pipe).__name__)
 
 
 def load_policy(
@@ -277,10 +275,10 @@ def load_policy(
     begin_with(start, denoisers)
     check_loads(lora_file(denoisers), denoisers)
     if start:
-        logger.info("the LoRA begins as %s", config.lora)
+        logger.info("the LoRA is initialised from %s", config.lora)
     if missing := sorted(denoisers.keys() - loadable_loras(pipe)):
         names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
-        logger.info("%s.load_lora_weights reads no LoRA of %s: use %s", type(pipe).__name__, names, lines)
+        logger.info("%s.load_lora_weights cannot read a LoRA of %s: use %s", type(pipe).__name__, names, lines)
     fingerprint = weights_fingerprint(denoisers, unread)
     taught_by = attach_teachers(teachers, read, denoisers, device)
     if context is not None:

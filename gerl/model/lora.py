@@ -82,7 +82,7 @@ def find_targets(denoiser: torch.nn.Module, pattern: str | None) -> list[str]:
         try:
             found = [name for name in linear if re.search(pattern, name)]
         except re.error as error:
-            raise ModelError(f"model.lora_targets={pattern!r} is no regular expression: {error}") from None
+            raise ModelError(f"model.lora_targets={pattern!r} is not a valid regular expression: {error}") from None
     if not found:
         raise ModelError(
             f"model.lora_targets={pattern!r} matches none of the {len(linear)} linear layers of "
@@ -172,7 +172,7 @@ def load_lora(pipe: DiffusionPipeline, path: Path) -> None:
     file = path / WEIGHTS if path.is_dir() else path
     loras = read_lora(file)
     if loras is None:
-        raise ModelError(f"{file} is no LoRA written by gerl: give one, or use {type(pipe).__name__}.load_lora_weights")
+        raise ModelError(f"{file} is not a LoRA written by gerl: use one, or {type(pipe).__name__}.load_lora_weights")
     check_components(loras, pipe, file)
     for denoiser, lora in loras.items():
         inject(pipe.components[denoiser], lora, ADAPTER)

@@ -40,7 +40,7 @@ def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> Non
         wrong = sorted(own.keys() ^ loaded.keys()) or [k for k, v in own.items() if loaded[k].shape != v.shape]
         if wrong:
             raise ModelError(
-                f"a plain {type(denoiser).__name__} does not take {len(wrong)} tensors of the LoRA of {name}, such as "
-                f"{wrong[0]}: train the pipeline without what adds or fuses layers"
+                f"a plain {type(denoiser).__name__} does not accept {len(wrong)} tensors of the LoRA of {name}, "
+                f"such as {wrong[0]}: train the pipeline without additional or fused layers"
             )
         _SOUND.add(known)

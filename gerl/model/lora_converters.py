@@ -27,11 +27,11 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
     """
     for key, value in tensors.items():
         if not (MATRIX.fullmatch(key) or ALPHA.fullmatch(key)):
-            raise ModelError(f"its {key} {list(value.shape)} is no matrix of a LoRA of a linear layer")
+            raise ModelError(f"its {key} {list(value.shape)} is not a matrix of a LoRA of a linear layer")
     reader = _reader(denoiser)
     if reader is None:
         raise ModelError(
-            f"its {next(iter(tensors))} is not named as in a file of diffusers, and diffusers converts no other layout "
+            f"its {next(iter(tensors))} is not named as in diffusers files, and diffusers converts no other layout "
             f"for {type(denoiser).__name__}: save it with pipe.save_lora_weights"
         )
     unet = {"unet_config": denoiser.config} if "StableDiffusion" in reader.__name__ else {}
@@ -44,15 +44,13 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"diffusers cannot read its layout for {type(denoiser).__name__} ({first:.200})") from None
     if others := sorted({key.partition(".")[0] for key in found} - {name}):
-        raise ModelError(
-            f"it has a LoRA of {' and '.join(others)}, and gerl trains {name}: give a file of {name} alone"
-        )
+        raise ModelError(f"it has a LoRA of {' and '.join(others)}, and gerl trains {name}: use a file of {name} alone")
     config = _alphas(alphas or {}, name)
     before, after = _squared_norm(tensors, {}), _squared_norm(found, config.get("alpha_pattern", {}))
     if not abs(after - before) <= 1e-3 * before:
         raise ModelError(
-            f"diffusers reads only {after / before if before else 0:.1%} of it for {type(denoiser).__name__}: "
-            "give the model it is of"
+            f"diffusers reads only {after / before if before else 0:.1%} of it for {type(denoiser).__name__}: use "
+            "the model it was trained on"
         )
     return found, {name: config}
 

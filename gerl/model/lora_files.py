@@ -67,9 +67,9 @@ def _read(file: Path, denoisers: Denoisers) -> dict[str, Layers]:
             header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         if not isinstance(header, dict):
-            raise ValueError(f"its {METADATA} is no JSON object")
+            raise ValueError(f"its {METADATA} is not a JSON object")
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read ({reason(error)}): give a .safetensors file that is whole") from None
+        raise ModelError(f"{file} cannot be read ({reason(error)}): give a complete .safetensors file") from None
     try:
         if all(key.startswith(KOHYA) for key in tensors):
             name = _denoiser_of(file.stem.removeprefix("lora_"), denoisers)
@@ -86,7 +86,7 @@ def _read(file: Path, denoisers: Denoisers) -> dict[str, Layers]:
         configs = {n: {k.removeprefix(f"{n}."): v for k, v in header.items() if k.startswith(f"{n}.")} for n in names}
         return _of_peft(tensors, configs)
     except ModelError as error:
-        raise ModelError(f"{file} is no LoRA that gerl can train on: {error}") from None
+        raise ModelError(f"{file} is not a LoRA that gerl can train on: {error}") from None
 
 
 def _denoiser_of(name: str, denoisers: Denoisers) -> str:
@@ -95,8 +95,8 @@ def _denoiser_of(name: str, denoisers: Denoisers) -> str:
         return name
     if len(denoisers) > 1:
         raise ModelError(
-            f"it does not say which denoiser it is of: name it lora_NAME.safetensors (kohya), or its folder NAME "
-            f"(PEFT), with NAME one of {', '.join(denoisers)}"
+            "it does not say which denoiser it belongs to: name it lora_NAME.safetensors (kohya), or its folder "
+            f"NAME (PEFT), with NAME one of {', '.join(denoisers)}"
         )
     return next(iter(denoisers))
 
@@ -105,9 +105,9 @@ def _peft_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} beside it, which has the LoRA's alpha, cannot be read ({reason(error)})") from None
+        raise ModelError(f"{file} next to it, which has the LoRA's alpha, cannot be read ({reason(error)})") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{file} beside it is no JSON object")
+        raise ModelError(f"{file} next to it is not a JSON object")
     return config
 
 
@@ -117,7 +117,7 @@ def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[
     for key, value in tensors.items():
         match = KEY.fullmatch(key)
         if match is None or value.ndim != 2:
-            raise ModelError(f"its {key} {list(value.shape)} is no matrix of a LoRA of a linear layer")
+            raise ModelError(f"its {key} {list(value.shape)} is not a matrix of a LoRA of a linear layer")
         pairs.setdefault((match["denoiser"], match["layer"]), {})[match["half"]] = value
     found: dict[str, Layers] = {}
     for (name, layer), pair in pairs.items():
@@ -131,7 +131,7 @@ def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[
 def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
     """alpha / rank of a layer, or alpha / sqrt(rank) of a rank-stabilised LoRA; 1 where no alpha is given."""
     if other := next((name for name in OTHER if config.get(name)), None):
-        raise ModelError(f"it was trained with {other}, which gerl's LoRA has not")
+        raise ModelError(f"it was trained with {other}, which gerl's LoRA does not have")
     pattern = config.get("alpha_pattern") or {}
     alpha = pattern.get(get_pattern_key(list(pattern), layer), config.get("lora_alpha", rank))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
@@ -144,4 +144,4 @@ def _check_numbers(name: str, layers: Layers) -> None:
         if not len(halves.a) == halves.b.shape[1] > 0:
             raise ModelError(f"{name}.{layer} has the ranks {len(halves.a)} and {halves.b.shape[1]}")
         if not all(half.is_floating_point() and half.float().isfinite().all() for half in (halves.a, halves.b)):
-            raise ModelError(f"{name}.{layer} has numbers that are not finite")
+            raise ModelError(f"{name}.{layer} has non-finite values")

@@ -142,8 +142,8 @@ def kohya_file(
     family = type(denoiser).__name__
     if family not in LAYOUTS:
         raise ModelError(
-            f"format=kohya: its layout for {family} is not known, only for {', '.join(LAYOUTS)}; "
-            "use diffusers, peft or merged"
+            f"format=kohya: its layout for {family} is unknown, only for {', '.join(LAYOUTS)}; use diffusers, peft "
+            "or merged"
         )
     tensors: dict[str, torch.Tensor] = {}
     for original, parts in dict(_original(layer, family) for layer in lora.layers).items():
@@ -185,9 +185,9 @@ def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module)
         down, up = halves
         known = {f"{module}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")}
         if unread := sorted({name for name in tensors if name.split(".")[0] == module} - known):
-            raise ModelError(f"its {unread[0]} is no part of a LoRA, and would be left out")
+            raise ModelError(f"its {unread[0]} is not part of a LoRA, and would be ignored")
         if module not in originals or down is None or up is None or not down.ndim == up.ndim == 2:
-            raise ModelError(f"its {module} is no LoRA of a linear layer of {type(denoiser).__name__}")
+            raise ModelError(f"its {module} is not a LoRA of a linear layer of {type(denoiser).__name__}")
         scale = 1.0 if alpha is None else float(alpha) / len(down)
         top, parts = 0, originals[module]
         for part in parts:
@@ -201,7 +201,7 @@ def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module)
                 columns = slice(int(used[0]), int(used[-1]) + 1)
                 found[part] = Halves(down[columns], own[:, columns], scale)
         if top != len(up):
-            raise ModelError(f"its {module} has {len(up)} rows, and {type(denoiser).__name__} {top} in this place")
+            raise ModelError(f"its {module} has {len(up)} rows, and {type(denoiser).__name__} {top} in its place")
     return found
 
 
@@ -219,7 +219,7 @@ def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     family = type(denoiser).__name__
     if family not in LAYOUTS:
         raise ModelError(
-            f"kohya's layout for {family} is not known, only for {', '.join(LAYOUTS)}: give a file of diffusers or PEFT"
+            f"kohya's layout for {family} is unknown, only for {', '.join(LAYOUTS)}: use a diffusers or PEFT file"
         )
     names: dict[str, tuple[str, ...]] = {}
     for layer, module in denoiser.named_modules():

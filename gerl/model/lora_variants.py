@@ -56,10 +56,10 @@ def _load(pipe: DiffusionPipeline, file: Path, name: str) -> None:
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, IndexError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{file} cannot be loaded as a LoRA of {type(pipe).__name__} ({reason}): give the model it is of"
+            f"{file} cannot be loaded as a LoRA of {type(pipe).__name__} ({reason}): use the model it was trained on"
         ) from error
     if not any(name in layer._all_available_adapter_names() for layer in _layers(pipe)):
-        raise ModelError(f"{file} has no weights for {type(pipe).__name__}: give the model it is of")
+        raise ModelError(f"{file} has no weights for {type(pipe).__name__}: use the model it was trained on")
 
 
 def _layers(pipe: DiffusionPipeline) -> list[BaseTunerLayer]:

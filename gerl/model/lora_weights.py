@@ -71,7 +71,9 @@ def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str
     for name, value in sorted(tensors.items()):
         match = KEY.fullmatch(name)
         if match is None or value.ndim != 2:
-            raise CheckpointError(f"{name!r} {list(value.shape)} is no LoRA of a linear layer: only a LoRA is exported")
+            raise CheckpointError(
+                f"{name!r} {list(value.shape)} is not a LoRA of a linear layer: only a LoRA can be exported"
+            )
         halves.setdefault(match["denoiser"], {}).setdefault(match["layer"], {})[match["half"]] = value
     for denoiser, layers in halves.items():
         for layer, pair in layers.items():
@@ -88,7 +90,7 @@ def read_lora(file: Path) -> dict[str, Lora] | None:
 
     Raises `ModelError` if it is no safetensors file, or a damaged one.
     """
-    damaged = f"{file} is no LoRA that can be read ({{}}): give a .safetensors file that is whole"
+    damaged = f"{file} is not a readable LoRA ({{}}): give a complete .safetensors file"
     try:
         with safe_open(file, "pt") as opened:
             header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
@@ -96,7 +98,7 @@ def read_lora(file: Path) -> dict[str, Lora] | None:
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise ModelError(damaged.format(reason(error))) from None
     if not isinstance(header, dict):
-        raise ModelError(damaged.format(f"its {METADATA} is no JSON object"))
+        raise ModelError(damaged.format(f"its {METADATA} is not a JSON object"))
     try:
         loras = collect_loras(tensors, alpha=0.0)
     except CheckpointError:
@@ -120,7 +122,7 @@ def _fault(lora: Lora, alpha: object) -> str | None:
         if not (a.is_floating_point() and b.is_floating_point()):
             return f"{layer} has numbers of type {a.dtype} and {b.dtype}"
         if not (a.float().isfinite().all() and b.float().isfinite().all()):
-            return f"{layer} has numbers that are not finite"
+            return f"{layer} has non-finite values"
     return None
 
 
@@ -130,12 +132,14 @@ def check_fit(lora: Lora | Mapping[str, Halves], denoiser: torch.nn.Module, wher
     for layer, halves in (lora.halves if isinstance(lora, Lora) else lora).items():
         a, b = halves.a, halves.b
         if layer not in linear:
-            raise ModelError(f"the LoRA does not fit {where}: it has no linear layer {layer}; give the model it is of")
+            raise ModelError(
+                f"the LoRA does not fit {where}: it has no linear layer {layer}; use the model it was trained on"
+            )
         sizes, expected = (a.shape[1], b.shape[0]), (linear[layer].in_features, linear[layer].out_features)
         if sizes != expected:
             raise ModelError(
-                f"the LoRA does not fit {where}: {layer} has {expected[0]} inputs and {expected[1]} outputs, the LoRA "
-                f"{sizes[0]} and {sizes[1]}; give the model it is of"
+                f"the LoRA does not fit {where}: {layer} has {expected[0]} inputs and {expected[1]} outputs, the "
+                f"LoRA {sizes[0]} and {sizes[1]}; use the model it was trained on"
             )
 
 

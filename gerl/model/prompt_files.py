@@ -48,7 +48,7 @@ def read_answer(folder: Path, key: str) -> Tree | None:
             if metadata.get("key") == key:
                 return _restored(json.loads(metadata["tree"]), lambda name: content.get_tensor(name))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        logger.warning("%s cannot be read, its prompt is encoded again: %s", file, error)
+        logger.warning("%s cannot be read, re-encoding its prompt: %s", file, error)
     return None
 
 
@@ -66,7 +66,7 @@ def write_answer(folder: Path, key: str, answer: Tree) -> None:
         part.write_bytes(pack_tensors(tensors, {"key": key, "tree": tree}))
         part.replace(file)
     except OSError as error:
-        logger.warning("%s cannot be written, the prompt is encoded again next time: %s", file, reason(error))
+        logger.warning("%s cannot be written, the prompt will be re-encoded next time: %s", file, reason(error))
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
 
@@ -87,7 +87,7 @@ def _spelled(tree: Tree, tensors: dict[str, torch.Tensor]) -> object:
         return {"dict": [[name, _spelled(value, tensors)] for name, value in tree.items()]}
     if tree is None or type(tree) in (str, int, float, bool):
         return {"value": tree}
-    raise TypeError(f"{type(tree).__name__} is not kept on disk")
+    raise TypeError(f"{type(tree).__name__} is not stored on disk")
 
 
 def _restored(spelled: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Tree:

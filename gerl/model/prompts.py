@@ -95,7 +95,7 @@ class PromptCache:
             kept = None if self.folder is None else read_answer(self.folder, f"layout {kind}")
             self.layouts[kind] = found_layout(whole(), parts, device) if kept is None else kept
             if self.layouts[kind] is None:
-                logger.info("prompts are encoded anew in each call of %s", kind.split()[0])
+                logger.info("prompts are re-encoded in each call of %s", kind.split()[0])
             elif self.folder is not None and kept is None:
                 write_answer(self.folder, f"layout {kind}", self.layouts[kind])
         return self.layouts[kind]

@@ -40,7 +40,7 @@ def check_quantisation(config: ModelConfig, device: str) -> None:
                 f"or use {key}=none"
             )
         if kind == "nf4" and not device.startswith("cuda"):
-            raise ConfigError(f"{key}=nf4 works on a GPU only, and the workers are on {device}: use int8 or fp8")
+            raise ConfigError(f"{key}=nf4 requires a GPU, and the workers are on {device}: use int8 or fp8")
 
 
 def quantisation_config(
@@ -59,8 +59,8 @@ def quantisation_config(
     models = skeletons(folder)
     if models is None:
         raise ModelError(
-            f"model.path={config.path!r} has Python code of its own, and only models of diffusers and transformers are "
-            "quantised: use model.quantize=none and model.quantize_encoders=none"
+            f"model.path={config.path!r} has custom Python code, and only models of diffusers and transformers can "
+            "be quantised: use model.quantize=none and model.quantize_encoders=none"
         )
     mapping: dict[str, object] = {}
     if config.quantize != "none":

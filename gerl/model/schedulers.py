@@ -60,7 +60,7 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
         return SameSigmas.of(scheduler)
     if scheduler.config.get("scheduler_type") == "unipc":  # Helios: the same steps in rollout and validation
         scheduler.register_to_config(scheduler_type="euler")
-        logger.info("%s takes Euler steps, which have a transition kernel, not UniPC's", type(scheduler).__name__)
+        logger.info("%s takes Euler steps, which have a transition kernel, unlike UniPC's", type(scheduler).__name__)
     return scheduler
 
 
@@ -90,11 +90,11 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
             levels, last = scheduler.sigmas.tolist(), float(original.sigmas[-1])
             if not 1.001 > levels[0] > levels[-1] >= 0:
                 raise ModelError(
-                    f"the pipeline's scheduler {name} has noise levels from {levels[0]:.4g} to {levels[-1]:.4g}, those "
-                    "of flow matching go from 1 to 0: set use_flow_sigmas in its configuration"
+                    f"the pipeline's scheduler {name} has noise levels from {levels[0]:.4g} to {levels[-1]:.4g}, "
+                    "those of flow matching go from 1 to 0: set use_flow_sigmas in its configuration"
                 )
             shown = f"shift {shift:g}; in {SHOWN} steps {' '.join(f'{level:.3f}' for level in levels)}"
-            note = "" if last == levels[-1] else f", but that the last step, which stayed at {last:.3f}, goes to 0"
+            note = "" if last == levels[-1] else f", except that the last step, which stayed at {last:.3f}, goes to 0"
         logger.info("replaced %s by FlowMatchEulerDiscreteScheduler with the same sigmas (%s)%s", name, shown, note)
         return scheduler
 
@@ -151,8 +151,9 @@ def _of_one_size(scheduler: FlowMatchLCMScheduler) -> FlowMatchLCMScheduler:
     """`scheduler`, whose latents keep their size along the steps."""
     if scheduler.config.get("scale_factors"):
         raise ModelError(
-            f"the pipeline's scheduler {type(scheduler).__name__} enlarges the latents between steps (scale_factors="
-            f"{scheduler.config.scale_factors}): a transition keeps their size, set scale_factors=None"
+            f"the pipeline's scheduler {type(scheduler).__name__} enlarges the latents between steps "
+            f"(scale_factors={scheduler.config.scale_factors}), but a transition keeps their size: set "
+            "scale_factors=None"
         )
     return scheduler
 
@@ -200,6 +201,6 @@ def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
     if len(own) != len(found) or any(abs(a - b) > 1 for a, b in zip(own, found, strict=True)):
         logger.warning(
             "in %d steps %s samples at the timesteps %s, and DDIMScheduler at %s: images differ from those of the "
-            "plain pipeline; give it a DDIMScheduler to have the same ones there",
+            "plain pipeline; set a DDIMScheduler there to get the same ones",
             SHOWN, type(scheduler).__name__, " ".join(map(str, own)), " ".join(map(str, found)),
         )  # fmt: skip

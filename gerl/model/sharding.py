@@ -73,7 +73,7 @@ def blocks_to_gather(model: torch.nn.Module, what: str, remedy: str) -> list[tor
     blocks = repeated_blocks(model)
     if not blocks:
         raise ModelError(
-            f"{what} ({type(model).__name__}) has no repeated blocks, whose weights could be gathered one after the "
+            f"{what} ({type(model).__name__}) has no repeated blocks whose weights could be gathered one after the "
             f"other: use {remedy}"
         )
     return blocks

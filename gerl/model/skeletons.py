@@ -21,7 +21,7 @@ def skeleton(folder: str, name: str, index: Mapping[str, object] | None = None) 
     entries = DiffusionPipeline.load_config(folder) if index is None else index
     kind = model_class(entries.get(name))
     if kind is None:
-        raise ModelError(f"the pipeline in {folder} has no {name} that is a model of diffusers")
+        raise ModelError(f"the pipeline in {folder} has no {name} that is a diffusers model")
     with accelerate.init_empty_weights():
         return kind.from_config(kind.load_config(folder, subfolder=name))
 

@@ -52,7 +52,7 @@ def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
             f"{given} does not work here, or has no gradient ({reason[0]}): use another, or null for torch's own"
         ) from None
     if any((a - b).float().norm() > CLOSE * b.float().norm() for a, b in zip(found, expected, strict=True)):
-        raise ConfigError(f"{given} gives other numbers than torch's own attention: use another, or null")
+        raise ConfigError(f"{given} differs numerically from torch's own attention: use another, or null")
 
 
 def set_attention(denoisers: Mapping[str, ModelMixin], name: str) -> None:
@@ -63,8 +63,8 @@ def set_attention(denoisers: Mapping[str, ModelMixin], name: str) -> None:
             processors = [getattr(module, "processor", None) for module in denoiser.modules()]
             if not any(getattr(processor, "_attention_backend", None) for processor in processors):
                 raise ModelError(
-                    f"model.attention={name}: {component} ({type(denoiser).__name__}) has no attention whose backend "
-                    "can be chosen; use null"
+                    f"model.attention={name}: {component} ({type(denoiser).__name__}) has no attention with a "
+                    "selectable backend; use null"
                 )
 
 

@@ -49,14 +49,15 @@ def _check_keys(config: ModelConfig, layers: Layers, denoiser: torch.nn.Module) 
     rank = max(halves.rank for halves in layers.values())
     if rank > config.lora_rank:
         raise ModelError(
-            f"{given} has rank {rank}, which a LoRA of model.lora_rank={config.lora_rank} cannot hold: use "
+            f"{given} has rank {rank}, which does not fit in a LoRA of model.lora_rank={config.lora_rank}: use "
             f"model.lora_rank={rank}, {instead}"
         )
     targets = set(find_targets(denoiser, config.lora_targets))
     if outside := [layer for layer in layers if layer not in targets]:
         raise ModelError(
-            f"{given} has weights for {outside[0]}, which is none of the layers that model.lora_targets="
-            f"{config.lora_targets or 'null'} trains: give an expression that matches its layers too, {instead}"
+            f"{given} has weights for {outside[0]}, which is not among the layers that "
+            f"model.lora_targets={config.lora_targets or 'null'} trains: use an expression that matches its layers "
+            f"too, {instead}"
         )
 
 

@@ -91,7 +91,7 @@ def unread_models(folder: Path, names: list[str], dtype: torch.dtype) -> tuple[d
         try:
             models[name], found = _model(_class(index[name]), folder / name, dtype)
         except _Whole as reason:
-            logger.info("every rank reads %s whole before it keeps its part: %s", name, reason)
+            logger.info("every rank reads all of %s before keeping its shard: %s", name, reason)
         else:
             unread |= found
     return models, unread
@@ -103,7 +103,7 @@ def _class(entry: list[str]) -> type[Any]:
         kind = getattr(module, name, None) if library == module.__name__ else None
         if isinstance(kind, type) and issubclass(kind, base):
             return kind
-    raise _Whole(f"its class {library}.{name} is none of diffusers and transformers")
+    raise _Whole(f"its class {library}.{name} is not from diffusers or transformers")
 
 
 def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, Unread]:
@@ -124,7 +124,7 @@ def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.
         for names in aliases.values():
             tensor, present = wanted[names[0]], [name for name in names if name in keys]
             if len(present) != 1:
-                raise _Whole(f"its files have {names[0]} {len(present)} times")
+                raise _Whole(f"its files contain {names[0]} {len(present)} times")
             key = keys[present[0]]
             if shapes[key] != tuple(tensor.shape):
                 raise _Whole(f"{key} has another shape in its file than {names[0]} in the model")
@@ -214,9 +214,9 @@ def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dty
         if name not in state and key in state:
             name, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
         if converter is not None:
-            raise _Whole(f"{name} is made of several tensors of its files")
+            raise _Whole(f"{name} is combined from several tensors of its files")
         if name in state and name in names:
-            raise _Whole(f"its files have {name} twice")
+            raise _Whole(f"its files contain {name} twice")
         names[name] = key
     return model, dtypes, names
 

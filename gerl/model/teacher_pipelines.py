@@ -65,8 +65,8 @@ def _found(path: str) -> tuple[str | None, str | None]:
 def _check_class(path: str, found: str | None, expected: str | None) -> None:
     if found != expected and None not in (found, expected):
         raise ModelError(
-            f"{NAME}: path={path!r} is a {found}, and the student a {expected}: a teacher takes the student's steps, "
-            "so give one of the same class, whose latents are the same"
+            f"{NAME}: path={path!r} is a {found}, and the student a {expected}: a teacher takes the student's "
+            "steps, so use one of the same class with the same latents"
         )
 
 
@@ -81,7 +81,7 @@ def load_teachers(policy: Policy, config: ModelConfig, device: str, mesh: Device
     for t in policy.teachers:
         logger.info("teacher: %s", t.teacher)
     if config.merge_lora and any(t.adapter for t in policy.teachers):
-        logger.info("LoRAs that teach are on top of the base model, into which %s is merged", config.lora)
+        logger.info("teacher LoRAs are applied on top of the base model, into which %s is merged", config.lora)
 
 
 def load_teacher(
@@ -102,8 +102,8 @@ def load_teacher(
         values = found.config.get(name), expected.config.get(name)
         if values[0] != values[1]:
             raise ModelError(
-                f"{NAME}: path={path!r} has a scheduler with {name}={values[0]}, and the student's has {values[1]}: "
-                "what they predict is not the same, give another teacher"
+                f"{NAME}: path={path!r} has a scheduler with {name}={values[0]}, and the student's has "
+                f"{values[1]}: their predictions differ in kind, use another teacher"
             )
     # the student's, since the states that it is asked about have the noise of the student's levels
     pipe.scheduler = copy.deepcopy(expected)

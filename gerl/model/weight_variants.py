@@ -49,6 +49,6 @@ def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
         own = model.state_dict()
         fits = own.keys() == given.keys() and all(own[key].shape == value.shape for key, value in given.items())
         if not fits:
-            raise ModelError(f"{folder} has weights of another model than {name} of the pipeline: give its own")
+            raise ModelError(f"{folder} has weights of another model than {name} of the pipeline: use matching ones")
         found += [(own[key], value) for key, value in given.items() if not torch.equal(own[key].cpu(), value)]
     return found

@@ -32,8 +32,8 @@ def chosen(train: str, denoisers: Modules) -> list[str]:
     found = [name for name in names if train == "full" or re.search(train, name)]
     if not found:
         raise ModelError(
-            f"model.train={train!r} finds none of the {len(names)} weights of {' and '.join(denoisers)}, whose names "
-            f"look like {', '.join(names[:3])}: use lora, full, or a regular expression that does"
+            f"model.train={train!r} matches none of the {len(names)} weights of {' and '.join(denoisers)}, whose "
+            f"names look like {', '.join(names[:3])}: use lora, full, or a regular expression that does"
         )
     return found
 

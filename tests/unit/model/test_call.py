@@ -17,7 +17,7 @@ from gerl.model.call import check_sigmas, unguided
 def test_sigmas_of_flow_matching_are_refused_for_another_schedule(kind: Any) -> None:
     check_sigmas(kind(), SamplingConfig())
     with pytest.raises(
-        ModelError, match=rf"sampling\.sigmas=linear is for flow matching.*{kind.__name__}, use .*=sched"
+        ModelError, match=rf"sampling\.sigmas=linear requires flow matching.*{kind.__name__}, use .*=sched"
     ):
         check_sigmas(kind(), SamplingConfig(sigmas="linear"))
 

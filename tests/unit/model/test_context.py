@@ -70,8 +70,8 @@ def ltx() -> ModelMixin:
     ("build", "sentence"),
     [
         (lambda: tiny.denoiser_of(tiny.sd3()), r"no plan.*SD3Transformer2DModel \(transformer\)"),
-        (ltx, r"LTXVideoTransformer3DModel \(transformer\) among ranks, though it has a plan: its masks"),
-        (helios, r"HeliosTransformer3DModel \(transformer\) puts its sequence together again in every block"),
+        (ltx, r"LTXVideoTransformer3DModel \(transformer\) among ranks, although it has a plan: its text masks"),
+        (helios, r"HeliosTransformer3DModel \(transformer\) gathers its sequence in every block"),
         (
             lambda: diffusers.QwenImageTransformer2DModel(**SIZES, axes_dims_rope=(2, 2, 4)),
             r"divide the 3 attention heads of QwenImageTransformer2DModel \(transformer: num_attention_heads\)",
@@ -98,7 +98,7 @@ def test_a_pipeline_is_refused_before_its_weights_are_read(tmp_path: Path) -> No
         weights.unlink()
     model, sampling = ModelConfig(path=str(tmp_path)), SamplingConfig()
     check_model(model, sampling, context=2)
-    with pytest.raises(ModelError, match=r"cluster\.context=4: it has to divide the 2 attention heads of Flux"):
+    with pytest.raises(ModelError, match=r"cluster\.context=4: it must divide the 2 attention heads of Flux"):
         check_model(model, sampling, context=4)
 
 

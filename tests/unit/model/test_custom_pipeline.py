@@ -113,7 +113,7 @@ def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, logger="gerl"):
         policy = load_policy(ModelConfig(path=str(folder), lora_rank=2), 0.0, "cpu", 0)
     assert caplog.messages[0].endswith("/mine': running the code in my_pipeline.py, transformer/my_transformer.py")
-    assert caplog.messages[-1].endswith("reads no LoRA of transformer: use load_lora(pipe, Path(FOLDER))")
+    assert caplog.messages[-1].endswith("cannot read a LoRA of transformer: use load_lora(pipe, Path(FOLDER))")
     assert type(policy.pipe).__name__ == "MyPipeline" and list(policy.denoisers) == ["transformer"]
     layers = {name.split(".lora_")[0] for name in policy.trained}
     assert layers == {f"transformer.layers.{i}.{part}" for i in (0, 1) for part in ("inner", "outer")}
@@ -165,5 +165,5 @@ def test_no_code_from_the_hub_is_run(folder: Path, part: str, monkeypatch: pytes
         (snapshot / "model_index.json").write_text(json.dumps(index | {"_class_name": "SanaPipeline"}))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"model\.path='owner/name' comes with code of its own, .* --local-dir FOLDER"):
+    with pytest.raises(ModelError, match=r"model\.path='owner/name' contains custom code, .* --local-dir FOLDER"):
         load_pipeline(ModelConfig(path="owner/name"), "cpu")

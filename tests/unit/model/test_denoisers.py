@@ -120,7 +120,7 @@ def test_hooks_of_the_program_are_said(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_modular_pipeline_is_refused_with_what_to_give() -> None:
-    with pytest.raises(ModelError, match=r"ModularPipeline is no pipeline .*\*\*pipe\.components"):
+    with pytest.raises(ModelError, match=r"ModularPipeline is not a diffusers pipeline.*\*\*pipe\.components"):
         check_offered(diffusers.FluxModularPipeline())
 
 

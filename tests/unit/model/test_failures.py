@@ -20,7 +20,7 @@ def test_a_call_that_the_pipeline_refuses(pipe: StableDiffusion3Pipeline) -> Non
     with pytest.raises(CallRefused) as caught, pipeline_errors(pipe, given):
         pipe(prompt=["a"], height=33, width=16)
     message = str(caught.value)
-    assert message.startswith("StableDiffusion3Pipeline does not draw") and "divisible by" in message
+    assert message.startswith("StableDiffusion3Pipeline fails with") and "divisible by" in message
     assert "sampling.height=33" in message and "sampling.call.negative_prompt=['a long" in message
     assert len(message) < 500 and "\n" not in message
     assert isinstance(caught.value.__cause__, ValueError)

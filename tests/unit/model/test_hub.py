@@ -134,7 +134,7 @@ def test_pipelines_and_loras_are_fetched_with_bars_and_read_again_without_the_hu
     address = f"http://127.0.0.1:{hub.server_port}"
     assert "'owner/gated' is gated" in gated and f"{address}/owner/gated" in gated and "hf auth login" in gated
     assert "'owner/none'" in none and "no such model" in none and "hf auth login" in none
-    assert "'owner/code' comes with code" in code and "--local-dir" in code
+    assert "'owner/code' contains custom code" in code and "--local-dir" in code
     assert "'owner/other' cannot be loaded as a diffusers pipeline" in other and "model_index.json" in other
 
     Hub.requests.clear()
@@ -142,10 +142,10 @@ def test_pipelines_and_loras_are_fetched_with_bars_and_read_again_without_the_hu
     (whole, none, again, absent), _ = read(tmp_path, hub, *names, loras[0], loras[3], HF_HUB_OFFLINE="1")
     assert whole == "read StableDiffusion3Pipeline" and Hub.requests == []
     assert "'owner/none'" in none and str(tmp_path) in none and "HF_HUB_OFFLINE" in none
-    assert again == file and "model.lora='owner/none' is not" in absent and "set model.lora to a folder" in absent
+    assert again == file and "model.lora='owner/none' is missing" in absent and "set model.lora to a folder" in absent
     (whole, none), shown = read(tmp_path, hub, *names, HF_ENDPOINT="http://127.0.0.1:9")
     assert whole == "read StableDiffusion3Pipeline" and "from the cache" in shown
-    assert "127.0.0.1:9 cannot be asked" in none and "Connection refused" in none and "--local-dir" in none
+    assert "127.0.0.1:9 cannot be reached" in none and "Connection refused" in none and "--local-dir" in none
 
 
 def test_growth_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

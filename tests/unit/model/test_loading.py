@@ -129,7 +129,9 @@ def test_a_denoiser_is_a_model_with_blocks_that_is_called_with_a_timestep() -> N
     sd15, adapter = tiny.sd15(), diffusers.MotionAdapter(block_out_channels=(32,), motion_norm_num_groups=4)
     controlnet = diffusers.ControlNetModel.from_unet(sd15.unet)
     assert list(find_denoisers(Parts(sd15.unet, tiny.sd3().transformer, controlnet, sd15.vae))) == ["first", "second"]
-    with pytest.raises(ModelError, match=r"Parts has no denoiser: none of its components .*first.* is a model of"):
+    with pytest.raises(
+        ModelError, match=r"Parts has no denoiser: none of its components .*first.* is a diffusers model"
+    ):
         find_denoisers(Parts(adapter, None, controlnet, sd15.vae))
 
 
@@ -169,7 +171,7 @@ def test_targets_by_regular_expression(folders: Folders) -> None:
     p = policy(folders, lora_targets=r"attn\.to_q$")
     layers = {name.split(".lora_")[0] for name in p.trained}
     assert layers == {f"transformer.transformer_blocks.{i}.attn.to_q" for i in (0, 1)}
-    with pytest.raises(ConfigError, match=r"model\.lora_targets='\(unclosed' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"model\.lora_targets='\(unclosed' is not a valid regular expression"):
         policy(folders, lora_targets="(unclosed")
     with pytest.raises(ModelError, match=r"model\.lora_targets='no_such_layer' .*36 .*names"):
         policy(folders, lora_targets="no_such_layer")
@@ -245,7 +247,7 @@ def test_a_safety_checker_is_kept_where_the_pipeline_does_not_draw_without(caplo
     with caplog.at_level("INFO", "gerl"):
         leave_out_safety_checker(pipe)
     assert pipe.safety_checker is not None
-    assert "kept the safety checker, which Cosmos2TextToImagePipeline does not draw without" in caplog.text
+    assert "kept the safety checker, which Cosmos2TextToImagePipeline requires" in caplog.text
 
 
 def test_a_pipeline_that_takes_no_prompt_says_of_what_it_is_made() -> None:

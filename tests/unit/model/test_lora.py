@@ -327,11 +327,15 @@ def test_a_file_that_is_not_for_the_pipeline(tmp_path: Path) -> None:
     for content, target, message in (
         (lora_file({"unet": pipe.unet}), bare, "has a LoRA of unet, which Bare does not have"),
         (lora_file({"transformer": pipe.unet}), bare, "does not fit transformer of Bare "),
-        (save({"unet.x.weight": torch.ones(2)}), pipe, r"pytorch_lora_weights\.safetensors is no LoRA written by gerl"),
-        (b"{}", pipe, r"pytorch_lora_weights\.safetensors is no LoRA that can be read"),
+        (
+            save({"unet.x.weight": torch.ones(2)}),
+            pipe,
+            r"lora_weights\.safetensors is not a LoRA written by gerl",
+        ),
+        (b"{}", pipe, r"pytorch_lora_weights\.safetensors is not a readable LoRA"),
     ):
         (tmp_path / WEIGHTS).write_bytes(content)
         with pytest.raises(ModelError, match=message):
             load_lora(target, tmp_path)
-    with pytest.raises(ModelError, match="missing is no LoRA that can be read"):
+    with pytest.raises(ModelError, match="missing is not a readable LoRA"):
         load_lora(pipe, tmp_path / "missing")

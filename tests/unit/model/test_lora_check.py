@@ -24,5 +24,5 @@ def test_a_tensor_without_a_layer_or_of_another_size_is_not() -> None:
     fused = {key.replace("to_q", "to_qkv"): value for key, value in tensors.items()}
     wide = {key: torch.cat([value, value], 1) if "lora_A" in key else value for key, value in tensors.items()}
     for wrong in (fused, wide):
-        with pytest.raises(ModelError, match=r"plain (diffusers does not load|FluxTransformer2DModel does not take)"):
+        with pytest.raises(ModelError, match=r"plain (diffusers does not load|FluxTransformer2DModel does not accept)"):
             check_loads(save(wrong), {"transformer": denoiser})

@@ -124,7 +124,7 @@ def test_layouts_that_do_not_exist() -> None:
     lora = Lora({"proj_out": (torch.ones(1, 32), torch.ones(64, 1))}, 1.0)
     with pytest.raises(ModelError, match=r"proj_out of FluxTransformer2DModel; use"):
         kohya_file(lora, flux())
-    with pytest.raises(ModelError, match=r"its layout for Linear is not known, only for SD3Trans.*; use diffusers,"):
+    with pytest.raises(ModelError, match=r"its layout for Linear is unknown, only for SD3Trans.*; use diffusers,"):
         kohya_file(lora, torch.nn.Linear(1, 1))
 
 
@@ -140,9 +140,9 @@ def test_merging_rounds_once() -> None:
 def test_a_lora_of_another_model() -> None:
     denoiser = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU())
     check_fit(random_lora(denoiser, ["0"]), denoiser, "it")
-    with pytest.raises(ModelError, match=r"0 has 8 inputs and 6 outputs, the LoRA 7 and 6; give"):
+    with pytest.raises(ModelError, match=r"0 has 8 inputs and 6 outputs, the LoRA 7 and 6; use"):
         check_fit(Lora({"0": (torch.ones(2, 7), torch.ones(6, 2))}, 1.0), denoiser, "it")
-    with pytest.raises(ModelError, match=r"no linear layer 1; give the model"):
+    with pytest.raises(ModelError, match=r"no linear layer 1; use the model"):
         check_fit(Lora({"1": (torch.ones(2, 8), torch.ones(6, 2))}, 1.0), denoiser, "it")
 
 
@@ -155,5 +155,5 @@ def test_what_a_checkpoint_holds() -> None:
     assert load(diffusers_file(loras)).keys() == {name.replace(".default", "") for name in names}
     with pytest.raises(CheckpointError, match=r"the LoRA of unet.x has only its matrix A"):
         collect_loras({"unet.x.lora_A.default.weight": a}, 1.0)
-    with pytest.raises(CheckpointError, match=re.escape("'unet.x.weight' [2, 3] is no LoRA of a linear layer")):
+    with pytest.raises(CheckpointError, match=re.escape("'unet.x.weight' [2, 3] is not a LoRA of a linear layer")):
         collect_loras({"unet.x.weight": a}, 1.0)

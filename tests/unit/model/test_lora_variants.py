@@ -99,8 +99,8 @@ PAIR = (torch.ones(2, 4), torch.ones(4, 2))
 @pytest.mark.parametrize(
     ("header", "pair", "message"),
     [
-        *((header, PAIR, "no JSON object") for header in ("[]", "5", "null")),
-        *((header, PAIR, "is no LoRA that can be read") for header in ("", "[" * 5000, "1" * 5000)),
+        *((header, PAIR, "not a JSON object") for header in ("[]", "5", "null")),
+        *((header, PAIR, "is not a readable LoRA") for header in ("", "[" * 5000, "1" * 5000)),
         *(
             (f'{{"transformer.lora_alpha": {alpha}}}', PAIR, "lora_alpha is")
             for alpha in ('"x"', "[1]", "true", "0", "-1", "NaN", "1e999", "1" * 400)
@@ -108,7 +108,7 @@ PAIR = (torch.ones(2, 4), torch.ones(4, 2))
         (ALPHA, (torch.ones(2, 4), torch.ones(4, 3)), "layer has the ranks 2 and 3"),
         (ALPHA, (torch.ones(0, 4), torch.ones(4, 0)), "layer has the ranks 0 and 0"),
         (ALPHA, (torch.ones(2, 4).int(), torch.ones(4, 2).int()), r"layer has numbers of type torch\.int32"),
-        (ALPHA, (torch.ones(2, 4), torch.full((4, 2), torch.nan)), "layer has numbers that are not finite"),
+        (ALPHA, (torch.ones(2, 4), torch.full((4, 2), torch.nan)), "layer has non-finite values"),
     ],
 )
 def test_a_damaged_lora_is_one_sentence(
@@ -119,7 +119,7 @@ def test_a_damaged_lora_is_one_sentence(
     save_file(tensors, file, {"lora_adapter_metadata": header})
     with pytest.raises(ModelError, match=message) as error:
         read_lora(file)
-    assert str(file) in str(error.value) and "give a .safetensors file" in str(error.value)
+    assert str(file) in str(error.value) and "give a complete .safetensors file" in str(error.value)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             attach(pipe or tiny.build(CASE), {"x": file})
 
     file.write_bytes(b"no")
-    refused(r"x\.safetensors is no LoRA that can be read")
+    refused(r"x\.safetensors is not a readable LoRA")
     save_file({"transformer.nowhere.lora_A.weight": torch.ones(2, 3)}, file)
     refused(r"x\.safetensors (cannot be loaded as a LoRA of|has no weights for) StableDiffusion3Pipeline")
     save_file({"unet.nowhere.lora_A.weight": torch.ones(2, 3), "unet.nowhere.lora_B.weight": torch.ones(3, 2)}, file)
-    refused(r"has no weights for StableDiffusion3Pipeline: give the model it is of|cannot be loaded")
+    refused(r"has no weights for StableDiffusion3Pipeline: use the model it was trained on|cannot be loaded")
     file.write_bytes(trained(torch.float32, 1, 4)[1])
     refused("the LoRA does not fit transformer of FluxPipeline .*x.safetensors", tiny.build(tiny.CASES["flux"]))
     refused("has a LoRA of transformer, which StableDiffusionPipeline does not have", tiny.build(tiny.CASES["sd15"]))

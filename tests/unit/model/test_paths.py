@@ -34,11 +34,11 @@ def test_a_missing_folder(path: str) -> None:
     ("path", "remedy"),
     [
         ("", "model.path is empty: give a folder"),
-        ("sings", "hub id such as 'owner/name', or 'signs'"),
+        ("sings", "Hub id such as 'owner/name', or 'signs'"),
         ("https://huggingface.co/owner/name", "model.path=owner/name"),
         ("https://huggingface.co/owner/na-me.5/tree/main", "model.path=owner/na-me.5"),
         ("huggingface.co/owner/name", "model.path=owner/name"),
-        ("https://civitai.com/models/1", "a hub id such as owner/name, or a folder"),
+        ("https://civitai.com/models/1", "a Hub id such as owner/name, or a folder"),
         ("models/base.safetensors", "from_single_file('models/base.safetensors').save_pretrained('FOLDER')"),
         ("base.ckpt", "from_single_file"),
     ],
@@ -55,9 +55,9 @@ def test_a_folder_or_file_that_is_no_pipeline(pipeline: Path, tmp_path: Path) ->
     (tmp_path / "lora" / WEIGHTS).write_bytes(b"")
     remedies = {
         tmp_path / "notes": "it is a file; give the folder",
-        tmp_path / "lora": "give the pipeline that it was trained on",
+        tmp_path / "lora": "use the pipeline that it was trained on",
         pipeline.parent: f"did you mean {str(pipeline)!r}",
-        pipeline / "vae": "has no model_index.json; give one that",
+        pipeline / "vae": "has no model_index.json; use one",
     }
     for path, remedy in remedies.items():
         with pytest.raises(ModelError) as caught:

@@ -165,7 +165,7 @@ def test_a_missing_or_old_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch)
 def test_four_bits_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.50.2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    with pytest.raises(ConfigError, match=r"model\.quantize=nf4 works on a GPU only.*int8 or fp8"):
+    with pytest.raises(ConfigError, match=r"model\.quantize=nf4 requires a GPU.*int8 or fp8"):
         check_quantisation(ModelConfig(quantize="nf4"), "cpu")
 
 
@@ -177,7 +177,7 @@ def test_nothing_is_merged_into_quantised_weights() -> None:
 def test_a_pipeline_that_cannot_be_quantised_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.build(tiny.CASES["sd3"]).save_pretrained(tmp_path)
     (tmp_path / "transformer" / "mine.py").write_text("")
-    with pytest.raises(ModelError, match=r"has Python code of its own.*model\.quantize=none"):
+    with pytest.raises(ModelError, match=r"has custom Python code.*model\.quantize=none"):
         load_pipeline(ModelConfig(path=str(tmp_path), quantize="int8"), "cpu")
     monkeypatch.setattr("gerl.model.quantisation.text_encoders", lambda _: [])
     with pytest.raises(ModelError, match=r"model\.quantize_encoders=int8: .*no text encoder"):

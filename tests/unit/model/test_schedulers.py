@@ -73,7 +73,7 @@ def test_the_log_says_what_was_replaced_and_what_differs(caplog: pytest.LogCaptu
     unipc, deis, dynamic = caplog.messages
     assert "UniPCMultistepScheduler by FlowMatchEulerDiscreteScheduler with the same sigmas" in unipc
     assert "shift 3; in 10 steps 1.000 0.964 0.923 0.875 0.818 0.750 0.667 0.563 0.430 0.252 0.000)" in unipc
-    assert deis.endswith("0.250 0.000), but that the last step, which stayed at 0.250, goes to 0")
+    assert deis.endswith("0.250 0.000), except that the last step, which stayed at 0.250, goes to 0")
     assert dynamic.endswith("with the same sigmas (a dynamic shift)")
 
 

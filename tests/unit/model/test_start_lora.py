@@ -211,7 +211,7 @@ def changed(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tenso
             return {key: torch.cat([v, v], 1 if "lora_A" in key else 0) for key, v in tensors.items()}
         case "one half":
             return {key: value for key, value in tensors.items() if key != first}
-        case "not finite":
+        case "non-finite":
             return tensors | {first: torch.full_like(tensors[first], torch.nan)}
         case "a tensor more":  # as a DoRA has
             return tensors | {first.replace("lora_A", "lora_magnitude_vector"): torch.ones(4)}
@@ -227,8 +227,8 @@ def changed(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tenso
         ("other layer", {}, r"no linear layer transformer_blocks\.7"),
         ("wider", {}, "has 16 inputs"),
         ("one half", {}, "only its matrix B"),
-        ("not finite", {}, "not finite"),
-        ("a tensor more", {}, "magnitude.* no matrix of a LoRA"),
+        ("non-finite", {}, "non-finite"),
+        ("a tensor more", {}, "magnitude.* not a matrix of a LoRA"),
         ("only ff", {"lora_targets": "attn"}, r"transformer_blocks.*model\.lora_targets=attn.*model\.merge_lora=true"),
         ("only ff", {"lora_rank": 2}, r"rank 3, .*model\.lora_rank=2.*use model\.lora_rank=3"),
     ],
@@ -251,7 +251,7 @@ def test_variants_of_peft_are_refused_by_name(base: Path, loras: dict[str, Lora]
     with pytest.raises(ModelError, match=r"model\.lora=.*trained with use_dora"):
         check_model(model(base, lora=str(tmp_path)), SamplingConfig())
     file.unlink()
-    with pytest.raises(ModelError, match=r"model\.lora=.*adapter_config\.json beside it.* cannot be read"):
+    with pytest.raises(ModelError, match=r"model\.lora=.*adapter_config\.json next to it.* cannot be read"):
         check_model(model(base, lora=str(tmp_path)), SamplingConfig())
 
 

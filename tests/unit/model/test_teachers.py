@@ -129,9 +129,9 @@ def test_what_cannot_teach_is_found_before_weights_are_loaded(
     cases = {
         "lora='nowhere'.*no file or folder": Teacher(lora="nowhere"),
         r"lora='.*narrow'.* no linear layer blocks\.0\.attn1\.to_q": Teacher(lora=str(narrow)),
-        "lora='.*run'.*is a run: give one of its checkpoints": Teacher(lora=str(tmp_path / "run")),
-        "lora='.*' is a pipeline, no LoRA: give it as path": Teacher(lora=str(base)),
-        "path='nowhere'.*no pipeline": Teacher(path="nowhere"),
+        "lora='.*run'.*is a run: use one of its checkpoints": Teacher(lora=str(tmp_path / "run")),
+        "lora='.*' is a pipeline, not a LoRA: use it as path": Teacher(lora=str(base)),
+        "path='nowhere'.*not a pipeline": Teacher(path="nowhere"),
         "path='.*' is a WanPipeline, and the student a StableDiffusion3Pipeline": Teacher(path=str(wan)),
         "true_cfg_scale": Teacher(call={"true_cfg_scale": 4.0}),
     }

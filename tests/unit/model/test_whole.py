@@ -29,7 +29,7 @@ def test_all_weights_or_those_that_an_expression_finds() -> None:
     found = parameters_of(denoisers, queries)
     assert list(found) == queries
     assert found[queries[0]] is pipe.transformer.get_parameter(queries[0].removeprefix("transformer."))
-    with pytest.raises(ModelError, match=r"model\.train='zebra' finds none of the .*transformer\..*lora, full"):
+    with pytest.raises(ModelError, match=r"model\.train='zebra' matches none of the .*transformer\..*lora, full"):
         chosen("zebra", denoisers)
 
 
