@@ -21,38 +21,38 @@ class Options:
     """The keys of the command line, beside those of a run."""
 
     signal: int | None = key(
-        "4, say: instead, draw so many batches of a training step and measure at which steps their gradients agree",
-        unit="a whole number of at least 2, as gradients of independent batches are compared",
+        "4; instead, sample this many batches of a training step and measure at which steps their gradients agree",
+        unit="an integer of at least 2, as gradients of independent batches are compared",
         low=2,
     )
     hardware: Name | None = key(
-        "h100-80gb; instead, say what the run would take on GPUs of this kind, which need not be here: memory of a "
-        "rank, work, time and the cheapest layout that fits; nothing is loaded but configurations. One of "
-        f"{', '.join(GPUS)}; for another card one with as much memory"
+        "h100-80gb; instead, estimate what the run would need on GPUs of this kind, which need not be present: "
+        "memory per rank, work, time and the cheapest layout that fits; only configurations are loaded. One of "
+        f"{', '.join(GPUS)}; for another card one with the same memory"
     )
     gpus: int = key(
-        "8; how many of them, in all machines", 1, unit="a whole number of at least 1, the GPUs of all machines", low=1
+        "8; how many of them, across all machines", 1, unit="an integer of at least 1, the GPUs of all machines", low=1
     )
     share: int = key(
         "40; percent of the GPU's published bf16 peak that is reached, for the times of hardware",
         40,
-        unit="a whole number of percent, from 1 to 100",
+        unit="an integer percentage, from 1 to 100",
         low=1,
     )
-    anew: bool = key("compute what hardware needs to know of a recipe, though it is on record", False)
-    out: Path | None = key("the report for machines, a .json file, besides that on the terminal")
+    anew: bool = key("recompute what hardware needs to know about a recipe, even if it is on record", False)
+    out: Path | None = key("the report for machines, a .json file, in addition to the one on the terminal")
 
 
 PARSER = Parser(
     "the preflight",
     "python -m gerl.preflight",
     "[experiment=NAME|FILE.yaml] [key=value ...] [signal=N | hardware=NAME gpus=N] [out=FILE.json]",
-    "Load the model of a run, draw and train on one prompt, and say whether, and how fast, it can train.",
+    "Load the model of a run, sample and train on one prompt, and report whether, and how fast, it can train.",
     Options,
     rest=True,
-    notes="The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help all lists them. Without "
-    "signal neither rewards nor a prompt file are needed; with it both are, and the time of so many training steps. "
-    "With hardware the weights are not needed either: docs/memory.md.",
+    notes="The other keys are those of training: python -m gerl.trainer.main_flowgrpo --help all lists them. "
+    "Without signal neither rewards nor a prompt file are needed; with it both are, and the time of this many "
+    "training steps. With hardware the weights are not needed either: docs/memory.md.",
 )
 
 
@@ -87,20 +87,22 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
     options, overrides = PARSER.parse(arguments)
     config, out, signal = compose_run(overrides).config, options.out, options.signal
     if out is not None and (out.suffix != ".json" or out.is_dir() or not out.absolute().parent.is_dir()):
-        raise ConfigError(f"out={out}: give the path of a .json file in a folder that is there")
+        raise ConfigError(f"out={out}: expected the path of a .json file in an existing folder")
     if signal is not None and (images := signal * config.rollout.prompts_per_step * config.rollout.n) > MOST_IMAGES:
         raise ConfigError(f"signal={shown(signal)}: that is {shown(images)} images, at most {MOST_IMAGES}; lower it")
     if options.hardware is None and any(
         name in (a.partition("=")[0] for a in arguments) for name in ("gpus", "share", "anew")
     ):
-        raise ConfigError("gpus, share and anew are of hardware, which is not given: add hardware=h100-80gb, say")
+        raise ConfigError(
+            "gpus, share and anew belong to hardware, which is not set: add for example hardware=h100-80gb"
+        )
     if options.hardware is not None and signal is not None:
-        raise ConfigError("signal needs the model, and hardware does without: give one of them")
+        raise ConfigError("signal needs the model, and hardware does not load it: use one of them")
     train = f"model.train={config.model.train}"
     if (context := config.cluster.context) > 1 and options.hardware is not None:
-        raise ConfigError(f"hardware: what cluster.context={context} takes is not known; use cluster.context=1")
+        raise ConfigError(f"hardware: the cost of cluster.context={context} is unknown; use cluster.context=1")
     if train != "model.train=lora" and signal is not None and config.lockstep:
-        raise ConfigError(f"signal: with {train} ranks have a part of each gradient; use model.shard=none")
+        raise ConfigError(f"signal: with {train} each rank has only part of the gradient; use model.shard=none")
     if options.share > 100:
-        raise ConfigError(f"share={options.share}: it must be a whole number of percent, from 1 to 100")
+        raise ConfigError(f"share={options.share}: it must be an integer percentage, from 1 to 100")
     return config, options

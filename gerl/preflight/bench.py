@@ -39,8 +39,8 @@ class TooLarge(GerlError):
     def __init__(self, phase: str, size: int) -> None:
         what = f"the {phase} of a micro-batch of {size}" if size else "the pipeline"
         super().__init__(
-            f"the GPU's memory does not hold {what}: use model.offload=encoders, model.gradient_checkpointing=true, "
-            "model.dtype=bfloat16, or lower sampling.height and width"
+            f"the GPU's memory is too small for {what}: use model.offload=encoders, "
+            "model.gradient_checkpointing=true, model.dtype=bfloat16, or lower sampling.height and width"
         )
         self.phase = phase
 
@@ -112,7 +112,7 @@ class Bench:
     def compare(self, rollout: int) -> tuple[float, float]:
         """`faithful.stock_difference` and `parts_difference` of a micro-batch of at most `rollout` images."""
         task = self.plain_task(build_algorithm(sized(self.config, rollout, rollout)), rollout)
-        logger.info("%d images: drawn without noise, and trained one by one", len(task.samples))
+        logger.info("%d images: sampled without noise, and trained one by one", len(task.samples))
 
         def compared() -> tuple[float, float]:
             return stock_difference(self.worker.rollout, task.samples), parts_difference(self.worker, task)
@@ -158,11 +158,11 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
             continue
         if names and from_file:
             report.problems.append(
-                f"data.train={named(config.data.train)}: {report.pipeline} needs {' and '.join(names)}, but its rows "
-                "have no such column: add it, with the paths of pictures (here they are made up)"
+                f"data.train={named(config.data.train)}: {report.pipeline} needs {' and '.join(names)}, but its "
+                "rows have no such column: add it, with image paths (synthetic images are used here)"
             )
         elif names:
-            report.notes.append(f"the pictures for {' and '.join(names)} are made up")
+            report.notes.append(f"the images for {' and '.join(names)} are synthetic")
         return first
     assert refused is not None
     raise refused
@@ -198,8 +198,9 @@ def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
             actor = min(rollout, actor if error.phase == "rollout" else actor // 2)
     if (rollout, actor) != configured:
         report.problems.append(
-            f"the GPU's memory does not hold rollout.micro_batch_size={configured[0]} with actor.micro_batch_size="
-            f"{configured[1]}: {rollout} and {actor} do, with which the numbers above were measured"
+            f"the GPU's memory is too small for rollout.micro_batch_size={configured[0]} with "
+            f"actor.micro_batch_size={configured[1]}: {rollout} and {actor} fit, with which the numbers above were "
+            "measured"
         )
     if config.model.compile or worker.device.startswith("cuda"):
         run = bench.run(rollout, actor)  # the first time kernels are chosen or compiled

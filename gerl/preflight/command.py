@@ -85,7 +85,7 @@ def read_prompts(config: Config, report: Report) -> list[Prompt]:
             if not source.on_hub:
                 tables.resolve(source.path)
         except DataError as error:
-            report.notes.append(f"data.train={source.path}: {error}; here the prompt is made up")
+            report.notes.append(f"data.train={source.path}: {error}; using a synthetic prompt here")
             return []
     prompts = load_sources(config.data.train, config.data, "data.train")
     check_mixture(config, prompts)
@@ -112,8 +112,8 @@ def load(worker: HybridWorker, report: Report) -> bool:
     if own is not None and own != kind:
         report.own_scheduler = own
         report.warnings.append(
-            f"training draws with {kind} in place of the pipeline's {own}, which has no transition kernel: images "
-            f"that {own} draws after training may differ from those that validation shows"
+            f"training samples with {kind} instead of the pipeline's {own}, which has no transition kernel: images "
+            f"that {own} samples after training may differ from those in validation"
         )
     if config.algorithm.scores_steps:
         report.max_ratio_deviation = ratio_limit(config.actor, info.half_precision)
@@ -140,9 +140,9 @@ def project(bench: Bench, prompts: Sequence[Prompt], runs: Sequence[Run], report
     judge_memory(report, config)
     report.warnings += judge_batches(config, tasks, workers, config.rollout.n if own else report.seconds.images)
     if (more := config.algorithm.dynamic_sampling) > 0:
-        report.notes.append(f"algorithm.dynamic_sampling={more} may draw {more + 1} times as many images in a step")
+        report.notes.append(f"algorithm.dynamic_sampling={more} may sample {more + 1} times as many images in a step")
     if report.device == "cuda" and any(config.reward.gpu_shares):
-        report.notes.append("the memory of scorers on the same GPU comes on top")
+        report.notes.append("the memory of scorers on the same GPU is not included")
 
 
 def trained_share(algorithm: Algorithm, tasks: Sequence[RolloutTask]) -> float:

@@ -95,18 +95,19 @@ def judge_faithful(report: Report, config: Config, half_precision: bool) -> None
     largest = LARGEST[half_precision]
     if report.stock_difference is not None and not report.stock_difference <= largest:
         report.problems.append(
-            f"images drawn without noise differ from those of {report.pipeline} by {report.stock_difference:.1%}: its "
-            "loop draws or edits what gerl does not see, and would be trained on other images than it draws; use "
-            "another pipeline of this model"
+            f"images sampled without noise differ from those of {report.pipeline} by "
+            f"{report.stock_difference:.1%}: its loop samples or edits outside gerl's view, and would be trained "
+            "on images other than those it samples; use another pipeline of this model"
         )
     if report.parts_difference is not None and not report.parts_difference <= largest:
         split = (config.actor.micro_batch_size or config.rollout.micro_batch_size) < config.rollout.micro_batch_size
         sentence = (
-            f"the gradients of single samples of a micro-batch add up to one that is {report.parts_difference:.1%} off "
-            f"that of all: {report.pipeline} lets samples of a batch depend on each other"
+            "the gradients of single samples of a micro-batch add up to one that differs by "
+            f"{report.parts_difference:.1%} from that of all: in {report.pipeline} samples of a batch depend on "
+            "each other"
         )
         if split:
             size = config.rollout.micro_batch_size
             report.problems.append(f"{sentence}; set actor.micro_batch_size={size}, the rollout's")
         else:
-            report.notes.append(f"{sentence}; leave actor.micro_batch_size at the rollout's")
+            report.notes.append(f"{sentence}; keep actor.micro_batch_size equal to the rollout's")

@@ -69,7 +69,7 @@ class Report:
     def _model(self) -> Iterator[str]:
         if self.pipeline is None:
             return
-        instead = f" in place of {self.own_scheduler}" if self.own_scheduler else ""
+        instead = f" instead of {self.own_scheduler}" if self.own_scheduler else ""
         where = f"{self.workers} worker(s) on {self.device}"
         yield f"{self.model}: {self.pipeline}, {self.scheduler}{instead}; {self.algorithm}; {where}"
         yield from wrapped("frozen", ", ".join(f"{c.name} {_count(c.parameters)} {c.dtype}" for c in self.components))
@@ -82,26 +82,29 @@ class Report:
                     f"of {c.name}{got}: {_layers(c.targets)}",
                 )
             elif c.lora_parameters:
-                yield from wrapped("trained", f"{c.lora_parameters:,} weights of {c.name} itself, as float32")
+                yield from wrapped(
+                    "trained", f"{c.lora_parameters:,} weights of {c.name} (full fine-tuning), in float32"
+                )
 
     def _ratio(self) -> Iterator[str]:
         if self.run is None:
             return
         if self.probe is None and self.max_ratio_deviation is not None:
-            text = "not measured; with algorithm.cfg=off the policy that is trained is not the one that drew"
+            text = "not measured; with algorithm.cfg=off the trained policy is not the one that sampled"
         elif self.probe is None:
-            text = f"none: {self.algorithm} compares no probabilities with those of the rollout"
+            text = f"none: {self.algorithm} does not compare probabilities with those of the rollout"
         else:
             assert self.run.deviation is not None  # there is a ratio
             clip = "no clip range" if self.clip is None else f"clip range {self.clip:g}"
             text = (
-                f"max |ratio - 1| on policy {self.run.deviation:.1e} (a run stops above {self.max_ratio_deviation:g}), "
-                f"|log ratio| in half a micro-batch {self.probe.log_ratio_noise:.1e} (99th percentile); {clip}"
+                f"max |ratio - 1| on policy {self.run.deviation:.1e} (a run stops above "
+                f"{self.max_ratio_deviation:g}), |log ratio| in half a micro-batch "
+                f"{self.probe.log_ratio_noise:.1e} (99th percentile); {clip}"
             )
         yield from wrapped("ratio", text)
         if self.stock_difference is not None:
             parts = f"; gradients of single samples add up within {self.parts_difference:.1e}"
-            text = f"images drawn without noise differ from its own by {self.stock_difference:.1e}"
+            text = f"images sampled without noise differ from its own by {self.stock_difference:.1e}"
             yield from wrapped("pipeline", text + (parts if self.parts_difference is not None else ""))
 
     def _table(self, run: Run) -> Iterator[str]:
@@ -115,7 +118,7 @@ class Report:
         yield from wrapped(
             "memory",
             f"in a step {size(memory.rollout)} in the rollout, {size(memory.update)} in the update, of "
-            f"{size(memory.capacity)} that a worker has; {size(memory.trajectories)} are the trajectories of "
+            f"{size(memory.capacity)} available per worker; {size(memory.trajectories)} are the trajectories of "
             f"{images} {unit}s",
         )
         words = {None: NOT_KNOWN, 0: "none"}
@@ -123,7 +126,7 @@ class Report:
         fits = " and ".join(f"{key}.micro_batch_size {words.get(n, n)}" for key, n in largest.items())
         yield from wrapped(
             "largest",
-            f"{fits}, by a line through two measured sizes; no more than the {unit}s of a step are needed",
+            f"{fits}, by a line through two measured sizes; the {unit}s of a step need no more",
         )
 
     def _projection(self, seconds: Seconds, unit: str, config: Config) -> Iterator[str]:
@@ -134,7 +137,7 @@ class Report:
             "time",
             f"a step of {seconds.images} {unit}s: {duration(seconds.step)} ({duration(seconds.rollout)} rollout, "
             f"{duration(seconds.update)} update); {epoch}: {in_epoch}; trainer.steps={steps}: "
-            f"{duration(steps * seconds.step)}; rewards, validation and checkpoints come on top",
+            f"{duration(steps * seconds.step)}; rewards, validation and checkpoints not included",
         )
 
 
@@ -144,14 +147,14 @@ def judge_run(report: Report, trained: Sequence[int]) -> None:
     assert run is not None
     if not run.finite:
         report.problems.append(
-            "the gradient is not finite: use model.dtype=float32 (or bfloat16 in place of float16), and look at the "
+            "the gradient is not finite: use model.dtype=float32 (or bfloat16 instead of float16), and check the "
             "settings in sampling"
         )
     for c in report.components:
         if c.lora_modules and not run.gradients[c.name]:
             report.warnings.append(
-                f"no gradient reached the LoRA of {c.name} at the trained steps {list(trained)}: it would not learn; "
-                "let sampling.window_range cover steps at which it runs, with algorithm.cfg=joint"
+                f"no gradient reached the LoRA of {c.name} at the trained steps {list(trained)}: it would not "
+                "learn; extend sampling.window_range to steps at which it runs, with algorithm.cfg=joint"
             )
     if report.probe is None:
         return
@@ -175,12 +178,12 @@ def judge_batches(config: Config, tasks: Sequence[RolloutTask], workers: int, wh
     updates = config.actor.updates_per_step
     if len(tasks) < updates:
         yield (
-            f"actor.updates_per_step={updates}: a step has only {len(tasks)} micro-batches, hence as many updates; "
-            "lower rollout.micro_batch_size"
+            f"actor.updates_per_step={updates}: a step has only {len(tasks)} micro-batches, and therefore as many "
+            "updates; lower rollout.micro_batch_size"
         )
     if len(tasks) % workers:
         yield (
-            f"{key}: a step has {len(tasks)} micro-batches for {workers} workers, of which some wait for others; a "
+            f"{key}: a step has {len(tasks)} micro-batches for {workers} workers, some of which wait for others; a "
             "multiple would use them all: change it or rollout.prompts_per_step"
         )
 

@@ -51,8 +51,8 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     """Measure with so many `batches`, log the report and write it to `out`."""
     if config.data.train_on == "files":
         raise ConfigError(
-            "signal: it measures how well rewards of drawn images tell what to learn, and with data.train_on=files "
-            "none are drawn; leave it out"
+            "signal: it measures how informative the rewards of sampled images are, and with data.train_on=files "
+            "none are sampled; remove it"
         )
     config = replace(config, reward=without_people(config.reward))
     resolve(config.model.path)
@@ -70,7 +70,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     signal = evaluate(config, found)
     if len(prompts) < batches * config.rollout.prompts_per_step:
         signal.notes.append(
-            f"data.train has {len(prompts)} prompts, so that the batches share some: they agree a little more than "
+            f"data.train has {len(prompts)} prompts, so the batches share some: they agree a little more than "
             "batches of other prompts would"
         )
     logger.info("%s", signal.text())

@@ -95,8 +95,8 @@ class Signal:
         if self.recommended is not None:
             assert self.recommended.cosine is not None and self.update.cosine is not None
             text = (
-                f"{self.recommended.setting}: batches agree by {shown(self.recommended.cosine)} in place of "
-                f"{shown(self.update.cosine)}, more than the standard errors apart"
+                f"{self.recommended.setting}: batches agree by {shown(self.recommended.cosine)} instead of "
+                f"{shown(self.update.cosine)}, a difference beyond the standard errors"
             )
         elif self.batches == 2:
             text = "nothing: two batches have no standard error; use signal=4"

@@ -64,9 +64,9 @@ def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> Diffu
     folder = Path(given) if Path(given).is_dir() else _cached(given)
     if folder is None and path not in known_models():
         raise ModelError(
-            f"model.path={path!r} is not in the hub's cache, and its architecture is not on record "
-            f"({', '.join(known_models())}): set model.path to a folder with its model_index.json and the config.json "
-            "of every component"
+            f"model.path={path!r} is not in the Hub cache, and its architecture is not known "
+            f"({', '.join(known_models())}): set model.path to a folder with its model_index.json and the "
+            "config.json of every component"
         )
     try:
         pipe = _from_folder(folder, dtype, device) if folder is not None else _from_record(path, dtype, device)
@@ -139,7 +139,7 @@ def _is_component(value: object) -> bool:
 def _from_folder(folder: Path, dtype: torch.dtype, device: str) -> DiffusionPipeline:
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     if not isinstance(index["_class_name"], str):
-        raise ValueError("its pipeline is code of its own")
+        raise ValueError("its pipeline is custom code")
     components: dict[str, Any] = {}
     for name, value in index.items():
         if _is_component(value):

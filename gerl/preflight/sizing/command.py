@@ -59,9 +59,9 @@ def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None 
     known = None if anew else recorded(config)
     if known is not None:
         name, facts = known
-        logger.info("the facts of %s are on record, with its gradient checkpointing; anew=true finds them again", name)
+        logger.info("the facts of %s are on record, with its gradient checkpointing; anew=true recomputes them", name)
     else:
-        logger.info("building %s without weights, and running it on shapes", config.model.path)
+        logger.info("building %s without weights, and tracing it with shapes", config.model.path)
         with tempfile.TemporaryDirectory() as folder:
             facts = find_facts(config, Path(folder), DTYPES[config.model.dtype])
     found = sized(config, facts, hardware, gpus, share)
@@ -119,8 +119,8 @@ def text(found: Sizing) -> str:
     work = {name: tally.total / facts.images for name, tally in _work(found)}
     lines += wrapped(
         "work",
-        f"{', '.join(f'{name} {value / 1e12:.3g}' for name, value in work.items())} TFLOP an {facts.unit}, "
-        f"{sum(work.values()) / 1e12:.3g} in all; at {found.share:.0%} of {gpu.peak / 1e12:.0f} TFLOP/s",
+        f"{', '.join(f'{name} {value / 1e12:.3g}' for name, value in work.items())} TFLOP per {facts.unit}, "
+        f"{sum(work.values()) / 1e12:.3g} in total; at {found.share:.0%} of {gpu.peak / 1e12:.0f} TFLOP/s",
     )
     lines += ["", *_column("as configured", found.layout, found.batch, found.memory, found)]
     fits = "it fits" if found.fits else "it does not fit"
@@ -145,8 +145,8 @@ def _work(found: Sizing) -> list[tuple[str, Tally]]:
 def _time(found: Sizing, seconds: float) -> str:
     step = found.images * seconds / found.gpus
     return (
-        f"{seconds:.3g} s a GPU and {found.facts.unit}, {step:.3g} s a step of {found.images}; rewards, validation and "
-        "the network between machines come on top"
+        f"{seconds:.3g} s per GPU and {found.facts.unit}, {step:.3g} s per step of {found.images}; rewards, "
+        "validation and the network between machines not included"
     )
 
 

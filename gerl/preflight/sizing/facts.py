@@ -237,8 +237,8 @@ def _on_shapes(pipe: DiffusionPipeline) -> Iterator[None]:
     except (GerlError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if dependent := next((e for e in _causes(error) if isinstance(e, NEEDS_VALUES)), None):
             raise ModelError(
-                f"{kind} cannot be sized: it decides by the values of its activations what to compute "
-                f"({dependent.func}), and without weights there are none; use a preflight without hardware, which "
+                f"{kind} cannot be sized: its computation depends on the values of its activations "
+                f"({dependent.func}), which do not exist without weights; use a preflight without hardware, which "
                 "loads them"
             ) from error
         if isinstance(error, GerlError):

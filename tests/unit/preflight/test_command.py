@@ -49,7 +49,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved(worker: HybridWorker) -> None
         runs = further_runs(bench, first, report)
     assert [(run.drawn, run.trained) for run in runs] == [(4, 2)]
     (problem,) = report.problems
-    assert "rollout.micro_batch_size=8 with actor.micro_batch_size=8: 4 and 2 do" in problem
+    assert "rollout.micro_batch_size=8 with actor.micro_batch_size=8: 4 and 2 fit" in problem
     assert not worker.drawn and all(p.grad is None for p in worker.policy.trained.values())
 
 

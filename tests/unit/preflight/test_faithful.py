@@ -82,7 +82,7 @@ def test_samples_that_depend_on_each_other() -> None:
     stock, parts = measured(worker_of(mixes=True))
     assert stock < 1e-6 and parts > 0.01
     (problem,) = problems(stock, parts, micro=2)
-    assert "add up to one that is" in problem and "set actor.micro_batch_size=8" in problem
+    assert "add up to one that differs" in problem and "set actor.micro_batch_size=8" in problem
     assert problems(stock, parts) == []
 
 

@@ -105,7 +105,7 @@ def test_an_early_end_and_an_algorithm_without_a_ratio_leave_a_text() -> None:
     assert early.text(config("flow_grpo")) == "\n\nproblem: no model" and early.as_json()["run"] is None
     unguided, forward = report(probe=None), report(probe=None, max_ratio_deviation=None, algorithm="awm")
     assert "with algorithm.cfg=off" in unguided.text(config("flow_grpo"))
-    assert "none: awm compares no probabilities" in forward.text(config("flow_grpo"))
+    assert "none: awm does not compare probabilities" in forward.text(config("flow_grpo"))
 
 
 def test_numbers_to_read() -> None:

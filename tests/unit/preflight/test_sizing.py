@@ -177,7 +177,7 @@ def test_the_folder_that_a_recipe_puts_together_is_on_record() -> None:
 
 
 def test_a_model_that_nobody_knows_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"'nobody/model' is not in the hub's cache.*black-forest-labs/FLUX.1-dev"):
+    with pytest.raises(ModelError, match=r"'nobody/model' is not in the Hub cache.*black-forest-labs/FLUX.1-dev"):
         build_pipeline("nobody/model", torch.bfloat16)
 
 
