@@ -43,12 +43,12 @@ class ScoreRequest(BaseModel):
     def same_length(self) -> Self:
         if not len(self.images) == len(self.prompts) == len(self.metadata):
             raise ValueError(
-                f"{len(self.images)} images came with {len(self.prompts)} prompts and {len(self.metadata)} metadata: "
-                "send one of each per image"
+                f"got {len(self.images)} images with {len(self.prompts)} prompts and {len(self.metadata)} "
+                "metadata: send one of each per image"
             )
         for i, row in enumerate(self.metadata):
             if not is_flat(row):
-                raise ValueError(f"metadata {i} has more than {DEEPEST} objects or lists inside each other: send fewer")
+                raise ValueError(f"metadata {i} has more than {DEEPEST} nested objects or lists: send fewer")
         return self
 
 
@@ -174,4 +174,4 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 async def _broken(_: Request, error: Exception) -> Response:
     log.error("a request failed with %s: %s", type(error).__name__, error)
-    return answer(500, f"the service failed with {type(error).__name__}: look into its log")
+    return answer(500, f"the service failed with {type(error).__name__}: check its log")

@@ -24,7 +24,7 @@ SCORE = "/v1/score"
 BODY_SECONDS = 120.0  # for the body of a request to arrive
 WAIT_SECONDS = 30.0  # of a request for the pixels of others to be scored
 DRAIN_BYTES, DRAIN_SECONDS = 256 * 10**6, 10.0  # of the body of a refused request
-BUSY = "the images of other requests take all the pixels of max_in_flight_megapixels: send fewer at a time"
+BUSY = "the images of other requests use all the pixels of max_in_flight_megapixels: send fewer at a time"
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # seconds: a JPEG takes 0.01, a large judge minutes
 REASONS = {
     400: "json",
@@ -173,7 +173,7 @@ class Guard:
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(
-                    408, f"the body did not come within {BODY_SECONDS:g} s: send less at a time"
+                    408, f"the body did not arrive within {BODY_SECONDS:g} s: send less at a time"
                 ) from None
             read += len(message.get("body", b""))
             more = message.get("more_body", False)
@@ -201,34 +201,32 @@ class Guard:
         if is_foreign("POST", headers):  # a browser with a page of another site, which needs no token on this machine
             return answer(403, "the request comes from a page of another site: send it from a program")
         if self.limits.local and not is_loopback(host_name(headers.get("host", ""))):
-            return answer(403, "the host is none of this machine: use 127.0.0.1 or localhost, or set a token")
+            return answer(403, "the host is not this machine: use 127.0.0.1 or localhost, or set a token")
         token = self.limits.token
         if token is not None:
             kind, _, given = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-                sentence = "a bearer token is wanted, and none or another came: send the one of this service"
+                sentence = "a bearer token is required, and none or another was sent: send the one of this service"
                 return answer(401, sentence, {"WWW-Authenticate": "Bearer"})
         if not {"content-length", "transfer-encoding"} & set(headers):
-            return answer(411, "the request does not say how long its body is: send Content-Length")
+            return answer(411, "the request does not state the length of its body: send Content-Length")
         if (length := _announced(headers)) > self.limits.max_body_mb * 10**6:
             return answer(413, self._too_large(str(length)))
         if self.admitted >= self.limits.max_in_flight:
-            sentence = f"{self.admitted} requests are being scored, at most {self.limits.max_in_flight} may be"
+            sentence = f"{self.admitted} requests are being scored, at most {self.limits.max_in_flight} are allowed"
             return answer(429, f"{sentence}: send fewer at a time", {"Retry-After": "1"})
         if self.admitted_bytes + self._size(headers) > (most := self.limits.max_in_flight_mb) * 10**6:
-            sentence = (
-                f"the requests that are being scored have {self.admitted_bytes} bytes, at most {most} MB may come"
-            )
+            sentence = f"the requests being scored have {self.admitted_bytes} bytes, at most {most} MB are allowed"
             return answer(429, f"{sentence} together: send fewer at a time", {"Retry-After": "1"})
         # Last, so that what is refused for another reason does not use up the rate.
         if wait := self.bucket.take():
-            sentence = f"more than {self.limits.rate_per_minute} requests a minute: wait {wait:.1f} s"
+            sentence = f"more than {self.limits.rate_per_minute} requests per minute: wait {wait:.1f} s"
             return answer(429, sentence, {"Retry-After": str(math.ceil(wait))})
         return None
 
     def _too_large(self, size: str) -> str:
         limit = self.limits.max_body_mb
-        return f"the request has {size} bytes, at most {limit} MB may come: send fewer or smaller images at a time"
+        return f"the request has {size} bytes, at most {limit} MB are allowed: send fewer or smaller images at a time"
 
 
 def _announced(headers: Headers) -> int:

@@ -105,10 +105,10 @@ class RayScoring:
             return await self.handle.score.remote(images, prompts, metadata)
         except ray.exceptions.RayTaskError as error:
             log.error("a replica raised: %s", error)
-            return Refusal(500, f"a replica failed with {type(error.cause).__name__}: look into the log of the service")
+            return Refusal(500, f"a replica failed with {type(error.cause).__name__}: check the log of the service")
         except (ray.exceptions.RayError, RayServeException) as error:
             log.error("a replica is lost (%s: %s)", type(error).__name__, error)
-            return Refusal(503, "the replica that was scoring is lost and is being replaced: ask again")
+            return Refusal(503, "the replica that was scoring is lost and is being replaced: try again")
 
     async def state(self) -> dict[str, JSON] | Refusal:
         return await asyncio.to_thread(self.look)
@@ -118,11 +118,13 @@ class RayScoring:
         try:
             application = serve.status().applications[self.application]
         except (ray.exceptions.RayError, RayServeException, KeyError) as error:
-            return Refusal(503, f"Ray Serve does not answer ({type(error).__name__}): look into the log of the service")
+            return Refusal(503, f"Ray Serve does not answer ({type(error).__name__}): check the log of the service")
         states = application.deployments[DEPLOYMENT].replica_states if application.deployments else {}
         running = sum(count for state, count in states.items() if state == "RUNNING")
         if not running:
-            return Refusal(503, f"no replica of the scorer runs yet ({application.status.value.lower()}): ask again")
+            return Refusal(
+                503, f"no replica of the scorer is running yet ({application.status.value.lower()}): try again"
+            )
         return {"replicas": running, "warm": self.warm}
 
     def check(self) -> None:
@@ -135,7 +137,7 @@ class RayScoring:
             ) from None
         if application.status.value == "DEPLOY_FAILED":
             messages = [deployment.message for deployment in application.deployments.values()]
-            raise RewardError(f"the scorer does not start: {_cause(' '.join([*messages, application.message]))}")
+            raise RewardError(f"the scorer failed to start: {_cause(' '.join([*messages, application.message]))}")
 
 
 @contextlib.contextmanager

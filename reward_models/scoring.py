@@ -76,8 +76,8 @@ def measure(images: Sequence[bytes], limits: ImageLimits) -> int | Refusal:
     if len(images) > limits.max_images:
         return Refusal(
             413,
-            f"{len(images)} images came, at most {limits.max_images} may: send fewer at a time, or start the service "
-            "with a larger max_images",
+            f"got {len(images)} images, at most {limits.max_images} are allowed: send fewer at a time, or start "
+            "the service with a larger max_images",
         )
     pixels = 0
     for i, data in enumerate(images):
@@ -115,7 +115,7 @@ def decode(images: Sequence[bytes]) -> list[Image.Image] | Refusal:
             pictures.append(image if image.mode == "RGB" else image.convert("RGB"))
         except (*BROKEN, Image.DecompressionBombError) as error:
             reason = " ".join(str(error).split())[:SHOWN]
-            return Refusal(422, f"image {i} of {len(images)} is a broken file ({reason}): send it whole")
+            return Refusal(422, f"image {i} of {len(images)} is a broken file ({reason}): send the complete file")
     return pictures
 
 
@@ -131,7 +131,7 @@ def score_items(name: str, scorer: Scorer, items: list[Item]) -> list[Row]:
     requests = dict.fromkeys(item.request for item in items)
     if len(requests) == 1:
         return [rows] * len(items)
-    log.warning("scorer %s failed for a batch of %d requests, scoring each by itself", name, len(requests))
+    log.warning("scorer %s failed for a batch of %d requests, scoring each individually", name, len(requests))
     alone = {r: iter(score_items(name, scorer, [item for item in items if item.request == r])) for r in requests}
     return [next(alone[item.request]) for item in items]
 
@@ -147,8 +147,8 @@ def join(name: str, rows: list[Row]) -> Columns | Refusal:
         if list(row) != list(good[0]):
             return Refusal(
                 500,
-                f"the scorer {name} gave the columns {', '.join(good[0])} and then {', '.join(row)}: it must give the "
-                "same for every image",
+                f"the scorer {name} returned the columns {', '.join(good[0])} and then {', '.join(row)}: they must "
+                "be the same for every image",
             )
     return {column: [row[column] for row in good] for column in good[0]}
 
@@ -159,8 +159,8 @@ def warm_up(name: str, scorer: Scorer, prompt: str, metadata: Metadata) -> None:
     (row,) = score_items(name, scorer, [Item(0, 0, grey, prompt, metadata)])
     if isinstance(row, Refusal):
         raise RewardError(
-            f"the warm-up of scorer {name} with the prompt {prompt!r} and metadata {metadata} failed: {row.message}; "
-            "give a row it can score in warm_prompt and warm_metadata, or warm_up=false"
+            f"the warm-up of scorer {name} with the prompt {prompt!r} and metadata {metadata} failed: "
+            f"{row.message}; set warm_prompt and warm_metadata to a row it can score, or warm_up=false"
         )
 
 
@@ -181,7 +181,7 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
         return Refusal(500, f"the scorer {name} failed: {' '.join(what.split())[:SHOWN]}")
     for column, values in lists.items():
         if len(values) != len(items):
-            return Refusal(500, f"the scorer {name} gave {len(values)} scores for {len(items)} images in {column}")
+            return Refusal(500, f"the scorer {name} returned {len(values)} scores for {len(items)} images in {column}")
     rows: list[dict[str, float]] = [{} for _ in items]
     for column, values in lists.items():
         for item, row, value in zip(items, rows, values, strict=True):
@@ -189,8 +189,8 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
             if number is None or not math.isfinite(number):
                 return Refusal(
                     500,
-                    f"the scorer {name} gave {value!r:.80} for image {item.index} in column {column}, expected a "
-                    "finite number: correct the scorer",
+                    f"the scorer {name} returned {value!r:.80} for image {item.index} in column {column}, expected "
+                    "a finite number: correct the scorer",
                 )
             row[column] = number
     return rows

@@ -50,34 +50,34 @@ class Options:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     scorer: Annotated[str, Field(pattern=r"^\w+$")] = key(
-        "a scorer of gerl such as ocr, or a name for your own", required=True
+        "a built-in scorer such as ocr, or a name for a custom one", required=True
     )
-    path: str | None = key("your own: a Python file with a function (images, prompts, metadata, **kwargs)")
+    path: str | None = key("custom scorer: a Python file with a function (images, prompts, metadata, **kwargs)")
     function: str = key("the name of that function", "compute_score")
     kwargs: dict[str, Any] = key("keyword arguments of the scorer, as kwargs.KEY=VALUE", {})
-    host: str = key("where to listen", "127.0.0.1")
-    port: Annotated[int, Field(ge=0, le=65535)] = key("where to listen; 0 takes a free one", 8000)
+    host: str = key("address to listen on", "127.0.0.1")
+    port: Annotated[int, Field(ge=0, le=65535)] = key("port to listen on; 0 selects a free one", 8000)
     token_env: str | None = key("the environment variable with the bearer token that clients must send")
     token_file: str | None = key("or the file with it")
-    allow_anonymous: bool = key("true: listen to other machines without a token", False)
-    replicas: Count = key("copies of the scorer, each in a process of its own", 1)
-    gpus: Annotated[float, Field(ge=0)] | None = key("GPUs of each replica; without it they share what there is")
-    threads: Count | None = key("threads of each replica; without it they share what there is")
-    max_batch_size: Count = key("images scored at a time, from however many requests", 16)
+    allow_anonymous: bool = key("true: accept connections from other machines without a token", False)
+    replicas: Count = key("copies of the scorer, each in its own process", 1)
+    gpus: Annotated[float, Field(ge=0)] | None = key("GPUs per replica; by default they share those available")
+    threads: Count | None = key("threads per replica; by default they share those available")
+    max_batch_size: Count = key("images scored at a time, from any number of requests", 16)
     batch_wait_s: Annotated[float, Field(ge=0, le=10)] = key("how long an image waits for others", 0.01)
     max_body_mb: Count = key("largest request", 64)
-    max_images: Count = key("most images of a request", 256)
-    max_image_megapixels: Annotated[int, Field(ge=1, le=178)] = key("most pixels of an image, in millions", 64)
-    max_megapixels: Count = key("most pixels of the images of a request, in millions", 256)
-    max_in_flight: Count = key("most requests at a time; more are answered 429", 64)
-    max_in_flight_mb: Count = key("most bytes of them together, in millions; more are answered 429", 256)
-    max_in_flight_megapixels: Count = key("most pixels of them together, in millions; more wait, 30 s at most", 256)
+    max_images: Count = key("maximum number of images per request", 256)
+    max_image_megapixels: Annotated[int, Field(ge=1, le=178)] = key("maximum pixels per image, in millions", 64)
+    max_megapixels: Count = key("maximum pixels of the images of a request, in millions", 256)
+    max_in_flight: Count = key("maximum concurrent requests; more are answered 429", 64)
+    max_in_flight_mb: Count = key("limit on their total bytes, in millions; more are answered 429", 256)
+    max_in_flight_megapixels: Count = key("limit on their total pixels, in millions; more wait, 30 s at most", 256)
     rate_per_minute: Annotated[int, Field(ge=0)] = key(
-        "most requests a minute; more are answered 429; 0: any number", 0
+        "maximum requests per minute; more are answered 429; 0: unlimited", 0
     )
     warm_prompt: str | None = key("prompt of an image scored before the first request")
     warm_metadata: dict[str, Any] = key("metadata of that image, as warm_metadata.KEY=VALUE", {})
-    warm_up: bool = key("false: start without that image", True)
+    warm_up: bool = key("false: start without scoring that image", True)
 
     def __post_init__(self) -> None:
         for all_name, one_name in (
@@ -146,8 +146,8 @@ def warm_row(options: Options) -> tuple[str, dict[str, Any]] | None:
     scorer = build_scorer(options.scorer, options.config())
     if scorer.groupwise:
         raise ConfigError(
-            f"scorer={options.scorer} compares the images of a prompt, and a service gets them in batches of several "
-            "prompts: name it in reward.scorers of the run"
+            f"scorer={options.scorer} compares the images of a prompt, but a service gets them in batches of "
+            "several prompts: set it in reward.scorers of the run"
         )
     if not options.warm_up:
         return None
@@ -158,7 +158,7 @@ def warm_row(options: Options) -> tuple[str, dict[str, Any]] | None:
     except DataError as error:
         if given:
             raise ConfigError(f"warm_prompt and warm_metadata: {error}") from None
-        logger.warning("no warm-up, the first request will take longer: give warm_prompt or warm_metadata (%s)", error)
+        logger.warning("no warm-up, the first request will take longer: set warm_prompt or warm_metadata (%s)", error)
         return None
     return prompt, options.warm_metadata
 
@@ -178,8 +178,8 @@ def run(options: Options, stop: threading.Event) -> None:
     token = options.token()
     if token is None and not options.allow_anonymous and not is_loopback(options.host):
         raise ConfigError(
-            f"host={options.host} can be reached from other machines and there is no token: name one in token_env or "
-            "token_file, or give allow_anonymous=true"
+            f"host={options.host} can be reached from other machines and there is no token: set one in token_env "
+            "or token_file, or use allow_anonymous=true"
         )
     warm = warm_row(options)
     placement = Placement(**{f.name: getattr(options, f.name) for f in fields(Placement)})
@@ -215,10 +215,10 @@ def _serve(app: "FastAPI", listener: socket.socket, scoring: "RayScoring", stop:
     try:
         while not stop.wait(WATCH_SECONDS):
             if not thread.is_alive():
-                raise RewardError("the HTTP server stopped: its log says why")
+                raise RewardError("the HTTP server stopped: see its log")
             scoring.check()
             if ready != (ready := isinstance(scoring.look(), dict)):
-                logger.info("ready" if ready else "no replica runs, waiting for the next one")
+                logger.info("ready" if ready else "no replica is running, waiting for the next one")
     finally:
         server.should_exit = True
         thread.join(CLOSING_SECONDS + 5)

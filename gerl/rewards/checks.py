@@ -61,8 +61,8 @@ def read_regularising(config: Config) -> list[Prompt]:
     if given is None:
         if config.algorithm.data_coef:
             raise ConfigError(
-                f"algorithm.data_coef={config.algorithm.data_coef:g}: there are no images to imitate; name a file of "
-                "them in data.regularise, or set algorithm.data_coef=0"
+                f"algorithm.data_coef={config.algorithm.data_coef:g}: there are no images to imitate; set "
+                "data.regularise to a file of them, or set algorithm.data_coef=0"
             )
         return []
     try:
@@ -83,8 +83,8 @@ def without_people(config: RewardConfig) -> RewardConfig:
     scorers = {name: scorer for name, scorer in config.scorers.items() if name not in asked}
     if not any(scorer.weight for scorer in scorers.values()):
         raise ConfigError(
-            f"reward.scorers.{asked[0]}: people are asked in training only; name a scorer that measures instead, such "
-            "as reward.scorers.clipscore.weight=1"
+            f"reward.scorers.{asked[0]}: people vote in training only; use a measuring scorer instead, such as "
+            "reward.scorers.clipscore.weight=1"
         )
     return replace(config, scorers=scorers)
 
@@ -115,7 +115,7 @@ def usable_groups(
     if not any(keep):
         raise RewardError(
             f"no group of step {samples[0].step} has all its scores, so there is nothing to train on; the first "
-            f"failure: {next(iter(dropped.values()))}; repair the scorer"
+            f"failure: {next(iter(dropped.values()))}; fix the scorer"
         )
     return keep, [f"group dropped: {reason}" for reason in dropped.values()]
 
@@ -132,9 +132,9 @@ def check_failures(totals: Sequence[float | None], first: str, config: RewardCon
     """
     failed = sum(total is None for total in totals) / len(totals)
     if failed and config.on_error == "stop":
-        raise RewardError(f"{first}; repair the scorer, or {instead} with reward.on_error=drop_group")
+        raise RewardError(f"{first}; fix the scorer, or {instead} with reward.on_error=drop_group")
     if failed > config.max_failed:
         raise RewardError(
             f"{failed:.0%} of the {images} have no reward, more than reward.max_failed={config.max_failed:g}; the "
-            f"first failure: {first}; repair the scorer and carry on with checkpoint.resume=auto"
+            f"first failure: {first}; fix the scorer and resume with checkpoint.resume=auto"
         )

@@ -30,7 +30,7 @@ def differentiable_scorers(reward: RewardConfig, all_of_them: bool) -> list[str]
         raise ConfigError(
             f"reward.scorers.{name}: {why}, and this algorithm differentiates rewards; those of "
             f"{', '.join(_of_gerl())} and of functions with takes_tensors can be differentiated: set the weight of "
-            "others to 0, which watches them"
+            "others to 0, so they are only watched"
         )
     return found
 
@@ -48,7 +48,7 @@ def _of_gerl() -> list[str]:
 def _lacks(name: str, config: ScorerConfig) -> str:
     """Why the scores of a scorer have no gradient; "" if they have one."""
     if config.env:
-        return "it runs in an environment of its own"
+        return "it runs in its own environment"
     if config.normalise != "none":
         return f"normalise={config.normalise} compares it with the scores of other images"
     scorer = known_scorer(name, config)

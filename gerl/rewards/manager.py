@@ -61,7 +61,7 @@ class RewardManager:
             first = config.scorers[names[0]]
             count = first.replicas if cluster.remote else 1
             if packages := first.env.get("uv", first.env.get("pip")):
-                logger.info("Ray makes an environment with %s for %s ...", ", ".join(packages), " and ".join(names))
+                logger.info("Ray creates an environment with %s for %s ...", ", ".join(packages), " and ".join(names))
             own = {name: config.scorers[name] for name in names}
             workers = cluster.workers(
                 f"scorer {' and '.join(names)}, process",
@@ -195,7 +195,7 @@ class RewardManager:
         for message in answer.warnings:
             logger.warning("scorer %s: %s", job.scorer, message)
         for reason in answer.retried:
-            logger.warning("scorer %s was asked again, it failed for %s", job.scorer, reason)
+            logger.warning("scorer %s was called again after it failed for %s", job.scorer, reason)
         job.round.take(job, answer.rows)
 
     def _renew(self, call: Call, reason: str) -> None:
@@ -204,7 +204,7 @@ class RewardManager:
         texts = job.round.texts(job)
         more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
         logger.warning(
-            "scorer %s: %s, with %d images of %s waiting; the process is restarted",
+            "scorer %s: %s, with %d images of %s pending; the process is restarted",
             *(job.scorer, reason, len(job.places), ", ".join(map(repr, texts[:SHOWN])) + more),
         )
         call.pool.renew(call.process)

@@ -87,7 +87,7 @@ class Pool(Generic[R]):
                 self.renew(process, until)
                 return
             if process in self.died:
-                raise RewardError(f"a process does not start: {error}") from None
+                raise RewardError(f"a process failed to start: {error}") from None
             logger.warning("%s; it is started again", str(error).removesuffix(f"; {AGAIN}"))
             self.died.add(process)
             self.renew(process)
@@ -115,7 +115,7 @@ class Pool(Generic[R]):
             raise self._without_room()
         for pending, start in over.items():
             name, left = f"{self.workers.name} {start.process}", count - len(late)
-            logger.warning("Ray has no room for %s: the run goes on with %d of %d processes", name, left, count)
+            logger.warning("Ray has no room for %s: the run continues with %d of %d processes", name, left, count)
             self.starting[pending] = Start(start.process, math.inf)
 
     def begin(self, process: int) -> None:
@@ -133,7 +133,7 @@ class Pool(Generic[R]):
         """Wait longer for a process that has room, but has not started: its Python may lie on a network disk."""
         if not self.workers.has_room(process):
             return False
-        logger.info("%s %d has room and has not started yet: waiting", self.workers.name, process)
+        logger.info("%s %d has been scheduled but not started yet: waiting", self.workers.name, process)
         self.starting[pending] = Start(process, time.perf_counter() + self.patience)
         return True
 

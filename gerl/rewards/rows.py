@@ -51,7 +51,7 @@ def stop_at_failure(rows: Iterable[Row]) -> None:
     for row in rows:
         if row.values[TOTAL] is None:
             raise RewardError(
-                f"{row.label} has no score: {row.failure}; repair the scorer, or list such images with "
+                f"{row.label} has no score: {row.failure}; fix the scorer, or list such images with "
                 "reward.on_error=drop_group"
             )
 
@@ -59,4 +59,4 @@ def stop_at_failure(rows: Iterable[Row]) -> None:
 def check_any_scored(rows: Sequence[Row]) -> None:
     """Raise `RewardError` if no row has a total."""
     if all(row.values[TOTAL] is None for row in rows):
-        raise RewardError(f"no image has all its scores; the first failure: {rows[0].failure}; repair the scorer")
+        raise RewardError(f"no image has all its scores; the first failure: {rows[0].failure}; fix the scorer")

@@ -63,7 +63,7 @@ def total(
 
 def _too_large(name: str, value: float) -> ScorerFailure:
     return ScorerFailure(
-        name, f"its part of the total is {value:g}, above the {LARGEST:.2g} that float32 holds: lower scale or weight"
+        name, f"its part of the total is {value:g}, above the float32 limit {LARGEST:.2g}: lower scale or weight"
     )
 
 
@@ -89,6 +89,7 @@ def check_routes(scorers: Mapping[str, ScorerConfig], prompts: list[Prompt]) -> 
         if not prompt.given and not any(applies(scorer, prompt) for scorer in weighted):
             sources = sorted({source for scorer in scorers.values() for source in scorer.data_sources or ()})
             raise DataError(
-                f"prompt {prompt.id}: {prompt.text!r} has the {DATA_SOURCE} {prompt.metadata.get(DATA_SOURCE)!r}, for "
-                f"which no scorer with a weight is named; reward.scorers.NAME.data_sources have {', '.join(sources)}"
+                f"prompt {prompt.id}: {prompt.text!r} has the {DATA_SOURCE} {prompt.metadata.get(DATA_SOURCE)!r}, "
+                "for which there is no scorer with a weight; reward.scorers.NAME.data_sources have "
+                f"{', '.join(sources)}"
             )

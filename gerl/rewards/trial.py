@@ -100,15 +100,15 @@ def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer]
     if not failures:
         return
     told = (
-        f"reward.scorers.{name} failed when it was tried on grey images: {failures[0]}; repair it, or leave this trial "
-        "out with reward.trial=false if it is only grey images that it cannot score"
+        f"reward.scorers.{name} failed in a trial on grey images: {failures[0]}; fix it, or skip this trial with "
+        "reward.trial=false if it is only grey images that it cannot score"
     )
     if len(failures) < len(rows):
         logger.warning("%s (%d of %d images have a score)", told, len(rows) - len(failures), len(rows))
         return
     if scorer.weight != 0:
         raise RewardError(told)
-    logger.warning("%s; it is only watched, so the run goes on", told)
+    logger.warning("%s; it is only watched, so the run continues", told)
     if isinstance(answer, str):
         pool.renew(0)
 

@@ -74,8 +74,9 @@ class RewardWorker:
         for name, scorer in self.scorers.items():
             if scorer.groupwise and self.groupwise is not None and name not in self.groupwise:
                 raise RewardError(
-                    f"reward.scorers.{name} is groupwise, which is known only where its file can be imported: import "
-                    f"what reward.scorers.{name}.env installs inside the function, not at the top of the file"
+                    f"reward.scorers.{name} is groupwise, which can only be determined by importing its file: "
+                    f"import the packages of reward.scorers.{name}.env inside the function, not at the top of the "
+                    "file"
                 )
 
     def _built(self, name: str, config: ScorerConfig) -> Scorer:
@@ -84,7 +85,7 @@ class RewardWorker:
         except RewardError as error:
             if not config.env or not isinstance(error.__cause__, ImportError):
                 raise
-            raise RewardError(f"{error}; this is its own environment: add it to reward.scorers.{name}.env") from error
+            raise RewardError(f"{error}; it has its own environment: add it to reward.scorers.{name}.env") from error
 
     def score(
         self,
@@ -220,7 +221,7 @@ def _checked(name: str, score: object, place: str) -> float | ScorerFailure:
     if not math.isfinite(number):
         return ScorerFailure(name, f"returned {number}, which is not finite{place}")
     if abs(number) > LARGEST:
-        return ScorerFailure(name, f"returned {number:g}, above the {LARGEST:.2g} that float32 holds{place}")
+        return ScorerFailure(name, f"returned {number:g}, above the float32 limit {LARGEST:.2g}{place}")
     return number
 
 

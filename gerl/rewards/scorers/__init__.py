@@ -86,7 +86,7 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
     if name not in SCORERS:
         near = near_names(name, list(SCORERS))
         hint = f"did you mean {either(near)}" if near else f"there are {', '.join(SCORERS)}"
-        raise RewardError(f"{key}: gerl has no such scorer, {hint}; for your own, give its file in {key}.path")
+        raise RewardError(f"{key}: gerl has no such scorer, {hint}; for a custom one, set {key}.path to its file")
     try:
         return TypeAdapter(scorer_class(name)).validate_python(config.kwargs)
     except RewardError as error:
@@ -95,8 +95,8 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
         first = error.errors()[0]
         kwarg = ".".join(str(part) for part in first["loc"])
         raise RewardError(
-            f"{key}.kwargs: {kwarg}={first['input']!r} is wrong ({first['msg']}); "
-            f"{name} takes {', '.join(signature(scorer_class(name)).parameters) or 'none'}"
+            f"{key}.kwargs: {kwarg}={first['input']!r} is invalid ({first['msg']}); {name} takes "
+            f"{', '.join(signature(scorer_class(name)).parameters) or 'none'}"
         ) from None
 
 

@@ -40,8 +40,8 @@ class AestheticScore(ClipScorer):
     def __post_init__(self) -> None:
         if self.head not in HEADS and not Path(self.head).expanduser().is_file():
             raise RewardError(
-                f"the aesthetic scorer's kwarg head={self.head} names no file and no published head: give the path of "
-                f"one, or {' or '.join(HEADS)}"
+                f"the aesthetic scorer's kwarg head={self.head} is neither a file nor a published head: give the "
+                f"path of one, or {' or '.join(HEADS)}"
             )
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
@@ -76,8 +76,8 @@ def published(head: str, repository: str) -> str:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != HEADS[head]:
         raise RewardError(
-            f"repository={repository}: its {name} has the SHA-256 {found}, not {HEADS[head]} as the authors' file: "
-            "take another repository, or give the path of the file as head if it is meant"
+            f"repository={repository}: its {name} has the SHA-256 {found}, not {HEADS[head]} of the authors' file: "
+            "use another repository, or give the path of the file as head if this is intended"
         )
     return str(file)
 
@@ -99,7 +99,7 @@ def linear_head(tensors: dict[str, torch.Tensor], width: int, source: str) -> to
     sizes = [width, *(weight.shape[0] for weight in weights)]
     if [weight.shape[-1] for weight in weights] != sizes[:-1] or sizes[-1] != 1:
         raise RewardError(
-            f"{source}: a head from {width} to 1 number was expected, got layers of the shapes "
+            f"{source}: expected a head from {width} to 1 number, got layers of the shapes "
             f"{', '.join(str(tuple(weight.shape)) for weight in weights)}; give the head that belongs to the model"
         )
     head = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
@@ -125,5 +125,5 @@ def read_tensors(kwarg: str, path: str) -> dict[str, torch.Tensor]:
         # Published on a GPU, which the machine at hand may lack.
         state = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise RewardError(f"{kwarg}={path} holds {type(state).__name__}, not named tensors; give a state dict")
+        raise RewardError(f"{kwarg}={path} contains {type(state).__name__}, not named tensors; give a state dict")
     return dict(state)

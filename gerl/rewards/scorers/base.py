@@ -108,7 +108,7 @@ class Elsewhere(Scorer):
         self.groupwise, self.takes_frames = kind.groupwise, kind.takes_frames
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
-        raise NotImplementedError("this scorer runs in its own environment only")
+        raise NotImplementedError("this scorer runs only in its own environment")
 
 
 class ReturnError(TypeError):
@@ -124,8 +124,8 @@ def columns_of(returned: object, name: str) -> dict[str, list[object]]:
     wrong = next((f"{kind}{_of(column, returned)}" for column, v in columns.items() if (kind := _no_list(v))), None)
     if wrong or not columns:
         raise ReturnError(
-            f"returned {wrong or 'an empty dict'}, expected a list with one number per image, or a dict of such lists "
-            f"by name{_idea(returned)}"
+            f"returned {wrong or 'an empty dict'}, expected a list with one number per image, or a dict of such "
+            f"lists by name{_idea(returned)}"
         )
     return {str(column): list(values) for column, values in columns.items()}
 
@@ -152,14 +152,14 @@ def _idea(returned: object) -> str:
     if returned is None:
         return ": is a return missing?"
     if isinstance(returned, tuple):
-        return ": return the scores alone, such as its first part"
+        return ": return only the scores, such as its first part"
     if isinstance(returned, Awaitable):
         if inspect.iscoroutine(returned):
             returned.close()  # else Python warns that nobody awaited it
-        return ": it has to be awaited, which gerl does not: use asyncio.run inside"
+        return ": it must be awaited, which gerl does not do: use asyncio.run inside"
     if len(shape) == 2 and 1 in shape:
         return ": return its .reshape(-1)"
-    return ": images are a list, give each a number" if number_of(returned) is not None else ""
+    return ": images are a list, return one number per image" if number_of(returned) is not None else ""
 
 
 def number_of(score: object) -> float | None:

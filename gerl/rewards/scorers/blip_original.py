@@ -16,7 +16,7 @@ from gerl.rewards.scorers.imagereward import part, vision_config_of, vision_name
 if TYPE_CHECKING:
     from transformers import BlipForQuestionAnswering
 
-WHAT = "the file of BLIP for questions as its authors published it"
+WHAT = "the BLIP VQA checkpoint as published by its authors"
 
 
 def is_original(model: str) -> bool:
@@ -34,7 +34,7 @@ def load_original(model: str) -> "BlipForQuestionAnswering":
         # 0, 1, 2, ...: a buffer, not a weight
         tensors = {name: value for name, value in tensors.items() if not name.endswith(".position_ids")}
     if not any(name.startswith("text_decoder.") for name in tensors):
-        raise RewardError(f"model={model} has no decoder of answers: give {WHAT}")
+        raise RewardError(f"model={model} has no answer decoder: give {WHAT}")
     vision = part(tensors, "visual_encoder.")
     rest = {name: value for name, value in tensors.items() if name.startswith(("text_encoder.", "text_decoder."))}
     with loading("model", model, WHAT):

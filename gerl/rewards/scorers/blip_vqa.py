@@ -59,8 +59,9 @@ class BlipVqa(Scorer):
         require("spacy", "compbench")
         if not (Path(self.spacy_model).expanduser().is_dir() or _is_installed(self.spacy_model)):
             raise RewardError(
-                f"spacy_model={self.spacy_model} is not installed: run python -m spacy download en_core_web_sm (its "
-                "authors do not publish it on PyPI), or give the folder of a spaCy pipeline that parses English"
+                f"spacy_model={self.spacy_model} is not installed: run python -m spacy download en_core_web_sm "
+                "(its authors do not publish it on PyPI), or give the folder of a spaCy pipeline that parses "
+                "English"
             )
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
@@ -80,7 +81,7 @@ class BlipVqa(Scorer):
             found = [chunk.text for chunk in self._parser(prompt).noun_chunks]
         except ValueError as error:
             raise RewardError(
-                f"spacy_model={self.spacy_model} finds no noun phrases, as it does not parse: give a spaCy pipeline "
+                f"spacy_model={self.spacy_model} finds no noun phrases, as it has no parser: give a spaCy pipeline "
                 "that parses English, such as en_core_web_sm"
             ) from error
         return [phrase for phrase in found if phrase not in PLACES][:MOST]
@@ -171,8 +172,8 @@ def _converted(model: str) -> "BlipForQuestionAnswering":
         )
     if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
         raise RewardError(
-            f"model={model} has no weights for {missing[0]} and {len(missing) - 1} more tensors of a BLIP that answers "
-            f"questions: give {what}"
+            f"model={model} has no weights for {missing[0]} and {len(missing) - 1} more tensors of a BLIP for "
+            f"visual question answering: give {what}"
         )
     return network
 

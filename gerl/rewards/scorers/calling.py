@@ -51,8 +51,8 @@ class Call:
         except TypeError as error:
             wanted = ", ".join([*GIVEN, *(f"{kwarg}=..." for kwarg in kwargs)])
             raise RewardError(
-                f"{key}: {name}{signature} cannot be called as {name}({wanted}) ({error}): give a function of these, "
-                f"or of images alone, and what else it needs in {key}.kwargs"
+                f"{key}: {name}{signature} cannot be called as {name}({wanted}) ({error}): use a function of "
+                f"these, or of images alone, and put other arguments in {key}.kwargs"
             ) from None
 
     def __call__(self, images: object, prompts: list[str], metadata: list[Metadata]) -> object:
@@ -70,14 +70,12 @@ def _check_kind(key: str, name: str, function: Callable[..., Any]) -> None:
     """Raise `RewardError` for a class in place of an object of it, and for what has to be awaited."""
     if inspect.isclass(function):
         raise RewardError(
-            f"{key}: {name} is a class, and calling it makes an object, no scores: give an object that can be called, "
-            f"{name}()"
+            f"{key}: {name} is a class, and calling it creates an object, not scores: give a callable object, {name}()"
         )
     called = function if inspect.isroutine(function) else type(function).__call__
     if any(kind(f) for f in (function, called) for kind in (inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
         raise RewardError(
-            f"{key}: {name} is async, and gerl awaits nothing: write it with def, and asyncio.run inside for what is "
-            "to be awaited"
+            f"{key}: {name} is async, and gerl awaits nothing: define it with def, and use asyncio.run inside"
         )
 
 
@@ -91,8 +89,8 @@ def _assigned(
     parameters = [p for p in signature.parameters.values() if p.name not in kwargs]
     if foreign := next((p.name for p in parameters if p.name in OF_TRL), None):
         raise RewardError(
-            f"{key}: {name}{signature} is a reward of TRL, which gets texts: gerl gives images, so call its parameter "
-            f"images in place of {foreign}, and return one number per image"
+            f"{key}: {name}{signature} is a TRL reward function, which gets texts: gerl passes images, so rename "
+            f"its parameter {foreign} to images, and return one number per image"
         )
     if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
         return list(GIVEN), {}

@@ -88,8 +88,8 @@ def first_choice(client: Client, completion: JSON) -> Choice:
         case {"choices": [dict() as choice, *_]} if isinstance(choice.get("message"), dict):
             return choice
     raise RewardError(
-        f"{client.url} answered with something other than a chat completion, {client.quoted(completion)}: "
-        "give the address of an OpenAI-compatible endpoint, which mostly ends in /v1"
+        f"{client.url} did not return a chat completion, {client.quoted(completion)}: give the address of an "
+        "OpenAI-compatible endpoint, which usually ends in /v1"
     )
 
 
@@ -114,8 +114,8 @@ def within(value: JSON, limits: tuple[float, float], text: str) -> float:
         number = math.nan
     if not limits[0] <= number <= limits[1]:
         raise Unreadable(
-            f"the answer {ending(text)} gives {value!r:.80}, expected a number from {limits[0]:g} to {limits[1]:g}: "
-            "change the template or limits"
+            f"the answer {ending(text)} gives {value!r:.80}, expected a number from {limits[0]:g} to "
+            f"{limits[1]:g}: change the template or limits"
         )
     return number
 
@@ -140,7 +140,7 @@ def _check_ended(choice: Choice, reasons: Collection[str], text: str) -> None:
     if reason in reasons:
         return
     if reason == "length":
-        raise Unreadable(f"the answer {ending(text)} was cut off, so it is no verdict: raise max_tokens")
+        raise Unreadable(f"the answer {ending(text)} was truncated, so it is not a verdict: raise max_tokens")
     raise Unreadable(
         f"the answer {ending(text)} has finish_reason={reason!r:.80}, expected {' or '.join(reasons)}: only a finished "
         "answer is a verdict"
@@ -157,8 +157,8 @@ def probability_of_yes(choice: Choice, yes: list[str], no: list[str], min_mass: 
     agree, deny = probability_of(top, yes), probability_of(top, no)
     if not agree + deny >= min_mass:
         raise Unreadable(
-            f"yes and no have a probability of {agree + deny:.3g}, less than min_mass={min_mass:g}, and the likeliest "
-            f"first tokens are {', '.join(repr(token) for token, _ in top[:5])}: change the template"
+            f"yes and no have a probability of {agree + deny:.3g}, less than min_mass={min_mass:g}, and the "
+            f"likeliest first tokens are {', '.join(repr(token) for token, _ in top[:5])}: change the template"
         )
     return agree / (agree + deny)
 
@@ -175,7 +175,7 @@ def first_tokens(choice: Choice) -> list[tuple[str, float]]:
     match choice.get("logprobs"):
         case {"content": [{"top_logprobs": [*entries]}, *_]} if entries:
             return [_entry(entry) for entry in entries]
-    raise Unreadable("the answer has no top_logprobs: use a server that gives them, or mode=regex")
+    raise Unreadable("the answer has no top_logprobs: use a server that returns them, or mode=regex")
 
 
 def _entry(entry: JSON) -> tuple[str, float]:
@@ -214,8 +214,8 @@ def fill(template: str, prompt: str, metadata: Metadata, **fields: str) -> str:
         name = match.group(1)
         if values.get(name) is None:
             raise DataError(
-                f"{prompt!r} has no {name!r}, which the template of the judge asks for: add the column, or take "
-                f"{{{name}}} out of the template"
+                f"{prompt!r} has no {name!r}, which the judge's template requires: add the column, or remove "
+                f"{{{name}}} from the template"
             )
         return str(values[name])
 

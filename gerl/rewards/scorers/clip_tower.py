@@ -145,7 +145,7 @@ def loading(kwarg: str, source: str, what: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:300]
         raise RewardError(
             f"{kwarg}={source} cannot be loaded ({type(error).__name__}: {reason}): give the Hub id of {what} that "
-            "this machine can download, or a local folder that holds one"
+            "this machine can download, or a local folder with one"
         ) from error
 
 
@@ -158,7 +158,7 @@ def resolve_device(device: str) -> torch.device:
     found = torch.device("cuda", found.index or 0)  # so that cuda and cuda:0 are one tower
     if found.index >= count:
         raise RewardError(
-            f"device={device}: the scorer's process sees {count} CUDA devices; take another, or device=auto"
+            f"device={device}: the scorer's process sees {count} CUDA devices; use another, or device=auto"
         )
     return found
 

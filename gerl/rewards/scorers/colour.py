@@ -37,7 +37,7 @@ class Colour(Scorer):
             except ValueError:
                 rgb = ()
             if len(rgb) != 3 or not all(0 <= part <= 255 for part in rgb):
-                raise RewardError(f"colours: {name}={value}: give [R, G, B] from 0 to 255, or a colour as CSS has it")
+                raise RewardError(f"colours: {name}={value}: expected [R, G, B] from 0 to 255, or a CSS colour")
             found[name.lower()] = np.array(rgb) / 255
         return found
 

@@ -60,7 +60,7 @@ def _function(key: str, path: str, function: str) -> Callable[..., object]:
         likely = [n for n in names if set(inspect.signature(getattr(module, n)).parameters) & set(GIVEN)] or names
         raise RewardError(
             f"{key}.function={function}: {path} does not define it, only {', '.join(names) or 'no function at all'}; "
-            + (f"give {key}.function={likely[0]}" if likely else f"write def {function}(images, prompts, metadata)")
+            + (f"set {key}.function={likely[0]}" if likely else f"add def {function}(images, prompts, metadata)")
         )
     if not callable(found):
         raise RewardError(f"{key}.function={function}: in {path} it is a {type(found).__name__}; name a function")

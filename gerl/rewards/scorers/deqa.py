@@ -27,6 +27,6 @@ class DeqaScorer(ServiceScorer):
             if not WORST - ROUNDING <= quality <= BEST + ROUNDING:
                 raise RewardError(
                     f"{self.url} gave image {i} of {len(images)} a quality of {quality:g}, expected {WORST:g} to "
-                    f"{BEST:g}: let its scorer deqa return DeQA-Score's own number"
+                    f"{BEST:g}: configure its scorer deqa to return DeQA-Score's own number"
                 )
         return [quality / BEST for quality in qualities]

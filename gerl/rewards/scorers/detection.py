@@ -150,8 +150,8 @@ def _detector(model: str, device: str, dtype: torch.dtype) -> Detector:
     missing = sorted(set(info["missing_keys"]) & dict(network.named_parameters()).keys())
     if missing:  # transformers fills them with random numbers, and so would the detections be
         raise RewardError(
-            f"model={model} has no weights for {missing[0]} and {len(missing) - 1} more tensors: give the Hub id or "
-            f"the folder of {KINDS} that is trained"
+            f"model={model} has no weights for {missing[0]} and {len(missing) - 1} more tensors: give the Hub id "
+            f"or the folder of {KINDS} with trained weights"
         )
     return Detector(network.to(device, dtype).eval(), processor, segments, dtype)
 
@@ -166,7 +166,7 @@ def _config(model: str) -> "PretrainedConfig":
     if config.model_type in SEGMENTERS:
         require("scipy", "geneval")  # transformers builds the training loss with it, whether or not it is used
     elif not any(name.endswith("ForObjectDetection") for name in config.architectures or ()):
-        raise RewardError(f"model={model} is a {config.model_type} model and detects no objects: give {KINDS}")
+        raise RewardError(f"model={model} is a {config.model_type} model, which does not detect objects: give {KINDS}")
     return config
 
 
@@ -187,7 +187,7 @@ def find_label(name: str, labels: list[str]) -> str:
             return found[key(name)]
     names = {label.lower(): label for label in labels}
     near = [names[match] for match in difflib.get_close_matches(name.lower(), names, n=3)]
-    advice = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(labels[:5])} and so on"
+    advice = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(labels[:5])} and others"
     raise DataError(f"the detector has no class {name!r} among its {len(labels)}: {advice}")
 
 

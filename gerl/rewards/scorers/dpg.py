@@ -84,7 +84,7 @@ class DpgScorer(ChatScorer):
             found = {}
         if not found:
             raise DataError(
-                f"{prompt!r:.80} has no questions for the dpg scorer, which should be a list of objects with {ID}, "
+                f"{prompt!r:.80} has no questions for the dpg scorer, expected a list of objects with {ID}, "
                 f"{PARENTS} and {TEXT} in the row's {self.metadata_key!r}, got {given!r:.200}: add it, or name the "
                 "column with metadata_key"
             )
@@ -105,8 +105,8 @@ def yes_or_no(choice: Choice) -> bool:
         case "no":
             return False
     raise Unreadable(
-        f"the answer {ending(text)} begins with neither Yes nor No: change the template, or have the model answer "
-        "without thinking"
+        f"the answer {ending(text)} begins with neither Yes nor No: change the template, or disable the model's "
+        "thinking"
     )
 
 

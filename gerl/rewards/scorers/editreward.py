@@ -72,7 +72,7 @@ class EditReward(Scorer):
         found = []
         for column, (_, head) in QUESTIONS.items():
             if head not in self.network.heads:
-                raise RewardError(f"model={self.model} has no {head}: give a model with a head for each question")
+                raise RewardError(f"model={self.model} has no {head}: use a model with a head for each question")
             texts = [self._questions[column].replace(PLACE, prompt) for prompt in prompts]
             found.append(self.network.outputs(pictures, texts, head, self.batch_size))
         both = torch.stack(found)  # [questions, B, mean and logarithm of the deviation]
@@ -95,6 +95,6 @@ class EditReward(Scorer):
         for column, text in found.items():
             if text.count(TOKEN) != 1 or text.count(PLACE) != 1:
                 raise RewardError(
-                    f"code: the question of {column} in {folder} has not one {TOKEN} and one {PLACE}: {REMEDY}"
+                    f"code: the question of {column} in {folder} must have one {TOKEN} and one {PLACE}: {REMEDY}"
                 )
         return found

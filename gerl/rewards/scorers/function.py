@@ -19,8 +19,9 @@ class FunctionScorer(UserScorer):
         found = function(path)
         if found is None:
             raise RewardError(
-                f"{key}.path={path}: this was a function of a Python program; give it again there, with "
-                "gerl.train(..., resume=FOLDER) or gerl.evaluate(..., reward=FUNCTION), or give the file of a function"
+                f"{key}.path={path}: this was a function of a Python program; pass it again there, with "
+                "gerl.train(..., resume=FOLDER) or gerl.evaluate(..., reward=FUNCTION), or give the file of a "
+                "function"
             )
         super().__init__(Call(key, path.removeprefix(PREFIX), found, kwargs))
 

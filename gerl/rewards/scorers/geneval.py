@@ -66,7 +66,7 @@ class Row:
                 raise ValueError(f"include.{i}.position must name an earlier clause than {clause.position[1]}")
         for limit in self.exclude:
             if any(clause.name == limit.name and clause.count >= limit.count for clause in self.include):
-                raise ValueError(f"it asks for {limit.name} and excludes as many")
+                raise ValueError(f"it asks for {limit.name} and excludes the same number")
 
     @property
     def classes(self) -> set[str]:
@@ -85,9 +85,9 @@ def parse_row(metadata: Metadata) -> Row:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"the GenEval metadata of the row cannot be used ({where + ': ' if where else ''}{first['msg']}): it needs "
-            'a "tag" and "include" clauses such as {"class": "dog", "count": 1, "color": "red", '
-            '"position": ["left of", 0]}, of which the last two may be left out'
+            f"the GenEval metadata of the row is invalid ({where + ': ' if where else ''}{first['msg']}): it needs "
+            'a "tag" and "include" clauses such as {"class": "dog", "count": 1, "color": "red", "position": ["left '
+            'of", 0]}, of which the last two are optional'
         ) from None
 
 

@@ -76,8 +76,8 @@ class GenEval2(ChatScorer):
         found = [pair for pair in pairs if len(pair) == 2 and all(isinstance(part, str) and part for part in pair)]
         if not found or not isinstance(given, list) or len(found) < len(given):
             raise DataError(
-                f"{prompt!r} has no questions for the geneval2 scorer, which should be a list of pairs of a question "
-                f"and its answer in the row's {self.metadata_key!r}, got {given!r:.200}: add it, or name the column "
+                f"{prompt!r} has no questions for the geneval2 scorer, expected a list of pairs of a question and "
+                f"its answer in the row's {self.metadata_key!r}, got {given!r:.200}: add it, or name the column "
                 "with metadata_key"
             )
         for question, answer in found:
@@ -93,8 +93,8 @@ class GenEval2(ChatScorer):
             if not probability_of(top, _possible(question[0], top)) >= self.min_mass:
                 raise Unreadable(
                     f"the likeliest first tokens for {question[0]!r} are "
-                    f"{', '.join(repr(token) for token, _ in top[:5])}, which is no answer: change the template, or "
-                    "have the model answer without thinking"
+                    f"{', '.join(repr(token) for token, _ in top[:5])}, none of which is an answer: change the "
+                    "template, or disable the model's thinking"
                 )
             likeliest = max(top, key=lambda entry: entry[1])
             return min(1.0, probability_of(top, wanted)), probability_of([likeliest], wanted) > 0
@@ -119,14 +119,14 @@ def words(question: str, answer: str) -> list[str]:
     plain = answer.strip().lower()
     if not question.lower().startswith(COUNTING):
         if plain != "yes":
-            raise DataError(f"{question!r} has the answer {answer!r}: ask so that yes is right, or how many there are")
+            raise DataError(f"{question!r} has the answer {answer!r}: phrase it so that the answer is yes or a count")
         return ["yes"]
     if plain in NUMBERS:
         return [plain, str(NUMBERS.index(plain) + 1)]
     if plain.isdigit():
         number = int(plain)
         return [plain, *([NUMBERS[number - 1]] if 1 <= number <= len(NUMBERS) else [])]
-    raise DataError(f"{question!r} has the answer {answer!r}: give a number, in digits or up to ten in letters")
+    raise DataError(f"{question!r} has the answer {answer!r}: expected a number, in digits or up to ten in letters")
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -121,8 +121,8 @@ def _open_clip() -> ModuleType:
         return require("open_clip", "clip")
     except RuntimeError as error:  # of torchvision, where it was built for another torch
         raise RewardError(
-            f"this scorer needs the package open_clip, whose torchvision does not fit torch {torch.__version__} "
-            f"({error}): run pip install 'gerl[clip]', then install the torchvision that was built for that torch"
+            f"this scorer needs the package open_clip, whose torchvision does not match torch {torch.__version__} "
+            f"({error}): run pip install 'gerl[clip]', then install the torchvision built for that torch"
         ) from error
 
 

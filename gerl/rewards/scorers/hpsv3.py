@@ -64,7 +64,7 @@ class HpsV3(Scorer):
         texts = [self._instruction.replace(PLACE, prompt) for prompt in prompts]
         outputs = self.network.outputs([[image] for image in images], texts, "rm_head", self.batch_size)
         if outputs.shape[1:] != (2,):
-            raise RewardError(f"model={self.model}: its head gives {outputs.shape[1]} numbers, HPSv3's gives 2")
+            raise RewardError(f"model={self.model}: its head returns {outputs.shape[1]} numbers, HPSv3's returns 2")
         return {"mu": outputs[:, 0].tolist(), "sigma": outputs[:, 1].exp().tolist()}
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
@@ -75,5 +75,5 @@ class HpsV3(Scorer):
         file = code_folder(self.code, PACKAGE, REMEDY) / "dataset" / "data_collator_qwen.py"
         text = "".join(constants(file, ["INSTRUCTION", "prompt_with_special_token"]).values())
         if text.count(TOKEN) != 1 or text.count(PLACE) != 1:
-            raise RewardError(f"code: the instruction in {file} has not one {TOKEN} and one {PLACE}: {REMEDY}")
+            raise RewardError(f"code: the instruction in {file} must have one {TOKEN} and one {PLACE}: {REMEDY}")
         return text

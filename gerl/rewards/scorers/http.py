@@ -91,8 +91,8 @@ def read_token(file: str | None, variable: str | None) -> tuple[str | None, str]
         source = f"token_env={variable}"
         if variable not in os.environ:
             raise RewardError(
-                f"{source} holds no token: this variable is not set; export it for driver and reward workers, "
-                "or for the service"
+                f"{source} holds no token: this variable is not set; export it for driver and reward workers, or "
+                "for the service"
             )
         token = os.environ[variable]
     else:
@@ -154,7 +154,7 @@ class Client:
                 if attempt == self.config.retries:
                     raise Transient(f"{error} ({attempt + 1} attempts)") from None
                 if error.wait > LONGEST_WAIT:
-                    raise RewardError(f"{error} (it asks to wait {error.wait:.0f} s, which is not done)") from None
+                    raise RewardError(f"{error} (it asks to wait {error.wait:.0f} s, which is too long)") from None
                 # Scattered, so that requests refused together do not come back together.
                 pause = self.config.backoff * 2 ** min(attempt, 16) * _SCATTER.uniform(0.75, 1.25)
                 pause = max(error.wait, min(pause, LONGEST_WAIT))
@@ -175,13 +175,13 @@ class Client:
                     raise RewardError(f"{asked}: no secure connection ({_cause(error)}): correct the address") from None
                 if not late:
                     raise Transient(
-                        f"{asked}: no connection, or a broken one ({_cause(error)}): start the service or correct the "
-                        "address"
+                        f"{asked}: the connection failed or was broken ({_cause(error)}): start the service or "
+                        "correct the address"
                     ) from None
             except requests.Timeout:
                 late = True
             except requests.RequestException as error:
-                raise RewardError(f"{asked} cannot be asked ({_cause(error)}): correct the address") from None
+                raise RewardError(f"{asked} cannot be requested ({_cause(error)}): correct the address") from None
         if late:
             raise Transient(
                 f"{asked} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
@@ -204,15 +204,15 @@ class Client:
             coding = response.headers.get("Content-Encoding", "identity").strip().lower()
             if coding not in ("", "identity"):
                 raise RewardError(
-                    f"{asked} answered with Content-Encoding {self.shown(coding)}, which was not asked for: switch "
-                    "compression off at the service or its proxy"
+                    f"{asked} answered with Content-Encoding {self.shown(coding)}, which was not requested: "
+                    "disable compression in the service or its proxy"
                 )
             content = bytearray()
             for chunk in response.iter_content(1 << 16):
                 content += chunk
                 if len(content) > MAX_ANSWER:
                     raise RewardError(
-                        f"{asked} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or look into "
+                        f"{asked} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or check "
                         "the log of the service"
                     )
             return response, bytes(content)
@@ -224,7 +224,7 @@ class Client:
                 return json.loads(content)
             except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, lists in lists in lists
                 raise RewardError(
-                    f"{asked} answered {status} without JSON: {text}: correct the address, or look into the log of the "
+                    f"{asked} answered {status} without JSON: {text}: correct the address, or check the log of the "
                     "service"
                 ) from None
         remedy = self._remedy(status, response.headers.get("Location", ""))
@@ -236,21 +236,23 @@ class Client:
     def _remedy(self, status: int, location: str) -> str:
         match status:
             case 401 | 403 if self._source:
-                return f"the token of {self._source} is not accepted, correct it"
+                return f"the token of {self._source} is rejected, correct it"
             case 401 | 403:
-                return "the service wants a token, name its file in token_file or its environment variable in token_env"
+                return (
+                    "the service requires a token, set token_file to its file or token_env to its environment variable"
+                )
             case 404 | 405:
                 return "correct the address and the name of the model or scorer"
             case 413:
-                return "the images are too large for the service, lower image_size (and batch_size where there is one)"
+                return "the images are too large for the service, lower image_size (and batch_size if there is one)"
             case 408 | 429:
                 return "the service is overloaded, lower concurrency"
             case _ if 300 <= status < 400:
-                return f"give the address it points to, {self.shown(location)}"
+                return f"use the address it redirects to, {self.shown(location)}"
             case _ if status >= 500:
-                return "look into the log of the service"
+                return "check the log of the service"
             case _:
-                return "the service refuses such a request, correct the kwargs"
+                return "the service rejects such a request, correct the kwargs"
 
     def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         # Given for every request, also without a token: else requests would look for a password in ~/.netrc.
@@ -267,7 +269,7 @@ class Client:
         try:
             return self.shown(json.dumps(answer))
         except RecursionError:
-            return "lists in lists without end"
+            return "endlessly nested lists"
 
     def redacted(self, text: str) -> str:
         """`text` without the token."""
@@ -304,13 +306,15 @@ def check_url(kwarg: str, url: str) -> None:
         parts = urlsplit(url)
         parts.port  # noqa: B018  reading it checks it
     except ValueError as error:
-        raise RewardError(f"{kwarg} is not an address ({error}): give one such as http://127.0.0.1:8000") from None
+        raise RewardError(f"{kwarg} is not an address ({error}): use one such as http://127.0.0.1:8000") from None
     if parts.username is not None or parts.password is not None:
-        raise RewardError(f"{kwarg} has a password in it: remove it, and name a token in token_file or token_env")
+        raise RewardError(f"{kwarg} contains a password: remove it, and set a token in token_file or token_env")
     if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in url):
-        raise RewardError(f"{kwarg}={url!r} is not an address: give one such as http://127.0.0.1:8000")
+        raise RewardError(f"{kwarg}={url!r} is not an address: use one such as http://127.0.0.1:8000")
     if parts.query or parts.fragment:
-        raise RewardError(f"{kwarg} has something after its path, and paths are added to it: end it before ? or #")
+        raise RewardError(
+            f"{kwarg} has a part after its path, and paths are appended to it: remove ? or # and what follows"
+        )
 
 
 def _retry_after(value: str) -> float:

@@ -80,8 +80,8 @@ def paddle_text(results: Sequence[Mapping[str, Any]]) -> str:
             texts.append(result["rec_text"])
         else:
             raise RewardError(
-                f"PaddleOCR returned a result with {', '.join(map(str, result)) or 'no keys'} and without rec_texts: "
-                "install paddleocr 3, or take backend=rapidocr"
+                f"PaddleOCR returned a result with {', '.join(map(str, result)) or 'no keys'} and without "
+                "rec_texts: install paddleocr 3, or use backend=rapidocr"
             )
     return "".join(texts)
 
@@ -130,7 +130,7 @@ class OcrScorer(Scorer):
             text = self.read(image)
             return text_reward(text, target, self.match), float(is_exact(text, target))
         if not image:
-            raise RewardError("the ocr scorer was given a video without frames: give at least one")
+            raise RewardError("the ocr scorer got a video without frames: expected at least one")
         texts = [self.read(frame) for frame in image[::FRAME_STEP]]
         return video_reward(texts, target), sum(is_exact(text, target) for text in texts) / len(texts)
 

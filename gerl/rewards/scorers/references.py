@@ -24,8 +24,8 @@ def reference_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> R
     found = references_of(scorer, prompt, metadata, column)
     if len(found) > 1:
         raise DataError(
-            f"{prompt!r} has {len(found)} pictures in {column!r}, but {scorer} compares with one: name the scorer a "
-            "column that has one"
+            f"{prompt!r} has {len(found)} images in {column!r}, but {scorer} compares with one: use a column with "
+            "a single image for the scorer"
         )
     return found[0]
 
@@ -36,8 +36,8 @@ def references_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> 
     parts: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not parts or not all(isinstance(part, Image.Image | Path) or (isinstance(part, str) and part) for part in parts):
         raise DataError(
-            f"{prompt!r} has no reference for the {scorer} scorer, which should be the path of an image in the row's "
-            f"{column!r}, got {given!r:.200}: add it, or name the scorer another column"
+            f"{prompt!r} has no reference for the {scorer} scorer, expected the path of an image in the row's "
+            f"{column!r}, got {given!r:.200}: add it, or use another column for the scorer"
         )
     return [part if isinstance(part, Image.Image) else _file(prompt, part) for part in parts]
 

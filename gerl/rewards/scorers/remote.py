@@ -40,7 +40,7 @@ class ServiceScorer(HttpScorer):
         """
         items = list(zip(images, prompts, metadata, strict=True))
         if not items:
-            raise RewardError(f"the scorer {scorer} got no images: give it at least one")
+            raise RewardError(f"the scorer {scorer} got no images: expected at least one")
         with self.client(self.url) as client:
 
             def ask(batch: list[tuple[Image.Image, str, Metadata]]) -> Columns:
@@ -56,8 +56,8 @@ class ServiceScorer(HttpScorer):
         for part in parts:
             if list(part) != list(parts[0]):
                 raise RewardError(
-                    f"{self.url} gave the columns {', '.join(parts[0])} and then {', '.join(part)}: expected the same "
-                    "for all images, correct the scorer there"
+                    f"{self.url} returned the columns {', '.join(parts[0])} and then {', '.join(part)}: expected "
+                    "the same for all images, correct the scorer there"
                 )
         return {name: [score for part in parts for score in part[name]] for name in parts[0]}
 
@@ -94,8 +94,8 @@ def checked_answer(client: Client, answer: JSON) -> dict[str, JSON]:
     if isinstance(answer, dict) and answer.get("version") == VERSION:
         return answer
     raise RewardError(
-        f"{client.url} answered {client.quoted(answer)}, expected an object with version {VERSION!r}: "
-        "give the address of a reward service of gerl, of the same release"
+        f"{client.url} answered {client.quoted(answer)}, expected an object with version {VERSION!r}: give the "
+        "address of a gerl reward service of the same release"
     )
 
 
@@ -110,16 +110,18 @@ def checked_columns(client: Client, answer: JSON, size: int) -> Columns:
     for name, values in scores.items():
         if not name.isprintable():
             raise RewardError(
-                f"{client.url} gave a column the name {name!r:.80}, which cannot be shown: correct it there"
+                f"{client.url} returned a column with the name {name!r:.80}, which cannot be shown: correct it there"
             )
         if not isinstance(values, list) or len(values) != size:
             count = f"{len(values)} scores" if isinstance(values, list) else f"a {type(values).__name__}"
-            raise RewardError(f"{client.url} gave {count} for {size} images in column {name}: correct the scorer there")
+            raise RewardError(
+                f"{client.url} returned {count} for {size} images in column {name}: correct the scorer there"
+            )
         for i, value in enumerate(values):
             number = None if isinstance(value, bool) else number_of(value)
             if number is None or not math.isfinite(number):
                 raise RewardError(
-                    f"{client.url} gave {client.quoted(value)} for image {i} of {size} in column {name}, "
+                    f"{client.url} returned {client.quoted(value)} for image {i} of {size} in column {name}, "
                     "expected a finite number: correct the scorer there"
                 )
             columns.setdefault(name, []).append(number)

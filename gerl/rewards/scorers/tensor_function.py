@@ -31,7 +31,7 @@ def on_pictures(called: Callable[..., object], images: list[Any], prompts: list[
         if not torch.is_tensor(found) or found.shape != (1,):
             what = f"a tensor of shape {list(found.shape)}" if torch.is_tensor(found) else f"{found!r:.80}"
             raise ReturnError(
-                f"returned {what} for images {list(pixels.shape)}, expected a tensor with a score for each, [1]"
+                f"returned {what} for images {list(pixels.shape)}, expected a tensor with one score per image, [1]"
             )
         scores.append(float(found))
     return scores
@@ -44,12 +44,12 @@ def checked(found: object, images: torch.Tensor, place: str) -> torch.Tensor:
     shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
     if not isinstance(found, torch.Tensor) or shape != [len(images)]:
         raise RewardError(
-            f"a reward that takes tensors returned {shape} for images {list(images.shape)}: return a tensor with a "
-            f"score for each, [{len(images)}]{place}"
+            f"a reward that takes tensors returned {shape} for images {list(images.shape)}: return a tensor with "
+            f"one score per image, [{len(images)}]{place}"
         )
     if images.requires_grad and not found.requires_grad:
         raise RewardError(
-            "a reward that takes tensors returned scores without gradient: compute them from the images by torch "
+            "a reward that takes tensors returned scores without gradient: compute them from the images with torch "
             f"functions, without no_grad, detach or numpy{place}"
         )
     return found

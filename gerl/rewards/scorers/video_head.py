@@ -153,7 +153,7 @@ def chosen_frames(count: int, fps: float, wanted: float) -> list[int]:
     video of one frame.
     """
     if count < 2:
-        raise RewardError(f"a video of {count} frame cannot be graded for motion: draw videos of at least 2")
+        raise RewardError(f"a video of {count} frame cannot be graded for motion: sample videos with at least 2")
     number = min(max(count / fps * wanted, LEAST_FRAMES), min(MOST_FRAMES, count) // 2 * 2)
     return torch.linspace(0, count - 1, round(number / 2) * 2).round().long().tolist()
 
@@ -176,9 +176,7 @@ def video_reward_model(model: str, file: str, base: str, device: torch.device, d
     shape = (settings.model.output_dim, config.get_text_config().hidden_size)
     if weight is None or weight.shape != shape:
         found = "no such weight" if weight is None else list(weight.shape)
-        raise RewardError(
-            f"model={model}: {HEAD} of the shape {list(shape)} was expected, got {found}: give VideoReward"
-        )
+        raise RewardError(f"model={model}: expected {HEAD} of the shape {list(shape)}, got {found}: give VideoReward")
     head = torch.nn.Linear(shape[1], shape[0], bias=False)
     head.load_state_dict({"weight": weight.float()})
     lora = settings.lora
@@ -196,8 +194,8 @@ def read_settings(model: str) -> Settings:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
         raise RewardError(
-            f"model={model}: {key} in its {SETTINGS} does not fit ({first['msg']}): give VideoReward or a model "
-            "that was trained as it was"
+            f"model={model}: {key} in its {SETTINGS} is unsupported ({first['msg']}): give VideoReward or a model "
+            "trained in the same way"
         ) from None
     assert isinstance(found, Settings)
     return found

@@ -83,12 +83,12 @@ class VideoAlign(Scorer):
         text = constants(file, [TEMPLATE])[TEMPLATE]
         if MARKS.findall(text) != TOKENS or text.count(PLACE) != 1:
             raise RewardError(
-                f"code: {TEMPLATE} in {file} has not one each of {', '.join(TOKENS)} and {PLACE}: {REMEDY}"
+                f"code: {TEMPLATE} in {file} must have one each of {', '.join(TOKENS)} and {PLACE}: {REMEDY}"
             )
         return text
 
 
 def _frames(video: Image.Image | Sequence[Image.Image]) -> Sequence[Image.Image]:
     if isinstance(video, Image.Image):
-        raise RewardError("videoalign grades videos and was given an image: take hpsv3 or another scorer of images")
+        raise RewardError("videoalign grades videos and got an image: use hpsv3 or another image scorer")
     return video

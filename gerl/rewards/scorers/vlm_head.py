@@ -37,7 +37,7 @@ LINEAR = (0, 3, 5)  # of a head: 1 and 4 are ReLU, 2 is dropout
 def check_marks(prompt: str) -> None:
     """Raise `DataError` for a prompt with something in it that the model takes for a token of the conversation."""
     if found := MARKS.search(prompt):
-        raise DataError(f"{prompt!r} contains {found[0]!r}, a mark of the model that grades it: take it out")
+        raise DataError(f"{prompt!r} contains {found[0]!r}, a special token of the reward model: remove it")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,9 @@ def base_parts(base: str, tokens: list[str]) -> tuple[Any, "PreTrainedTokenizerB
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
     if config.model_type not in ("qwen2_vl", "qwen2_5_vl") or tokenizer.chat_template is None:
-        raise RewardError(f"base={base} is a {config.model_type} model: give an instructed Qwen2-VL or Qwen2.5-VL one")
+        raise RewardError(
+            f"base={base} is a {config.model_type} model: give an instruction-tuned Qwen2-VL or Qwen2.5-VL one"
+        )
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     return config, tokenizer, processor
 
@@ -182,13 +184,14 @@ def build_backbone(
     wanted = backbone.state_dict()
     if differ := sorted(own.keys() ^ wanted.keys()):
         raise RewardError(
-            f"model={model} does not fit the model of base: {differ[0]} and {len(differ) - 1} more tensors are only in "
-            "one of them; give the base that was trained further"
+            f"model={model} does not match the model of base: {differ[0]} and {len(differ) - 1} more tensors are "
+            "only in one of them; give the base that was fine-tuned"
         )
     if other := [name for name in own if own[name].shape != wanted[name].shape]:
         raise RewardError(
-            f"model={model} does not fit the model of base: {other[0]} has the shape {list(own[other[0]].shape)}, "
-            f"expected {list(wanted[other[0]].shape)}; give the base that was trained further"
+            f"model={model} does not match the model of base: {other[0]} has the shape "
+            f"{list(own[other[0]].shape)}, expected {list(wanted[other[0]].shape)}; give the base that was "
+            "fine-tuned"
         )
     backbone.load_state_dict(own, assign=True)
     return backbone
@@ -210,7 +213,7 @@ def _heads(model: str, tensors: Mapping[str, torch.Tensor], width: int) -> dict[
             )
         sizes = [parts["0.weight"].shape[1], *(len(parts[f"{i}.bias"]) for i in LINEAR)]
         if sizes[0] != width:
-            raise RewardError(f"model={model}: {head} takes {sizes[0]} numbers and the model of base gives {width}")
+            raise RewardError(f"model={model}: {head} takes {sizes[0]} numbers and the model of base returns {width}")
         layers: list[torch.nn.Module] = []
         for i, (into, out) in zip(LINEAR, itertools.pairwise(sizes), strict=True):
             layer = torch.nn.Linear(into, out)
@@ -218,5 +221,5 @@ def _heads(model: str, tensors: Mapping[str, torch.Tensor], width: int) -> dict[
             layers += [layer, torch.nn.ReLU()]
         heads[head] = torch.nn.Sequential(*layers[:-1]).eval()
     if not heads:
-        raise RewardError(f"model={model} has no rm_head, which is what grades: give a reward model")
+        raise RewardError(f"model={model} has no rm_head, which does the grading: give a reward model")
     return heads

@@ -97,17 +97,17 @@ class VlmJudge(ChatScorer):
         super().__post_init__()
         check_pattern(self.pattern)
         if not self.limits[0] < self.limits[1]:
-            raise RewardError(f"limits={list(self.limits)}: give the least and the greatest number of an answer")
+            raise RewardError(f"limits={list(self.limits)}: expected the lowest and the highest number of an answer")
         if (self.mode == "rubric") != bool(self.aspects):
             raise RewardError(
-                f"mode={self.mode} came with {len(self.aspects)} aspects: give them to a rubric, and to nothing else"
+                f"mode={self.mode} has {len(self.aspects)} aspects: a rubric needs them, and no other mode takes them"
             )
         for name in self.aspects:
             if NAME.fullmatch(name) is None or name == "mean":
-                raise RewardError(f"aspects.{name}: name it with letters, digits, _ and -, and not mean")
+                raise RewardError(f"aspects.{name}: use a name of letters, digits, _ and -, other than mean")
         both = {bare(word) for word in self.yes} & {bare(word) for word in self.no}
         if both or not all(map(bare, [*self.yes, *self.no])) or not (self.yes and self.no):
-            raise RewardError(f"yes={self.yes} and no={self.no}: give words of letters for each, and none for both")
+            raise RewardError(f"yes={self.yes} and no={self.no}: expected words of letters for each, and none for both")
         place = None if self.mode != "rubric" else "{aspects}" if self.one_request else "{question}"
         if place is not None and place not in self._template:
             raise RewardError(f"template has no {place}, so the judge would not know what to rate: add it")
@@ -194,7 +194,7 @@ def check_pattern(pattern: str) -> None:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        raise RewardError(f"pattern={pattern!r} is no regular expression ({error}): correct it") from None
+        raise RewardError(f"pattern={pattern!r} is not a valid regular expression ({error}): correct it") from None
     if groups < 1:
         raise RewardError(f"pattern={pattern!r} has no group: put parentheses around the number")
 

@@ -21,7 +21,7 @@ def code_folder(code: str | None, package: str, remedy: str) -> Path:
         return folder / package if (folder / package).is_dir() else folder
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        raise RewardError(f"the wording of {package}'s instruction, which is its authors', is not there: {remedy}")
+        raise RewardError(f"the authors' wording of {package}'s instruction is missing: {remedy}")
     return Path(found.submodule_search_locations[0])
 
 
@@ -45,5 +45,5 @@ def constants(file: Path, names: Collection[str]) -> dict[str, str]:
         if isinstance(target, ast.Name)
     }
     if missing := [name for name in names if name not in found]:
-        raise RewardError(f"code: {file} has no text {missing[0]}: give the version of the authors' code that has it")
+        raise RewardError(f"code: {file} has no text {missing[0]}: use the version of the authors' code that has it")
     return {name: found[name] for name in names}

@@ -52,9 +52,9 @@ def test_the_client_sends_the_token_and_says_which_is_wrong(monkeypatch: pytest.
     with serving(limits=Limits(token=TOKEN)) as url:
         assert remote(url, token_env="GERL_TEST_TOKEN")(IMAGES, *ROWS)["red"] == [0.0, 10.0, 20.0, 30.0, 40.0]
         monkeypatch.setenv("GERL_TEST_TOKEN", "another")
-        with pytest.raises(RewardError, match=r"answered 401 .*the token of token_env=GERL_TEST_TOKEN is not accepted"):
+        with pytest.raises(RewardError, match=r"answered 401 .*the token of token_env=GERL_TEST_TOKEN is rejected"):
             remote(url, token_env="GERL_TEST_TOKEN")(IMAGES, *ROWS)
-        with pytest.raises(RewardError, match="the service wants a token"):
+        with pytest.raises(RewardError, match="the service requires a token"):
             remote(url)(IMAGES, *ROWS)
 
 
@@ -63,11 +63,11 @@ def test_a_body_too_large_is_refused_however_it_comes() -> None:
     with serving(scorer, Limits(max_body_mb=1)) as url:
         large = json.dumps(body(prompts=["x" * 1_500_000])).encode()
         answer = post(url, large)
-        assert answer.status_code == 413 and "at most 1 MB may come" in answer.json()["error"]
+        assert answer.status_code == 413 and "at most 1 MB are allowed" in answer.json()["error"]
         chunks = (large[i : i + 65536] for i in range(0, len(large), 65536))  # without Content-Length
         headers = {"Content-Type": "application/json"}
         answer = requests.post(f"{url}/v1/score", chunks, headers=headers, timeout=10)
-        assert answer.status_code == 413 and "at most 1 MB may come" in answer.json()["error"]
+        assert answer.status_code == 413 and "at most 1 MB are allowed" in answer.json()["error"]
         assert metric(url, 'gerl_reward_errors_total{reason="size"}') == 2
         noise = Image.effect_noise((1000, 900), 100)
         with pytest.raises(RewardError, match=r"answered 413 .*lower image_size"):
@@ -89,7 +89,7 @@ def test_more_requests_than_the_rate_are_told_when_to_come_back() -> None:
         answers = [post(url, body()) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200, 200, 429]
         assert 25 <= int(answers[2].headers["Retry-After"]) <= 30
-        assert "more than 2 requests a minute" in answers[2].json()["error"]
+        assert "more than 2 requests per minute" in answers[2].json()["error"]
         assert requests.get(f"{url}/v1/health", timeout=10).status_code == 200
         with pytest.raises(RewardError, match=r"answered 429 .*lower concurrency"):
             remote(url)(IMAGES, *ROWS)
@@ -171,7 +171,7 @@ def test_bodies_under_way_have_a_limit_together() -> None:
         assert scorer.entered.wait(5)
         answer = post(url, body(prompts=["x" * 600_000]))
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
-        assert "at most 1 MB may come together" in answer.json()["error"]
+        assert "at most 1 MB are allowed together" in answer.json()["error"]
         assert post(url, body(prompts=["x" * 900_000])).status_code == 429
         scorer.leave.set()
         first.join()

@@ -30,13 +30,13 @@ def test_requests_that_share_a_batch_do_not_share_failures() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([1.0], "gave 1 scores for 2 images"),
+        ([1.0], "returned 1 scores for 2 images"),
         ("ab", "expected a list with one number"),
         ({}, "expected a list with one number"),
         ({"a": "xy"}, "expected a list with one number"),
         (3.0, "failed: returned 3.0, expected a list"),
-        ([1.0, float("nan")], "gave nan for image 1 in column red"),
-        ([None, 1.0], "gave None for image 0"),
+        ([1.0, float("nan")], "returned nan for image 1 in column red"),
+        ([None, 1.0], "returned None for image 0"),
     ],
 )
 def test_an_answer_that_is_no_list_of_numbers_is_refused(returned: Any, message: str) -> None:
@@ -47,7 +47,7 @@ def test_an_answer_that_is_no_list_of_numbers_is_refused(returned: Any, message:
 def test_rows_with_other_columns_are_refused() -> None:
     assert join("red", [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 4.0}]) == {"a": [1.0, 3.0], "b": [2.0, 4.0]}
     refused = join("red", [{"a": 1.0}, {"b": 1.0}])
-    assert isinstance(refused, Refusal) and "gave the columns a and then b" in refused.message
+    assert isinstance(refused, Refusal) and "returned the columns a and then b" in refused.message
     assert join("red", [{"a": 1.0}, Refusal(500, "x")]) == Refusal(500, "x")
 
 
@@ -64,5 +64,5 @@ def test_a_warm_up_that_fails_says_what_to_give() -> None:
     scorer = Red()
     warm_up("red", scorer, "a", {})
     assert scorer.batches == [1]
-    with pytest.raises(RewardError, match=r"warm-up of scorer red .*KeyError.*warm_metadata, or warm_up=false"):
+    with pytest.raises(RewardError, match=r"warm-up of scorer red .*KeyError.*warm_metadata .*, or warm_up=false"):
         warm_up("red", scorer, "a", {"raise": 1})

@@ -168,5 +168,5 @@ def test_what_measures_leaves_people_out() -> None:
         "vote"
     ]  # a file of one's own
     for left in ({}, {"sharpness": ScorerConfig(0.0)}):
-        with pytest.raises(ConfigError, match=r"reward\.scorers\.vote: people are asked in training only"):
+        with pytest.raises(ConfigError, match=r"reward\.scorers\.vote: people vote in training only"):
             without_people(RewardConfig({"vote": vote, **left}))

@@ -64,7 +64,7 @@ def test_a_video_counts_by_the_mean_of_some_of_its_frames() -> None:
         ({"image_similarity": ScorerConfig()}, "its scores have no gradient"),
         ({"diversity": ScorerConfig()}, "it compares the images of a group"),
         ({"pickscore": ScorerConfig(normalise="group")}, "normalise=group compares it with the scores of other images"),
-        ({"pickscore": ScorerConfig(env={"pip": ["x"]})}, "it runs in an environment of its own"),
+        ({"pickscore": ScorerConfig(env={"pip": ["x"]})}, "it runs in its own environment"),
     ],
 )
 def test_scorers_without_gradient_are_named_with_those_that_have_one(scorer: dict[str, Any], why: str) -> None:

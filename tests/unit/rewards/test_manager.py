@@ -131,7 +131,7 @@ def test_retries_are_logged_and_counted(file: str, tmp_path: Path, caplog: pytes
         (found,) = scored(made, samples((0, 1.0), (0, 2.0)))
     assert found.totals == [1.0, 1.0]
     place = f'({file}, line 19: raise OSError("lost"))'
-    assert caplog.messages == [f"scorer f was asked again, it failed for 2 of 2 images: OSError: lost {place}"]
+    assert caplog.messages == [f"scorer f was called again after it failed for 2 of 2 images: OSError: lost {place}"]
     metrics = made.metrics()
     names = ("latency_s", "queue_s", "images_per_s", "retries", "restarts", "warnings")
     assert set(metrics) == {f"scorer/f/{m}" for m in names}

@@ -43,7 +43,7 @@ WRONG = {
     'return {"a": [1.0] * len(images), "b": None}': "returned None as 'b', expected a list",
     "return [[0.5]] * len(images)": "returned [0.5], which is not a number",
     'return [float("nan")] * len(images)': "returned nan, which is not finite",
-    "return [1e300] * len(images)": "returned 1e+300, above the 3.4e+38 that float32 holds",
+    "return [1e300] * len(images)": "returned 1e+300, above the float32 limit 3.4e+38",
     "return [10**400] * len(images)": "which is not a number",
     "return helper(0)": "ZeroDivisionError: division by zero",
     "import no_such_package": "ModuleNotFoundError: No module named 'no_such_package'",
@@ -84,7 +84,7 @@ def test_what_a_scorer_does_wrong_is_said_with_the_line_of_the_users_file(tmp_pa
     with pytest.raises(RewardError) as caught:
         trial(mine=ScorerConfig(path=path, timeout=0.5 if "no answer" in WRONG[line] else 600))
     text = str(caught.value)
-    assert text.startswith("reward.scorers.mine failed when it was tried on grey images: ") and WRONG[line] in text
+    assert text.startswith("reward.scorers.mine failed in a trial on grey images: ") and WRONG[line] in text
     assert "reward.trial=false" in text and "\n" not in text
     number = "4: return 1 / x" if "helper" in line else f"6: {line}" if any(w in line for w in RAISED) else "5: compute"
     assert f"({path}, line {number}" in text
@@ -130,7 +130,7 @@ def test_a_scorer_of_videos_gets_videos(tmp_path: Path, takes_frames: bool) -> N
 def test_a_watched_scorer_that_fails_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good, bad = scorer(tmp_path, "return [1.0] * len(images)"), scorer(tmp_path, "time.sleep(60)", "bad.py")
     trial(mine=ScorerConfig(path=good), watched=ScorerConfig(0, bad, timeout=0.5))
-    assert re.search(r"watched .*no answer.*bad\.py, line 6.*watched, so the run goes on", caplog.text)
+    assert re.search(r"watched .*no answer.*bad\.py, line 6.*watched, so the run continues", caplog.text)
 
 
 def test_some_images_without_a_score_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -82,7 +82,7 @@ def test_numbers_of_any_kind_become_floats(answer: Any) -> None:
         (np.ones((2, 1)), "returned a ndarray of shape [2, 1], expected a list"),
         (np.ones((2, 1)), "by name: return its .reshape(-1)"),
         (([1.0, 2.0], {}), "returned a tuple of list, dict, expected a list"),
-        ((torch.ones(2), None), "by name: return the scores alone"),
+        ((torch.ones(2), None), "by name: return only the scores"),
         ({1.0, 2.0}, "returned a set, expected a list"),
         (sleeping(), "asyncio.run"),
         (torch.ones(()), "returned a Tensor of shape [], expected a list"),

@@ -70,7 +70,7 @@ def test_a_head_of_another_kind_or_width_is_refused(clip: str, tmp_path: Path) -
     with pytest.raises(RewardError, match=r"layers 0, 2, 4, 6, 7 .* got layers\.0\.bias"):
         linear_head(Original(relu=True).state_dict(), WIDTH, "head=x")
     wide = AestheticScore(model=clip, head=saved(tmp_path / "wide.pth", Original(24)), device="cpu")
-    with pytest.raises(RewardError, match=r"head=.*wide\.pth: a head from 16 to 1 .* \(1024, 24\)"):
+    with pytest.raises(RewardError, match=r"head=.*wide\.pth: expected a head from 16 to 1 .* \(1024, 24\)"):
         wide(pictures(1), ["a"], [{}])
     two = Original().state_dict() | {"layers.7.weight": torch.zeros(2, 16), "layers.7.bias": torch.zeros(2)}
     with pytest.raises(RewardError, match="a head from 16 to 1"):
@@ -79,7 +79,7 @@ def test_a_head_of_another_kind_or_width_is_refused(clip: str, tmp_path: Path) -
 
 def test_a_path_that_names_no_file_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(
-        RewardError, match=r"head=/nowhere/head\.pth names no file .* or sac\+logos\+ava1-l14-linearMSE"
+        RewardError, match=r"head=/nowhere/head\.pth is neither a file .* or sac\+logos\+ava1-l14-linearMSE"
     ):
         AestheticScore(head="/nowhere/head.pth")
 
@@ -107,7 +107,7 @@ def test_a_head_that_cannot_be_downloaded_is_named(clip: str) -> None:
 
 def test_a_file_that_is_not_named_tensors_is_refused(tmp_path: Path) -> None:
     torch.save([torch.zeros(1)], tmp_path / "list.pth")
-    with pytest.raises(RewardError, match=r"head=.*list\.pth holds list, not named tensors"):
+    with pytest.raises(RewardError, match=r"head=.*list\.pth contains list, not named tensors"):
         read_tensors("head", str(tmp_path / "list.pth"))
     (tmp_path / "broken.safetensors").write_text("nothing of the kind")
     with pytest.raises(RewardError, match=re.escape("broken.safetensors cannot be loaded (SafetensorError")):

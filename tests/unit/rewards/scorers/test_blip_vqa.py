@@ -60,7 +60,7 @@ def test_the_authors_own_file_gives_the_same_scores(folders: dict[str, Any], tmp
     expected = BlipVqa(**folders)(pictures(3), PROMPTS, [{}] * 3)
     original = BlipVqa(**{**folders, "model": file, "tokenizer": folders["model"]})
     assert original(pictures(3), PROMPTS, [{}] * 3) == pytest.approx(expected, rel=1e-5)
-    for content, sentence in (({"a": 1}, r"cannot be loaded \(KeyError"), ({"model": {}}, "no decoder of answers")):
+    for content, sentence in (({"a": 1}, r"cannot be loaded \(KeyError"), ({"model": {}}, "no answer decoder")):
         torch.save(content, tmp_path / "other.pth")
         with pytest.raises(RewardError, match=rf"model=.*other\.pth .*{sentence}"):
             BlipVqa(**{**folders, "model": str(tmp_path / "other.pth")})(pictures(1), ["a cat"], [{}])

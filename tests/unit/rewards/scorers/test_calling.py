@@ -82,7 +82,7 @@ class Awaited:
 @pytest.mark.parametrize(
     ("function", "remedy"),
     [
-        (lambda prompts, completions, **kwargs: None, "TRL.*images in place of completions"),
+        (lambda prompts, completions, **kwargs: None, "TRL.*rename its parameter completions to images"),
         (lambda completions: None, "TRL"),
         (lambda images, target: None, ""),
         (lambda images, target, x, y: None, r"missing a required argument: 'y'.*key\.kwargs"),

@@ -50,9 +50,9 @@ def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ({"path": "no.py"}, "reward.scorers.mine.path=no.py: there is no Python file"),
         ({"function": "score"}, "function=score: "),
-        ({"function": "score"}, "give reward.scorers.mine.function=compute_score"),
+        ({"function": "score"}, "set reward.scorers.mine.function=compute_score"),
         ({"function": "LIMIT"}, "it is a int; name a function"),
-        ({"kwargs": {"factor": 1}}, "what else it needs in reward.scorers.mine.kwargs"),
+        ({"kwargs": {"factor": 1}}, "other arguments in reward.scorers.mine.kwargs"),
     ],
 )
 def test_bad_entry_is_one_sentence(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -74,10 +74,10 @@ def test_file_that_cannot_be_imported_is_named_each_time_with_the_line(tmp_path:
 
 def test_of_several_functions_the_one_that_takes_images_is_proposed(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def helper(x): ...\ndef reward(prompts, images): ...\n")
-    with pytest.raises(RewardError, match=r"only helper, reward; give reward\.scorers\.mine\.function=reward$"):
+    with pytest.raises(RewardError, match=r"only helper, reward; set reward\.scorers\.mine\.function=reward$"):
         build_scorer("mine", ScorerConfig(path=str(tmp_path / "r.py")))
     (tmp_path / "r.py").write_text("")
-    with pytest.raises(RewardError, match=r"no function at all; write def compute_score\(images"):
+    with pytest.raises(RewardError, match=r"no function at all; add def compute_score\(images"):
         build_scorer("mine", ScorerConfig(path=str(tmp_path / "r.py")))
 
 

@@ -136,7 +136,7 @@ def test_a_detector_is_loaded_once_and_its_labels_need_no_weights(detr: str, tmp
 
 
 def test_what_is_no_detector_is_refused(clip: str, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=re.escape(f"model={clip} is a clip model and detects no objects")):
+    with pytest.raises(RewardError, match=re.escape(f"model={clip} is a clip model, which does not detect objects")):
         detector(clip, "cpu")
     with pytest.raises(RewardError, match=r"model=.*nowhere cannot be loaded .*: give the Hub id of a Mask2Former"):
         detector_labels(str(tmp_path / "nowhere"))
@@ -189,5 +189,5 @@ def test_names_of_the_same_class_are_found(name: str, label: str) -> None:
 def test_unknown_class_names_the_nearest() -> None:
     with pytest.raises(DataError, match=r"no class 'Zebr' among its 3: did you mean Zebra\?"):
         find_label("Zebr", ["dog", "cat", "Zebra"])
-    with pytest.raises(DataError, match="it knows dog, cat and so on"):
+    with pytest.raises(DataError, match="it knows dog, cat and others"):
         find_label("spaceship", ["dog", "cat"])

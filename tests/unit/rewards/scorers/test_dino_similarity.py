@@ -70,7 +70,7 @@ def test_a_row_without_a_reference_is_found_before_any_work(folder: str, tmp_pat
     scorer.check_prompts([Prompt(0, "a", {"image": [str(tmp_path / "there.png")]})])
     with pytest.raises(DataError, match=r"prompt 2: 'c' has no reference for the dino_similarity .* row's 'image'"):
         scorer.check_prompts([Prompt(2, "c")])
-    with pytest.raises(DataError, match=r"prompt 2: 'c' has 2 pictures in 'image', .*column that has one"):
+    with pytest.raises(DataError, match=r"prompt 2: 'c' has 2 images in 'image', .*column with a single image"):
         scorer.check_prompts([Prompt(2, "c", {"image": [str(tmp_path / "there.png")] * 2})])
 
 

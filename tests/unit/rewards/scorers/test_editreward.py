@@ -76,7 +76,7 @@ def test_rows_and_code_that_cannot_be_used_are_found_before_any_work(made: Any, 
     (tmp_path / "dataset").mkdir()
     for name, text in WORDS.items():
         (tmp_path / "dataset" / name).write_text(text.replace("Good? {text_prompt}", "Good?"))
-    with pytest.raises(RewardError, match=r"question of quality in .* has not one"):
+    with pytest.raises(RewardError, match=r"question of quality in .* must have one"):
         EditReward(code=str(tmp_path))
 
 

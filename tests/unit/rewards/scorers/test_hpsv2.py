@@ -169,7 +169,7 @@ def test_a_torchvision_for_another_torch_is_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "open_clip.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
-    with pytest.raises(RewardError, match=r"torchvision does not fit torch .* 'gerl.clip.'"):
+    with pytest.raises(RewardError, match=r"torchvision does not match torch .* 'gerl.clip.'"):
         HpsV2()
 
 

@@ -76,10 +76,10 @@ def test_half_precision_comes_close_and_the_head_stays_whole(made: Any) -> None:
         ({"model.norm.weight": None}, r"language_model\.norm\.weight and 0 more tensors are only in one"),
         ({"model.norm.weight": torch.zeros(3)}, r"language_model\.norm\.weight has the shape \[3\], expected \[16\]"),
         ({"rm_head.3.bias": None}, r"rm_head has 0\.bias, .*expected weight and bias of layers 0, 3, 5"),
-        ({"rm_head.0.weight": torch.zeros(8, 5)}, "rm_head takes 5 numbers and the model of base gives 16"),
+        ({"rm_head.0.weight": torch.zeros(8, 5)}, "rm_head takes 5 numbers and the model of base returns 16"),
         (
             {"rm_head.5.weight": torch.zeros(3, 6), "rm_head.5.bias": torch.zeros(3)},
-            "head gives 3 numbers, HPSv3's gives 2",
+            "head returns 3 numbers, HPSv3's returns 2",
         ),
     ],
 )
@@ -95,13 +95,13 @@ def test_weights_that_do_not_fit_are_refused(
 
 
 def test_a_base_of_another_kind_is_refused(made: Any, clip: str) -> None:
-    with pytest.raises(RewardError, match=r"base=.* is a clip model: give an instructed Qwen2-VL"):
+    with pytest.raises(RewardError, match=r"base=.* is a clip model: give an instruction-tuned Qwen2-VL"):
         HpsV3(**made[0] | {"base": clip})(pictures(1), ["a"], [{}])
 
 
 def test_a_prompt_that_the_model_would_take_for_a_mark_is_refused_before_any_work(made: Any) -> None:
     scorer = HpsV3(**made[0])
-    with pytest.raises(DataError, match=r"prompt 2: .*contains '<\|Reward\|>', .*take it out"):
+    with pytest.raises(DataError, match=r"prompt 2: .*contains '<\|Reward\|>', .*remove it"):
         scorer.check_prompts([Prompt(1, "a <b|c>"), Prompt(2, "10 of 10 <|Reward|>")])
     with pytest.raises(DataError, match=r"image_pad"):
         scorer(pictures(1), ["<|image_pad|>"], [{}])
@@ -111,7 +111,7 @@ def test_the_words_are_those_of_the_authors_code_which_is_not_run(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kwargs = {name: value for name, value in made[0].items() if name != "code"}
-    with pytest.raises(RewardError, match=r"not there: run pip install --no-deps hpsv3, or give .* as code"):
+    with pytest.raises(RewardError, match=r"is missing: run pip install --no-deps hpsv3, or give .* as code"):
         HpsV3(**kwargs)
     package = shutil.copytree(Path(made[0]["code"]) / "dataset", tmp_path / "hpsv3" / "dataset").parent
     (package / "__init__.py").write_text("raise AssertionError('it was run')\n")
@@ -120,7 +120,7 @@ def test_the_words_are_those_of_the_authors_code_which_is_not_run(
     file = package / "dataset" / "data_collator_qwen.py"
     for text, message in [
         ("INSTRUCTION = 'a'", "has no text prompt_with_special_token"),
-        ("INSTRUCTION = 'a'\nprompt_with_special_token = 'b'", "has not one"),
+        ("INSTRUCTION = 'a'\nprompt_with_special_token = 'b'", "must have one"),
         ("INSTRUCTION = (", "cannot be read \\(SyntaxError"),
         (None, "cannot be read \\(FileNotFoundError"),
     ]:

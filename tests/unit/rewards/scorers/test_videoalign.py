@@ -170,11 +170,11 @@ def test_without_a_normalisation_the_grades_are_as_the_head_gives_them(made: Any
         (
             "data_config",
             {"sample_type": "multi_pts"},
-            r"data_config\.sample_type in its model_config\.json does not fit",
+            r"data_config\.sample_type in its model_config\.json is unsupported",
         ),
         ("data_config", {"num_frames": 8}, r"data_config\.num_frames"),
         ("model_config", {"reward_token": "last"}, r"model_config\.reward_token"),
-        ("model_config", {"output_dim": 3}, r"rm_head\.weight of the shape \[3, 16\] was expected, got \[1, 16\]"),
+        ("model_config", {"output_dim": 3}, r"expected rm_head\.weight of the shape \[3, 16\], got \[1, 16\]"),
         ("peft_lora_config", {"lora_r": 3}, r"has the shape \[2, 16\], expected \[3, 16\]"),
         ("peft_lora_config", {"lora_enable": False}, r"base_layer.* more tensors are only in one"),
     ],
@@ -190,7 +190,7 @@ def test_a_model_of_another_kind_is_refused(
 
 def test_pictures_videos_of_one_frame_and_prompts_with_marks_are_refused(made: Any) -> None:
     scorer = VideoAlign(**made[0])
-    with pytest.raises(RewardError, match="grades videos and was given an image: take hpsv3"):
+    with pytest.raises(RewardError, match="grades videos and got an image: use hpsv3"):
         scorer([video(1)[0]], ["a"], [{}])
     with pytest.raises(RewardError, match=r"a video of 1 frame .*at least 2"):
         scorer([video(1)], ["a"], [{}])
@@ -202,7 +202,7 @@ def test_the_words_are_those_of_the_authors_code_which_is_not_run(made: Any, tmp
     with pytest.raises(RewardError, match=r"clone github\.com/KwaiVGI/VideoAlign, and give its folder as code"):
         VideoAlign()
     (tmp_path / "prompt_template.py").write_text(WORDS.replace(TOKENS[1], TOKENS[0]))
-    with pytest.raises(RewardError, match=r"has not one each of <\|VQ_reward\|>, <\|MQ_reward\|>"):
+    with pytest.raises(RewardError, match=r"must have one each of <\|VQ_reward\|>, <\|MQ_reward\|>"):
         VideoAlign(code=str(tmp_path))
 
 

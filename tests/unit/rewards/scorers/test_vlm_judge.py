@@ -119,7 +119,7 @@ def test_an_answer_that_did_not_end_is_no_verdict(finish: Any, text: str, kwargs
     with serving(cut, whole) as service:
         found = judge(service.url, **kwargs)(*CAT)
         assert found in ([0.5], {"mean": [0.5], "text": [0.5]}) and len(service.asked) == 2
-    remedy = "was cut off.*raise max_tokens" if finish == "length" else "finish_reason="
+    remedy = "was truncated.*raise max_tokens" if finish == "length" else "finish_reason="
     with serving(cut) as service, pytest.raises(RewardError, match=remedy):
         judge(service.url, answer_retries=0, **kwargs)(*CAT)
 
@@ -251,7 +251,7 @@ def test_a_prompt_without_a_column_of_the_template_is_named_before_any_request()
     with serving(*judge_says("Score: 5")) as service:
         scorer = judge(service.url, template="{prompt} in {style}")
         scorer.check_prompts([Prompt(0, "a", {"style": "oil"})])
-        with pytest.raises(DataError, match=r"prompt 7: 'b' has no 'style'.*take \{style\} out"):
+        with pytest.raises(DataError, match=r"prompt 7: 'b' has no 'style'.*remove \{style\}"):
             scorer.check_prompts([Prompt(0, "a", {"style": "oil"}), Prompt(7, "b", {"style": None})])
         judge(service.url).check_prompts([Prompt(0, "any prompt will do")])
     assert not service.asked

@@ -82,9 +82,9 @@ def test_a_token_that_is_wrong_ends_the_waiting(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv("VOTE", "wrong")
         wrong = VoteScorer(url=url, token_env="VOTE")
         for call in (wrong.reach, lambda: wrong.ask(Drawn(IMAGES), "a", {}, occasion())):
-            with pytest.raises(RewardError, match=r"401 .*the token of token_env=VOTE is not accepted"):
+            with pytest.raises(RewardError, match=r"401 .*the token of token_env=VOTE is rejected"):
                 call()
-        with pytest.raises(RewardError, match=r"401 .*name its file in token_file"):
+        with pytest.raises(RewardError, match=r"401 .*set token_file to its file"):
             VoteScorer(url=url).reach()
 
 
