@@ -34,27 +34,26 @@ logger = logging.getLogger("gerl")
 class Options:
     """The keys of the command line."""
 
-    model: str | None = key("the pipeline: hub id, folder, or signs; default: that of the configuration")
+    model: str | None = key("the pipeline: Hub id, folder, or signs; default: that of the configuration")
     lora: list[tuple[str | None, str]] = key(
-        f"{LORA}; several: lora=A,B, or lora.NAME=A lora.OTHER=B, where the names are what they are called in the "
-        "results",
+        f"{LORA}; several: lora=A,B, or lora.NAME=A lora.OTHER=B, where NAME and OTHER label the results",
         [],
     )
     prompts: str | None = key(
-        ".txt, .jsonl, .csv or .parquet file, the name of a list of gerl's, or hf:owner/name[split]; default: "
+        ".txt, .jsonl, .csv or .parquet file, the name of a built-in list, or hf:owner/name[split]; default: "
         "validation.data"
     )
     out: Path | None = key("folder for scores.csv, summary.json and gallery.html", required=True)
     images: int | None = key(
-        "images of each prompt: the first from the noise of the trainer's validation, the others from other noise; "
-        "default: 1, or as many as the suite's protocol has",
+        "images per prompt: the first from the noise of the trainer's validation, the others from other noise; "
+        "default: 1, or as many as the suite's protocol specifies",
         unit="a number of images, at least 1",
         low=1,
     )
     suite: str | None = key(
-        f"a published benchmark: {', '.join(names())}, or a .yaml file of your own; 'suite=?' describes them"
+        f"a published benchmark: {', '.join(names())}, or your own .yaml file; 'suite=?' describes them"
     )
-    suite_prompts: str | None = key("the suite's file of prompts, which is checked by its SHA-256")
+    suite_prompts: str | None = key("the suite's prompt file, verified by its SHA-256")
     suite_protocol: str | None = key("the suite's protocol; default: that of the model, by its name")
 
 
@@ -62,12 +61,12 @@ PARSER = Parser(
     "evaluation",
     "python -m gerl.evaluate",
     "[model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
-    "Draw prompts from the same noise with the base model and with LoRAs, score and compare the images.",
+    "Sample prompts from the same noise with the base model and with LoRAs, score and compare the images.",
     Options,
     passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
     blocks=("sampling", "validation", "reward", "model", "cluster"),
-    notes="Without experiment=NAME|FILE.yaml the configuration is the config.yaml of the run that a LoRA lies in; else "
-    "that of the signs demo for its model, and the defaults for another.",
+    notes="Without experiment=NAME|FILE.yaml the configuration is the config.yaml of the run that contains a LoRA; "
+    "otherwise that of the signs demo for its model, and the defaults for any other.",
 )
 
 
@@ -207,8 +206,8 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     changed = config.model.quantize != "none" or config.model.offload == "blocks"
     if changed and any(path.is_dir() for path in files.values()):
         raise ConfigError(
-            f"model.quantize={config.model.quantize} and model.offload={config.model.offload}: weights that a run "
-            "trained take the place of the model's own, which has to be whole; use model.quantize=none and encoders"
+            f"model.quantize={config.model.quantize} and model.offload={config.model.offload}: fully fine-tuned "
+            "weights replace those of the model, which must be whole; use model.quantize=none and encoders"
         )
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen[-1]} has no validation.data: give prompts=FILE")
@@ -222,12 +221,14 @@ def _check_suite(options: Options) -> None:
     """Raise `ConfigError` for keys that do not go with a suite, or only with one."""
     if options.suite is not None and options.prompts is not None:
         raise ConfigError(
-            f"prompts={options.prompts}: suite={options.suite} has its own prompts; give your copy of them as "
+            f"prompts={options.prompts}: suite={options.suite} has its own prompts; pass your copy of them as "
             "suite_prompts=FILE"
         )
     for name in ("suite_prompts", "suite_protocol"):
         if options.suite is None and (value := getattr(options, name)) is not None:
-            raise ConfigError(f"{name}={value}: it is of a suite; give suite=NAME too, one of {', '.join(names())}")
+            raise ConfigError(
+                f"{name}={value}: it belongs to a suite; give suite=NAME too, one of {', '.join(names())}"
+            )
 
 
 def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned | None, tuple[str, ...]]:

@@ -24,7 +24,7 @@ from gerl.run.statistics import CONFIDENCE, RESAMPLES, Estimate
 from gerl.utils.condition_images import read_picture
 from gerl.utils.files import csv_text, finite, write_file
 
-HEAD = ("variant", "column", "prompts", "mean", "95 % interval", "to base", "95 % interval", "wins", "95 % interval")
+HEAD = ("variant", "column", "prompts", "mean", "95 % interval", "vs base", "95 % interval", "wins", "95 % interval")
 
 
 def table(results: Results) -> str:
@@ -43,8 +43,8 @@ def narrow(results: Results) -> str | None:
     if count >= FEW_PROMPTS:
         return None
     return (
-        f"The intervals are over {count} prompt{'' if count == 1 else 's'}: below {FEW_PROMPTS} they are too narrow, "
-        "and say little; give more prompts."
+        f"The intervals are over {count} prompt{'' if count == 1 else 's'}: below {FEW_PROMPTS} they are too "
+        "narrow to be meaningful; use more prompts."
     )
 
 
@@ -114,9 +114,9 @@ def page(title: str, rows: Sequence[Drawn], results: Results, sheets: Sequence[S
     for row in rows:
         drawn.setdefault((row.prompt_id, row.index), {})[row.variant] = row
     note = (
-        f"{len(drawn)} row{'' if len(drawn) == 1 else 's'}: the same prompt and the same noise for all. A click on a "
-        "LoRA sorts by what it gained over the base, on the base by its score; a second click turns the order around."
-        f"{' ' + few if (few := narrow(results)) else ''}"
+        f"{len(drawn)} row{'' if len(drawn) == 1 else 's'}: the same prompt and the same noise for all. Click a "
+        "LoRA to sort by its gain over the base, or the base to sort by its score; click again to reverse the "
+        f"order.{' ' + few if (few := narrow(results)) else ''}"
     )
     chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, or the base's scores
     lines = [

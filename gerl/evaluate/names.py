@@ -18,7 +18,7 @@ BASE = "base"  # the variant without a LoRA, with which the others are compared
 COLUMNS = ("prompt_id", "image", "seed", "variant", "prompt", TOTAL, "failure")  # of scores.csv, beside the scorers'
 IGNORED = ("lora", "checkpoints", WEIGHTS)  # parts of a path that say nothing
 LORA = (
-    "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, of which the best checkpoint counts, or the "
+    "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, whose best checkpoint is used, or the "
     "model of a run with another model.train"
 )
 
@@ -40,7 +40,7 @@ def find_lora(source: str) -> Path:
         raise ConfigError(f"lora={source}: there is no such file or folder; give {LORA}")
     if (path / "checkpoints").is_dir():
         _, checkpoint, why = find_checkpoint(path)
-        logger.info("lora=%s: the checkpoint of %s", source, why)
+        logger.info("lora=%s: using the checkpoint of %s", source, why)
         path = checkpoint.path
     if models_in(path) and not (path / "model_index.json").is_file():  # the weights themselves were trained
         return path
@@ -60,7 +60,7 @@ def _readable(file: Path) -> Path:
         with safe_open(file, "numpy"):
             return file
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file} is no LoRA that can be read ({reason(error)}): give a .safetensors file") from None
+        raise ModelError(f"{file} is not a readable LoRA ({reason(error)}): give a .safetensors file") from None
 
 
 def name_loras(given: Sequence[tuple[str | None, str, Path]]) -> dict[str, Path]:
@@ -81,7 +81,7 @@ def name_loras(given: Sequence[tuple[str | None, str, Path]]) -> dict[str, Path]
         raise ConfigError(f"lora: {twice[0]} is given twice; use lora.NAME=PATH to tell them apart, or keep one")
     if names:
         raise ConfigError(
-            f"lora: the names {', '.join(names)} do not tell the LoRAs and the base apart; use lora.NAME=PATH"
+            f"lora: the names {', '.join(names)} do not distinguish the LoRAs and the base; use lora.NAME=PATH"
         )
     return {}
 

@@ -14,7 +14,7 @@ from gerl.pages.page import Sheet, show
 from gerl.protocol import Prompt
 from gerl.run.statistics import Estimate, bootstrap_groups
 
-HEAD = ("measured here", "variant", "prompts", "mean", "95 % interval", "to base", "95 % interval")
+HEAD = ("measured here", "variant", "prompts", "mean", "95 % interval", "vs base", "95 % interval")
 Place = tuple[int, int]  # prompt and image
 
 

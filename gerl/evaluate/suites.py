@@ -88,7 +88,7 @@ class PromptFile:
         groups: dict[object, list[Prompt]] = {}
         for prompt in prompts:
             if self.gather not in prompt.metadata:
-                raise DataError(f"prompt {prompt.id}: {prompt.text!r:.80} has no {self.gather!r}: get the suite's file")
+                raise DataError(f"prompt {prompt.id}: {prompt.text!r:.80} has no {self.gather!r}: use the suite's file")
             groups.setdefault(prompt.metadata[self.gather], []).append(prompt)
         return [
             replace(rows[0], metadata={self.gather: name, "questions": [row.metadata for row in rows]})
@@ -181,14 +181,14 @@ class Suite:
         if self.missing:
             return
         if self.prompts is None or not self.columns:
-            raise ValueError("a suite needs prompts, scorers and columns, or says in missing why it cannot be run")
+            raise ValueError("a suite must have prompts, scorers and columns, or say in missing why it cannot be run")
         if lost := [c for c in self.columns if c.split("/")[0] not in self.scorers]:
-            raise ValueError(f"the column {lost[0]} is of no scorer of the suite")
+            raise ValueError(f"the column {lost[0]} belongs to no scorer of the suite")
         if self.tasks is None and any(column.over == "tasks" for column in self.columns.values()):
-            raise ValueError("a column is over tasks, and there are no tasks")
+            raise ValueError("a column is over tasks, but there are no tasks")
         names = set() if self.tasks is None else set(self.tasks.names)
         if odd := [n for row in self.published for n in {*row.values, *row.tasks} if n not in {*self.columns, *names}]:
-            raise ValueError(f"a published row has {odd[0]}, which is no column and no task")
+            raise ValueError(f"a published row has {odd[0]}, which is neither a column nor a task")
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,8 @@ def load(name: str) -> Suite:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"suite={name}: {where + ': ' if where else ''}{first['msg']}; docs/evaluate.md has the form of a suite"
+            f"suite={name}: {where + ': ' if where else ''}{first['msg']}; docs/evaluate.md describes the format "
+            "of a suite"
         ) from None
 
 
@@ -263,7 +264,7 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
     scorers = {scorer: entry for scorer, entry in suite.scorers.items() if scorer not in absent}
     if _measured(suite) <= set(absent):
         wanted = " and ".join(f"reward.scorers.{s}.kwargs.{kwarg}" for s, kwarg in absent.items())
-        raise ConfigError(f"suite={name}: it has nothing to measure with; give {wanted}, see docs/rewards.md")
+        raise ConfigError(f"suite={name}: it has no usable scorer; give {wanted}, see docs/rewards.md")
     file = _prompt_file(name, suite, prompts)
     assert suite.prompts is not None  # it is not missing
     pinned: dict[str, Any] = {"validation.data": str(file), "validation.max_prompts": None}
@@ -285,18 +286,18 @@ def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
     beside = Path(name).expanduser().parent / wanted.file
     if given is None and not (name.endswith((".yaml", ".yml")) and beside.is_file()):
         raise DataError(
-            f"suite={name}: its prompts do not ship with gerl; get {where} and give suite_prompts=FILE (licence: "
-            f"{wanted.licence})"
+            f"suite={name}: its prompts do not ship with gerl; download {where} and give suite_prompts=FILE "
+            f"(licence: {wanted.licence})"
         )
     path = beside if given is None else Path(given).expanduser()
     try:
         digest = wanted.digest_of(path.read_bytes())
     except OSError as error:
-        raise DataError(f"suite_prompts={path}: it cannot be read ({reason(error)}); get {where}") from None
+        raise DataError(f"suite_prompts={path}: it cannot be read ({reason(error)}); download {where}") from None
     if digest not in (wanted.sha256, wanted.git_blob):
         raise DataError(
-            f"suite_prompts={path}: expected {wanted.digest} of {where}, got {digest}; get that file, or "
-            "give prompts=FILE without suite for an evaluation with prompts of your own"
+            f"suite_prompts={path}: expected {wanted.digest} of {where}, got {digest}; download that file, or give "
+            "prompts=FILE without suite for an evaluation with your own prompts"
         )
     if path.suffix != Path(wanted.file).suffix:
         raise DataError(f"suite_prompts={path}: keep the suffix {Path(wanted.file).suffix} of {wanted.file}")
@@ -369,12 +370,12 @@ def listing() -> str:
         suite = load(name)
         lines += [f"{name}", f"  {suite.title}", f"  {suite.source}"]
         if suite.prompts is None:
-            lines += [f"  not to be run: {suite.missing}", ""]
+            lines += [f"  cannot be run: {suite.missing}", ""]
             continue
         own = suite.prompts
         lines += [f"  prompts: {own.count}, suite_prompts={own.file} of {own.source}; licence: {own.licence}"]
         lines += [f"  measured: {', '.join(c.measured for c in suite.columns.values())}"]
-        left = ", else left out" if _measured(suite) - set(suite.needs) else ""
+        left = ", else skipped" if _measured(suite) - set(suite.needs) else ""
         lines += [f"  needs: reward.scorers.{s}.kwargs.{kwarg}{left}" for s, kwarg in suite.needs.items()]
         lines += [f"  not the published protocol: {text}" for text in suite.deviates]
         lines += [f"  no published rows: {suite.unpublished}"] if suite.unpublished else []

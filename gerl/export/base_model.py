@@ -65,7 +65,7 @@ def _pipeline(path: str) -> str | None:
     try:
         return str(diffusers.DiffusionPipeline.load_config(resolve(path)).get("_class_name"))
     except (ModelError, OSError, ValueError, httpx.TransportError) as error:
-        logger.warning("the base model %s is not at hand: the card says less about it (%s)", path, reason(error))
+        logger.warning("the base model %s is not available: the card says less about it (%s)", path, reason(error))
         return None
 
 
@@ -80,9 +80,9 @@ def _licence(path: str, hub_id: str | None) -> dict[str, str]:
         elif (readme := Path(resolve(path)) / "README.md").is_file():
             data = ModelCard.load(readme, ignore_metadata_errors=True).data
     except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError, ModelError) as error:
-        logger.warning("the licence of %s is not known: its card cannot be read (%s)", path, reason(error))
+        logger.warning("the licence of %s is unknown: its card cannot be read (%s)", path, reason(error))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        logger.warning("the licence of %s is not known: its README.md cannot be read (%s)", path, reason(error))
+        logger.warning("the licence of %s is unknown: its README.md cannot be read (%s)", path, reason(error))
     found = {} if data is None else data.to_dict()
     names = ("license", "license_name", "license_link")
     return {name: str(found[name]) for name in names if isinstance(found.get(name), str)}

@@ -118,9 +118,9 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
         found["rows"].append([name, *means, change])
     notes = [f"By the reward: {BeforeAfter(run.first, run.last).counts}."]
     if shared := set(_paths(get(run.config, "data", "train"))) & set(_paths(held_out)):
-        notes.append(f"They are not unseen: {_cell(', '.join(sorted(shared)))} was trained on as well.")
+        notes.append(f"They are not unseen: {_cell(', '.join(sorted(shared)))} was also used for training.")
     if weights == "raw":
-        notes.append("Measured with the averaged weights, where this file has those of the last optimizer step.")
+        notes.append("Measured with the averaged weights, while this file has those of the last optimizer step.")
     return found | {"notes": " ".join(notes)}
 
 
@@ -135,7 +135,7 @@ def _paths(given: Any) -> list[str]:
 def _sources(given: Any) -> str:
     """The sources in words, with their weights."""
     if not _paths(given):
-        return "prompts that are not known"
+        return "unknown prompts"
     found = sources(given, "data.train")
     words = [s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in found]
     return _cell(", ".join(words))
@@ -150,9 +150,9 @@ def _comfyui(comfy: Comfy) -> str:
         found += "There is no workflow for this base here. "
     else:
         found += (
-            f"`{comfy.workflow}` is a workflow that draws with it; the names of the base model's files in it are the "
-            "usual ones, choose yours. It has the size, steps and guidance of this run, but noise and samplers are "
-            "ComfyUI's own, so that its pictures are others than those of diffusers. "
+            f"`{comfy.workflow}` is a workflow that uses it; the file names of the base model in it are the usual "
+            "ones, select yours. It has the size, steps and guidance of this run, but noise and samplers are "
+            "ComfyUI's own, so its images differ from those of diffusers. "
         )
     return f"{found}Do not give ComfyUI `{WEIGHTS}`, whose scale it does not read."
 
@@ -166,7 +166,7 @@ def model_card(
         "title": name,
         "base": base,
         "version": version_of("gerl") or "",
-        "algorithm": get(run.config, "algorithm", "name") or "an algorithm that is not known",
+        "algorithm": get(run.config, "algorithm", "name") or "an unknown algorithm",
         "steps": run.step,
         "images": _images(run.config),
         "reward": ", ".join(f"`{name}`" for name in get(run.config, "reward", "scorers") or {}) or "that is not known",
@@ -267,10 +267,13 @@ def _images(config: Mapping[str, Any]) -> str | None:
 
 def _licence(base: BaseModel) -> str:
     if base.licence is None:
-        return "That of the base model was not found when this card was written: look it up before you use this LoRA."
+        return (
+            "The licence of the base model was not found when this card was written: look it up before you use "
+            "this LoRA."
+        )
     link = base.licence_fields.get("license_link")
     shown = f"`{base.licence}`" + (f" ({link})" if link else "")
-    return f"The base model is under {shown}. What that says about derived models holds for this LoRA."
+    return f"The base model is under {shown}. Its terms for derived models apply to this LoRA."
 
 
 def _limits(run: RunFacts) -> list[str]:
@@ -282,13 +285,14 @@ def _limits(run: RunFacts) -> list[str]:
     steps, guidance = (a if b is None else b for a, b in zip(trained, measured, strict=True))
     scorers = [n for n, s in (get(run.config, "reward", "scorers") or {}).items() if get(s, "weight") != 0]
     return [
-        f"Only {' and '.join(scorers) or 'the reward'} was optimised: what it does not see (diversity, style, other "
-        "prompts) may have become worse, and a gain of this number is no proof that people prefer the pictures.",
-        f"It was trained at {size} pixels with {trained[0]} denoising steps and guidance {trained[1]}, and measured "
-        f"with {steps} steps and guidance {guidance}; other settings were not tried.",
-        "The numbers are of one run with one seed. Where a run has several checkpoints, the best one was chosen by the "
-        "same prompts, which flatters it a little.",
-        "This card was written by a program; nobody has looked at the pictures for it.",
+        f"Only {' and '.join(scorers) or 'the reward'} was optimised: aspects it does not measure (diversity, "
+        "style, other prompts) may have become worse, and a gain in this number does not prove that people prefer "
+        "the images.",
+        f"It was trained at {size} pixels with {trained[0]} denoising steps and guidance {trained[1]}, and "
+        f"evaluated with {steps} steps and guidance {guidance}; other settings were not tested.",
+        "The numbers are from one run with one seed. If a run has several checkpoints, the best one was selected "
+        "on the same prompts, which biases them slightly upwards.",
+        "This card was generated automatically; nobody has reviewed the images for it.",
     ]
 
 

@@ -33,32 +33,32 @@ class Request:
     """The keys of the command line."""
 
     run: Path = key("a run folder, or one of its checkpoints/step_N", required=True)
-    out: Path | None = key("folder for the files; needed without push")
+    out: Path | None = key("folder for the files; required without push")
     format: Literal["diffusers", "peft", "kohya", "merged", "hub"] = key(
-        "diffusers, peft, kohya (also for ComfyUI), merged: the whole pipeline with the LoRA in its weights, or hub: a "
-        "model repository with a card, pictures and a workflow for ComfyUI",
+        "diffusers, peft, kohya (also for ComfyUI), merged: the whole pipeline with the LoRA in its weights, or "
+        "hub: a model repository with a card, images and a workflow for ComfyUI",
         "diffusers",
         also={"comfyui": "kohya"},
     )
     weights: Literal["ema", "raw"] = key(
-        "ema: the averaged weights, with which the run validates; or raw: those of the last optimizer step", "ema"
+        "ema: the averaged weights, used for validation; or raw: those of the last optimizer step", "ema"
     )
     step: int | None = key(
-        "the checkpoint of this trainer step; default: the one with the best held-out reward, else the newest",
+        "the checkpoint of this trainer step; default: the one with the best held-out reward, else the latest",
         unit="the number of a trainer step",
     )
-    model: str | None = key("the pipeline the LoRA belongs to, hub id or folder; default: model.path of the run")
+    model: str | None = key("the pipeline the LoRA belongs to, Hub id or folder; default: model.path of the run")
     rank: int | None = key(
-        "of a run that trained the weights themselves: the rank of a LoRA that comes near them; default: the weights",
-        unit="a whole number of at least 1",
+        "for a run with full fine-tuning: the rank of a LoRA that approximates the weights; default: the weights",
+        unit="an integer of at least 1",
         low=1,
     )
     overwrite: bool = key(
-        "true: write into a folder, or a repository, that has files; those of the same name are replaced, others stay",
+        "true: write into a non-empty folder or repository; files with the same name are replaced, others stay",
         False,
     )
-    push: str | None = key("owner/name: upload format=hub to the Hugging Face hub; needs 'hf auth login'")
-    private: bool = key("true: with push, create the repository as a private one", False)
+    push: str | None = key("owner/name: upload format=hub to the Hugging Face Hub; requires 'hf auth login'")
+    private: bool = key("true: with push, create the repository as private", False)
 
     @property
     def folder(self) -> Path:
@@ -71,7 +71,7 @@ PARSER = Parser(
     "the export",
     "python -m gerl.export",
     "[run=]FOLDER out=FOLDER [format=NAME] [push=OWNER/NAME] [key=value ...]",
-    "Write the LoRA of a run in the files of another program.",
+    "Write the LoRA of a run in the file format of another program.",
     Request,
     bare="run",
 )
@@ -96,12 +96,12 @@ def run(request: Request) -> list[Path]:
     whole = any(name.startswith("state/") for name in checkpoint.files)
     if whole and request.format in ("peft", "kohya", "hub") and request.rank is None:
         raise ConfigError(
-            f"format={request.format}: the run trained the weights themselves; give rank=32, say, for a LoRA of this "
-            "rank that comes near them, or format=diffusers or merged"
+            f"format={request.format}: the run used full fine-tuning; give for example rank=32 for a LoRA of this "
+            "rank that approximates the weights, or format=diffusers or merged"
         )
     if request.rank is not None and (not whole or request.format == "merged"):
         what = "the run trained a LoRA, which has its rank" if not whole else "format=merged has all of the weights"
-        raise ConfigError(f"rank={request.rank}: {what}; leave it out")
+        raise ConfigError(f"rank={request.rank}: {what}; remove it")
     if request.push is not None:
         from gerl.export.upload import check_upload  # in here: it imports the client of the hub
 
@@ -142,10 +142,10 @@ def settled(request: Request) -> Request:
         if request.out is None:
             raise ConfigError("out is missing: give out=folder for the files, or push=owner/name; --help shows all")
         if request.private:
-            raise ConfigError("private=true: nothing is uploaded without push=owner/name; add that, or leave it out")
+            raise ConfigError("private=true: nothing is uploaded without push=owner/name; add that, or remove it")
         return request
     if request.format not in ("diffusers", "hub"):
-        raise ConfigError(f"format={request.format}: push uploads format=hub, leave one of them out")
+        raise ConfigError(f"format={request.format}: push uploads format=hub, remove one of them")
     from gerl.export.upload import check_name  # in here: it imports the client of the hub
 
     check_name(request.push)
@@ -183,8 +183,8 @@ def run_whole(request: Request, run_dir: Path, checkpoint: Checkpoint, why: str,
     if request.rank is not None:
         found = extract(checkpoint, request.weights, base, request.rank)
         logger.info(
-            "the LoRA of rank %d has %.1f %% of the squared change of the linear layers, which have %.1f %% of that "
-            "of all weights",
+            "the LoRA of rank %d captures %.1f %% of the squared change of the linear layers, which account for "
+            "%.1f %% of that of all weights",
             *(request.rank, 100 * found.kept, 100 * found.linear),
         )
         if request.format == "hub":
@@ -215,7 +215,7 @@ def read_config(run_dir: Path) -> Base:
         return Base(str(model["path"]), float(model["lora_alpha"]), merged, str(model.get("quantize", "none")))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({reason(error)}): the export needs it beside checkpoints/, for the LoRA's alpha"
+            f"{path} cannot be read ({reason(error)}): the export needs it next to checkpoints/, for the LoRA's alpha"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -232,11 +232,11 @@ def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
         precious["base model"] = Path(resolve(base))
     for what, folder in precious.items():
         if out.is_relative_to(folder.resolve()):
-            raise ConfigError(f"out={request.out}: it lies in the {what}; choose another folder")
+            raise ConfigError(f"out={request.out}: it is inside the {what}; choose another folder")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={request.out}: it is a file; give a folder")
     if not request.overwrite and out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"out={request.out}: the folder has files in it; choose another, or add overwrite=true")
+        raise ConfigError(f"out={request.out}: the folder is not empty; choose another, or add overwrite=true")
 
 
 def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Sequence[Path], base: Base) -> str:
@@ -244,11 +244,11 @@ def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Seque
     out = str(request.out)
     if request.format == "merged":
         lines = [f"wrote {out} ({len(written)} files)", f"trained on {base}"]
-        lines += [] if base.quantised == "none" else ["merged into the weights before they were quantised"]
+        lines += [] if base.quantised == "none" else ["merged into the weights before quantisation"]
         return "\n".join([*lines, "load it:", f"    DiffusionPipeline.from_pretrained({out!r})"])
     lines = [*(f"wrote {path}" for path in written), f"trained on {base}"]
     if base.merged is not None:
-        lines.append(f"it is what was learned beyond {base.merged}: load that too, both at scale 1")
+        lines.append(f"it was trained on top of {base.merged}: load that too, both at scale 1")
     lines.append("load it:")
     for name in loras:
         match request.format:

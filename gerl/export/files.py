@@ -64,7 +64,7 @@ def _check(content: bytes, loras: Mapping[str, Lora], base: Base) -> None:
     try:
         denoisers = {name: skeleton(base.path, name) for name in loras}
     except ModelError as error:
-        logger.info("the file is not tried in diffusers: %s", error)
+        logger.info("the file was not tested in diffusers: %s", error)
     else:
         check_loads(content, denoisers)
 
@@ -94,7 +94,9 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
     for name, lora in loras.items():
         denoiser = pipe.components.get(name)
         if denoiser is None:
-            raise ModelError(f"model={base.path} has no {name}, to which the LoRA belongs; give the model it is of")
+            raise ModelError(
+                f"model={base.path} has no {name}, to which the LoRA belongs; use the model it was trained on"
+            )
         check_fit(lora, denoiser, f"{name} of {base.path}")
         merge(lora, denoiser)
     return pipe
@@ -120,7 +122,7 @@ def loading(base: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise ModelError(f"{error}; model=FOLDER says where the base model is") from None
+        raise ModelError(f"{error}; set model=FOLDER to the base model") from None
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError, KeyError, TypeError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model={base} cannot be loaded as a diffusers pipeline: {why}") from error

@@ -28,7 +28,9 @@ def check_name(repository: str) -> None:
     except HFValidationError:
         named = False
     if not named:
-        raise ConfigError(f"push={repository}: give owner/name, your name or your organisation's and that of the model")
+        raise ConfigError(
+            f"push={repository}: expected owner/name, the name of a user or organisation and that of the model"
+        )
 
 
 def check_upload(repository: str, private: bool, overwrite: bool) -> None:
@@ -49,12 +51,12 @@ def check_upload(repository: str, private: bool, overwrite: bool) -> None:
     files = sorted({entry.rfilename for entry in found.siblings or []} - OWN)
     if files and not overwrite:
         raise ConfigError(
-            f"push={repository}: it is there already and has {len(files)} files, such as {files[0]}; give another "
-            "name, or add overwrite=true, which replaces those of the same name"
+            f"push={repository}: it already exists and has {len(files)} files, such as {files[0]}; choose another "
+            "name, or add overwrite=true, which replaces those with the same name"
         )
     if private and found.private is False:
         raise ConfigError(
-            f"private=true: {repository} is there already and public; give another name, or hide it there"
+            f"private=true: {repository} already exists and is public; choose another name, or make it private there"
         )
 
 
@@ -78,17 +80,17 @@ def _sentence(repository: str, error: Exception) -> str:
     """The cause and the remedy."""
     hub, given = constants.ENDPOINT, f"push={repository}"
     if isinstance(error, LocalTokenNotFoundError):
-        return f"{given}: nobody is logged in at {hub}: run 'hf auth login', or leave push out and give out=FOLDER"
+        return f"{given}: not logged in at {hub}: run 'hf auth login', or remove push and give out=FOLDER"
     if isinstance(error, OfflineModeIsEnabled):
-        return f"{given}: HF_HUB_OFFLINE is set: unset it, or leave push out and give out=FOLDER"
+        return f"{given}: HF_HUB_OFFLINE is set: unset it, or remove push and give out=FOLDER"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status == 401:
-        return f"{given}: {hub} does not know the token of this machine: run 'hf auth login' anew"
+        return f"{given}: {hub} rejects the token of this machine: run 'hf auth login' again"
     if status == 403:
-        return f"{given}: {hub} does not let you write there: correct the owner, or log in with a token that may write"
+        return f"{given}: {hub} denies write access there: correct the owner, or log in with a token that has it"
     if isinstance(error, httpx.TransportError):
         return (
-            f"{given}: {hub} cannot be reached ({reason(error):.200}): connect this machine to it, or leave push out "
-            "and give out=FOLDER, which 'hf upload' takes later"
+            f"{given}: {hub} cannot be reached ({reason(error):.200}): connect this machine to it, or remove push "
+            "and give out=FOLDER, which 'hf upload' can upload later"
         )
-    return f"{given}: {hub} does not take the upload ({reason(error):.300}): correct what it says, or try again"
+    return f"{given}: {hub} rejects the upload ({reason(error):.300}): correct the problem, or try again"

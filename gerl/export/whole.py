@@ -80,7 +80,9 @@ def parameter(model: object, key: str, full: str) -> torch.nn.Parameter:
         assert isinstance(model, torch.nn.Module)
         return model.get_parameter(key)
     except (AttributeError, AssertionError):
-        raise ModelError(f"the base model has no {full}, which the run trained: give the model it is of") from None
+        raise ModelError(
+            f"the base model has no {full}, which the run trained: use the model it was trained on"
+        ) from None
 
 
 @torch.no_grad()
@@ -105,7 +107,7 @@ def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> Extract
         kept += square - float((change - b @ a).double().square().sum())
         layers.setdefault(denoiser, {})[layer] = (a, b)
     if not linear:
-        raise ModelError("the run changed no weight of a linear layer, of which a LoRA could be made: leave out rank")
+        raise ModelError("the run changed no weight of a linear layer that a LoRA could approximate: remove rank")
     return Extracted({n: Lora(found, float(rank)) for n, found in layers.items()}, linear / everything, kept / linear)
 
 

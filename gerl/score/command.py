@@ -38,14 +38,14 @@ class Request:
         required=True,
     )
     prompts: str | None = key(
-        "for a folder: .txt, .jsonl, .csv or .parquet, row i for the i-th image by name (img2 comes before img10)"
+        "for a folder: .txt, .jsonl, .csv or .parquet, row i for the i-th image by name (img2 precedes img10)"
     )
     prompt: str | None = key(
-        "one prompt for all images of a folder; without prompts and prompt: NAME.txt beside each image"
+        "one prompt for all images of a folder; without prompts and prompt: NAME.txt next to each image"
     )
     out: Path = key("folder for scores.csv, scores.jsonl and gallery.html", required=True)
     batch: int | None = key(
-        "images a call of a scorer; default: rollout.micro_batch_size, as in training",
+        "images per scorer call; default: rollout.micro_batch_size, as in training",
         unit="a number of images, at least 1",
         low=1,
     )
@@ -60,8 +60,8 @@ PARSER = Parser(
     passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
     blocks=("reward",),
     bare="images",
-    notes="The reward is configured as in training. Without experiment=NAME|FILE.yaml (also the config.yaml of a run), "
-    f"only the scorers named here take part, or ocr if there are none. gerl has {', '.join(SCORERS)}.",
+    notes="The reward is configured as in training. Without experiment=NAME|FILE.yaml (also the config.yaml of a "
+    f"run), only the scorers named here are used, or ocr if there are none. gerl has {', '.join(SCORERS)}.",
 )
 
 
@@ -88,7 +88,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
         raise DataError(f"images={request.images}: {error}") from None
     # one that cannot be read is known before the work
     if transparent := sum(open_picture(item.path).has_transparency_data for item in items):
-        logger.info("%d of %d images are transparent in places, and are put on white", transparent, len(items))
+        logger.info("%d of %d images are partly transparent, and are composited onto white", transparent, len(items))
     make_folder(request.out)
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}

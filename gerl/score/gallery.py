@@ -87,8 +87,8 @@ def write_gallery(path: Path, title: str, images: Sequence[ScoredImage], weights
     columns = list(labels)
     failed = sum(image.values[columns[0]] is None for image in images) if columns else 0
     note = (
-        f"{len(images)} image{'' if len(images) == 1 else 's'}, {failed} without a {columns[0] if columns else 'score'}"
-        ". Best first; click a name to sort by it, twice to turn the order around."
+        f"{len(images)} image{'' if len(images) == 1 else 's'}, {failed} without a "
+        f"{columns[0] if columns else 'score'}. Best first; click a name to sort by it, again to reverse the order."
     )
     lines = [_line(summarise(labels[name], [image.values[name] for image in images]), weights) for name in columns]
     write_file(path, card_page(title, note, HEAD, lines, [_card(image, labels) for image in images]))

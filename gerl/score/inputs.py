@@ -40,7 +40,7 @@ def read_items(images: str, prompts: str | None, prompt: str | None, data: DataC
     if path.is_file() and path.suffix.lower() in TABLES:
         if prompts is not None or prompt is not None:
             key = "prompts" if prompts is not None else "prompt"
-            raise ConfigError(f"{key} is given, but images={images} has prompts of its own: leave it out")
+            raise ConfigError(f"{key} is given, but images={images} has its own prompts: remove it")
         return _listed(path, data.prompt_key)
     if path.is_dir():
         files = [f for f in path.iterdir() if f.suffix.lower() in SUFFIXES and f.name[0] != "." and f.is_file()]
@@ -49,8 +49,8 @@ def read_items(images: str, prompts: str | None, prompt: str | None, data: DataC
     elif path.is_file() and path.suffix.lower() in SUFFIXES:
         files = [path]
     else:
-        what = f"is no {', '.join(SUFFIXES + TABLES)} file" if path.is_file() else "does not exist"
-        raise DataError(f"images={images} {what}: give a folder of images, or a .jsonl or .csv file of them")
+        what = f"is not a {', '.join(SUFFIXES + TABLES)} file" if path.is_file() else "does not exist"
+        raise DataError(f"images={images} {what}: expected a folder of images, or a .jsonl or .csv file of them")
     files.sort(key=lambda file: (_natural(file.name), file.name))
     if prompt is not None:
         found = [Prompt(i, prompt.strip()) for i in range(len(files))]
@@ -80,7 +80,7 @@ def _sidecar(file: Path) -> str:
     beside = file.with_suffix(".txt")
     if not beside.is_file():
         raise DataError(
-            f"{file} has no prompt: write it to {beside.name} beside it, or give prompts=FILE or prompt=TEXT"
+            f"{file} has no prompt: write it to {beside.name} next to it, or give prompts=FILE or prompt=TEXT"
         )
     text = read_text(beside).strip()
     if not text:
@@ -94,7 +94,7 @@ def _listed(path: Path, prompt_key: str) -> list[Item]:
     for where, prompt in read_rows(path, prompt_key):
         image = prompt.metadata.get("image")
         if not isinstance(image, str) or not image:
-            raise DataError(f"{where} has image={image!r}: give the path of the image there")
+            raise DataError(f"{where} has image={image!r}: expected the path of the image")
         metadata = {name: value for name, value in prompt.metadata.items() if name != "image"}
         items.append(Item(path.parent / Path(image).expanduser(), image, replace(prompt, metadata=metadata)))
     return items
@@ -128,8 +128,8 @@ def describe_groups(items: Sequence[Item], groups: Sequence[Sequence[int]], scor
     sizes, what = sorted(map(len, groups)), ", ".join(differ)
     if differ and sizes[-1] == 1:
         logger.warning(
-            "%s compares the images of a prompt, and none are alike in %s: each is a group of its own; leave a column "
-            "out that does not belong to the prompt",
+            "%s compares the images of a prompt, but no two have the same %s: each is its own group; remove a "
+            "column that does not belong to the prompt",
             *(" and ".join(sorted(scorers)), what),
         )
         return

@@ -36,5 +36,5 @@ def test_a_file_that_is_no_lora_is_said_before_a_model_is_loaded(tmp_path: Path)
     file = tmp_path / "mine.safetensors"
     file.write_bytes(b"not safetensors at all")
     for source in (file, tmp_path):
-        with pytest.raises(ModelError, match=r"mine\.safetensors is no LoRA that can be read .*give a \.safetensors"):
+        with pytest.raises(ModelError, match=r"mine\.safetensors is not a readable LoRA .*give a \.safetensors"):
             find_lora(str(source))

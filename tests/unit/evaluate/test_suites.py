@@ -82,7 +82,7 @@ def test_the_listing_names_every_suite_its_licence_and_what_is_missing() -> None
     text = listing()
     assert all(f"\n{name}\n" in f"\n{text}" for name in names())
     assert "not the published protocol: the questions are answered by" in text and "no published rows: " in text
-    assert "MIT (LICENSE" in text and "reward.scorers.deqa.kwargs.url, else left out" in text
+    assert "MIT (LICENSE" in text and "reward.scorers.deqa.kwargs.url, else skipped" in text
     assert "needs: reward.scorers.dpg.kwargs.base_url\n" in text
 
 
@@ -205,7 +205,7 @@ def test_rows_of_one_prompt_are_gathered_to_its_questions(tmp_path: Path) -> Non
     scorer = DpgScorer(base_url="http://127.0.0.1:1/v1")
     scorer.check_prompts([first, second])
     assert scorer.questions(first.text, first.metadata)[2].parents == (1,)
-    with pytest.raises(DataError, match=r"prompt 3: 'a sign' has no 'item_id': get the suite's file"):
+    with pytest.raises(DataError, match=r"prompt 3: 'a sign' has no 'item_id': use the suite's file"):
         file.arrange([Prompt(3, "a sign")])
 
 
@@ -240,11 +240,11 @@ def test_another_file_than_the_suites_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"tasks": None}, "a column is over tasks, and there are no tasks"),
-        ({"scorers": {"ocr": {"weight": 1.0}}}, "the column sharpness is of no scorer"),
+        ({"tasks": None}, "a column is over tasks, but there are no tasks"),
+        ({"scorers": {"ocr": {"weight": 1.0}}}, "the column sharpness belongs to no scorer"),
         ({"published": [{"model": "M", "source": "P", "values": {"zzz": 1.0}}]}, "a published row has zzz"),
         ({"zzz": 1}, "zzz: "),
-        ({"prompts": None}, "says in missing why it cannot be run"),
+        ({"prompts": None}, "say in missing why it cannot be run"),
         ({"prompts": {"source": "s", "file": "f", "count": 1, "licence": "l"}}, "either sha256 or git_blob"),
     ],
 )

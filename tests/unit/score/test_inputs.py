@@ -28,4 +28,4 @@ def test_images_are_compared_whose_prompts_are_equal_in_text_and_columns(caplog:
 def test_a_column_that_keeps_all_images_apart_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     found = items(("a", {"seed": 1}), ("a", {"seed": 2}))
     describe_groups(found, groups_of(found), {"diversity"})
-    assert "none are alike in seed" in caplog.text and caplog.records[0].levelname == "WARNING"
+    assert "no two have the same seed" in caplog.text and caplog.records[0].levelname == "WARNING"
