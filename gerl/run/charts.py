@@ -210,7 +210,7 @@ def small_charts(rows: Rows, labels: Labels) -> tuple[list[Chart], list[Constant
         axes.set_yscale("log")
         _line(axes, floored, DEVIATION, 7, reduce=np.max, linestyle="none", markersize=3)
 
-    charts.append(("max |ratio - 1| on policy (0 drawn at 1e-9)", [DEVIATION], draw_deviation))
+    charts.append(("max |ratio - 1| on policy (0 plotted as 1e-9)", [DEVIATION], draw_deviation))
     drawn, constants = list[Chart](), list[Constant]()
     for title, wanted, draw in charts:
         found = [constant(rows, name) for name in wanted]

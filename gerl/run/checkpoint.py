@@ -47,7 +47,9 @@ class Checkpoint:
     def read(self, name: str) -> bytes:
         """The bytes of the file `name`; `CheckpointError` if the checkpoint has none or it cannot be read."""
         if name not in self.files:
-            raise CheckpointError(f"{self.path}: there is no file {name!r}; it holds {', '.join(self.files) or 'none'}")
+            raise CheckpointError(
+                f"{self.path}: there is no file {name!r}; it contains {', '.join(self.files) or 'none'}"
+            )
         with _reading(self.path, name):
             return (self.path / name).read_bytes()
 
@@ -67,7 +69,9 @@ def save_checkpoint(
     """
     for name in files:
         if not _is_relative(name) or name in (STATE, MANIFEST):
-            raise ValueError(f"file name {name!r}: give a path inside the checkpoint other than {STATE} and {MANIFEST}")
+            raise ValueError(
+                f"file name {name!r}: expected a path inside the checkpoint other than {STATE} and {MANIFEST}"
+            )
     contents = {**files, STATE: json.dumps(state, indent=1).encode()}
     listed = {name: {"sha256": hashlib.sha256(c).hexdigest(), "size": len(c)} for name, c in contents.items()}
     target = root / f"step_{step}"
@@ -93,7 +97,7 @@ def save_checkpoint(
         _sync(root)
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint {target} cannot be written: {reason(error)}; nothing of it was kept"
+            f"the checkpoint {target} cannot be written: {reason(error)}; no part of it was kept"
         ) from error
     finally:
         if temporary is not None:
@@ -107,11 +111,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     manifest = _read_json(path, MANIFEST)
     number = manifest.get("format", 1)
     if type(number) is not int or number < 1:
-        raise _damaged(path, f"{MANIFEST} has no usable format, but {number!r}")
+        raise _damaged(path, f"{MANIFEST} has no usable format: {number!r}")
     if number > FORMAT:
         raise NewerFormat(
-            f"the checkpoint {path} was written by a newer gerl (format {number}; this one reads up to {FORMAT}): "
-            "update gerl"
+            f"the checkpoint {path} was written by a newer gerl (format {number}; this one supports up to "
+            f"{FORMAT}): update gerl"
         )
     try:
         step = int(manifest["step"])
@@ -125,7 +129,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             raise _damaged(path, f"{name!r} lies outside it")
         with _reading(path, name):
             if (path / name).stat().st_size != size or _digest(path / name) != digest:
-                raise _damaged(path, f"{name!r} is not the file that was written")
+                raise _damaged(path, f"{name!r} differs from the file that was written")
     return Checkpoint(path, step, _read_json(path, STATE), tuple(name for name in expected if name != STATE), number)
 
 
@@ -159,11 +163,12 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
         except NewerFormat:
             raise
         except CheckpointError as error:
-            log.warning("%s; the checkpoint before it is tried", error)
+            log.warning("%s; trying the previous checkpoint", error)
             reasons.append(str(error))
     if reasons:
         raise CheckpointError(
-            f"no checkpoint under {root} can be used ({'; '.join(reasons)}); start anew with checkpoint.resume=never"
+            f"no checkpoint under {root} can be used ({'; '.join(reasons)}); start a new run with "
+            "checkpoint.resume=never"
         )
     return None
 
@@ -180,8 +185,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
     if (folder / MANIFEST).is_file() or (folder.is_dir() and re.fullmatch(r"step_\d+", folder.name)):
         checkpoint = load_checkpoint(folder)
         if step not in (None, checkpoint.step):
-            raise ConfigError(f"step={step}: run={folder} is the checkpoint of step {checkpoint.step}; leave one out")
-        return folder.resolve().parents[1], checkpoint, f"step {checkpoint.step}, as asked for"
+            raise ConfigError(f"step={step}: run={folder} is the checkpoint of step {checkpoint.step}; remove one")
+        return folder.resolve().parents[1], checkpoint, f"step {checkpoint.step}, as requested"
     paths = {int(re.sub(r"\D", "", path.name)): path for path in checkpoint_paths(folder / "checkpoints")}
     if not paths:
         what = "has no checkpoints" if folder.is_dir() else "does not exist"
@@ -191,15 +196,15 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
     if step is not None:
         if step not in paths:
             raise CheckpointError(
-                f"step={step}: {folder} has no checkpoint of this step, but of {', '.join(map(str, paths))}"
+                f"step={step}: {folder} has no checkpoint of this step, only of {', '.join(map(str, paths))}"
             )
-        return folder, load_checkpoint(paths[step]), f"step {step}, as asked for"
+        return folder, load_checkpoint(paths[step]), f"step {step}, as requested"
     intact = _intact(paths.values(), logging.WARNING)
     if not intact:
         raise CheckpointError(f"run={folder}: all its checkpoints are damaged, of step {', '.join(map(str, paths))}")
     if best := _best(intact):
         return folder, best, f"step {best.step}, the best: held-out reward {_held_out_reward(best):.3f}"
-    return folder, intact[-1], f"step {intact[-1].step}, the newest"
+    return folder, intact[-1], f"step {intact[-1].step}, the latest"
 
 
 def best_checkpoint(root: Path, before: int) -> Checkpoint | None:
@@ -306,7 +311,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except ValueError as error:
-        raise _damaged(path, f"{name!r} is not JSON") from error
+        raise _damaged(path, f"{name!r} is not valid JSON") from error
     if not isinstance(value, dict):
         raise _damaged(path, f"{name!r} is not a JSON object")
     return value
@@ -345,7 +350,7 @@ def _intact(
         try:
             intact.append(load(path))
         except CheckpointError as error:
-            log.log(level, "%s; it is passed over", error)
+            log.log(level, "%s; it is skipped", error)
     return intact
 
 

@@ -36,8 +36,8 @@ LOOKS = {
     "blue": "mean blue",
 }
 UNLIKE = {
-    "unlike_own": "how unlike the images of a prompt are",
-    "unlike_others": "how unlike images of different prompts are",
+    "unlike_own": "the dissimilarity of the images of a prompt",
+    "unlike_others": "the dissimilarity of images of different prompts",
 }
 
 
@@ -104,7 +104,10 @@ def raise_peaks(peaks: dict[str, Validation], validation: Validation) -> None:
 def rollback_row(step: int, why: Sequence[Signal], kl: float) -> dict[str, Any]:
     """The row of `guard.jsonl` that says that a run went back to `step`, and for what."""
     first, reasons = why[0], ", ".join(signal.key for signal in why)
-    text = f"the run went back here from step {first.step} for {reasons}, and on with kl_coef={kl:g}: {first.text}"
+    text = (
+        f"the run returned here from step {first.step} because of {reasons}, and continued with kl_coef={kl:g}: "
+        f"{first.text}"
+    )
     row = {"step": step, "signal": "rollback", "column": f"from step {first.step}", "value": float(first.step)}
     return row | {"threshold": kl, "text": text, "shown": [], "size": None, "action": "rollback"}
 
@@ -139,8 +142,8 @@ def _watched(first: Validation, later: Validation, name: str, spread: float) -> 
     if mean < lowest:
         before, after = (_mean(one.by_scorer[name]) for one in (first, later))
         text = (
-            f"{name}, which is watched, fell from {before:.3f} at step {first.step} to {after:.3f} while the reward "
-            f"rose from {_mean(first.rewards):.3f} to {_mean(later.rewards):.3f} (chance alone: {lowest:+.3f})"
+            f"{name}, which is watched, fell from {before:.3f} at step {first.step} to {after:.3f} while the "
+            f"reward rose from {_mean(first.rewards):.3f} to {_mean(later.rewards):.3f} (by chance: {lowest:+.3f})"
         )
         shown = _largest(first, later, name, -1)
         yield Signal("watched", name, later.step, mean, lowest, text, shown, _size(-mean, spread))
@@ -204,7 +207,7 @@ def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
             edge, sign = (high, 1) if mean > high else (low, -1)
             side = "above" if sign > 0 else "below"
             text = (
-                f"the images look unlike those of the beginning: {words} is {mean:.3g} on average, {side} "
+                f"the images have drifted from the first ones: {words} is {mean:.3g} on average, {side} "
                 f"{1 - RARE:.1%} of the first images ({edge:.3g})"
             )
             order = sorted(later.shown or range(len(new)), key=lambda i: -sign * new[i])

@@ -78,8 +78,9 @@ def _kl(course: Course, first: Validation, best: Validation, later: Validation) 
     gained = sum(c - b for _, b, c in known) / len(known)
     if bootstrap([(c - b) - growth * (b - a) for a, b, c in known], CONFIDENCE)[1] < 0:
         text = (
-            f"the KL to the base model grew from {before:.3g} to {now:.3g} since step {best.step}, and the held-out "
-            f"reward changed by {gained:+.3f} in place of the {expected:+.3f} that the gain up to there leads to expect"
+            f"the KL to the base model grew from {before:.3g} to {now:.3g} since step {best.step}, and the "
+            f"held-out reward changed by {gained:+.3f} instead of the {expected:+.3f} expected from the gain up to "
+            "that step"
         )
         order = sorted(later.shown or range(len(later.rewards)), key=lambda i: _change(best, later, i))
         yield Signal("kl", "reward", later.step, gained, expected, text, order[:8])
@@ -98,8 +99,8 @@ def _no_signal(course: Course, first: Validation, later: Validation) -> Iterator
     old, new = (_share(*course.stuck(step)) for step in (after[0], later.step))
     if old is not None and new is not None and new[1] > old[2]:
         text = (
-            f"in {new[0]:.0%} of the groups since the validation before all images had the same reward, which was not "
-            f"the best one, as in {old[0]:.0%} of those up to step {after[0]}: there is nothing to learn from them"
+            f"in {new[0]:.0%} of the groups since the previous validation all images had the same reward, below "
+            f"the best one, as in {old[0]:.0%} of those up to step {after[0]}: they carry no training signal"
         )
         yield Signal("no_signal", "groups", later.step, new[0], old[2], text, [])
 

@@ -116,13 +116,13 @@ class Health:
         n, sampling = get(self.config, "rollout", "n"), get(self.config, "sampling") or {}
         remedies = [f"raise rollout.n={n}"]
         if get(self.config, "algorithm", "dynamic_sampling") == 0:
-            remedies.append("set algorithm.dynamic_sampling=2, which draws further prompts in place of such groups")
+            remedies.append("set algorithm.dynamic_sampling=2, which samples further prompts to replace such groups")
         if is_stochastic(self.config):
             remedies.append(f"raise sampling.noise_level={sampling.get('noise_level')}")
         if sampling.get("same_init_noise"):
             remedies.append("set sampling.same_init_noise=false")
         text = (
-            f"step {step}: nothing to learn from for {without:.0f} steps, since all images of a prompt had the same "
+            f"step {step}: no training signal for {without:.0f} steps, since all images of a prompt had the same "
             f"reward; {', '.join(remedies)}, or choose prompts that are neither too easy nor too hard (data.train)"
         )
         return [*said, ("no signal", text)]
@@ -132,14 +132,14 @@ class Health:
         begin = f"step {row['step']}: {name} gave {value:.4g} to every image of the last {count} steps"
         if value != 0:
             return (
-                f"{begin}, so that there is nothing to learn from it: try it on pictures that differ (python -m "
-                f"gerl.score), correct {key}.kwargs, or, if they are all perfect, choose harder prompts (data.train)"
+                f"{begin}, which gives no training signal: test it on images that differ (python -m gerl.score), "
+                f"correct {key}.kwargs, or, if they are all perfect, choose harder prompts (data.train)"
             )
-        quotes = ", whether the text to be drawn is in quotes there" if name == "ocr" else ""
+        quotes = ", whether the text to be rendered is in quotes there" if name == "ocr" else ""
         return (
-            f"{begin}: look at the pictures in samples/, at the prompts of data.train="
-            f"{get(self.config, 'data', 'train')}{quotes}, and at {key}.kwargs; prompts that are sometimes solved "
-            "give it something to start from"
+            f"{begin}: check the images in samples/, the prompts of "
+            f"data.train={get(self.config, 'data', 'train')}{quotes}, and {key}.kwargs; training needs some "
+            "prompts that are sometimes solved"
         )
 
     def _broken(self, row: Row) -> list[tuple[str, str]]:
@@ -147,16 +147,18 @@ class Health:
         blank, largest = _number(row, "health/blank_fraction"), _number(row, "actor/lora_max")
         if blank is not None and blank >= BLANK:
             text = (
-                f"step {step}: {blank:.0%} of the images have a single colour: the model or its decoder overflowed; "
-                f"use model.dtype=float32 or bfloat16 in place of {get(self.config, 'model', 'dtype')}, or, if it came "
-                f"in training, lower actor.lr={get(self.config, 'actor', 'lr')} and start anew"
+                f"step {step}: {blank:.0%} of the images have a single colour: the model or its decoder "
+                f"overflowed; use model.dtype=float32 or bfloat16 instead of {get(self.config, 'model', 'dtype')}, "
+                f"or, if it began during training, lower actor.lr={get(self.config, 'actor', 'lr')} and start a "
+                "new run"
             )
             found.append(("blank images", text))
         if largest is not None and largest > LARGE_WEIGHT:
             text = (
-                f"step {step}: the largest weight of the LoRA is {largest:.3g}, where usual ones are below 1: lower "
-                f"actor.lr={get(self.config, 'actor', 'lr')}, or raise algorithm.kl_coef="
-                f"{get(self.config, 'algorithm', 'kl_coef')}; the run stops above {ABSURD_WEIGHT:g}"
+                f"step {step}: the largest weight of the LoRA is {largest:.3g}, while typical ones are below 1: "
+                f"lower actor.lr={get(self.config, 'actor', 'lr')}, or raise "
+                f"algorithm.kl_coef={get(self.config, 'algorithm', 'kl_coef')}; the run stops above "
+                f"{ABSURD_WEIGHT:g}"
             )
             found.append(("large weights", text))
         return found
@@ -167,8 +169,8 @@ class Health:
         if rms is None or not isinstance(eps, int | float) or not 0 < rms < eps:
             return []
         text = (
-            f"step {row['step']}: the root mean square of the gradient, {rms:.2g}, is below actor.eps={eps:g}, by "
-            f"which AdamW then divides in place of it, so that the weights hardly move: use actor.eps={_below(rms)}"
+            f"step {row['step']}: the root mean square of the gradient, {rms:.2g}, is below actor.eps={eps:g}, "
+            f"which then dominates AdamW's divisor, so the weights hardly change: use actor.eps={_below(rms)}"
         )
         return [("gradient below eps", text)]
 
@@ -187,16 +189,16 @@ class Health:
         measured = f"|log ratio| is {spread:.2g} on average" if spread is not None else "the policy moves"
         if min(self._outside) > BOUND:
             text = (
-                f"{begin} more than {BOUND:.0%} of their ratios lay outside the {region}, which takes the gradient "
-                f"from most of what still improves ({measured}): raise {keys}, lower actor.lr="
-                f"{get(self.config, 'actor', 'lr')}, or set actor.updates_per_step=1 actor.epochs=1"
+                f"{begin} more than {BOUND:.0%} of their ratios were outside the {region}, which removes the "
+                f"gradient from most of what still improves ({measured}): raise {keys}, lower "
+                f"actor.lr={get(self.config, 'actor', 'lr')}, or set actor.updates_per_step=1 actor.epochs=1"
             )
             return [("clip always binds", text)]
         if max(self._outside) == 0:
             text = (
-                f"{begin} no ratio lay outside the {region} ({measured}): nothing holds the policy near the one that "
-                f"drew; lower {keys}, or raise actor.updates_per_step="
-                f"{get(self.config, 'actor', 'updates_per_step')} as long as rewards rise"
+                f"{begin} no ratio was outside the {region} ({measured}): nothing keeps the policy close to the "
+                f"sampling policy; lower {keys}, or raise "
+                f"actor.updates_per_step={get(self.config, 'actor', 'updates_per_step')} as long as rewards rise"
             )
             return [("clip never binds", text)]
         return []
@@ -222,9 +224,9 @@ class Health:
             remedies.append(f"train the steps before it only, sampling.window_range=[{start},{largest}]")
         measure = "python -m gerl.preflight signal=4 measures which steps carry the reward"
         text = (
-            f"step {row['step']}: {share:.0%} of the squared gradient came from denoising step {largest}, as more than "
-            f"{DOMINANT:.0%} from one in each of the last {self._dominated} steps: what the others learn is lost in "
-            f"its noise; {' or '.join(remedies)}{'; ' if remedies else ''}{measure}"
+            f"step {row['step']}: {share:.0%} of the squared gradient came from denoising step {largest}, as more "
+            f"than {DOMINANT:.0%} from one in each of the last {self._dominated} steps: the signal of the others "
+            f"is lost in its noise; {' or '.join(remedies)}{'; ' if remedies else ''}{measure}"
         )
         return [("one step", text)]
 
@@ -243,10 +245,10 @@ class Health:
         if any(best[0] - block[0] <= FALL * math.hypot(best[1], block[1]) for block in latest):
             return []
         text = (
-            f"step {row['step']}: the mean reward of the last {BLOCK} steps, {mean:.4g}, is below the {best[0]:.4g} of "
-            f"the {BLOCK} to step {best[2]} by more than {FALL:g} standard errors: go back to a checkpoint from then, "
-            f"lower actor.lr={get(self.config, 'actor', 'lr')}, or raise algorithm.kl_coef="
-            f"{get(self.config, 'algorithm', 'kl_coef')}"
+            f"step {row['step']}: the mean reward of the last {BLOCK} steps, {mean:.4g}, is below the "
+            f"{best[0]:.4g} of the {BLOCK} to step {best[2]} by more than {FALL:g} standard errors: return to a "
+            f"checkpoint from then, lower actor.lr={get(self.config, 'actor', 'lr')}, or raise "
+            f"algorithm.kl_coef={get(self.config, 'algorithm', 'kl_coef')}"
         )
         return [("falling", text)]
 
@@ -257,7 +259,7 @@ def weights_problem(largest: float, lr: float) -> str | None:
         return None
     return (
         f"the largest weight of the LoRA is {largest:.3g} after an optimizer step at learning rate {lr:.3g}, above "
-        f"{ABSURD_WEIGHT:g}, where usual ones are below 1: nothing of this step is kept; lower actor.lr"
+        f"{ABSURD_WEIGHT:g}, while typical ones are below 1: this step is discarded; lower actor.lr"
     )
 
 

@@ -47,7 +47,9 @@ class RunLock:
                 time.sleep(PAUSE)
                 continue
             except OSError as error:  # some network file systems have no locks
-                log.warning("%s cannot be locked (%s): start no second run in it", self.path.parent, reason(error))
+                log.warning(
+                    "%s cannot be locked (%s): do not start a second run in it", self.path.parent, reason(error)
+                )
             # whoever had the lock before may have removed the file that was opened here
             if self._is_at_path(file):
                 file.truncate(0)
@@ -57,8 +59,8 @@ class RunLock:
                 return
             file.close()
         raise ConfigError(
-            f"{self.path.parent}: its run is still alive ({_said(self.path)}); wait for its end or stop it, or start "
-            "another run with a hydra.run.dir of its own and checkpoint.resume=never"
+            f"{self.path.parent}: its run is still alive ({_said(self.path)}); wait for its end or stop it, or "
+            "start another run with its own hydra.run.dir and checkpoint.resume=never"
         )
 
     def release(self) -> None:

@@ -49,7 +49,8 @@ def write_report(run_dir: Path) -> Path:
     """
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "validation")):
         raise GerlError(
-            f"{run_dir} is no run folder: there is no config.yaml and no metrics.jsonl; give the folder the run printed"
+            f"{run_dir} is not a run folder: there is no config.yaml and no metrics.jsonl; give the folder that "
+            "the run printed"
         )
     rows = sorted(read_metrics(run_dir / "metrics.jsonl"), key=lambda row: row["step"])
     validations = load_validations(run_dir)
@@ -111,7 +112,7 @@ def _starts(path: Path) -> list[Start]:
         words = [str(session[key]) for key in ("started", "command") if session.get(key)]
         found.append(Start(": ".join(words) or f"start {number}", rows))
     if not found and path.exists():
-        log.warning("%s has no start of a run that can be read: the report leaves it out", path)
+        log.warning("%s has no readable start of a run: the report omits it", path)
     return found[::-1]
 
 
@@ -168,7 +169,7 @@ PARSER = Parser(
     "the report",
     "python -m gerl.run.report",
     "run=FOLDER",
-    "Write report.html of a run that is finished, was stopped, or still trains.",
+    "Write report.html of a run that is finished, stopped, or still training.",
     Request,
     bare="run",
 )

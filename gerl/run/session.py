@@ -50,7 +50,7 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
         if why is not None and run_dir in missing and not has_results(run_dir) and not (run_dir / VOTES).exists():
             remove(missing)
             if card is not None:
-                logger.info("nothing came of the run: its folder %s is removed", run_dir)
+                logger.info("the run produced nothing: its folder %s is removed", run_dir)
         elif card is not None and run_dir.is_dir():
             _complete(card, how, why)
 
@@ -69,7 +69,7 @@ def remove(made: Sequence[Path]) -> None:
         for folder in above:
             folder.rmdir()
     except OSError as error:  # another run may have put its folder beside it
-        logger.debug("%s is left: %s", run_dir, reason(error))
+        logger.debug("%s is kept: %s", run_dir, reason(error))
 
 
 def _complete(card: Card, how: End, why: BaseException | None) -> None:

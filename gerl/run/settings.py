@@ -30,7 +30,7 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError:
-        log.warning("%s is not valid YAML: the report shows it as it is", path)
+        log.warning("%s is not valid YAML: the report shows it unparsed", path)
         values = None
     return text, values if isinstance(values, dict) else {}
 
@@ -59,7 +59,7 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
     try:
         defaults = dataclasses.asdict(_defaults(name))
     except ConfigError as error:
-        log.warning("the report shows no difference to the defaults: %s", error)
+        log.warning("the report shows no differences from the defaults: %s", error)
         return []
     scorer = dataclasses.asdict(ScorerConfig())
     defaults["reward"]["scorers"] = {each: scorer for each in get(config, "reward", "scorers") or {}}
@@ -128,8 +128,8 @@ def explanation(config: Values) -> str:
     """Sentences about what differs between the training and the held-out curve."""
     if not config:
         return (
-            "Training rewards are of that step's prompts; held-out rewards are always of the same prompts and starting "
-            "noise. Bars are standard errors."
+            "Training rewards are from that step's prompts; held-out rewards always use the same prompts and "
+            "starting noise. Bars are standard errors."
         )
     sampling, validation = get(config, "sampling") or {}, get(config, "validation") or {}
     average = get(config, "algorithm", "rollout_decay") is not None
@@ -147,13 +147,13 @@ def explanation(config: Values) -> str:
         for key, word in WORDS.items()
         if validation.get(key) not in (None, sampling.get(key))
     ]
-    count = f"{get(config, 'rollout', 'n')} images of each of {get(config, 'rollout', 'prompts_per_step')} prompts"
+    count = f"{get(config, 'rollout', 'n')} images for each of {get(config, 'rollout', 'prompts_per_step')} prompts"
     each = validation.get("images_per_prompt") or 1
     images = "one image" if each == 1 else f"{each} images"
     return (
-        f"Training: {count}, other ones at every step, drawn by {weights} {noise}. Held-out: {images} of each prompt "
-        f"of {'the training file' if same else 'another file'}, always from the same starting noise, drawn by {ema} "
-        f"without noise in the steps{''.join(other)}; bars are standard errors over these prompts."
+        f"Training: {count}, different ones at every step, sampled by {weights} {noise}. Held-out: {images} per "
+        f"prompt of {'the training file' if same else 'another file'}, always from the same starting noise, "
+        f"sampled by {ema} without noise in the steps{''.join(other)}; bars are standard errors over these prompts."
     )
 
 

@@ -77,6 +77,6 @@ class RunState:
 
 def _unusable(checkpoint: Checkpoint, entry: str) -> CheckpointError:
     return CheckpointError(
-        f"{checkpoint.path} cannot be resumed: its state.json has no usable {entry}; resume another one, or start anew "
-        "with checkpoint.resume=never"
+        f"{checkpoint.path} cannot be resumed: its state.json has no usable {entry}; resume another one, or start "
+        "a new run with checkpoint.resume=never"
     )

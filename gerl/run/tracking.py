@@ -52,7 +52,7 @@ class Tracker:
         Steps must rise from call to call. Raises `GerlError` if the line cannot be written, or its file is gone.
         """
         if step <= self._last_step:
-            raise ValueError(f"step {step} was logged after step {self._last_step}: merge what belongs to one step")
+            raise ValueError(f"step {step} was logged after step {self._last_step}: merge the metrics of one step")
         self._last_step = step
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
@@ -65,8 +65,8 @@ class Tracker:
                 sink.log(step, finite)
         if not self._path.exists():  # the system lets a process write to a file that was deleted
             raise GerlError(
-                f"{self._path} is gone, with the metrics up to step {step}: the run folder was deleted or moved while "
-                "the run wrote to it; start the run anew, in a folder that stays"
+                f"{self._path} is gone, with the metrics up to step {step}: the run folder was deleted or moved "
+                "while the run wrote to it; start a new run, in a folder that stays"
             )
 
     def images(self, step: int, name: str, grid: Image.Image) -> Path:

@@ -49,7 +49,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
     if drawing.scheduler is not None:
         imports.append("from gerl.model.schedulers import trainable_scheduler")
         lines.append(
-            f"# {drawing.scheduler} has no transition kernel: the run drew with the solver that takes its place"
+            f"# {drawing.scheduler} has no transition kernel: the run sampled with the solver that replaces it"
         )
         lines.append("pipe.scheduler = trainable_scheduler(pipe.scheduler)")
     whole = [

@@ -104,7 +104,7 @@ def save_validation(
     if any(image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 for image in pixels):
         raise ValueError(f"pixels: expected [H, W, 3] uint8 each, got {[(i.shape, i.dtype) for i in pixels][:3]}")
     if len(chosen) != len(pixels) or chosen != sorted(set(chosen)) or (chosen and chosen[-1] >= len(prompts)):
-        raise ValueError(f"shown: expected rising indices of {len(prompts)} images, one a picture, got {chosen}")
+        raise ValueError(f"shown: expected increasing indices of {len(prompts)} images, one per picture, got {chosen}")
     if any(len(values) != len(prompts) for values in (totals, *by_scorer.values())):
         raise ValueError(f"expected {len(prompts)} rewards of each scorer, one per image")
     values: dict[str, Any] = {"step": step, "rewards": totals, "by_scorer": by_scorer, "prompts": prompts}
@@ -159,14 +159,14 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
         found = TypeAdapter(Validation).validate_python(values)
     except (*DAMAGED, ValidationError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise GerlError(f"the validation {path} cannot be read ({said}); delete it to leave it out") from error
+        raise GerlError(f"the validation {path} cannot be read ({said}); delete it to skip it") from error
     lengths = {len(column) for column in (found.rewards, *found.by_scorer.values(), *found.looks.values())}
     if lengths | {len(found.ids or found.prompts)} != {len(found.prompts)}:
-        raise GerlError(f"the validation {path} has not one reward an image; delete it to leave it out")
+        raise GerlError(f"the validation {path} does not have one reward per image; delete it to skip it")
     images = all(image.ndim == 3 and image.shape[2] == 3 and image.dtype == np.uint8 for image in pixels)
     listed = len(found.shown) == len(pixels) and all(0 <= i < len(found.prompts) for i in found.shown)
     if pictures and not (images and listed):
-        raise GerlError(f"the validation {path} has other pictures than it lists; delete it to leave it out")
+        raise GerlError(f"the validation {path} has other images than it lists; delete it to skip it")
     return found
 
 

@@ -31,7 +31,7 @@ def check_trackers(config: LoggerConfig) -> None:
             install = f"'gerl[{name}]'" if name in REMOTE else name
             raise ConfigError(
                 f"logger.trackers=[{', '.join(config.trackers)}]: the package {name} is not installed; pip install "
-                f"{install}, or leave {name} out"
+                f"{install}, or remove {name}"
             )
 
 

@@ -85,6 +85,6 @@ def reach(url: str, otherwise: str) -> None:
     try:
         requests.head(url, timeout=REACHED)
     except requests.Timeout:
-        raise GerlError(f"{redact(url)} does not answer within {REACHED:.0f} s ({otherwise})") from None
+        raise GerlError(f"{redact(url)} did not answer within {REACHED:.0f} s ({otherwise})") from None
     except requests.RequestException as error:
         raise GerlError(f"{redact(url)} cannot be reached ({otherwise})") from error

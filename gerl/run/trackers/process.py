@@ -48,7 +48,7 @@ class TrackerProcess:
         try:
             self._process = self._start()
         except OSError as error:
-            self._leave(f"its process does not start: {reason(error)}")
+            self._leave(f"its process failed to start: {reason(error)}")
             return
         self._threads = [
             threading.Thread(target=work, args=(self._process,), name=f"{name}: {work.__name__}", daemon=True)
@@ -96,7 +96,7 @@ class TrackerProcess:
                 self._threads[1].join(0.05)
                 limit = CLOSING if self._taken else OPENING  # to make a database takes a slow disk its time
                 if time.monotonic() - self._moved > limit:
-                    self._leave(f"it did not take the rest within {limit:.0f} s")
+                    self._leave(f"it did not accept the rest within {limit:.0f} s")
 
     def _send(self, call: str, files: Mapping[str, bytes] | None = None, **arguments: Any) -> None:
         if self._ended or self._closing:
@@ -110,9 +110,9 @@ class TrackerProcess:
             self._sent, self._bytes = self._sent + 1, self._bytes + sum(sizes.values())
             waiting_calls, waiting_bytes, silent = self._sent - self._taken, self._bytes, time.monotonic() - self._moved
         if silent > SILENCE:
-            self._leave(f"it has said nothing for {silent:.0f} s")
+            self._leave(f"it has not responded for {silent:.0f} s")
         elif waiting_calls > CALLS or waiting_bytes > BYTES:
-            self._leave(f"it is slower than the run: {waiting_calls} calls wait")
+            self._leave(f"it is slower than the run: {waiting_calls} calls are pending")
         else:
             self._queue.put((header, *files.values()))
 
@@ -154,7 +154,7 @@ class TrackerProcess:
             ended, self._ended = self._ended, True
         if ended:
             return
-        logger.warning("%s is left out from here on: %s; see %s", self.name, why, self.log_file)
+        logger.warning("%s is disabled from here on: %s; see %s", self.name, why, self.log_file)
         if self._process is not None:
             _end(self._process)
             self._queue.put(None)

@@ -25,7 +25,7 @@ class Record:
         except FileNotFoundError:
             found = {}
         except (OSError, ValueError) as error:
-            logger.warning("%s cannot be read (%s): trackers begin new runs", path, error)
+            logger.warning("%s cannot be read (%s): trackers start new runs", path, error)
             found = {}
         entries = found.items() if isinstance(found, dict) else ()
         self._runs = {
@@ -52,6 +52,6 @@ class Record:
                 try:
                     write_file(self._path, json.dumps(self._runs, indent=1) + "\n")
                 except GerlError as error:
-                    logger.warning("%s; resumed, the run begins another one in %s", error, tracker)
+                    logger.warning("%s; when resumed, the run starts another one in %s", error, tracker)
 
         return keep

@@ -18,7 +18,7 @@ class Swanlab:
         # without questions, and without what this process prints
         given = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         if given.mode == "online":
-            reach(given.api_host, "SWANLAB_MODE=offline keeps a run here, for swanlab sync")
+            reach(given.api_host, "SWANLAB_MODE=offline stores a run here, for swanlab sync")
         elsewhere = os.environ.get("SWANLAB_LOG_DIR") or os.environ.get("SWANLAB_LOGDIR")
         self._run = swanlab.init(
             project=run.project or given.project.name or PROJECT,
@@ -56,6 +56,6 @@ class Swanlab:
 
     def close(self, failed: bool) -> None:
         if failed:
-            self._run.finish(state="crashed", error="the run ended by an error or was interrupted")
+            self._run.finish(state="crashed", error="the run ended with an error or was interrupted")
         else:
             self._run.finish()

@@ -16,7 +16,7 @@ class Trackio:
         self._trackio = trackio
         space, server = os.environ.get("TRACKIO_SPACE_ID"), os.environ.get("TRACKIO_SERVER_URL", "").partition("?")[0]
         if space or server:  # what follows in the address of a server may be a token
-            away = "without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL runs are kept on this machine"
+            away = "without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL runs are stored on this machine"
             reach(constants.ENDPOINT if space else server, away)
         self.project, self.name = run.project or PROJECT, run.name
         self._run = trackio.init(

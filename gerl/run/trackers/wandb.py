@@ -16,7 +16,7 @@ class Wandb:
 
         self._wandb, given = wandb, wandb.setup().settings
         if given.mode in ("online", "run", "shared"):
-            reach(given.base_url, "WANDB_MODE=offline keeps a run here, for wandb sync")
+            reach(given.base_url, "WANDB_MODE=offline stores a run here, for wandb sync")
         self._run = wandb.init(
             project=run.project or given.project or PROJECT,
             name=given.run_name or run.name,
@@ -30,7 +30,7 @@ class Wandb:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self.project, self.name, self.id = self._run.project, self._run.name or run.name, self._run.id
-        off = "switched off by WANDB_MODE" if given.mode == "disabled" else f"wandb sync {Path(self._run.dir).parent}"
+        off = "disabled by WANDB_MODE" if given.mode == "disabled" else f"wandb sync {Path(self._run.dir).parent}"
         self.place = self._run.url or off
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

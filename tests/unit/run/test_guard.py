@@ -192,7 +192,7 @@ def test_going_back_is_a_row_of_the_step_that_the_run_goes_on_from(tmp_path: Pat
     log = GuardLog(tmp_path, 0)
     log.add([signal(4)], "rollback")
     sentence = GuardLog(tmp_path, 2).went_back(2, [signal(4), signal(4, "watched", "ocr")], 0.02)
-    assert "from step 4 for looks/red, watched/ocr" in sentence and "kl_coef=0.02" in sentence
+    assert "from step 4 because of looks/red, watched/ocr" in sentence and "kl_coef=0.02" in sentence
     (row,) = read_guard(tmp_path)
     assert (row["step"], row["signal"], row["column"], row["text"]) == (2, "rollback", "from step 4", sentence)
     assert GuardLog(tmp_path, 2) and read_guard(tmp_path) == [row]  # as a resumed run opens it
@@ -204,7 +204,7 @@ def test_the_weight_of_the_kl_starts_and_doubles_up_to_its_most() -> None:
     for _ in range(4):
         weights.append(guard.raised(weights[-1]))
     assert weights == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.03]) and guard.raised(5.0) == 5.0
-    with pytest.raises(ConfigError, match=r"guard\.kl_start=0\.5: it is above guard\.kl_most=0\.1"):
+    with pytest.raises(ConfigError, match=r"guard\.kl_start=0\.5: it exceeds the limit guard\.kl_most=0\.1"):
         GuardConfig(kl_start=0.5, kl_most=0.1)
 
 

@@ -92,7 +92,7 @@ def test_whole_run(run_dir: Path) -> None:
     # of all four prompts, one of which was not scored before and one of which has no picture
     assert "2 better, 0 equal, 1 worse of 4 held-out prompts, 1 without a reward, step 20 against step 0" in top
     assert "3 of 4 shown" in sections and 'href="#worse"' in sections and 'id="worse"' in sections
-    assert "1 better of the 3 shown" in sections and "largest losses of all 4 held-out prompts" in sections
+    assert "1 better of the 3 shown" in sections and "Largest losses among all 4 held-out prompts" in sections
     assert "not scored" in text and "1 min 10 s" in text
     assert "step_20/lora" in text and "load_lora_weights" in text and "lora_rank: 8" in text
     assert read(run_dir)[0] == text
@@ -200,7 +200,7 @@ def test_no_metrics_yet(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     text, page = read(tmp_path)
-    assert "No reward has been measured yet" in text and "svg" not in page.tags
+    assert "No reward measured yet" in text and "svg" not in page.tags
 
 
 def test_long_run_is_thinned(tmp_path: Path) -> None:
@@ -236,4 +236,4 @@ def test_command_line(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([str(run_dir)]) == 0
     assert (run_dir / "report.html").exists()
     assert main([str(tmp_path / "nowhere")]) == 1
-    assert "nowhere is no run folder" in capsys.readouterr().err
+    assert "nowhere is not a run folder" in capsys.readouterr().err

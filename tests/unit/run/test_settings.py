@@ -37,9 +37,9 @@ def test_an_unknown_algorithm_shows_no_difference() -> None:
         (["algorithm=awm"], False, ["without noise in the steps (kernel ode)", "another file", "actor.ema_decay"]),
         (["algorithm=diffusion_nft"], False, ["an average of the trained weights"]),
         (["validation.num_inference_steps=40", "validation.guidance_scale=2"], True, ["steps 40", "guidance 2"]),
-        (["validation.images_per_prompt=3", "validation.width=64"], True, ["3 images of each", "width of 64"]),
+        (["validation.images_per_prompt=3", "validation.width=64"], True, ["3 images per prompt", "width of 64"]),
         (["validation.data=signs_train"], True, ["of the training file"]),
-        (["actor.ema_decay=0"], True, ["drawn by the trained weights without"]),
+        (["actor.ema_decay=0"], True, ["sampled by the trained weights without"]),
     ],
 )  # fmt: skip
 def test_the_curves_are_described_as_they_were_drawn(overrides: list[str], noisy: bool, said: list[str]) -> None:
@@ -47,7 +47,7 @@ def test_the_curves_are_described_as_they_were_drawn(overrides: list[str], noisy
     assert ("noise" in labels(values).training) == noisy and labels(values).held_out == "held-out"
     text = explanation(values)
     assert all(part in text for part in said), text
-    assert "12 images of each of 8 prompts" in text
+    assert "12 images for each of 8 prompts" in text
 
 
 def test_without_a_configuration_nothing_is_claimed() -> None:

@@ -111,7 +111,7 @@ def test_images_and_tensorboard(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, LoggerConfig())
     tracker.log(3, {"reward/mean": 0.25, "actor/kl": math.nan})
     assert tracker.images(3, "train", picture) == tmp_path / "samples" / "train_000003.png"
-    tracker.alert(3, "nothing to learn from")
+    tracker.alert(3, "no training signal")
     tracker.checkpoint(3, {"lora/weights.safetensors": b"1"})
     tracker.close()
     assert Image.open(tmp_path / "samples" / "train_000003.png").size == (8, 4)
@@ -123,7 +123,7 @@ def test_images_and_tensorboard(tmp_path: Path) -> None:
     (shown,) = events.Images("samples/train")
     assert Image.open(io.BytesIO(shown.encoded_image_string)).convert("RGB").getcolors() == [(32, (255, 0, 0))]
     (alert,) = events.Tensors("alerts/text_summary")
-    assert alert.step == 3 and alert.tensor_proto.string_val == [b"    nothing to learn from\n"]
+    assert alert.step == 3 and alert.tensor_proto.string_val == [b"    no training signal\n"]
     (text,) = events.Tensors("config.yaml/text_summary")
     assert text.tensor_proto.string_val == [b"    trainer:\n      steps: 3\n"]
 

@@ -47,7 +47,7 @@ def test_images_of_a_prompt_are_averaged(tmp_path: Path) -> None:
     assert found.by_prompt(found.rewards) == [0.5, 0.5]
     values = json.loads((tmp_path / "validation/step_000001.json").read_text())
     (tmp_path / "validation/step_000001.json").write_text(json.dumps(values | {"ids": [1]}))
-    with pytest.raises(GerlError, match="not one reward an image"):
+    with pytest.raises(GerlError, match="not have one reward per image"):
         load_validation(tmp_path, 1)
 
 
@@ -90,7 +90,7 @@ def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1 rewards"):
         save_validation(tmp_path, 0, ["a"], pictures(1), [1.0], {"ocr": []})
     for shown in ([0, 0], [1, 0], [0, 4], [0]):
-        with pytest.raises(ValueError, match="rising indices"):
+        with pytest.raises(ValueError, match="increasing indices"):
             save_validation(tmp_path, 0, PROMPTS, pictures(2), [1.0] * 4, {}, shown)
 
 

@@ -35,7 +35,7 @@ reward:
 """
 RED = (255, 0, 0)
 REWARDS = {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}  # a run is carried on after step 2
-WARNING = "step 2: nothing to learn from"
+WARNING = "step 2: no training signal"
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def test_a_server_that_cannot_be_reached_costs_a_warning_and_seconds(
     assert writing < 5 and time.perf_counter() - started < 45, "nothing waits but the end, for the imports"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     for name, found in warnings_of(caplog).items():
-        assert len(found) == 1 and "left out" in found[0] and service.url in found[0], (name, found)
+        assert len(found) == 1 and "disabled" in found[0] and service.url in found[0], (name, found)
         assert "hidden" not in found[0]
     assert not (tmp_path / "trackers.json").exists()
 

@@ -147,7 +147,7 @@ def test_one_warning_and_the_run_goes_on(
     folder = package(line)
     write_run(folder)
     (message,) = warned(caplog)
-    assert message.startswith("trackio is left out from here on: ") and why in message
+    assert message.startswith("trackio is disabled from here on: ") and why in message
     assert str(folder / "trackers" / "trackio.log") in message
 
 
@@ -159,7 +159,7 @@ def test_one_that_hangs_is_not_waited_for(
     folder = package(f"where == {where!r} and (note('pid', os.getpid()), time.sleep(60))")
     assert write_run(folder) < 20
     (message,) = warned(caplog)
-    assert "did not take the rest within 2 s" in message
+    assert "did not accept the rest within 2 s" in message
     lines = seen(folder) if where != "init" or notes(folder).exists() else []  # it may not have come as far
     for pid in (int(line.split()[1]) for line in lines if line.startswith("pid")):
         with pytest.raises(ProcessLookupError):
@@ -173,7 +173,7 @@ def test_one_that_falls_behind_is_left_out_while_the_run_goes_on(
     folder = package("time.sleep(60)")
     assert write_run(folder) < 20
     (message,) = warned(caplog)
-    assert "slower than the run: 4 calls wait" in message
+    assert "slower than the run: 4 calls are pending" in message
 
 
 def test_one_that_says_nothing_for_long_is_left_out(
@@ -184,7 +184,7 @@ def test_one_that_says_nothing_for_long_is_left_out(
     time.sleep(0.3)
     tracker.log(1, {"x": 1})
     (message,) = warned(caplog)
-    assert "said nothing for 0 s" in message
+    assert "not responded for 0 s" in message
     tracker.close()
 
 
@@ -249,5 +249,5 @@ def test_a_package_that_is_missing_is_said_with_its_extra(
     extra = name if name == "tensorboard" else f"'gerl[{name}]'"
     with pytest.raises(ConfigError) as error:
         check_trackers(config)
-    assert f"logger.trackers=[{name}]: " in str(error.value) and f"pip install {extra}, or leave" in str(error.value)
+    assert f"logger.trackers=[{name}]: " in str(error.value) and f"pip install {extra}, or remove" in str(error.value)
     check_trackers(LoggerConfig(trackers=[]))
