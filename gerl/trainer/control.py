@@ -17,12 +17,12 @@ class Control:
 
     def validate(self, step: int, possible: bool) -> bool:
         """Whether a validation after `step` was asked for; where it is not `possible`, the log says why."""
-        without = "step %d: a validation was asked for, and there are no held-out prompts (validation.data)"
-        return self._taken("validate", "step %d: validating, as asked" if possible else without, step)
+        without = "step %d: a validation was requested, but there are no held-out prompts (validation.data)"
+        return self._taken("validate", "step %d: validating, as requested" if possible else without, step)
 
     def save(self, step: int) -> bool:
         """Whether a checkpoint of `step` was asked for."""
-        return self._taken("save", "step %d: saving a checkpoint, as asked", step)
+        return self._taken("save", "step %d: saving a checkpoint, as requested", step)
 
     def stop(self, step: int) -> None:
         """Raise `Stopped` if the run was asked to end after `step`."""

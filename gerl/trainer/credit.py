@@ -191,8 +191,8 @@ def _diversity(algorithm: ShapedConfig, scored: Scored, rows: Sequence[int]) -> 
     found = _column(scored, algorithm.diversity_scorer, rows)
     if missing := int(found.isnan().sum()):
         raise RewardError(
-            f"algorithm.diversity={algorithm.diversity}: {algorithm.diversity_scorer} has no score for {missing} of "
-            f"the step's {len(rows)} images; look at the log for why, or use algorithm.diversity=none"
+            f"algorithm.diversity={algorithm.diversity}: {algorithm.diversity_scorer} has no score for {missing} "
+            f"of the step's {len(rows)} images; see the log for the reason, or use algorithm.diversity=none"
         )
     return found.float()
 
@@ -208,7 +208,7 @@ def conclude_validation(
     metrics, count, failed = scored.metrics(config.reward, validation=True), scored.measured, scored.unscored
     if not count:
         logger.info(
-            "step %d: %d held-out prompts are drawn; no scorer with a weight looks at them (people are asked in "
+            "step %d: %d held-out prompts are sampled; no scorer with a weight scores them (people vote in "
             "training only)",
             *(step, len(scored.samples)),
         )
@@ -228,7 +228,7 @@ def conclude_validation(
     i = scored.failed[0]
     first = unscored(f"held-out {scored.samples[i].prompt.text!r}", scored.failures[i])
     logger.warning(
-        "step %d: reward on %d of %s %.3f, %d not scored; it is compared with no other validation; %s",
+        "step %d: reward on %d of %s %.3f, %d not scored; it is excluded from comparisons with other validations; %s",
         *(
             step,
             count - failed,
@@ -241,7 +241,7 @@ def conclude_validation(
     totals = [
         scored.totals[k] for k in range(len(scored.samples)) if scored.totals[k] is not None or k in scored.failed
     ]
-    check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be left out")
+    check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be skipped")
     return metrics, None
 
 

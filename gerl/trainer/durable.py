@@ -162,7 +162,7 @@ class DurableRun:
             raise error
         self.recovery.allow(lost, error, deaths=1 if gone else len(lost))
         why = str(error).removesuffix(f"; {AGAIN}")  # nobody has to
-        logger.warning("%s; going on from step %d with %d new process(es)", why, self.state.step, len(lost))
+        logger.warning("%s; continuing from step %d with %d new process(es)", why, self.state.step, len(lost))
         if gone:
             self.start_ray_anew(error)
             lost = list(range(len(self.workers)))
@@ -173,7 +173,7 @@ class DurableRun:
         self.saved()  # what is written of a checkpoint ends
         self.abandon()
         self.recovery.forget_workers()
-        with waiting("starting Ray anew"):
+        with waiting("restarting Ray"):
             self.cluster.start_anew(error)
         self.workers.forget()
 
@@ -207,7 +207,7 @@ class DurableRun:
         else:
             self.begin()
         if self.state.step < before:
-            logger.warning("no worker is left that has step %d: going back to step %d", before, self.state.step)
+            logger.warning("no worker is left that has step %d: returning to step %d", before, self.state.step)
             self.tracker.close()
             rows = read_metrics(self.run_dir / "metrics.jsonl")
             self.recovery.count_again(row for row in rows if row["step"] > self.state.step)
@@ -262,7 +262,7 @@ class DurableRun:
         before, coef = self.algorithm.kl_coef, self.config.guard.raised(self.algorithm.kl_coef)
         self.weigh_kl(coef)
         if coef > before:
-            logger.warning("step %d: guard: the weight of the KL goes from %g to %g", self.state.step, before, coef)
+            logger.warning("step %d: guard: the weight of the KL changes from %g to %g", self.state.step, before, coef)
         else:
             logger.warning("step %d: guard: the weight of the KL stays at %g (guard.kl_most)", self.state.step, before)
 
@@ -280,11 +280,11 @@ class DurableRun:
         self.saving.finish()
         checkpoint = best_checkpoint(self.run_dir / "checkpoints", before=step)
         if checkpoint is None:
-            raise self.validations.ended("there is no checkpoint with a held-out reward from before; ")
+            raise self.validations.ended("there is no earlier checkpoint with a held-out reward; ")
         if self.state.rollbacks >= guard.rollbacks:
-            raise self.validations.ended(f"it had gone back guard.rollbacks={guard.rollbacks} times; ")
+            raise self.validations.ended(f"it has already rolled back guard.rollbacks={guard.rollbacks} times; ")
         times, coef = self.state.rollbacks + 1, guard.raised(self.algorithm.kl_coef)
-        with signals.deferred(), waiting(f"going back to step {checkpoint.step}"):
+        with signals.deferred(), waiting(f"rolling back to step {checkpoint.step}"):
             self.abandon()
             self.workers.run(HybridWorker.forget)
             self.load(checkpoint)
@@ -381,7 +381,7 @@ class DurableRun:
             self.send_weights(earlier=True)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start anew with "
+                f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start a new run with "
                 "checkpoint.resume=never"
             ) from None
         self.val_reward, self.validated_step = self.state.val_reward, self.state.step

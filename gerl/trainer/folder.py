@@ -37,8 +37,8 @@ def check_identity(checkpoint: Checkpoint, found: dict[str, str]) -> None:
     changed = [key for key, value in found.items() if known.get(key, value) != value]
     if changed:
         raise CheckpointError(
-            f"{checkpoint.path} cannot be resumed: the content of {' and '.join(changed)} changed since then; "
-            "restore it, or start anew with checkpoint.resume=never"
+            f"{checkpoint.path} cannot be resumed: the content of {' and '.join(changed)} has changed since then; "
+            "restore it, or start a new run with checkpoint.resume=never"
         )
 
 
@@ -113,8 +113,8 @@ def prepare_folder(run_dir: Path, composed: Composed, lock: RunLock) -> None:
         clear(run_dir)
         if checkpoint_paths(run_dir / "checkpoints"):
             raise ConfigError(
-                f"hydra.run.dir={run_dir}: there is a run with checkpoints in it; choose another folder, or carry that "
-                f"run on with {typed({'checkpoint.resume': str(run_dir)})}"
+                f"hydra.run.dir={run_dir}: it contains a run with checkpoints; choose another folder, or resume "
+                f"that run with {typed({'checkpoint.resume': str(run_dir)})}"
             )
         (run_dir / CURRENT).write_text(composed.yaml(), encoding="utf-8")
     except OSError as error:
@@ -155,7 +155,7 @@ def set_aside(run_dir: Path, step: int, drawn_too: bool = False) -> None:
     for name in (CURRENT, "metrics.jsonl", "guard.jsonl"):
         if (run_dir / name).exists():
             shutil.copyfile(run_dir / name, place / name)
-    logger.info("the run goes back to step %d: what it had after that is in %s", step, place)
+    logger.info("the run returns to step %d: its later data is in %s", step, place)
 
 
 def _step(picture: Path) -> int:

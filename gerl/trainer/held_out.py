@@ -108,7 +108,7 @@ class HeldOut:
         also = f" (and {', '.join(signal.key for signal in others)})" if others else ""
         return GuardError(
             f"step {first.step}: guard.action={self.config.guard.action} ended the run for {first.key}{also}: "
-            f"{first.text}; {why}look at the images in the report, and change the reward, or go on with "
+            f"{first.text}; {why}check the images in the report, and change the reward, or continue with "
             f"guard.ignored=[{','.join(signal.key for signal in self.fired)}] or guard.action=warn"
         )
 

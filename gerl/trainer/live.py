@@ -47,7 +47,7 @@ class Onlookers:
     def _say(self, error: GerlError) -> None:
         if not self.said:
             self.said = True
-            logger.warning("the page of the run lacks something: %s", error)
+            logger.warning("the page of the run is incomplete: %s", error)
 
 
 def keep_live(run_dir: Path, step: int, drawn: Drawn, credit: torch.Tensor) -> None:

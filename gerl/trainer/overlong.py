@@ -35,14 +35,14 @@ def without_overlong(
     if config.data.overlong == "error":
         first = next(p for p in [*prompts, *held_out] if p.text in lost)
         raise DataError(
-            f"data.overlong=error: prompt {first.id} is longer than the model reads, {first.text!r:.120}; shorten it, "
-            "or use data.overlong=drop or truncate"
+            f"data.overlong=error: prompt {first.id} exceeds the model's token limit, {first.text!r:.120}; shorten "
+            "it, or use data.overlong=drop or truncate"
         )
     left = [p for p in prompts if p.text not in lost], [p for p in held_out if p.text not in lost]
     if not left[0] or (held_out and not left[1]):
-        raise DataError("data.overlong=drop leaves no prompts: all are longer than the model reads; shorten them")
+        raise DataError("data.overlong=drop leaves no prompts: all exceed the model's token limit; shorten them")
     logger.warning(
-        "data.overlong=drop leaves %d of %d training prompts and %d of %d held-out ones",
+        "data.overlong=drop keeps %d of %d training prompts and %d of %d held-out ones",
         *(len(left[0]), len(prompts), len(left[1]), len(held_out)),
     )
     return left
@@ -51,9 +51,9 @@ def without_overlong(
 def sentences(found: CutPrompts, texts: Sequence[str]) -> list[str]:
     """One per tokenizer that cuts some of `texts`."""
     whole = found.tokenizers - len(found.by_tokenizer)
-    rest = f"; {whole} other(s) read them whole" if whole else ""
+    rest = f"; {whole} other(s) read them in full" if whole else ""
     return [
-        f"{len(cut)} of {len(texts)} prompts are longer than the {most} tokens that {name} reads, and are cut there: "
-        f"the first is {texts[cut[0]]!r:.100}{rest}"
+        f"{len(cut)} of {len(texts)} prompts exceed the {most} tokens that {name} reads, and are truncated: the "
+        f"first is {texts[cut[0]]!r:.100}{rest}"
         for name, (most, cut) in found.by_tokenizer.items()
     ]

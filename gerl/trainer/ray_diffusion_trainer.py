@@ -215,11 +215,11 @@ class RayDiffusionTrainer(DurableRun):
         for sentence in model.warnings:
             logger.warning("%s", sentence)
         ranks = f" of {cluster.ranks} ranks" if cluster.ranks > 1 else ""
-        what = "LoRA of %s parameters on" if config.model.train == "lora" else "%s weights trained of"
+        what = "LoRA of %s parameters on" if config.model.train == "lora" else "%s trained weights of"
         roles = ""
         if config.cluster.layout == "split":
             training, drawing = config.cluster.roles(cluster.num_workers)
-            roles = f" ({drawing} to draw, {training} to train)"
+            roles = f" ({drawing} for sampling, {training} for training)"
         logger.info(
             f"%s, {what} %s; %d worker(s)%s on %s%s; %d prompts, %d steps per epoch",
             *(model.pipeline, f"{model.trained_parameters:,}", " and ".join(model.denoisers)),

@@ -190,14 +190,14 @@ class Recovery:
         gone = {workers.numbers[i] for i in out}
         if any(gone.issuperset(group.numbers) for group in (self.roles.training, self.roles.drawing)):
             raise NoRoom(
-                f"Ray has no room for {len(out)} workers in place of those that died, after cluster.patience="
-                f"{self.settings.patience:g} s: ray status shows why"
+                f"Ray has no room for {len(out)} replacements of workers that died, after "
+                f"cluster.patience={self.settings.patience:g} s: ray status shows why"
             )
         numbers = [workers.numbers[i] for i in chosen if i not in out]
         for i in reversed(out):
             self._late[workers.leave_out(i)] = None
         if out:
-            logger.warning("Ray has no room for %d of the workers: the run goes on with %d", len(out), len(workers))
+            logger.warning("Ray has no room for %d of the workers: the run continues with %d", len(out), len(workers))
         return [workers.numbers.index(number) for number in numbers]
 
     def _anew(self, index: int) -> Pending[None]:
@@ -219,7 +219,7 @@ class Recovery:
             del self._late[number]
             self.workers.take_in(number, worker)
         if chosen:
-            logger.info("there is room for %d more workers: the run goes on with %d", len(chosen), len(self.workers))
+            logger.info("there is room for %d more workers: the run continues with %d", len(chosen), len(self.workers))
         return [self.workers.numbers.index(number) for number in chosen]
 
     def count_again(self, rows: Iterable[Mapping[str, float | None]]) -> None:

@@ -40,7 +40,7 @@ def save_from_any(workers: WorkerGroup[HybridWorker], save: Callable[[int], None
                 reasons.append(f"worker {worker} is gone")
             # the run is ending for another reason, and what a worker in an unknown state raises must not hide it
             except Exception as error:
-                logger.debug("worker %d has no checkpoint to give", worker, exc_info=True)
+                logger.debug("worker %d has no checkpoint to offer", worker, exc_info=True)
                 reasons.append(next(iter(str(error).splitlines()), type(error).__name__))
     return "; ".join(dict.fromkeys(reasons))
 
@@ -70,13 +70,13 @@ def say_how_to_go_on(error: BaseException, run_dir: Path, steps: int, step: int 
     if paths and _has_all(paths[-1], steps):
         error.add_note(
             f"the run is finished, its last checkpoint is {paths[-1]}: python -m gerl.run.report "
-            f"{typed({'run': str(run_dir)})} writes its report again"
+            f"{typed({'run': str(run_dir)})} rewrites its report"
         )
     elif paths:
         again = typed({"checkpoint.resume": str(run_dir)})
-        error.add_note(f"the newest checkpoint is {paths[-1]}: carry on with {again}")
+        error.add_note(f"the latest checkpoint is {paths[-1]}: resume with {again}")
     elif step:  # before the first one nothing is lost
-        error.add_note("there is no checkpoint: start anew")
+        error.add_note("there is no checkpoint: start a new run")
 
 
 def _has_all(path: Path, steps: int) -> bool:

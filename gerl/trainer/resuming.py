@@ -62,8 +62,8 @@ def open_run(arguments: Sequence[str]) -> RunFolder | None:
             lock.acquire()
         except OSError as error:
             raise ConfigError(
-                f"checkpoint.resume={asked.resume}: the run folder {run_dir} cannot be written "
-                f"({reason(error)}); give another"
+                f"checkpoint.resume={asked.resume}: the run folder {run_dir} cannot be written ({reason(error)}); "
+                "choose another"
             ) from None
         stack.callback(lock.release)
         clear(run_dir)  # what was asked of the run that is over
@@ -72,7 +72,7 @@ def open_run(arguments: Sequence[str]) -> RunFolder | None:
             raise _nothing_there(asked)
         if checkpoint is None or (asked.resume == "auto" and not asked.one_folder and _is_over(checkpoint, asked)):
             stack.close()
-            logger.info("nothing to resume in %s: starting anew", run_dir if asked.one_folder else run_dir.parent)
+            logger.info("nothing to resume in %s: starting a new run", run_dir if asked.one_folder else run_dir.parent)
             return _new_run(arguments, asked)
         folder = _resumed(arguments, asked, run_dir, checkpoint, lock)
         if folder is not None:
@@ -99,7 +99,7 @@ def _place(asked: Asked) -> tuple[Path | None, Path | None]:
         exists = bool(checkpoint_paths(run_dir / "checkpoints")) or alive_since(run_dir) is not None
         found = (run_dir if exists else None) if asked.one_folder else find_run_to_resume(looked)
         if found is None:
-            logger.info("nothing to resume in %s: starting anew", looked)
+            logger.info("nothing to resume in %s: starting a new run", looked)
         return found, None
     path = Path(asked.resume).expanduser()
     if any((path / name).exists() for name in (MANIFEST, STATE)):
@@ -111,8 +111,8 @@ def _place(asked: Asked) -> tuple[Path | None, Path | None]:
 
 def _nothing_there(asked: Asked) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint.resume={asked.resume}: there is no run with a checkpoint, nor a checkpoint; give its folder, auto "
-        "or never"
+        f"checkpoint.resume={asked.resume}: this is neither a run with a checkpoint nor a checkpoint; give the "
+        "folder of one, auto or never"
     )
 
 
@@ -136,8 +136,8 @@ def _resumed(
     steps = config.trainer.steps
     if steps < state.step:
         raise ConfigError(
-            f"trainer.steps={steps}: {checkpoint.path} is of step {state.step}; give more steps, or an earlier "
-            f"checkpoint by checkpoint.resume={run_dir}/checkpoints/step_N"
+            f"trainer.steps={steps}: {checkpoint.path} is of step {state.step}; set more steps, or an earlier "
+            f"checkpoint with checkpoint.resume={run_dir}/checkpoints/step_N"
         )
     if steps == state.step and not state.unlogged:
         _say_finished(run_dir, steps, found)
@@ -166,18 +166,22 @@ def read_configuration(file: Path) -> tuple[Settings, str, str]:
         _ = settings["algorithm"]["name"]
     except (OSError, yaml.YAMLError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"{file} is not the configuration of a run ({reason(error)}): restore it, or start anew with "
+            f"{file} is not the configuration of a run ({reason(error)}): restore it, or start a new run with "
             "checkpoint.resume=never"
         ) from None
     gone = unknown_keys(settings)
     idle = [key for key in gone if key.split(".")[0] in HARMLESS or _is_null(settings, key)]
     if refused := [key for key in gone if key not in idle]:
         raise ConfigError(
-            f"{file}: {' and '.join(refused)}: this version of gerl has no such key; remove it from the file to carry "
-            "the run on without it, or use the version that wrote it"
+            f"{file}: {' and '.join(refused)}: this version of gerl has no such key; remove it from the file to "
+            "resume the run without it, or use the version that wrote it"
         )
     if idle:
-        logger.warning("%s: there is no %s any more, which changes nothing: left out", file, " and no ".join(idle))
+        logger.warning(
+            "%s: ignored %s, which no longer exists and has no effect",
+            file,
+            " and ".join(idle),
+        )
     return without(settings, idle), experiment, preset
 
 
@@ -193,8 +197,8 @@ def _check_choices(asked: Asked, file: Path, experiment: str, preset: str, algor
     for key, given, own in (("experiment", asked.experiment, experiment), ("algorithm", chosen, preset or algorithm)):
         if key in asked.given and own and given != own:
             raise ConfigError(
-                f"{key}={given}: the run was started with {key}={own} ({file}), which cannot change; leave it out and "
-                "give the keys that shall change, or start anew with checkpoint.resume=never"
+                f"{key}={given}: the run was started with {key}={own} ({file}), which cannot change; remove it and "
+                "give only the keys to change, or start a new run with checkpoint.resume=never"
             )
 
 
@@ -210,8 +214,8 @@ def _refuse(found: Sequence[Change], path: Path, saved: Mapping[str, str], diges
             reasons.append(f"{change} ({FIXED[change.key]})")
     if reasons:
         raise ConfigError(
-            f"{path} cannot be resumed with {' and '.join(reasons)}: leave that as it was, or start anew "
-            "with checkpoint.resume=never"
+            f"{path} cannot be resumed with {' and '.join(reasons)}: restore the original value, or start a new "
+            "run with checkpoint.resume=never"
         )
 
 
@@ -227,11 +231,11 @@ def _is_moved_model(change: Change) -> bool:
 
 def _say_finished(run_dir: Path, steps: int, found: Sequence[Change]) -> None:
     """Say that a run is finished; raises `ConfigError` if a change was asked for that can no longer take effect."""
-    more = f"to train on give trainer.steps=M with M above {steps}"
+    more = f"to train further set trainer.steps=M with M above {steps}"
     late = [str(c) for c in found if c.key != "trainer.steps" and c.key.split(".")[0] not in HARMLESS]
     if late:
         raise ConfigError(f"{run_dir} is finished at step {steps}, too late for {', '.join(late)}; {more}")
-    logger.info("%s is finished at step %d: nothing is left to do; %s", run_dir, steps, more)
+    logger.info("%s is finished at step %d: there is nothing left to do; %s", run_dir, steps, more)
 
 
 def _say_what_is_kept(config: Config, asked: Asked) -> None:
@@ -246,4 +250,4 @@ def _say_what_is_kept(config: Config, asked: Asked) -> None:
             if key in asked.given
         )
         said = ", ".join(f"{key} {shown(old)} (not {shown(new)})" for key, old, new in map(astuple, kept))
-        logger.info("kept from the run, where %s has other values: %s", given, said)
+        logger.info("kept from the run, although %s has other values: %s", given, said)

@@ -71,8 +71,8 @@ class Rollouts:
         """In words, how many images are drawn, and which scorers are waited for; for another thread."""
         drawn = sum(self.sizes[i] for i in tuple(self.drawn))
         if drawn < self.total:
-            return f"{drawn} of {self.total} images are drawn"
-        return f"all {self.total} images are drawn, waiting for {' and '.join(self.scorers)}"
+            return f"{drawn} of {self.total} images sampled"
+        return f"all {self.total} images sampled, waiting for {' and '.join(self.scorers)}"
 
     @property
     def drawing(self) -> list[Pending[Images]]:
@@ -155,7 +155,7 @@ def meanwhile(manager: RewardManager, rollouts: Sequence[Rollouts]) -> Iterator[
         except Exception as error:  # noqa: BLE001 - raised by whoever waits
             manager.failure = error
 
-    server = threading.Thread(target=serve, name="drawing meanwhile", daemon=True)
+    server = threading.Thread(target=serve, name="sampling meanwhile", daemon=True)
     server.start()
     try:
         yield

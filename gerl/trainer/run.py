@@ -77,8 +77,8 @@ def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Ra
                 logger.info("%s", folder.composed.kept)
             if found := secrets(asdict(config)):
                 logger.warning(
-                    "the secret in %s stands in config.yaml and in the checkpoints' state.json, and nowhere else: pass "
-                    "on the lora folders of %s only",
+                    "the secret in %s is stored in config.yaml and in the checkpoints' state.json, and nowhere "
+                    "else: share only the lora folders of %s",
                     *(" and ".join(found), run_dir),
                 )
             logger.info("run folder: %s", run_dir)

@@ -79,7 +79,7 @@ def fill(workers: WorkerGroup[HybridWorker], members: Sequence[int], folder: Pat
         if found != len(members):
             raise CheckpointError(
                 f"{len(members)} processes wrote a checkpoint, of which {found} are in {folder.parent}: use a run "
-                "folder (hydra.run.dir) that all machines share"
+                "folder (hydra.run.dir) shared by all machines"
             )
         workers.submit(members[0], HybridWorker.start_denoisers, place)
         _wait(workers, members[:1])

@@ -113,7 +113,7 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"hydra.sweep.dir={folder}: the folder cannot be made ({reason(error)}); choose another"
+            f"hydra.sweep.dir={folder}: the folder cannot be created ({reason(error)}); choose another"
         ) from None
 
 
@@ -134,7 +134,7 @@ def _end(folder: Path, before: float) -> None:
 
 def _carry_on(folder: Path) -> str:
     again = typed({"checkpoint.resume": "auto", "hydra.sweep.dir": str(folder)})
-    return f"the same command with {again} carries on"
+    return f"the same command with {again} resumes it"
 
 
 def _plan(arguments: Sequence[str]) -> Plan:
@@ -154,12 +154,12 @@ def _plan(arguments: Sequence[str]) -> Plan:
     sweeper = given.get("hydra/sweeper", "basic")
     if not swept:
         raise ConfigError(
-            "-m: there is nothing to sweep over; give a key several values, such as trainer.seed=1,2, or leave -m out"
+            "-m: there is nothing to sweep over; give a key several values, such as trainer.seed=1,2, or remove -m"
         )
     if sweeper == "basic" and (interval := next((o for o in swept if not o.is_discrete_sweep()), None)):
         raise ConfigError(
-            f"{interval.input_line}: Hydra's own sweeper takes values, such as {interval.key_or_group}=1e-3,1e-4; an "
-            "interval needs that of a plugin, hydra/sweeper=optuna"
+            f"{interval.input_line}: Hydra's own sweeper takes values, such as {interval.key_or_group}=1e-3,1e-4; "
+            "an interval needs a sweeper plugin, hydra/sweeper=optuna"
         )
     settings = SETTINGS | (OPTUNA if sweeper == "optuna" else {}) | _names(swept)
     settings = {key: value for key, value in settings.items() if key not in given}
@@ -220,14 +220,15 @@ def _check(given: Mapping[str, str]) -> None:
     """Raise `ConfigError` for keys that a sweep cannot have."""
     if "hydra.run.dir" in given:
         raise ConfigError(
-            f"hydra.run.dir={given['hydra.run.dir']}: with -m each run has a folder of its own; give "
+            f"hydra.run.dir={given['hydra.run.dir']}: with -m each run has its own folder; set "
             "hydra.sweep.dir=FOLDER for all of them"
         )
     if params := next((key for key in given if key.startswith("hydra.sweeper.params")), None):
-        raise ConfigError(f"{params}: give the key itself what it is to be, such as actor.lr=interval(1e-5,1e-3)")
+        raise ConfigError(f"{params}: set the values on the key itself, such as actor.lr=interval(1e-5,1e-3)")
     if (resume := given.get("checkpoint.resume", "never")) not in ("auto", "never"):
         raise ConfigError(
-            f"checkpoint.resume={resume}: with -m give checkpoint.resume=auto and the sweep by hydra.sweep.dir=FOLDER"
+            f"checkpoint.resume={resume}: with -m use checkpoint.resume=auto and set the sweep with "
+            "hydra.sweep.dir=FOLDER"
         )
 
 

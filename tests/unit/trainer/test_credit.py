@@ -114,7 +114,7 @@ def test_held_out_prompts_that_only_people_could_score_have_no_reward_and_no_fai
         metrics, reward = conclude_validation(c, found, 6)
     expected = {"val/failures": 0.0, "val/b/mean": 7.0} | ({"val/reward/mean": 3.0} if asked else {})
     assert metrics == expected and reward == (3.0 if asked else None)
-    said = "reward on 1 held-out prompts 3.000" if asked else "4 held-out prompts are drawn; no scorer with a weight"
+    said = "reward on 1 held-out prompts 3.000" if asked else "4 held-out prompts are sampled; no scorer with a weight"
     assert len(caplog.messages) == 1 and f"step 6: {said}" in caplog.messages[0]
 
 
