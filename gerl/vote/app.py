@@ -142,7 +142,7 @@ def _add_run(app: FastAPI, ballots: Ballots, tokens: Tokens) -> None:
         group = asked(given.group)
         files, sources = await asyncio.to_thread(lambda: (_decoded(given.images), _decoded(given.sources, "source")))
         if files and len(files) != len(group.seeds):
-            raise RewardError(f"{len(files)} images came for {len(group.seeds)} seeds: send one each")
+            raise RewardError(f"got {len(files)} images for {len(group.seeds)} seeds: send one per seed")
         if files:
             tokens.keep()
         found = ballots.ask(group, given.prompts[0], files, sources)
@@ -216,7 +216,7 @@ def _decoded(images: list[str], kind: str = "image") -> list[bytes]:
         except (binascii.Error, ValueError):
             raise RewardError(f"{kind} {i} of {len(images)} is not base64: encode the bytes of its file") from None
         if not files[-1].startswith(PNG):
-            raise RewardError(f"{kind} {i} of {len(images)} is no PNG: send it as one")
+            raise RewardError(f"{kind} {i} of {len(images)} is not a PNG: send it as one")
     return files
 
 

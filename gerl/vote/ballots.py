@@ -79,7 +79,7 @@ class Ballots:
                     for name in row["groups"]:
                         self._take(self.ballots[name])
         except (KeyError, TypeError, RewardError) as error:
-            raise GerlError(f"{self.journal.path} has a line that fits no other ({error}): move it away") from None
+            raise GerlError(f"{self.journal.path} has an inconsistent line ({error}): move it away") from None
 
     def _add(self, ballot: Ballot) -> None:
         self.ballots[ballot.id] = ballot
@@ -200,7 +200,7 @@ class Ballots:
         except RewardError as error:
             raise Refused(str(error)) from None
         if voter in ballot.votes and ballot.votes[voter].used:
-            raise Refused(f"step {ballot.asked.step} has been trained with your vote on it already")
+            raise Refused(f"step {ballot.asked.step} has already been trained with your vote on it")
         self.sign(voter)
         ballot.holder, self.voted = None, self.clock()
         self._write({"kind": "vote", "group": name, "voter": voter, "ranks": given, "time": time.time()})
@@ -214,7 +214,7 @@ class Ballots:
         """Take the last vote of a voter back, who is shown the group again; raises `Refused` if it is too late."""
         ballot = self.undoable(voter)
         if ballot is None:
-            raise Refused("there is no vote to take back")
+            raise Refused("there is no vote to undo")
         if ballot.votes[voter].used:
             raise Refused(f"too late: step {ballot.asked.step} has been trained with that vote")
         if (held := self._held(voter)) is not None:

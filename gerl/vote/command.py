@@ -27,29 +27,29 @@ ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # every address of a machine, and t
 class Options:
     """The keys of the command line."""
 
-    voters: str | None = key("names of who votes, such as voters=anna,ben; each gets a link of their own")
+    voters: str | None = key("names of the voters, such as voters=anna,ben; each gets a personal link")
     votes: int = key(
-        "votes of different people on a group before it counts, their mean", 1, unit="a number, at least 1", low=1
+        "votes by different people on a group before it counts, with their mean", 1, unit="a number, at least 1", low=1
     )
-    host: str = key("where to listen; with another than the loopback links have tokens", "127.0.0.1")
-    port: int = key("where to listen; 0 takes a free one", 8100, unit="a port, 0 to 65535")
-    undo: int = key("seconds after the last vote of a step in which it can be taken back", 3, unit="seconds")
+    host: str = key("address to listen on; unless it is the loopback interface, links have tokens", "127.0.0.1")
+    port: int = key("port to listen on; 0 selects a free one", 8100, unit="a port, 0 to 65535")
+    undo: int = key("seconds after the last vote of a step in which it can be undone", 3, unit="seconds")
     lease: int = key(
-        "seconds without a sign of a voter after which others get the group", 120, unit="seconds, at least 1", low=1
+        "seconds of inactivity of a voter after which others get the group", 120, unit="seconds, at least 1", low=1
     )
     serve_only: bool = key("true: serve for a run elsewhere, with the scorer vote", False)
-    folder: Path | None = key("where the votes are kept, with serve_only=true; otherwise they are in the run folder")
+    folder: Path | None = key("folder for the votes, with serve_only=true; otherwise they are in the run folder")
 
 
 PARSER = Parser(
     "voting",
     "python -m gerl.vote",
     "[experiment=NAME] [key=value ...]",
-    "Train on what people prefer: a page shows the images of each prompt, and the LoRA learns from the votes.",
+    "Train on human preferences: a page shows the images of each prompt, and the LoRA learns from the votes.",
     Options,
     rest=True,
-    notes="All other keys are those of training (gerl train --help). The scorer vote takes the place of the "
-    "experiment's; reward.scorers.ocr.weight=0 adds one that only watches. checkpoint.resume=auto carries on.",
+    notes="All other keys are those of training (gerl train --help). The scorer vote replaces the experiment's; "
+    "reward.scorers.ocr.weight=0 adds one that only watches. checkpoint.resume=auto resumes.",
 )
 
 
@@ -87,10 +87,10 @@ def voters(text: str | None) -> list[str]:
     for name in names:
         if not NAME.fullmatch(name) or not name.isascii():
             raise ConfigError(
-                f"voters={text}: {name!r} is no name for a link; use letters of ASCII, digits and . @ + - _"
+                f"voters={text}: {name!r} is not a valid name for a link; use ASCII letters, digits and . @ + - _"
             )
     if len(set(names)) < len(names):
-        raise ConfigError(f"voters={text}: a name comes twice; give each voter another one")
+        raise ConfigError(f"voters={text}: a name is given twice; give each voter a different one")
     return names
 
 
@@ -151,8 +151,8 @@ def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
     """
     if whole := [o for o in overrides if re.match(r"\+*reward\.scorers(\.vote)?=", o)]:
         raise ConfigError(
-            f"{whole[0]}: the reward is what people vote; add a scorer beside it by reward.scorers.NAME.weight=W, 0 to "
-            "only watch it"
+            f"{whole[0]}: the reward comes from votes; add a scorer with reward.scorers.NAME.weight=W, 0 to only "
+            "watch it"
         )
     example = "reward.scorers={vote: {kwargs: {url: 'http://127.0.0.1:1'}}}"
     asked = asked_for([example, *overrides])
@@ -163,7 +163,7 @@ def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
             given.append(f"hydra.run.dir={run_dir}")
         config = compose_run([example, *overrides]).config
         if config.rollout.n < 2:
-            raise ConfigError("rollout.n=1: people choose among the images of a prompt; give 2 or more, such as 4")
+            raise ConfigError("rollout.n=1: people choose among the images of a prompt; use 2 or more, such as 4")
         return run_dir, config.trainer.steps, given
     settings = read_configuration(run_dir / "config.yaml")[0]
     return run_dir, compose_changes(settings, [example, *overrides]).trainer.steps, given

@@ -47,7 +47,7 @@ def asked(values: object) -> Asked:
         where = ".".join(["group", *map(str, first["loc"])])
         raise RewardError(f"{where}: {first['msg']} (is the run of another version of gerl?)") from None
     if len(found.digests) != len(found.seeds):
-        raise RewardError(f"group: {len(found.digests)} digests for {len(found.seeds)} seeds: send one an image")
+        raise RewardError(f"group: {len(found.digests)} digests for {len(found.seeds)} seeds: send one per image")
     return found
 
 

@@ -32,14 +32,14 @@ class Journal:
             content = self.path.read_bytes()
             end = content.rfind(b"\n") + 1
             if end < len(content):
-                logger.warning("%s ends in the middle of a line, which is left out", self.path)
+                logger.warning("%s ends with an incomplete line, which is ignored", self.path)
                 with self.path.open("r+b") as file:
                     file.truncate(end)
             rows = [json.loads(line) for line in content[:end].splitlines()]
         except (OSError, ValueError) as error:
             raise GerlError(f"{self.path} cannot be read ({reason(error)}): repair it, or move it away") from None
         if any(not isinstance(row, dict) or "kind" not in row for row in rows):
-            raise GerlError(f"{self.path} is no journal of votes: move it away")
+            raise GerlError(f"{self.path} is not a journal of votes: move it away")
         return rows
 
     def append(self, row: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ SKIPPED = 0.5  # the score of all images where they are all equal
 def checked(ranks: Sequence[int], count: int) -> list[int]:
     """Ranks `[count]` without gaps: 1, 2, ...; ties share one. Raises `RewardError` for what is none."""
     if len(ranks) != count or any(not 1 <= rank <= count for rank in ranks):
-        raise RewardError(f"ranks {list(ranks)!r:.80}: give one from 1 to {count} for each of the {count} images")
+        raise RewardError(f"ranks {list(ranks)!r:.80}: expected one from 1 to {count} for each of the {count} images")
     levels = sorted(set(ranks))
     return [levels.index(rank) + 1 for rank in ranks]
 

@@ -48,7 +48,7 @@ def serving(listener: socket.socket, ballots: Ballots, tokens: Tokens) -> Iterat
         deadline = time.monotonic() + STARTING
         while not server.started:
             if not thread.is_alive() or time.monotonic() > deadline:
-                raise GerlError("the vote service does not start: its log says why")
+                raise GerlError("the vote service failed to start: see its log")
             time.sleep(0.01)
         yield thread
     finally:

@@ -76,13 +76,13 @@ class Tokens:
         if path.startswith("/v1/"):
             if self.run is None or is_token(bearer(request.headers), self.run):
                 return Visit(path, MAX_IMAGES)
-            words = "the token of this service is wanted, and none or another came: name it in token_file or token_env"
+            words = "this service requires its token, and none or another was sent: set it in token_file or token_env"
             return refused(401, words, {"WWW-Authenticate": "Bearer"})
         if self.run is None:
             return Visit(path, MAX_VOTE, ANYBODY)
         match = LINK.match(path)
         if match is None or not is_token(match[2], self.voters.get(match[1])):
-            return refused(401, "this is no link of a voter: use the one that gerl vote printed")
+            return refused(401, "this is not the link of a voter: use the one that gerl vote printed")
         return Visit(match[3], MAX_VOTE, match[1]) if match[3] else RedirectResponse(path + "/")
 
 

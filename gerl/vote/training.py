@@ -33,7 +33,7 @@ def train(arguments: Sequence[str], token: str | None, ended: Callable[[str], No
                 if not server.is_alive():
                     process.send_signal(signal.SIGTERM)
                     process.wait()
-                    raise TrainingError("the vote service stopped, and the run with it: its log says why")
+                    raise TrainingError("the vote service stopped, and the run with it: see its log")
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(LOOK)
         except KeyboardInterrupt as error:
@@ -48,7 +48,7 @@ def train(arguments: Sequence[str], token: str | None, ended: Callable[[str], No
         return
     ended("The run was stopped." if process.returncode > 128 else "The run ended with an error.")
     how = f"by {signals.name(-process.returncode)}" if process.returncode < 0 else f"with {process.returncode}"
-    raise TrainingError(f"the run ended {how}: what it said stands above, and the votes are kept")
+    raise TrainingError(f"the run ended {how}: see its output above; the votes are kept")
 
 
 @contextlib.contextmanager

@@ -32,21 +32,21 @@ class Request:
 
     run: Path = key("a run folder, or a folder with runs in it", Path("outputs"))
     port: int | None = key(
-        f"where to listen; 0 takes a free one; default: {PAGE}, or a free one where that is taken",
+        f"port to listen on; 0 selects a free one; default: {PAGE}, or a free one if that is taken",
         unit="a port, 0 to 65535",
         low=0,
     )
     host: str = key(
-        "the address to listen at; one that other machines can reach, such as 0.0.0.0, wants a token", "127.0.0.1"
+        "the address to listen on; one that other machines can reach, such as 0.0.0.0, requires a token", "127.0.0.1"
     )
-    token: str | None = key("who opens the page must know it; default: none on this machine, else a random one")
+    token: str | None = key("required to open the page; default: none on this machine, otherwise a random one")
 
 
 PARSER = Parser(
     "the page",
     "python -m gerl.watch",
     "[run=FOLDER] [key=value ...]",
-    "Watch a run in a browser while it trains, or afterwards; closing the page changes nothing in the run.",
+    "Watch a run in a browser while it trains, or afterwards; closing the page does not affect the run.",
     Request,
     bare="run",
 )
@@ -65,7 +65,7 @@ def serve(request: Request, stop: threading.Event) -> None:
     """Serve the page until `stop` is set; raises `GerlError` if that is not possible."""
     folders = Folders.of(request.run)
     if request.token is not None and not TOKEN.fullmatch(request.token):
-        raise ConfigError("token: use letters of ASCII, digits and _ - . ~, as they stand in an address")
+        raise ConfigError("token: use ASCII letters, digits and _ - . ~, as they appear in an address")
     if request.port is not None and request.port > 65535:
         raise ConfigError(f"port={request.port}: expected a port, 0 to 65535")
     with importing():
@@ -92,11 +92,11 @@ def serve(request: Request, stop: threading.Event) -> None:
         thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
         thread.start()
         _on_signals(stop)
-        logger.info("%s\nCtrl-C ends the page, not the runs", "\n".join(addresses(request.host, listener, token)))
+        logger.info("%s\nCtrl-C closes the page, not the runs", "\n".join(addresses(request.host, listener, token)))
         try:
             while not stop.wait(LOOK):
                 if not thread.is_alive():
-                    raise GerlError("the server of the page stopped: its log says why")
+                    raise GerlError("the page's server stopped: see its log")
         finally:
             site.close()
             server.should_exit = True
@@ -117,7 +117,7 @@ def opened(host: str, port: int | None) -> socket.socket:
     if port is None:
         with contextlib.suppress(ConfigError):
             return listen(host, PAGE)
-    return listen(host, port or 0, "port=0 takes a free one")
+    return listen(host, port or 0, "port=0 selects a free one")
 
 
 def addresses(host: str, listener: socket.socket, token: str | None) -> list[str]:

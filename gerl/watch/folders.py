@@ -28,7 +28,9 @@ class Folders:
     def of(cls, given: Path) -> "Folders":
         """Those of a run folder and the ones beside it, or of a folder with runs in it; raises `GerlError`."""
         if not given.is_dir():
-            raise GerlError(f"run={given}: there is no such folder; give a run folder, or one with runs, as outputs/")
+            raise GerlError(
+                f"run={given}: there is no such folder; give a run folder, or one with runs, such as outputs/"
+            )
         folder = given.resolve()
         if not is_run(folder):
             return cls(folder)

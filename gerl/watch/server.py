@@ -55,7 +55,7 @@ class Site:
         if name not in self._runs:
             found = self.folders.found()
             if name not in found:
-                raise Unknown(f"there is no run {name[:200]!r} below the folder that is watched")
+                raise Unknown(f"there is no run {name[:200]!r} below the watched folder")
             self._runs.setdefault(name, RunData(name, found[name]))
         return self._runs[name]
 
@@ -155,7 +155,7 @@ def _admit(token: str | None, request: Request) -> Visit | Response:
     if token is None:
         return Visit(path, BODY)
     if not any(is_token(each, token) for each in given):
-        return refused(401, "open the page by the address that the command printed: it has the token")
+        return refused(401, "open the page with the address that the command printed: it has the token")
     return Visit(path, BODY, headers=headers)
 
 
@@ -163,7 +163,7 @@ def number(request: Request, name: str, default: int = -1) -> int:
     """A whole number of the query; raises `Unknown` for anything else."""
     text = request.query_params.get(name, str(default))
     if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdigit() or len(text) > 12:
-        raise Unknown(f"{name}={text[:40]!r} is no whole number")
+        raise Unknown(f"{name}={text[:40]!r} is not an integer")
     return int(text)
 
 
@@ -241,7 +241,7 @@ async def _control(site: Site, request: Request) -> Response:
 def _ask(site: Site, name: str, command: Any) -> Response:
     run = site.run(name)
     if alive_since(run.folder) is None:
-        return refused(409, "the run is not training: there is nobody who could do this")
+        return refused(409, "the run is not training, so it cannot do this")
     ask(run.folder, command)
-    logger.info("%s: asked to %s", name, command)
+    logger.info("%s: requested to %s", name, command)
     return JSONResponse({"asked": command})

@@ -149,8 +149,8 @@ def test_the_page_itself_may_send(shared: str) -> None:
     ("content", "said"),
     [
         ({"images": ["%"] * 3}, "not base64"),
-        ({"images": ["aGVsbG8="] * 3}, "no PNG"),
-        ({"images": [base64.b64encode(pngs()[0]).decode()]}, "1 images came for 3 seeds"),
+        ({"images": ["aGVsbG8="] * 3}, "not a PNG"),
+        ({"images": [base64.b64encode(pngs()[0]).decode()]}, "got 1 images for 3 seeds"),
         ({"sources": ["%"]}, "source 0 of 1 is not base64"),
         ({"scorer": "ocr"}, "vote"),
         ({"group": {}}, "group"),

@@ -57,8 +57,8 @@ def test_a_run_that_is_carried_on_has_its_own_folder_and_steps(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("reward.scorers={a: {path: b.py}}", "the reward is what people vote"),
-        ("+reward.scorers.vote={weight: 2}", "the reward is what people vote"),
+        ("reward.scorers={a: {path: b.py}}", "the reward comes from votes"),
+        ("+reward.scorers.vote={weight: 2}", "the reward comes from votes"),
         ("rollout.n=1", "at least 2"),
         ("trainer.stepz=1", "did you mean"),
     ],
@@ -70,7 +70,7 @@ def test_what_cannot_be_voted_on_is_refused_before_anything_starts(given: str, s
 
 def test_a_run_that_fails_is_said_to_voters_too(capfd: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    with pytest.raises(TrainingError, match="the run ended with 2: what it said stands above, and the votes are kept"):
+    with pytest.raises(TrainingError, match="the run ended with 2: see its output above; the votes are kept"):
         train(["trainer.stepz=1"], None, said.append, threading.main_thread())
     assert said == ["The run ended with an error."] and "trainer.stepz" in capfd.readouterr().err
 

@@ -21,7 +21,7 @@ def test_a_line_that_was_cut_off_is_taken_off(tmp_path: Path, caplog: pytest.Log
     journal.append({"kind": "vote"})
     with journal.path.open("ab") as file:
         file.write(b'{"kind": "vo')
-    assert Journal(tmp_path).replay() == [{"kind": "vote"}] and "middle of a line" in caplog.text
+    assert Journal(tmp_path).replay() == [{"kind": "vote"}] and "incomplete line" in caplog.text
     again = Journal(tmp_path)
     again.append({"kind": "undo"})
     assert [row["kind"] for row in Journal(tmp_path).replay()] == ["vote", "undo"]

@@ -44,7 +44,7 @@ def test_a_package_that_is_missing_names_the_extra(
 
 
 def test_the_usual_port_or_a_free_one_and_never_another_than_was_asked_for() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="port=0 takes a free one"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="port=0 selects a free one"):
         opened("127.0.0.1", taken.getsockname()[1])
     with opened("127.0.0.1", None) as first, opened("127.0.0.1", None) as second:
         assert second.getsockname()[1] not in (PAGE, first.getsockname()[1])
