@@ -103,7 +103,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(
         kill(process, name, 0)
     out, log = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in log and not out and not left(tmp_path), out + log
-    assert log.count("without which Ray ends") == len(OF_RAY) and "going back" not in log, log
+    assert log.count("without which Ray cannot run") == len(OF_RAY) and "returning to step" not in log, log
     run.assert_same(whole, STEPS)
     assert sum(run.column("scorer/bright/restarts")) == 1 and sum(run.column("cluster/restarts")) == 2 * len(OF_RAY)
 

@@ -176,7 +176,7 @@ def test_an_image_without_a_score_is_listed_or_stops(
         (["out=x", "lora=."], 2, "has no pytorch_lora_weights.safetensors"),
         (["out=x", "validation.data=null"], 2, "prompts is missing, and signs has no validation.data"),
         (["out=x", "prompts=gone.txt"], 1, "prompts=gone.txt: prompt file gone.txt does not exist"),
-        (["out=x", "model=./gone"], 1, "model.path='./gone' is no pipeline"),
+        (["out=x", "model=./gone"], 1, "model.path='./gone' is not a pipeline"),
         (["out=x", "reward.scorers.seed.path=s.py"], 2, "reward.scorers.seed: this name is a column of scores.csv"),
     ],
 )

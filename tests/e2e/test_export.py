@@ -234,13 +234,13 @@ def test_the_best_checkpoint_is_taken_else_the_newest(
         return caplog.text
 
     assert "step 20, the best: held-out reward 0.900" in exported(f"run={run}")
-    assert "step 10, as asked for" in exported(f"run={run}", "step=10")
-    assert "step 30, as asked for" in exported(f"run={run / 'checkpoints' / 'step_30'}")
+    assert "step 10, as requested" in exported(f"run={run}", "step=10")
+    assert "step 30, as requested" in exported(f"run={run / 'checkpoints' / 'step_30'}")
     damage(run, 20)
     said = exported(f"run={run}")
     assert "step_20 is damaged" in said and "step 10, the best: held-out reward 0.500" in said
     damage(run, 10)
-    assert "step 30, the newest" in exported(f"run={run}")
+    assert "step 30, the latest" in exported(f"run={run}")
 
 
 def test_a_checkpoint_that_cannot_be_used(
@@ -256,7 +256,7 @@ def test_a_checkpoint_that_cannot_be_used(
     assert "is the checkpoint of step 20" in refused(f"run={run / 'checkpoints' / 'step_20'}", "step=10")
     for step in (10, 20, 30):
         damage(run, step)
-    assert "step_20 is damaged: 'state.safetensors' is not the file" in refused(f"run={run}", "step=20")
+    assert "step_20 is damaged: 'state.safetensors' differs from the file" in refused(f"run={run}", "step=20")
     assert "all its checkpoints are damaged, of step 10, 20, 30" in refused(f"run={run}")
     (run / "checkpoints" / "step_30" / "manifest.json").unlink()
     assert "step_30 is damaged: 'manifest.json' is missing" in refused(f"run={run / 'checkpoints' / 'step_30'}")
@@ -275,15 +275,15 @@ def test_a_folder_with_files_is_left_alone(
     for name in ("notes.txt", WEIGHTS):
         (out / name).write_text("mine")
     sd3.export(out, expect=2)
-    assert "the folder has files in it; choose another, or add overwrite=true" in capsys.readouterr().err
+    assert "the folder is not empty; choose another, or add overwrite=true" in capsys.readouterr().err
     assert (out / WEIGHTS).read_text() == "mine"
     sd3.export(out, "overwrite=true")
     assert (out / "notes.txt").read_text() == "mine" and len(load_file(out / WEIGHTS)) > 1
     assert sorted(path.name for path in out.iterdir()) == ["notes.txt", WEIGHTS]
     before = {path: path.read_bytes() for path in sd3.model.rglob("*") if path.is_file()}
     for place_of_it, why in (
-        (sd3.model, "it lies in the base model"),
-        (sd3.run / "checkpoints" / "step_10" / "lora", "it lies in the checkpoint"),
+        (sd3.model, "it is inside the base model"),
+        (sd3.run / "checkpoints" / "step_10" / "lora", "it is inside the checkpoint"),
         (out / WEIGHTS, "it is a file; give a folder"),
     ):
         sd3.export(place_of_it, "format=merged", "overwrite=true", expect=2)
@@ -308,7 +308,7 @@ def test_the_base_model_is_needed_only_where_it_is_read(
         assert main([f"run={run}", f"out={tmp_path / format}", f"format={format}"]) == 0
     for format in ("kohya", "merged"):
         said = refused(1, f"format={format}")
-        assert "is no pipeline: there is no folder" in said and "model=FOLDER says where" in said
+        assert "is not a pipeline: there is no folder" in said and "model=FOLDER" in said
         for other, why in (("wan", "the LoRA does not fit transformer of"), ("sd15", "has no transformer")):
             assert why in refused(1, f"format={format}", f"model={place(other).model}")
         assert main([f"run={run}", f"out={tmp_path / format}", f"format={format}", f"model={sd3.model}"]) == 0

@@ -74,15 +74,15 @@ def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(
     whole = command("guard.action=rollback", "guard.rollbacks=1", "logger.report=true")
     assert main(whole) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "guard.action=rollback ended the run" in error and "gone back guard.rollbacks=1 times" in error
+    assert "guard.action=rollback ended the run" in error and "rolled back guard.rollbacks=1 times" in error
     run = run_of(tmp_path / "run")
     rows = read_guard(run.folder)
     back = [row for row in rows if row["signal"] == "rollback"]
     assert [(row["threshold"], row["action"]) for row in back] == [(0.01, "rollback")]
     assert run.column("guard/rollbacks")[-1] == 1 and run.column("guard/kl_coef")[-1] == 0.01
     assert [row["step"] for row in run.metrics] == list(range(run.metrics[-1]["step"] + 1))
-    assert "went back here from step" in (run.folder / "report.html").read_text()
-    assert len([r for r in caplog.records if "guard: the run went back here" in r.message]) == 1
+    assert "returned here from step" in (run.folder / "report.html").read_text()
+    assert len([r for r in caplog.records if "guard: the run returned here" in r.message]) == 1
     target, first = back[0]["step"], int(back[0]["value"])
     aside = run.folder / "abandoned" / f"after_step_{target}"
     assert f'"step": {first}' in (aside / "guard.jsonl").read_text()

@@ -51,7 +51,7 @@ def test_groups_without_a_difference_are_said_and_a_resumed_run_says_the_same(
     name = scorer(workplace, "by_prompt.py", "len(prompts[i]) / 100")
     folder = tmp_path / "a" / "run"
     whole = train(folder, *SMALL, scorer=name, trainer__steps=PATIENCE + 1)
-    found = [record.message for record in caplog.records if "nothing to learn from" in record.message]
+    found = [record.message for record in caplog.records if "no training signal" in record.message]
     assert len(found) == 1 and "rollout.n=2" in found[0] and "sampling.noise_level=0.7" in found[0]
     assert "algorithm.dynamic_sampling" in found[0] and f"{PATIENCE} steps" in found[0]
     assert max(whole.column("health/bright/constant_steps")) < PATIENCE
@@ -60,7 +60,7 @@ def test_groups_without_a_difference_are_said_and_a_resumed_run_says_the_same(
     caplog.clear()
     resumed = train(half, *SMALL, f"checkpoint.resume={half}", scorer=name, trainer__steps=PATIENCE + 1)
     assert resumed.untimed() == whole.untimed()
-    assert [record.message for record in caplog.records if "nothing to learn from" in record.message] == found
+    assert [record.message for record in caplog.records if "no training signal" in record.message] == found
 
 
 def test_a_run_that_learns_is_not_warned_of(train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -115,6 +115,6 @@ def test_a_memory_that_is_full_divides_micro_batches_and_changes_nothing(
     monkeypatch.setattr(diffusers.SD3Transformer2DModel, "forward", in_a_small_memory)
     small = train(tmp_path / "small", actor__lr=0.01)
     assert float((small.lora(2) - plain.lora(2)).norm() / plain.lora(2).norm()) < 1e-3
-    said = [message for message in caplog.messages if "the memory does not hold the" in message]
+    said = [message for message in caplog.messages if "not enough memory" in message]
     assert len(said) == 2 and re.search("rollout of 4 images: 2 at a time.*rollout.micro_batch_size", said[0]), said
-    assert re.search("update of 2 images: 1 at a time.*same gradient.*actor.micro_batch_size", said[1])
+    assert re.search("update 2 images at once: 1 at a time.*same gradient.*actor.micro_batch_size", said[1])

@@ -46,8 +46,8 @@ def test_a_size_that_is_rounded(tmp_path: Path) -> None:
 def test_prompts_that_are_cut(tmp_path: Path) -> None:
     kernel = {"kernel": "ddim", "guidance_scale": 1.0}
     said = lines(tiny.sd15(), tmp_path / "run", LONG, **kernel)
-    assert len([line for line in said if line.startswith("2 of 3 prompts are longer than the 14 tokens")]) == 1
-    assert not any("truncated" in line for line in said), "counted, not repeated for each"
+    assert len([line for line in said if line.startswith("2 of 3 prompts exceed the 14 tokens")]) == 1
+    assert not any("was truncated" in line for line in said), "counted, not repeated for each"
 
     def overlong(what: str) -> dict[str, Any]:
         given = {"height": 16, "width": 16, "num_inference_steps": 3, **kernel}
@@ -57,7 +57,7 @@ def test_prompts_that_are_cut(tmp_path: Path) -> None:
         gerl.train(tiny.sd15(), bright, LONG, **overlong("error"))
     with heard() as heard_of:
         run = gerl.train(tiny.sd15(), bright, [*LONG, "blue"], held_out=LONG, **overlong("drop"))
-    assert any("leaves 2 of 4 training prompts and 1 of 3 held-out ones" in line for line in heard_of())
+    assert any("keeps 2 of 4 training prompts and 1 of 3 held-out ones" in line for line in heard_of())
     assert {picture.prompt for picture in run.images()} == {"a fox"}
 
 
@@ -70,4 +70,4 @@ def test_an_evaluation_says_the_same(tmp_path: Path) -> None:
         )  # fmt: skip
     assert any(re.search(r"27 x 36.*16 x 32", line) for line in said())
     assert any("true_cfg_scale" in line and "negative_prompt" in line for line in said())
-    assert any(line.startswith("1 of 2 prompts are longer than the 512 tokens") for line in said())
+    assert any(line.startswith("1 of 2 prompts exceed the 512 tokens") for line in said())

@@ -163,7 +163,7 @@ def test_the_hub_receives_the_folder(finished: Any, folder: Path, hub: Server, t
     assert "load_lora_weights('owner/mine')" in received["README.md"].decode()
 
     code, said = push(hub, tmp_path, *given)
-    assert code == 2 and "owner/mine: it is there already and has 7 files" in said and "overwrite=true" in said
+    assert code == 2 and "owner/mine: it already exists and has 7 files" in said and "overwrite=true" in said
     (hub.root / "owner/mine/README.md").write_text("old")
     code, said = push(hub, tmp_path, *given, "overwrite=true")
     assert code == 0 and contents(hub.root / "owner/mine") == received, said
@@ -175,7 +175,7 @@ def test_what_keeps_an_upload_from_working_is_said_before_anything_is_made(
     given, out = [f"run={finished.folder}", "step=2"], f"out={tmp_path / 'out'}"
     wrong = [
         (["push=owner/mine"], {"HF_TOKEN": ""}, "hf auth login"),
-        (["push=owner/mine"], {"HF_TOKEN": "hf_other"}, "does not know the token"),
+        (["push=owner/mine"], {"HF_TOKEN": "hf_other"}, "rejects the token"),
         (["push=owner/mine"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
         (["push=owner/mine"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot be reached"),
     ]
@@ -184,7 +184,7 @@ def test_what_keeps_an_upload_from_working_is_said_before_anything_is_made(
         assert code == 2 and said.startswith("error: push=owner/mine: ") and message in said, said
         assert said.count("\n") == 1 and not (tmp_path / "out").exists()
     code, said = push(hub, tmp_path / "home", *given, out, "push=other/mine")
-    assert code == 1 and "does not let you write" in said.splitlines()[-1]
+    assert code == 1 and "denies write access" in said.splitlines()[-1]
     assert set(contents(tmp_path / "out")) == FILES  # what was made stays
     (hub.root / "owner/open").mkdir(parents=True)
     code, said = push(hub, tmp_path / "home", *given, "push=owner/open", "private=true")

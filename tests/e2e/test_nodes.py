@@ -123,6 +123,6 @@ def test_a_head_that_dies_ends_a_run_with_its_newest_step(
     assert process.returncode == 1 and "Traceback" not in log, log
     assert (
         re.match(rf"error: Ray's \w+ service \({service}\) at .* is gone", said, re.IGNORECASE)
-        and f"step_{newest}: carry on with" in said
+        and f"step_{newest}: resume with" in said
     ), log
     assert run.checkpoint(newest).is_dir()

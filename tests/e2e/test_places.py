@@ -123,7 +123,7 @@ def test_workers_come_back_and_scorers_go_on_with_fewer_processes_until_there_is
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.strip().splitlines()
-    (warning,) = [line for line in said if "goes on with 1 of 2 processes" in line]
+    (warning,) = [line for line in said if "continues with 1 of 2 processes" in line]
     assert "no room for scorer bright, process" in warning
     assert said[-1].startswith("Ray has no room for scorer bright, 1 process of ") and "free are" in said[-1], said
     assert "1 GPU" in said[-1] and "0 GPU" in said[-1] and "cluster.patience=1 s" in said[-1]

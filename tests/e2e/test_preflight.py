@@ -56,7 +56,7 @@ def test_a_run_is_looked_at_without_rewards_and_prompts(preflight: Preflight, tm
 
 def test_an_algorithm_without_a_ratio_and_a_file_of_prompts(preflight: Preflight) -> None:
     found = preflight(algorithm="awm_fast", rollout__micro_batch_size=3)
-    assert found["probe"] is None and "compares no probabilities" in found["text"]
+    assert found["probe"] is None and "does not compare probabilities" in found["text"]
     assert found["prompts"] == 6 and found["steps_per_epoch"] == 3
     (warning,) = found["warnings"]
     assert "rollout.micro_batch_size=3" in warning and "2 of 3 and 1 of 2" in warning and "2 or 4" in warning
@@ -71,7 +71,7 @@ def test_a_replaced_scheduler_and_a_denoiser_that_does_not_run(preflight: Prefli
     found = preflight(*call, model__path=tmp_path / "wan", rollout__micro_batch_size=2)
     assert found["scheduler"] == "FlowMatchEulerDiscreteScheduler" and found["run"]["unit"] == "video"
     replaced, idle = found["warnings"][:2]
-    assert "in place of the pipeline's UniPCMultistepScheduler" in replaced
+    assert "instead of the pipeline's UniPCMultistepScheduler" in replaced
     assert "no gradient reached the LoRA of transformer_2 at the trained steps [0]" in idle
     assert found["run"]["gradients"]["transformer"] > 0 == found["run"]["gradients"]["transformer_2"]
 
@@ -80,7 +80,7 @@ def test_pictures_are_made_up(preflight: Preflight, tmp_path: Path) -> None:
     zoo.conditioned.sd3_inpaint().save_pretrained(tmp_path / "inpaint")
     keys = {"model__path": tmp_path / "inpaint", "rollout__micro_batch_size": 2, "algorithm": "awm_fast"}
     (_, note, *_) = preflight(data__train=tmp_path / "to_come.jsonl", **keys)["notes"]
-    assert note.startswith("the pictures for image and")
+    assert note.startswith("the images for image and")
     (problem,) = preflight(expect=1, **keys)["problems"]
     assert "StableDiffusion3InpaintPipeline needs image and mask_image" in problem and "train.txt" in problem
 
@@ -89,8 +89,8 @@ def test_pictures_are_made_up(preflight: Preflight, tmp_path: Path) -> None:
     ("keys", "words"),
     [
         ({"model__lora_targets": "nothing"}, ["model.lora_targets='nothing' matches none", "look like"]),
-        ({"sampling__height": 18}, ["does not draw with these arguments", "divisible by", "sampling.height"]),
-        ({"sampling__kernel": "ddim", "model__path": "nowhere/at/all"}, ["model.path", "is no pipeline"]),
+        ({"sampling__height": 18}, ["fails with these arguments", "divisible by", "sampling.height"]),
+        ({"sampling__kernel": "ddim", "model__path": "nowhere/at/all"}, ["model.path", "is not a pipeline"]),
     ],
 )
 def test_what_cannot_train_is_said_in_a_sentence(preflight: Preflight, keys: dict[str, Any], words: list[str]) -> None:

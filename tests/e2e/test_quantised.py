@@ -25,7 +25,7 @@ def test_a_run_on_a_quantised_base(
 
     with caplog.at_level("INFO", logger="gerl"):
         assert export([f"run={run.folder}", f"out={tmp_path / 'out'}", "format=merged", "weights=raw", "step=2"]) == 0
-    assert f"trained on {model}, quantised to int8" in caplog.text and "before they were quantised" in caplog.text
+    assert f"trained on {model}, quantised to int8" in caplog.text and "before quantisation" in caplog.text
     base, merged = (diffusers.DiffusionPipeline.from_pretrained(path) for path in (model, tmp_path / "out"))
     trained = {name.removeprefix("lora/"): t for name, t in run.state(2).items() if name.startswith("lora/")}
     layers = collect_loras(trained, 8.0)["transformer"].halves

@@ -77,8 +77,8 @@ def test_workers_may_die_or_hang_in_every_phase(
     assert sum(run.column("cluster/restarts")) >= len(wished) - 1  # the others are of a start
     assert min(run.column("cluster/lost_s")[1:]) > 0  # step 1 was not disturbed
     assert re.search(r"\d+ workers that died, .* lost", (run.folder / "report.html").read_text())
-    assert "going on from step 5 with 2 new process(es)" in caplog.text
-    assert re.search(r"no answer of worker 0.* for 12 s; .*hang_after.*going on from step 4", caplog.text)
+    assert "continuing from step 5 with 2 new process(es)" in caplog.text
+    assert re.search(r"no answer from worker 0.* for 12 s; .*hang_after.*continuing from step 4", caplog.text)
     assert "Traceback" not in capsys.readouterr().err + caplog.text
 
 
@@ -90,7 +90,7 @@ def test_trained_weights_are_saved_by_a_worker_that_lives(
     keys = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt"}
     whole = train(tmp_path / "whole", *SETTINGS, *full, **keys)
     run = disturbed({"generate.0.3": signal.SIGKILL}, *full)
-    assert "going on from step 2 with 1 new process(es)" in caplog.text and "going back" not in caplog.text
+    assert "continuing from step 2 with 1 new process(es)" in caplog.text and "returning to step" not in caplog.text
     found, expected = (Shards(one.checkpoint(STEPS) / STATE) for one in (run, whole))
     assert found.shapes().keys() == expected.shapes().keys()
     for name in found.shapes():

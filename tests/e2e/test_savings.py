@@ -20,7 +20,7 @@ def test_a_run_with_a_feature_cache_is_exact_where_it_trains(
     plain = train(tmp_path / "plain", *FAST, **keys)
     assert "approximate" not in caplog.text
     cached = train(tmp_path / "cached", *FAST, "sampling.cache=first_block", "sampling.cache_threshold=9", **keys)
-    assert "sampling.cache=first_block: images are drawn with approximate" in caplog.text
+    assert "sampling.cache=first_block: images are sampled with approximate" in caplog.text
     assert plain.column("reward/mean") != cached.column("reward/mean")
     assert max(cached.column("actor/ratio_deviation")) == 0.0 and min(cached.column("actor/grad_norm")) > 0
 
@@ -31,7 +31,7 @@ def test_8_bit_rollouts_are_corrected_by_the_ratio(
 ) -> None:
     keys = ["rollout.quantize=int8", "algorithm.clip_low=0.5", "algorithm.clip_high=0.5", "actor.lr=0.01"]
     run = train(tmp_path / "run", *keys, f"algorithm.decoupled={decoupled}")
-    assert "weights in 8 bits draw, their ratio corrects for it" in caplog.text
+    assert "images are sampled with 8-bit weights, their ratio corrects for it" in caplog.text
     assert run.column("actor/ratio_deviation") == []  # nothing is on policy
     spread = run.column("actor/off_policy/log_ratio_abs")
     assert len(spread) == 2 and min(spread) > 0 and max(run.column("actor/clip_fraction")) == 0

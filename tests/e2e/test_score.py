@@ -201,7 +201,7 @@ def test_a_failed_score_is_listed_with_its_reason_and_is_no_zero(
 def test_without_a_single_score_the_exit_code_is_1(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     place.draw("a.png", 1)
     place.score("prompt=bad", scorer=", fails: [bad]", expect=1)
-    assert re.search(r"mine: RuntimeError: no idea \(.*line 12: .*\); repair the scorer", capsys.readouterr().err)
+    assert re.search(r"mine: RuntimeError: no idea \(.*line 12: .*\); fix the scorer", capsys.readouterr().err)
     assert place.totals == {"a.png": None}
 
 
@@ -252,7 +252,7 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
     "taken name": ([*FOLDER, "prompt=a", "reward.scorers.total.path=x.py"], 2, ["reward.scorers.total", "another"]),
     "unknown scorer": ([*FOLDER, "prompt=a", "reward.scorers.nope.weight=1"], 1, ["reward.scorers.nope"]),
     "no such folder": (["images={}/nope", "out={}/out"], 1, ["images={}/nope does not exist"]),
-    "another file": (["images={}/mine.py", "out={}/out"], 1, ["images={}/mine.py is no .png"]),
+    "another file": (["images={}/mine.py", "out={}/out"], 1, ["images={}/mine.py is not a .png"]),
     "empty folder": (["images={}/empty", "out={}/out"], 1, ["images={}/empty has no image"]),
     "too few prompts": ([*FOLDER, "prompts={}/one.txt"], 1, ["has 1 prompts for the 2 images", "prompt=TEXT"]),
     "no prompt file": ([*FOLDER, "prompts={}/nope.txt"], 1, ["prompts={}/nope.txt", "does not exist"]),
@@ -265,9 +265,9 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
     "row without prompt": (["images={}/promptless.csv", "out={}/out"], 1, ["promptless.csv:2 has prompt=''"]),
     "wide row": (["images={}/wide.csv", "out={}/out"], 1, ["wide.csv:2 has more cells"]),
     "empty csv": (["images={}/empty.csv", "out={}/out"], 1, ["empty.csv has no prompts"]),
-    "list with prompts": (["images={}/missing.jsonl", "out={}/out", "prompt=a"], 2, ["has prompts of its own"]),
+    "list with prompts": (["images={}/missing.jsonl", "out={}/out", "prompt=a"], 2, ["has its own prompts"]),
     "what ocr needs": ([*FOLDER, "prompt=a", "reward.scorers.ocr.weight=1"], 1, ["{}/pictures: prompt 0", "quotes"]),
-    "file in the way": (["images={}/pictures", "prompt=a", "out={}/one.txt"], 2, ["out={}/one.txt", "cannot be made"]),
+    "file in the way": (["images={}/pictures", "prompt=a", "out={}/one.txt"], 2, ["out={}/one.txt", "be created"]),
 }  # fmt: skip
 
 

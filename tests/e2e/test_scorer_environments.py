@@ -76,7 +76,7 @@ def test_an_environment_that_cannot_be_made_is_a_sentence(score: Any) -> None:
     done = score("{pip: ['--no-index', no-such-package]}", "failed")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "the environment of scorer own, process 0 could not be made" in line
+    assert "the environment of scorer own, process 0 could not be created" in line
     assert "no-such-package" in line and "correct reward.scorers.NAME.env" in line
 
 

@@ -272,7 +272,7 @@ def test_a_scorer_that_cannot_start_ends_the_service_with_the_reason(tmp_path: P
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: the scorer does not start") and "OSError: no weights" in last, done.stderr
+    assert last.startswith("error: the scorer failed to start") and "OSError: no weights" in last, done.stderr
 
 
 def test_the_example_of_a_function_is_a_scorer() -> None:

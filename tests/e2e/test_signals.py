@@ -179,4 +179,4 @@ def test_a_terminal_that_is_closed_ends_a_run_in_order(
     newest = run.metrics[-1]["step"]
     assert run.checkpoint(newest).is_dir()
     said = (run.folder / "log.txt").read_text()
-    assert "the run ends: interrupted by signal 1\n" in said and f"{run.checkpoint(newest)}: carry on with" in said
+    assert "the run ends: interrupted by signal 1\n" in said and f"{run.checkpoint(newest)}: resume with" in said

@@ -70,7 +70,7 @@ def test_over_ray_a_worker_may_die_with_what_was_on_its_way(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
     more = {"cluster__launcher": "ray", "trainer__steps": STEPS, "trainer__staleness": 2}
     run = train(tmp_path / "run", *SETTINGS, **more)
-    assert "going on from step 1 with 1 new process(es)" in caplog.text
+    assert "continuing from step 1 with 1 new process(es)" in caplog.text
     state, expected = run.state(STEPS), whole.state(STEPS)  # another process may round in another way
     assert sorted(state) == sorted(expected)
     assert all(torch.allclose(state[name], expected[name], rtol=1e-4, atol=2e-5) for name in state)

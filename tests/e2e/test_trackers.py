@@ -37,8 +37,8 @@ def test_a_run_and_the_run_that_carries_it_on(
         caplog.clear()
         changes = {"trainer__steps": steps, "checkpoint__resume": "auto"}
         run = train(folder, *TINY, scorer="constant.py", **changes)
-        left_out = [record.message for record in caplog.records if "is left out" in record.message]
-        assert len(left_out) == 1 and left_out[0].startswith(f"mlflow is left out from here on: {service.url} ")
+        left_out = [record.message for record in caplog.records if "is disabled" in record.message]
+        assert len(left_out) == 1 and left_out[0].startswith(f"mlflow is disabled from here on: {service.url} ")
     try:
         storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
         (tracked,) = importlib.import_module("trackio").Api().runs("paint")

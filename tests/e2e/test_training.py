@@ -185,7 +185,7 @@ def test_the_screen_says_where_everything_lies(
     assert re.search(rf"bright .* 4 .*{before:.3f} before.*{after:.3f} after", last)
     assert f"run folder: {run.folder}\n" in last and str(run.folder / "report.html") in last
     assert f"pipe.load_lora_weights('{run.checkpoint(1) / 'lora'}')" in last
-    assert "first held-out picture" in last
+    assert "first held-out image" in last
     assert (run.checkpoint(1) / "lora").is_dir()
 
 

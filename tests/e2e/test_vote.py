@@ -61,7 +61,7 @@ def test_a_voter_who_prefers_red_raises_held_out_redness(
     assert after > before + 0.002, (before, after)
     assert not [name for row in run.metrics for name in row if name.startswith(("val/reward", "val/vote"))]
     assert [row["val/failures"] for row in run.metrics if "val/failures" in row] == [0, 0, 0]
-    assert "4 held-out prompts are drawn; no scorer with a weight looks at them" in caplog.text
+    assert "4 held-out prompts are sampled; no scorer with a weight scores them" in caplog.text
     assert all(row["reward/vote/mean"] == pytest.approx(0.5) for row in run.metrics[1:])
     assert len(set(voter.votes)) == len(voter.votes) == 30 and {b.asked.step for b in ballots.ballots.values()} == set(
         range(1, 11)

@@ -90,9 +90,9 @@ def test_a_watched_run_saves_validates_and_stops_when_it_is_told_to(
     }  # fmt: skip
     said = "\n".join(caplog.messages)
     for name in ("saving a checkpoint", "validating"):
-        assert f"{name}, as asked" in said
-    assert f"stopped after step {last}, as asked; the newest checkpoint is" in said
-    assert f"step_{last}: carry on with checkpoint.resume={folder}" in said and f"watch run={folder}" in said
+        assert f"{name}, as requested" in said
+    assert f"stopped after step {last}, as requested; the latest checkpoint is" in said
+    assert f"step_{last}: resume with checkpoint.resume={folder}" in said and f"watch run={folder}" in said
     assert (folder / "checkpoints" / f"step_{last}" / "state.json").exists() and (folder / "report.html").exists()
     assert json.loads((folder / "run.json").read_text())["sessions"][-1]["end"] == "interrupted"
     assert main([f"checkpoint.resume={folder}", f"trainer.steps={last + 1}", "logger.live=false"]) == 0
@@ -126,6 +126,6 @@ def test_what_is_asked_while_the_run_loads_is_done(
     with caplog.at_level(logging.INFO, logger="gerl"):
         assert main(arguments(run, *keys, scorer="asks.py")) == 0
     if command == "stop":
-        assert "stopped after step 0, as asked" in caplog.text and not run.exists()
+        assert "stopped after step 0, as requested" in caplog.text and not run.exists()
     else:
         assert (run / "checkpoints" / "step_1").is_dir()

@@ -271,7 +271,7 @@ def test_what_all_workers_get_is_packed_once_and_silence_without_progress_is_dea
         group = cluster.workers("taker", Taker, 3, lambda rank: ())
         assert group.run(Taker.take, Message(), 7) == [({"is": "there"}, 7)] * 3
         assert len(packed) == 1
-        with pytest.raises(WorkerDied, match=r"no answer of taker 1 for 0\.2 s; raise cluster\.hang_after"):
+        with pytest.raises(WorkerDied, match=r"no answer from taker 1 for 0\.2 s; raise cluster\.hang_after"):
             wait_all([group.submit(1, Taker.load)], 0.2, lambda: next(downloaded))
     assert next(downloaded, None) is None
 

@@ -24,6 +24,6 @@ ENTRIES: list[Entry] = [
         inputs=image,
         limit="Keys and values of reference images live from the first denoising step on (`Flux2KVCache` in "
         "`__call__`), and no argument switches this off: use `Flux2KleinPipeline` with its weights.",
-        refused="reads at step 1 what an earlier step left in a Flux2KVCache.* Flux2KleinPipeline does without",
+        refused="reads at step 1 what an earlier step stored in a Flux2KVCache.* Flux2KleinPipeline has no cache",
     ),
 ]

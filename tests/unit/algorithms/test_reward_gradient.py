@@ -356,7 +356,7 @@ def test_a_trajectory_keeps_what_is_looked_at_after_the_last_trained_step(
         ({"name": "draft", "sampling": {"solver": "dpm2"}}, r"sampling\.solver=dpm2: draft differentiates every step"),
         ({"name": "draft", "sampling": {"cache": "taylorseer"}}, r"sampling\.cache=taylorseer: draft differentiates"),
         ({"name": "srpo", "sampling": {"num_inference_steps": 2, "kernel": "ode"}}, r"sampling\.num.*=2: srpo needs"),
-        ({"name": "draft", "actor": {"updates_per_step": 2}}, r"actor\.updates_per_step=2: draft backpropagates through"),
+        ({"name": "draft", "actor": {"updates_per_step": 2}}, r"actor\.updates_per_step=2: draft backpropagates"),
         ({"name": "draft", "trainer": {"staleness": 1}}, r"trainer\.staleness=1: draft backpropagates through"),
         (
             {"name": "leapalign", "cluster": {"context": 2, "ranks_per_worker": 2}},
