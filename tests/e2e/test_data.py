@@ -73,4 +73,4 @@ def test_a_mixture_is_drawn_by_weight_and_resumed_exactly(
 
     (tmp_path / "set" / "train.jsonl").write_text('{"caption": "another", "word": "X"}\n')
     assert main(arguments(tmp_path / "parts", "checkpoint.resume=auto", trainer__steps=5, **other)) == 1
-    assert "the content of data.train changed" in capsys.readouterr().err
+    assert "the content of data.train has changed" in capsys.readouterr().err

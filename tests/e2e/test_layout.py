@@ -91,7 +91,7 @@ def test_over_ray_workers_of_both_kinds_may_die(
     assert not list((tmp_path / "kills").iterdir())
     apart.assert_same(both, STEPS)
     assert sum(apart.column("cluster/restarts")) >= len(calls)
-    assert "3 worker(s) on cpu (2 to draw, 1 to train)" in caplog.text
+    assert "3 worker(s) on cpu (2 for sampling, 1 for training)" in caplog.text
 
 
 @more

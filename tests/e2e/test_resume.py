@@ -254,7 +254,7 @@ def test_other_weights_at_the_same_path_are_refused(
     before = files()
     assert main(command(stopped.folder, f"checkpoint.resume={stopped.folder}", model__path=moved)) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith(f"error: {stopped.checkpoint(3)} ") and "the content of model.path changed" in message
+    assert message.startswith(f"error: {stopped.checkpoint(3)} ") and "the content of model.path has changed" in message
     assert files() == before
 
 

@@ -81,14 +81,14 @@ def test_a_full_disk_in_the_middle_of_a_run(arguments: Any, start: Any, tmp_path
     _, shown = process.communicate(timeout=300)
     assert process.returncode == 1 and "Traceback" not in shown, shown
     last = shown.strip().splitlines()[-1]
-    assert re.fullmatch(r"error: .*run/metrics\.jsonl cannot be written: File too large; free space.*", last), shown
+    assert re.fullmatch(r"error: .*run/metrics\.jsonl cannot be written: File too large; free up space.*", last), shown
     assert any("report" in line for line in shown.splitlines()[:-1]), shown  # said too, but not as the cause
 
 
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("sampling.height=33", r"StableDiffusion3Pipeline does not draw.*divisible by.*sampling\.height=33"),
+        ("sampling.height=33", r"StableDiffusion3Pipeline fails.*divisible by.*sampling\.height=33"),
         ("model.compile=foo", r"model\.compile='foo': .*inductor.*null"),
         ("sampling.call.foo=1", r"StableDiffusion3Pipeline takes no argument 'foo'.*sampling\.call"),
         ("model.path=nobody/nothing", r"model\.path='nobody/nothing' .*HF_HUB_OFFLINE.*unset it.* folder"),
@@ -127,6 +127,6 @@ def test_a_secret_in_the_settings_is_said_and_not_shown(train: Train, tmp_path: 
     file.write_text("def compute_score(images, prompts, metadata, api_key):\n    return [0.1] * len(images)\n")
     run = train(tmp_path / "run", f"reward.scorers.bright.kwargs={{api_key: {secret}}}", trainer__steps=1, scorer=file)
     said = (run.folder / "log.txt").read_text()
-    assert "the secret in reward.scorers.bright.kwargs.api_key stands in config.yaml" in said
+    assert "the secret in reward.scorers.bright.kwargs.api_key is stored in config.yaml" in said
     files = [path for path in run.folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert {path.name for path in files} == {"config.yaml", "state.json"}

@@ -192,7 +192,7 @@ def test_refusals_reach_the_client(
     answer = requests.post(f"{service.url()}/v1/score", b'{"scorer', headers=headers, timeout=5)
     assert answer.status_code == 400 and "not JSON" in answer.json()["error"]
     monkeypatch.setenv("GERL_TEST_SERVICE_TOKEN", "another")
-    with pytest.raises(RewardError, match=r"answered 401 .*is not accepted"):
+    with pytest.raises(RewardError, match=r"answered 401 .*is rejected"):
         remote()(IMAGES, PROMPTS, ROWS)
     assert "gerl_reward_images_total" in requests.get(f"{service.url()}/metrics", timeout=5).text
 

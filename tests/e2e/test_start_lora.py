@@ -55,7 +55,7 @@ def test_a_merged_lora_belongs_to_the_base(
     with caplog.at_level("INFO", logger="gerl"):
         assert export([f"run={run.folder}", f"out={tmp_path / 'lora'}", "step=2"]) == 0
     assert f"trained on {model} with the LoRA {start} merged into it" in caplog.text
-    assert f"beyond {start}: load that too" in caplog.text
+    assert f"on top of {start}: load that too" in caplog.text
     assert export([f"run={run.folder}", f"out={tmp_path / 'merged'}", "format=merged", "step=2"]) == 0
     both = diffusers.DiffusionPipeline.from_pretrained(model)
     both.load_lora_weights(start, adapter_name="start")
