@@ -93,7 +93,7 @@ def test_a_package_that_is_missing_here_may_be_in_the_environment(tmp_path: Path
     with pytest.raises(RewardError, match="nosuchpackage"):
         known_scorer("mine", ScorerConfig(path=str(file)))
     file.write_text("def other(images, prompts, metadata):\n    return [0.0]\n")
-    with pytest.raises(RewardError, match="does not define it"):  # another mistake than a missing package
+    with pytest.raises(RewardError, match="no such function"):  # another mistake than a missing package
         known_scorer("mine", ScorerConfig(path=str(file), env=env))
 
 

@@ -58,8 +58,9 @@ def _function(key: str, path: str, function: str) -> Callable[..., object]:
             n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
         likely = [n for n in names if set(inspect.signature(getattr(module, n)).parameters) & set(GIVEN)] or names
+        only = f", only {', '.join(names)}" if names else ""
         raise RewardError(
-            f"{key}.function={function}: {path} does not define it, only {', '.join(names) or 'no function at all'}; "
+            f"{key}.function={function}: {path} defines no such function{only}; "
             + (f"set {key}.function={likely[0]}" if likely else f"add def {function}(images, prompts, metadata)")
         )
     if not callable(found):
