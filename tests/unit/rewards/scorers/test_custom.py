@@ -74,7 +74,7 @@ def test_file_that_cannot_be_imported_is_named_each_time_with_the_line(tmp_path:
 
 def test_of_several_functions_the_one_that_takes_images_is_proposed(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def helper(x): ...\ndef reward(prompts, images): ...\n")
-    with pytest.raises(RewardError, match=r"defines no such function, only helper, reward; set reward\.scorers\.mine\.function=reward$"):
+    with pytest.raises(RewardError, match=r"only helper, reward; set reward\.scorers\.mine\.function=reward$"):
         build_scorer("mine", ScorerConfig(path=str(tmp_path / "r.py")))
     (tmp_path / "r.py").write_text("")
     with pytest.raises(RewardError, match=r"defines no such function; add def compute_score\(images"):
