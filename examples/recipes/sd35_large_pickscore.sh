@@ -11,24 +11,8 @@
 # Does it fit? This computes it for other GPUs, without weights:
 #   python -m gerl.preflight experiment=sd35_large_pickscore hardware=h100-80gb gpus=8
 # Further keys are passed on: trainer.steps=200 checkpoint.resume=auto. This project has not run it on a GPU.
-set -euo pipefail
-
-keys=()
-[[ -z ${TRAIN:-} ]] || keys+=("data.train=$TRAIN")
-[[ -z ${HELD_OUT:-} ]] || keys+=("validation.data=$HELD_OUT")
-if [[ ${GPUS:-8} == 1 || -n ${GPU:-} ]]; then
-    keys+=(rollout.prompts_per_step=8 rollout.n=8)
-fi
-case ${GPU:-} in # one GPU of that memory: computed, not measured
-24gb) keys+=(model.offload=blocks) ;;
-80gb | '') ;;
-*)
-    echo "GPU=$GPU: give 24gb or 80gb" >&2
-    exit 2
-    ;;
-esac
-own=()
-for key in "${keys[@]}"; do # one that is passed on takes the place of the recipe's
-    [[ " $* " == *" ${key%%=*}="* ]] || own+=("$key")
-done
-exec python -m gerl.trainer.main_flowgrpo experiment=sd35_large_pickscore "${own[@]}" "$@"
+recipe=sd35_large_pickscore
+one_gpu=(rollout.prompts_per_step=8 rollout.n=8)
+gpu_24gb=(model.offload=blocks)
+# shellcheck source=examples/recipes/common.sh
+source "${BASH_SOURCE[0]%/*}/common.sh"

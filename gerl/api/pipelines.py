@@ -82,7 +82,7 @@ def _is_as_stored(name: str, part: Any, source: Path) -> bool:
     if not hasattr(part, "save_pretrained"):
         return True  # None, or a plain value of model_index.json
     if getattr(part, "quantization_method", None) or getattr(part, "hf_quantizer", None):
-        logger.info("%s is quantised in memory: the trained pipeline has the unquantised weights of %s", name, source)
+        logger.info("%s is quantised in memory: export and evaluation use its weights as they are in %s", name, source)
         return True
     kind, module = type(part), isinstance(part, torch.nn.Module)
     try:

@@ -190,7 +190,7 @@ class Trainer:
         return [f"experiment={file}", f"hydra.run.dir={quoted(str(self.folder))}"], path
 
     def _remove_trained(self) -> None:
-        """Remove the LoRA that an earlier run of this program left on the pipeline: a cell may be run twice."""
+        """Remove the LoRA of an earlier `gerl.train` from the pipeline, so that a notebook cell can be run twice."""
         from gerl.model.denoisers import find_denoisers, has_adapter
         from gerl.model.lora import ADAPTER, remove_lora
 

@@ -168,7 +168,7 @@ class WorkerGroup(Generic[W]):
         """`hang_after`: seconds for which `run` waits for an answer of any of them, `Pending.result` for its own.
 
         `needs`: what each takes of Ray's resources. `give_back`: leaves the room of one that was ended to others.
-        `has_room`: whether one is known to be placed, though it may not have started yet.
+        `has_room`: whether one has its resources, though it may still be starting.
         """
         self.hang_after, self.needs, self._give_back, self._has_room = hang_after, needs, give_back, has_room
         self.name, self._start, self._end = name, start, end
@@ -210,7 +210,7 @@ class WorkerGroup(Generic[W]):
             self._end(self.workers[index])
 
     def has_room(self, index: int) -> bool:
-        """Whether worker `index` is known to be placed: it starts, however long that takes."""
+        """Whether worker `index` has its resources: it may still be starting."""
         return self._has_room is not None and self._has_room(self.numbers[index])
 
     def forget(self) -> None:

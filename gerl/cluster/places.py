@@ -40,7 +40,7 @@ class Places:
         return PlacementGroupSchedulingStrategy(self._groups[number], index)
 
     def has_room(self, process: int) -> bool:
-        """Whether a process has its room, on nodes that live as far as Ray knows."""
+        """Whether a process has its resources: its placement group is created, though it may still be starting."""
         group = self._groups.get(process // self.together)
         return group is not None and placement_group_table(group)["state"] == "CREATED"
 

@@ -156,11 +156,11 @@ class SRPOConfig(RewardGradientConfig):
     )
     strength: list[float] = key(
         [0.1, 0.25],
-        "weight of the reward with the positive word, above 1, when denoising, at the lowest of algorithm.levels and "
-        "at the highest",
+        "in the denoising branch the reward with the positive word has the weight 1 + this: at the lowest and at the "
+        "highest of algorithm.levels",
     )
     inverted_strength: list[float] = key(
-        [0.3, 0.01], "the same for the reward with the negative word, when inverting, where the two swap roles"
+        [0.3, 0.01], "the same in the inversion branch, for the reward with the negative word"
     )
 
     def check(self) -> None:

@@ -75,7 +75,7 @@ def forget_live(run_dir: Path) -> None:
 
 
 def _thin(run_dir: Path, newest: int) -> None:
-    """Keep the last `KEPT` steps and at most `MILESTONES` before; later ones are of a run that went back."""
+    """Keep the last `KEPT` steps and at most `MILESTONES` earlier ones; later ones precede a rollback or resume."""
     steps = live_steps(run_dir)
     earlier, spacing = [step for step in steps if step <= newest][:-KEPT], 1
     while newest // spacing > MILESTONES:

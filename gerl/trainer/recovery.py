@@ -183,7 +183,8 @@ class Recovery:
                 time.sleep(PAUSE)  # it was on a node that has died, too, of which Ray does not know yet
                 asked[i] = self._anew(i)
         for i in chosen:
-            if workers.has_room(i):  # it only starts slowly
+            if not asked[i].wait(0.0) and workers.has_room(i):
+                logger.info("worker %d has been scheduled but not started yet: waiting", workers.numbers[i])
                 asked[i].wait(self.settings.hang_after)
         late = {i // self.ranks for i, call in asked.items() if not call.wait(0.0) or _died(call)}
         out = [i for i in chosen if i // self.ranks in late]  # a worker does nothing without one of its ranks

@@ -41,9 +41,10 @@ nodes.shutdown()
 """
 
 # two nodes with a GPU each, of which Ray only has to believe that it is there: for two workers, one of which is left
-# out and taken in again, and then for the two processes of a scorer. These take longer to start than room for them is
-# waited for, which must not be taken for want of room
+# out, taken in again and restarted, and then for the two processes of a scorer. A process that has its resources is
+# waited for, however short cluster.patience is
 GPUS = """
+import copy
 import logging
 import sys
 import os
@@ -92,6 +93,10 @@ with Cluster(ClusterConfig(num_workers=1, device="cuda", patience=1.0)) as clust
     while not (found := recovery.take_in()):
         time.sleep(0.1)
     assert found == [1] and len(set(workers.run(Rank.node))) == 2
+    ray.kill(workers.workers[1])
+    recovery.settings = copy.copy(recovery.settings)
+    object.__setattr__(recovery.settings, "patience", 0.01)  # less than a start takes, and there is room
+    assert recovery.restart([1]) == [1] and len(set(workers.run(Rank.node))) == 2
     for _ in range(2):
         workers.leave_out(0)  # and leave their GPUs to others
     scorer = ScorerConfig(path=sys.argv[1], gpus=1.0, replicas=2)

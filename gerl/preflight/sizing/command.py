@@ -53,13 +53,15 @@ class Sizing:
 def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None = None, anew: bool = False) -> Sizing:
     """Size, log the report and write it to `out`; raises `TrainingError` if no layout fits.
 
-    anew: find the facts of a recipe though they are on record.
+    anew: compute the facts of a recipe even if they are recorded.
     """
     quiet_libraries()
     known = None if anew else recorded(config)
     if known is not None:
         name, facts = known
-        logger.info("the facts of %s are on record, with its gradient checkpointing; anew=true recomputes them", name)
+        logger.info(
+            "using the recorded facts of %s, with its own gradient checkpointing; anew=true recomputes them", name
+        )
     else:
         logger.info("building %s without weights, and tracing it with shapes", config.model.path)
         with tempfile.TemporaryDirectory() as folder:

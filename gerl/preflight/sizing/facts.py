@@ -127,17 +127,17 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         task = Bench(worker, _prompt(pipe, config, folder)).task(worker.algorithm)
         stage.phase = "rollout"
         ways = _ways(worker, both)
-        steps.begin("the rollout, a first time", 2 + len(ways))
+        steps.begin("rollout, to find the structure of the pipeline", 2 + len(ways))
         worker.generate(task)
         stage.tallies["rollout"].restart()  # the first one looked at the pipeline's structure as well
-        steps.begin("the rollout")
+        steps.begin("rollout, measured")
         images = worker.generate(task)
         for p in worker.policy.trained.values():
             p.grad = torch.zeros_like(p)
             stage.ledger.leave_out(p.grad)
         updates = {}
         for on in ways:
-            steps.begin(f"the update, {'with' if on else 'without'} gradient checkpointing")
+            steps.begin(f"update, {'with' if on else 'without'} gradient checkpointing")
             updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]
     drawn, count = worker.drawn[task.id], len(task.samples)
@@ -168,7 +168,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
 
 
 class _Steps:
-    """Logs what is run on shapes, which takes a while."""
+    """Log each pass on fake tensors, which takes seconds to minutes."""
 
     def __init__(self) -> None:
         self.done, self.total, self.start = 0, 0, time.perf_counter()

@@ -77,7 +77,7 @@ def published(head: str, repository: str) -> str:
     if found != HEADS[head]:
         raise RewardError(
             f"repository={repository}: its {name} has the SHA-256 {found}, not {HEADS[head]} of the authors' file: "
-            "use another repository, or give the path of the file as head if this is intended"
+            "use another repository, or set head to the path of the file if this is intended"
         )
     return str(file)
 

@@ -268,7 +268,8 @@ def test_an_unchanged_recipe_is_answered_from_the_record() -> None:
     known = sizing.recorded()["sd35_medium_ocr"]
     for keys in ([], same):
         assert on_record(compose_run([*base, *keys]).config) == ("sd35_medium_ocr", known)
-    for key in ("sampling.height=1024", "model.lora_rank=4", "algorithm.kl_coef=0.1", "rollout.micro_batch_size=2"):
+    others = ("sampling.height=1024", "model.lora_rank=4", "algorithm.kl_coef=0.1", "rollout.micro_batch_size=2")
+    for key in (*others, "data.train=with_pictures.jsonl"):
         assert on_record(compose_run([*base, key]).config) is None, key
 
 
