@@ -1,7 +1,7 @@
 """The algorithms by their configuration: each a short file in terms of record, replay, kernels and `core_algos`."""
 
 from gerl.algorithms.awm import AWM
-from gerl.algorithms.base import Algorithm, Batch, Pull, Rewards, batches_of, count_pairs, row_credit
+from gerl.algorithms.base import Algorithm, Batch, KLWeight, Rewards, batches_of, count_pairs, row_credit
 from gerl.algorithms.branch_grpo import BranchGRPO
 from gerl.algorithms.crd import CRD
 from gerl.algorithms.dense_grpo import DenseGRPO
@@ -35,8 +35,19 @@ from gerl.algorithms.tempflow_grpo import TempFlowGRPO
 from gerl.config import Config, distillation, noised_images, policy_gradients, reward_gradients
 from gerl.config.algorithm_keys import AlgorithmConfig
 
-__all__ = ["ALGORITHMS", "Algorithm", "Batch", "ForwardProcess", "PolicyGradient", "Pull", "Rewards",
-           "batches_of", "build_algorithm", "count_pairs", "row_credit"]  # fmt: skip
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Batch",
+    "ForwardProcess",
+    "KLWeight",
+    "PolicyGradient",
+    "Rewards",
+    "batches_of",
+    "build_algorithm",
+    "count_pairs",
+    "row_credit",
+]  # fmt: skip
 
 ALGORITHMS: dict[type[AlgorithmConfig], type[Algorithm]] = {
     policy_gradients.FlowGRPOConfig: FlowGRPO,

@@ -18,7 +18,6 @@ from gerl.algorithms.core_algos import (
     group_advantages,
     largest_of_groups,
 )
-from gerl.algorithms.gate import Gate
 from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde_window
 from gerl.algorithms.pooling import Pooled
 from gerl.algorithms.shaping import scaled_by_diversity, shaped_by_diversity
@@ -42,6 +41,7 @@ class Rewards:
     by_scorer: torch.Tensor  # [B, R] of the scorers with a weight
     weights: torch.Tensor  # [R]
     diversity: torch.Tensor | None = None  # [B] where algorithm.diversity asks for it
+    rows: Sequence[int] = ()  # [B] of each in the table of the step's scores
 
     @property
     def group_ids(self) -> torch.Tensor:
@@ -65,15 +65,15 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Pull:
-    """The weight of the distance to the reference, times the factors `gates` `[B]` of the samples of each task."""
+class KLWeight:
+    """The weight of the KL to the reference, times the factors `per_sample` `[B]` of the samples of each task."""
 
     coef: float
-    gates: Mapping[int, torch.Tensor] | None = None
+    per_sample: Mapping[int, torch.Tensor] | None = None
 
     def of(self, task_id: int) -> torch.Tensor | None:
         """The factors of a task; None: they are 1."""
-        return None if self.gates is None else self.gates.get(task_id)
+        return None if self.per_sample is None else self.per_sample.get(task_id)
 
 
 class Algorithm:
@@ -90,7 +90,6 @@ class Algorithm:
     def __init__(self, config: Config) -> None:
         self.config, self.settings = config, config.algorithm
         self.kl_coef = self.settings.kl_coef  # the guard may raise it
-        self.gate = Gate(self.settings.kl_share) if self.settings.kl_share < 1 else None
         self.reference_step = 0  # the trainer step after which the weights were that the KL is measured from
 
     def of(self, samples: Sequence[Sample]) -> Algorithm:
@@ -161,13 +160,10 @@ class Algorithm:
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run must know, as JSON."""
-        found = {} if self.gate is None else {"gate": self.gate.state()}
-        return found | ({"reference_step": self.reference_step} if self.settings.moves_reference else {})
+        return {"reference_step": self.reference_step} if self.settings.moves_reference else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned; raises `CheckpointError` if it is something else."""
-        if self.gate is not None:
-            self.gate.load_state(state.get("gate"))
         step = state.get("reference_step", 0)
         if type(step) is not int:
             raise CheckpointError("state.json has no usable algorithm.reference_step: a step")
@@ -203,11 +199,11 @@ class Algorithm:
         """The part of `rows` of `batch` in the losses of the others of their groups."""
         raise NotImplementedError(f"{type(self).__name__} has no first pass: use larger micro-batches")
 
-    def weigh(self, pull: Pull | None) -> None:
-        """Let the distance to the reference count as `pull` says; None: as the configuration has it."""
-        self.kl_coef = self.settings.kl_coef if pull is None else pull.coef
+    def set_kl_weight(self, kl: KLWeight | None) -> None:
+        """Set the weight of the KL to the reference; None: that of the configuration."""
+        self.kl_coef = self.settings.kl_coef if kl is None else kl.coef
 
-    def pulled(self, distance: torch.Tensor, batch: Batch, rows: Sequence[int]) -> torch.Tensor:
+    def weighted_kl(self, distance: torch.Tensor, batch: Batch, rows: Sequence[int]) -> torch.Tensor:
         """The distances `[B]` of `rows` to the reference, as far as they count."""
         return distance if batch.gate is None else distance * batch.gate[list(rows)].to(distance)
 

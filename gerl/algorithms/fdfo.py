@@ -97,7 +97,7 @@ class FDFO(Algorithm):
             sums = {name: value * len(rows) for name, value in measured.items()} if self.guided else {}
             if base:
                 kl = (step.part(velocity_change(step, base[k].mean)) ** 2).flatten(1).mean(1)
-                losses = losses + self.kl_coef * self.pulled(kl, batch, rows)
+                losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
             sums["loss"] = float(losses.detach().sum())
             stats += UpdateStats(len(rows), sums, deviation if self.guided else None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gerl.algorithms.base import Batch, Pull, Rewards
+from gerl.algorithms.base import Batch, KLWeight, Rewards
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.gradient_paths import DRaFT
 from gerl.algorithms.reward_gradient import Look
@@ -48,9 +48,9 @@ class MixedGradient(DRaFT):
     def load_state(self, state: dict[str, Any]) -> None:
         self.policy_gradient.load_state(state)
 
-    def weigh(self, pull: Pull | None) -> None:
-        super().weigh(pull)
-        self.policy_gradient.weigh(pull)
+    def set_kl_weight(self, pull: KLWeight | None) -> None:
+        super().set_kl_weight(pull)
+        self.policy_gradient.set_kl_weight(pull)
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         return self.policy_gradient.log_ratio(step)

@@ -101,7 +101,7 @@ class NeighborGRPO(Algorithm):
                 loss = losses.mean()
                 if base:
                     kl = (((step.mean[j] - base[k].mean[j])[reached] / step.rule.jacobian) ** 2).mean()
-                    loss = loss + self.kl_coef * self.pulled(kl[None], batch, rows[j : j + 1])[0]
+                    loss = loss + self.kl_coef * self.weighted_kl(kl[None], batch, rows[j : j + 1])[0]
                     metrics |= {"kl": float(kl.detach()), "loss": float(loss.detach())}
                 kept = metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}
                 sums = {name: sums.get(name, 0.0) + value for name, value in kept.items()}

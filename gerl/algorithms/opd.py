@@ -86,7 +86,7 @@ class OPD(Algorithm):
             sums = {"teacher_distance": float(distances.detach().sum())}
             if base:
                 kl = step_distance(settings.distance, step, base[k].reached().model_output)
-                losses = losses + self.kl_coef * self.pulled(kl, batch, rows)
+                losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
             parts = by_teacher(self.teachers, lesson, distances) if len(self.teachers) > 1 else {}
             named = {f"teacher_distance/{name}": part for name, part in parts.items()}

@@ -127,7 +127,7 @@ class PolicyGradient(Algorithm):
             total, measured = weights[k] * losses.mean(), metrics if compared else {}
             if reference:
                 kl = self.distance(reference[k], step)
-                total = total + self.kl_coef * self.pulled(kl, batch, rows).mean()
+                total = total + self.kl_coef * self.weighted_kl(kl, batch, rows).mean()
                 measured = measured | {"kl": float(kl.detach().mean())}
             if further is not None:
                 value, named = further(k, step)

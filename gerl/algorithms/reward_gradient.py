@@ -192,7 +192,7 @@ class RewardGradient(Algorithm):
             nonlocal total
             distances = (step.model_output - base[k].model_output).square().flatten(1).mean(1)
             total += float(distances.detach().sum())
-            return self.kl_coef * self.pulled(distances, batch, rows).sum() / num_pairs
+            return self.kl_coef * self.weighted_kl(distances, batch, rows).sum() / num_pairs
 
         replay(policy.pipe, batch.tape, on_step, **options)
         return {"kl": total}

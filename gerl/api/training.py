@@ -28,8 +28,8 @@ from gerl.commandline.command import with_notes
 from gerl.commandline.hydra_options import quoted
 from gerl.errors import ConfigError, GerlError, Stopped
 from gerl.objects import offered
-from gerl.trainer.resuming import open_run
-from gerl.trainer.run import each_step
+from gerl.trainer.launch import launch_steps
+from gerl.trainer.run_folder import open_run
 from gerl.utils.files import writing
 
 if TYPE_CHECKING:
@@ -143,13 +143,13 @@ class Trainer:
                 if folder is None:  # it is finished
                     return
                 board = Board(folder.composed.config.trainer.steps, self.folder) if in_notebook() else None
-                with folder, contextlib.closing(each_step(folder, arguments)) as trainers:
+                with folder, contextlib.closing(launch_steps(folder, arguments)) as trainers:
                     for trainer in trainers:
                         step = Step(trainer.state.step, dict(trainer.latest))
                         if board is not None:
                             board.update(step.number, step.metrics)
-                        if self.pipe is not None and step.number and not trainer.workers.remote:
-                            self.policy = trainer.workers.workers[0].policy
+                        if self.pipe is not None and step.number and not trainer.fleet.workers.remote:
+                            self.policy = trainer.fleet.workers.workers[0].policy
                         yield step
         except Stopped as stopped:  # somebody pressed a button: the run is what it has become
             logger.info("%s", with_notes(str(stopped), stopped))

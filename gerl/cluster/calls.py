@@ -182,13 +182,18 @@ class WorkerGroup(Generic[W]):
     def submit(
         self, index: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
-        """Queue `method(*args)` on worker `index`; an argument that is `Pending.later()` arrives as its value."""
+        """Queue `method(*args)` on worker `index`; an argument that is `Pending.later()` arrives as its value.
+
+        `method`: of the class, or a function of a worker, which its method `call` gets.
+        """
         return self._submit(self.numbers[index], self.workers[index], method, *args, **kwargs)
 
     def _submit(
         self, number: int, worker: W, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
-        label, bound = f"{self.name} {number}", getattr(worker, method.__name__)
+        label, bound = f"{self.name} {number}", getattr(worker, method.__name__, None)
+        if bound is None:  # a function of the worker, which is no method of it
+            bound, args = worker.call, (method, *args)  # type: ignore[attr-defined, assignment]
         if self.remote:
             reference = bound.remote(*map(_reference, args), **kwargs)
             return Pending(label, reference=reference, hang_after=self.hang_after)

@@ -29,8 +29,9 @@ from gerl.protocol import CutPrompts, Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
 from gerl.run.checkpoint import models_in
 from gerl.trainer.overlong import sentences
-from gerl.trainer.rollouts import Rollouts
+from gerl.trainer.rollouts import PendingRollout
 from gerl.utils.logs import capture_logs, pass_on_logs
+from gerl.workers.fleet import RoundRobin
 from gerl.workers.rollout import Rollout
 
 logger = logging.getLogger("gerl")
@@ -134,7 +135,8 @@ def _draw_tasks(
     def submit(i: int) -> Pending[Images]:
         return workers.submit(i % count, EvaluationWorker.draw, i, *tasks[i])
 
-    rollouts = Rollouts(manager, [samples for _, samples in tasks], submit, [i % count for i in range(len(tasks))])
+    dispatch = RoundRobin(submit, count, len(tasks))
+    rollouts = PendingRollout(manager, [samples for _, samples in tasks], dispatch)
     scored = rollouts.finish()
     return [
         row

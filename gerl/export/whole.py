@@ -15,7 +15,7 @@ from gerl.export.files import merged_pipeline
 from gerl.model.lora_weights import Lora
 from gerl.model.shards import Shards
 from gerl.run.checkpoint import Checkpoint, models_in
-from gerl.run.state import STATE
+from gerl.run.state import PARTS
 
 KINDS = {"ema": "ema/", "raw": "weights/"}  # how the names in it begin
 EXACT = 1024  # rows or columns up to which the whole decomposition takes no time
@@ -23,7 +23,7 @@ EXACT = 1024  # rows or columns up to which the whole decomposition takes no tim
 
 def is_whole(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is of a run that trained the weights themselves."""
-    return any(name.startswith(f"{STATE}/") for name in checkpoint.files)
+    return any(name.startswith(f"{PARTS}/") for name in checkpoint.files)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Extracted:
 
 def trained_weights(checkpoint: Checkpoint, kind: str) -> tuple[Shards, dict[str, str]]:
     """The state of a checkpoint, and the names in it of the trained weights, by `denoiser.parameter`."""
-    shards = Shards(checkpoint.path / STATE)
+    shards = Shards(checkpoint.path / PARTS)
     prefix = KINDS[kind]
     return shards, {name.removeprefix(prefix): name for name in shards.shapes() if name.startswith(prefix)}
 

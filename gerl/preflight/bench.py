@@ -22,9 +22,11 @@ from gerl.preflight.forecast import Run, rows_of, sized
 from gerl.preflight.inventory import count_gradients
 from gerl.preflight.measure import Usage, capacity, measured, release
 from gerl.protocol import Prompt, RolloutTask, SamplingProbe, UpdateStats
+from gerl.trainer.extensions.kl_in_reward import kl_to_base
 from gerl.utils.condition_images import COLUMNS, pictures_of
-from gerl.workers.hybrid import HybridWorker
-from gerl.workers.rewarding import give_reward
+from gerl.workers.calibration import calibrate
+from gerl.workers.setup import give_reward
+from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger("gerl")
 T = TypeVar("T")
@@ -58,7 +60,7 @@ def attempt(phase: str, size: int, device: str, work: Callable[[], T]) -> tuple[
 class Bench:
     """Micro-batches of several sizes on one worker, all of one prompt."""
 
-    def __init__(self, worker: HybridWorker, prompt: Prompt) -> None:
+    def __init__(self, worker: PolicyWorker, prompt: Prompt) -> None:
         self.worker, self.prompt, self.config = worker, prompt, worker.config
         self.trained_steps: tuple[int, ...] = ()  # of the latest run
 
@@ -79,7 +81,7 @@ class Bench:
     def run(self, rollout: int, actor: int) -> Run:
         """Draw a micro-batch of `rollout` and train on it in parts of at most `actor` images."""
         worker = self.worker
-        worker.rollout.ways.divides = worker.actor.divides = False  # what does not fit is what is looked for
+        worker.rollout.format.divides = worker.actor.divides = False  # what does not fit is what is looked for
         algorithm = worker.algorithm = worker.actor.algorithm = build_algorithm(sized(self.config, rollout, actor))
         give_reward(algorithm, worker.device, {})  # whose memory counts, where it is differentiated
         task = self.task(algorithm)
@@ -90,14 +92,14 @@ class Bench:
         drawn, parts = rows_of(task.segments), min(actor, rows_of(trained))
         logger.info("%d images: rollout in micro-batches of %d, update of %d", len(task.samples), drawn, parts)
         try:
-            images, rolled = attempt("rollout", drawn, worker.device, lambda: worker.generate(task))
-            held = worker.drawn[task.id].nbytes
+            images, rolled = attempt("rollout", drawn, worker.device, lambda: worker.sample(task))
+            held = worker.trajectories[task.id].nbytes
             pairs = count_pairs([(task, credit)])
             stats, updated = attempt("update", parts, worker.device, lambda: update(worker, task, credit, pairs))
             gradients = {name: count_gradients(worker.policy.trained, name) for name in worker.policy.denoisers}
             result, stepped = attempt("optimizer step", parts, worker.device, lambda: worker.step(0))
         finally:
-            worker.forget()
+            worker.clear()
         count, unit = len(task.samples), "video" if images.pixels.ndim == 5 else "image"
         deviation = stats.ratio_deviation
         return Run(
@@ -124,14 +126,14 @@ class Bench:
         algorithm = build_algorithm(sized(self.config, rollout, rollout))
         task = self.plain_task(algorithm, rollout)
         logger.info("%d images: numerical noise of the ratio", len(task.samples))
-        return attempt("rollout", rollout, self.worker.device, lambda: self.worker.probe(task))[0]
+        return attempt("rollout", rollout, self.worker.device, lambda: calibrate(self.worker, task))[0]
 
 
-def update(worker: HybridWorker, task: RolloutTask, credit: torch.Tensor, pairs: int) -> UpdateStats:
+def update(worker: PolicyWorker, task: RolloutTask, credit: torch.Tensor, pairs: int) -> UpdateStats:
     """The gradient of a task that was drawn, as a worker accumulates it before the optimizer step."""
     algorithm = worker.config.algorithm
     if algorithm.subtracts_kl and algorithm.kl_coef > 0:
-        worker.kl_to_base(task.id)
+        kl_to_base(worker, task.id)
     given = {task.id: credit}
     return worker.accumulate(given, pairs, worker.pool(given) if worker.algorithm.pools else None)
 

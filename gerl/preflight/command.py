@@ -31,7 +31,7 @@ from gerl.preflight.inventory import components
 from gerl.preflight.measure import capacity
 from gerl.protocol import Prompt, RolloutTask
 from gerl.utils.condition_images import COLUMNS
-from gerl.workers.hybrid import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger("gerl")
 
@@ -63,7 +63,7 @@ def examine(config: Config, report: Report, folder: Path) -> None:
     report.device, report.workers = machines.device, machines.num_workers
     prompts = read_prompts(config, report)
     total_updates = config.trainer.steps * config.actor.updates
-    worker = HybridWorker(config, 0, machines.worker_device(0), machines.threads, total_updates)
+    worker = PolicyWorker(config, 0, machines.worker_device(0), machines.threads, total_updates)
     half = load(worker, report)
     bench = Bench(worker, max(prompts, key=lambda p: len(p.text), default=Prompt(0, TEXT)))
     runs = [first_run(bench, bool(prompts), folder, report)]
@@ -94,7 +94,7 @@ def read_prompts(config: Config, report: Report) -> list[Prompt]:
     return prompts
 
 
-def load(worker: HybridWorker, report: Report) -> bool:
+def load(worker: PolicyWorker, report: Report) -> bool:
     """Load the pipeline, and say what it consists of; returns whether its base weights are in half precision."""
     config = worker.config
     check_model(config.model, config.sampling, config.cluster.context)

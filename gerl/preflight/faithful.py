@@ -17,9 +17,8 @@ from gerl.model.call import training_sigmas
 from gerl.preflight.findings import Report
 from gerl.protocol import RolloutTask, Sample
 from gerl.utils.seeding import sample_generators
-from gerl.workers.hybrid import HybridWorker
-from gerl.workers.rollout import Rollout, pictures_in
-from gerl.workers.ways import Way
+from gerl.workers.rollout import CallFormat, Rollout, pictures_in
+from gerl.workers.worker import PolicyWorker
 
 LARGEST = {False: 1e-3, True: 0.1}  # relative difference, by whether the base weights are in half precision
 
@@ -32,8 +31,8 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
     pipe = rollout.policy.pipe
     kernel, noise = ("cps", 1.0) if noises_anew(pipe.scheduler) else ("ode", 0.0)
 
-    def drawn(way: Way) -> float:
-        part = samples[: way.of(len(samples))]
+    def drawn(form: CallFormat) -> float:
+        part = samples[: form.of(len(samples))]
 
         def compared(call: Mapping[str, object]) -> float:
             images = []
@@ -42,7 +41,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
                 with torch.random.fork_rng():  # for what is drawn without a generator
                     torch.manual_seed(0)
                     if stock:
-                        given = generators[0] if way.text else generators
+                        given = generators[0] if form.text else generators
                         with noise_from(pipe.scheduler, given):
                             output = pipe(**call, generator=given)
                     else:
@@ -52,13 +51,13 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
             contrast = float(np.linalg.norm(plain - plain.mean()))
             return float(np.linalg.norm(ours - plain)) / max(contrast, 1e-9)
 
-        return rollout.called(compared, part, way, sigmas=training_sigmas(rollout.sampling))
+        return rollout.called(compared, part, form, sigmas=training_sigmas(rollout.sampling))
 
     with rollout.policy.as_sampler():
-        return rollout.ways.attempt("rollout", len(samples), drawn)
+        return rollout.format.attempt("rollout", len(samples), drawn)
 
 
-def parts_difference(worker: HybridWorker, task: RolloutTask) -> float:
+def parts_difference(worker: PolicyWorker, task: RolloutTask) -> float:
     """How far the gradients of single samples of a micro-batch, added up, are from that of all: norms, relative.
 
     0 where the pipeline draws one sample a call.
@@ -75,7 +74,7 @@ def parts_difference(worker: HybridWorker, task: RolloutTask) -> float:
     return float((torch.stack(parts).sum(0) - whole).norm() / whole.norm().clamp(min=1e-30))
 
 
-def _gradient(worker: HybridWorker, tape: Tape, step: int, rows: Sequence[int]) -> torch.Tensor:
+def _gradient(worker: PolicyWorker, tape: Tape, step: int, rows: Sequence[int]) -> torch.Tensor:
     """The LoRA gradient of a random projection of the model output of `rows` at `step`, as one vector."""
 
     def on_step(k: int, replayed: ReplayedStep) -> torch.Tensor:

@@ -14,13 +14,14 @@ import torch
 from gerl.algorithms import count_pairs
 from gerl.algorithms.core_algos import step_weights
 from gerl.algorithms.planning import plan_prompts, plan_samples
-from gerl.algorithms.pooling import pooled_sum
+from gerl.algorithms.pooling import Pooled
 from gerl.cluster import Cluster
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
 from gerl.config.choices import StepWeighting
 from gerl.config.policy_gradients import WeightedConfig
 from gerl.errors import ConfigError, TrainingError
+from gerl.model.failures import model_errors
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve
 from gerl.preflight.agreement import clearly_above, combined, cosine, inner_products
@@ -29,10 +30,12 @@ from gerl.preflight.signal_report import Choice, Signal, StepSignal
 from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import read_prompts, without_people
 from gerl.run.timing import Stopwatch
-from gerl.trainer.drawing import Drawn
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
-from gerl.trainer.run import entered
-from gerl.workers.hybrid import HybridWorker
+from gerl.trainer.credit import credit_of, usable_rewards
+from gerl.trainer.launch import start_cluster
+from gerl.trainer.rollouts import PendingRollout
+from gerl.trainer.run import Run
+from gerl.trainer.step import Step
+from gerl.workers.worker import Groups, PolicyWorker
 
 logger = logging.getLogger("gerl")
 Gradients = dict[int, torch.Tensor]  # step -> [P]
@@ -61,12 +64,12 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     if not machines.joined:  # else they may be on other machines
         check_model(config.model, config.sampling, config.cluster.context)
     found: list[Measured] = []
-    with entered(machines) as cluster:
-        trainer = RayDiffusionTrainer(config, Path(), cluster, prompts, [], {})
-        trainer.start()
+    with start_cluster(machines) as cluster:
+        whole = Run(config, Path(), cluster, prompts, [], {})
+        whole.start()
         for number in range(1, batches + 1):
             with waiting(f"measuring batch {number} of {batches}"):
-                found.append(measure(trainer, number))
+                found.append(measure(whole, number))
     signal = evaluate(config, found)
     if len(prompts) < batches * config.rollout.prompts_per_step:
         signal.notes.append(
@@ -79,33 +82,55 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     return signal
 
 
-def measure(trainer: RayDiffusionTrainer, number: int) -> Measured:
-    """Draw batch `number` (from 1); the gradients are summed over the workers."""
-    config, workers = trainer.config, trainer.roles.training
-    samples = plan_samples(config, plan_prompts(config, trainer.prompts, number), number, 0)
-    drawn, tasks, watch = Drawn(), plan(trainer, samples), Stopwatch()
-    trainer.score(trainer.roll_out(tasks), drawn, watch)
-    metrics, credit = trainer.credit(drawn, Stopwatch())
-    logger.info("batch %d: %d images, mean reward %.3f", number, len(credit), metrics["reward/mean"])
+def measure(run: Run, number: int) -> Measured:
+    """Sample batch `number` (from 1); the gradients are summed over the workers."""
+    config, fleet, step = run.config, run.fleet, Step(number, Stopwatch())
+    samples = plan_samples(config, plan_prompts(config, run.prompts, number), number, 0)
+    tasks = plan(run, samples)
+    rollout = PendingRollout(run.rewards, [t.samples for t in tasks], fleet.sample(tasks), fleet.samplers.hang_after)
+    run.score(rollout, step)
+    step.rewards, step.metrics = usable_rewards(config, step.scores)
+    run.notify("rewarded", step)
+    credit = credit_of(config, run.algorithm, step.scores, step.rewards)
+    logger.info("batch %d: %d images, mean reward %.3f", number, len(credit), step.metrics["reward/mean"])
     parts = credit.split([len(task.samples) for task in tasks])
     pairs = count_pairs(zip(tasks, parts, strict=True))
     given = {task.id: part for task, part in zip(tasks, parts, strict=True)}
-    pooled = pooled_sum(workers.run(HybridWorker.pool, given, drawn.sets)) if trainer.algorithm.pools else None
+    groups = fleet.lockstep_groups(given)
     found: Gradients = {}
-    for gradients in workers.run(HybridWorker.step_gradients, given, pairs, pooled, drawn.sets):
+    for gradients in fleet.trainers.run(step_gradients, given, pairs, fleet.pool(given, groups), groups):
         found |= {k: found[k] + new if k in found else new for k, new in gradients.items()}
-    facts = {known.step: known for each in workers.run(HybridWorker.step_facts) for known in each}
-    workers.run(HybridWorker.forget)
+    facts = {known.step: known for each in fleet.trainers.run(step_facts) for known in each}
+    fleet.discard()
+    fleet.clear()
     return Measured(len(credit), found, [facts[k] for k in sorted(facts)])
 
 
-def plan(trainer: RayDiffusionTrainer, samples: Sequence[Sample]) -> list[RolloutTask]:
+def step_gradients(
+    worker: PolicyWorker, credit: Gradients, num_pairs: int, pooled: Pooled | None, groups: Groups
+) -> Gradients:
+    """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""
+    with model_errors("update"):
+        return worker.actor.step_gradients(worker.batches(worker.own(credit, groups), pooled), num_pairs)
+
+
+def step_facts(worker: PolicyWorker) -> list[StepFacts]:
+    """How each trained step of what a worker has sampled counts in the loss, in order."""
+    found: dict[int, StepFacts] = {}
+    for kept in worker.trajectories.values():
+        for segment, tape in zip(kept.task.segments, kept.tapes, strict=True):
+            if segment.trained:
+                found |= {facts.step: facts for facts in worker.algorithm.step_facts(tape, segment.trained)}
+    return [found[k] for k in sorted(found)]
+
+
+def plan(run: Run, samples: Sequence[Sample]) -> list[RolloutTask]:
     """The micro-batches of `samples`, with the window (or noise levels) of the run's first step for each batch.
 
     Everything else that depends on the step, such as noise, is that of the samples' own.
     """
     step = samples[0].step
-    tasks = trainer.algorithm.plan([replace(sample, step=1) for sample in samples])
+    tasks = run.algorithm.plan([replace(sample, step=1) for sample in samples])
     return [replace(task, samples=[replace(sample, step=step) for sample in task.samples]) for task in tasks]
 
 

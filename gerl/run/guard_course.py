@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 MOST = 1000  # groups of a block that are counted: their share stands for that of more
 
 
-class Course:
+class TrainingTrends:
     """The steps between validations, by the rows of the metrics."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
@@ -43,8 +43,8 @@ class Course:
         return [values for number, values in self._rows.items() if before < number <= step]
 
 
-def course_signals(
-    course: Course, first: Validation, best: Validation, later: Validation, measures_kl: bool = True
+def trend_signals(
+    course: TrainingTrends, first: Validation, best: Validation, later: Validation, measures_kl: bool = True
 ) -> list[Signal]:
     """The signs in the steps up to the validation `later`.
 
@@ -56,7 +56,7 @@ def course_signals(
     return [*kl, *_no_signal(course, first, later)]
 
 
-def _kl(course: Course, first: Validation, best: Validation, later: Validation) -> Iterator[Signal]:
+def _kl(course: TrainingTrends, first: Validation, best: Validation, later: Validation) -> Iterator[Signal]:
     """A KL that has grown since the best validation without the gain in reward that this should have brought.
 
     The gain of an optimisation that is not overdone rises as the root of the KL (Gao et al. 2022, arXiv 2210.10760).
@@ -91,7 +91,7 @@ def _change(before: Validation, after: Validation, row: int) -> float:
     return 0.0 if old is None or new is None else new - old
 
 
-def _no_signal(course: Course, first: Validation, later: Validation) -> Iterator[Signal]:
+def _no_signal(course: TrainingTrends, first: Validation, later: Validation) -> Iterator[Signal]:
     """More groups than in the beginning whose images all have one and the same reward, which is not the best one."""
     after = [step for step in course.validated if step > first.step]
     if not after or after[0] >= later.step:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from gerl.errors import CheckpointError
 from gerl.run.checkpoint import Checkpoint
 
-STATE = "state"  # the folder of a checkpoint with the parts of trained weights
+PARTS = "state"  # the folder of a checkpoint with the parts of trained weights
 FROZEN = ".frozen"  # one with parts of weights that are not trained, until the denoisers are written
 STRICT = ConfigDict(strict=True)  # a number that was written as text is damage
 
@@ -52,6 +52,7 @@ class RunState:
     rollbacks: int = 0  # times that the guard has taken the run back
     algorithm: dict[str, Any] = field(default_factory=dict)  # see `Algorithm.state`
     identity: dict[str, str] = field(default_factory=dict)  # digests of the prompts and of the base weights
+    extensions: dict[str, Any] = field(default_factory=dict)  # by name, see `Extension.state`
     settings: dict[str, Any] = field(default_factory=dict)  # see `settings_of`; empty in a checkpoint of format 1
 
     def to_json(self) -> dict[str, Any]:

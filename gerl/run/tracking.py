@@ -1,10 +1,8 @@
-"""Metrics and pictures of a run while it trains: `metrics.jsonl`, sample grids, trackers."""
+"""Metrics and images of a run while it trains: `metrics.jsonl` and `samples/`, and the run as trackers know it."""
 
-import contextlib
 import json
 import math
 import sys
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,31 +13,28 @@ from PIL import Image
 from gerl.config import LoggerConfig
 from gerl.errors import GerlError
 from gerl.run.redaction import redact, redacted
-from gerl.run.trackers import TrackedRun, open_sinks
+from gerl.run.trackers import TrackedRun
 from gerl.utils.files import reason, write_file, writing
 
-LORA = "lora/"  # how the names of a checkpoint's files begin that are its LoRA
+METRICS = "metrics.jsonl"
 
 
-class Tracker:
-    """Writes the metrics and pictures of one run; the caller merges what belongs to one step into one `log` call.
+class MetricsLog:
+    """Writes the metrics and images of one run; the caller merges what belongs to one step into one `log` call.
 
-    start_step: the step a resumed run carries on from. Lines of later steps, which will be repeated, are cut, and so is
+    start_step: the step a resumed run continues from. Lines of later steps, which will be repeated, are cut, and so is
     a line that a killed process left half-written. Raises `GerlError` if the run folder cannot be written.
     """
 
-    def __init__(self, run_dir: Path, config: LoggerConfig, start_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, start_step: int = 0) -> None:
         self.run_dir = run_dir
-        self._path = run_dir / "metrics.jsonl"
+        self._path = run_dir / METRICS
         self._last_step = -1
         with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._cut(start_step)
             self._file = self._path.open("a", encoding="utf-8")
-            settings = run_dir / "config.yaml"
-            text = settings.read_text(encoding="utf-8", errors="replace") if settings.exists() else ""
-        self._sinks = open_sinks(tracked_run(run_dir, config, text, start_step), config)
 
     def _cut(self, start_step: int) -> None:
         kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
@@ -55,58 +50,41 @@ class Tracker:
             raise ValueError(f"step {step} was logged after step {self._last_step}: merge the metrics of one step")
         self._last_step = step
         values = {name: float(value) for name, value in metrics.items()}
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
         time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        row = {"step": step, "time": time, **{name: finite.get(name) for name in values}}
+        known = {name: value if math.isfinite(value) else None for name, value in values.items()}
         with writing(self._path):
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps({"step": step, "time": time, **known}) + "\n")
             self._file.flush()
-            for sink in self._sinks:
-                sink.log(step, finite)
         if not self._path.exists():  # the system lets a process write to a file that was deleted
             raise GerlError(
                 f"{self._path} is gone, with the metrics up to step {step}: the run folder was deleted or moved "
                 "while the run wrote to it; start a new run, in a folder that stays"
             )
 
-    def images(self, step: int, name: str, grid: Image.Image) -> Path:
-        """Save a picture as `samples/{name}_{step:06d}.png` and show it in every sink; returns its path."""
+    def image(self, step: int, name: str, image: Image.Image) -> Path:
+        """Save an image as `samples/{name}_{step:06d}.png`; returns its path."""
         path = self.run_dir / "samples" / f"{name}_{step:06d}.png"
         with writing(path):
             path.parent.mkdir(exist_ok=True)
-            grid.save(path)
-            for sink in self._sinks:
-                sink.image(step, f"samples/{name}", path)
+            image.save(path)
         return path
 
-    def checkpoint(self, step: int, files: Mapping[str, bytes]) -> None:
-        """Give the LoRA among the files of a checkpoint to every sink."""
-        lora = {Path(name).name: content for name, content in files.items() if name.startswith(LORA)}
-        with writing(self._path):
-            for sink in self._sinks if lora else ():
-                sink.lora(step, lora)
-
-    def alert(self, step: int, sentence: str) -> None:
-        """Give a warning about the run to every sink."""
-        with writing(self._path):
-            for sink in self._sinks:
-                sink.alert(step, sentence)
-
     def close(self) -> None:
-        """Write out what is buffered; may be called twice. While another error ends the run, none is raised here."""
+        """Close the file; may be called twice. While another error ends the run, none is raised here."""
         ending = sys.exception()
         try:
-            with writing(self._path), contextlib.ExitStack() as stack:
-                for sink in reversed(self._sinks):  # the first one is closed first
-                    stack.callback(sink.close, failed=ending is not None)
-                stack.callback(self._file.close)
+            with writing(self._path):
+                self._file.close()
         except GerlError:
             if ending is None:
                 raise
 
 
-def tracked_run(run_dir: Path, config: LoggerConfig, text: str, start_step: int) -> TrackedRun:
-    """The run as trackers know it: named like the last two folders of its path, with its configuration `text`."""
+def tracked_run(run_dir: Path, config: LoggerConfig, start_step: int) -> TrackedRun:
+    """The run as trackers know it: named like the last two folders of its path, with its `config.yaml`."""
+    with writing(run_dir):
+        file = run_dir / "config.yaml"
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError:

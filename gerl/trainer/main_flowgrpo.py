@@ -38,15 +38,15 @@ def train(arguments: list[str]) -> None:
 
         sweep(arguments)
         return
-    from gerl.trainer.resuming import open_run
+    from gerl.trainer.run_folder import open_run
 
     folder = open_run(arguments)
     if folder is None:
         return
     with folder:
-        from gerl.trainer.run import run
+        from gerl.trainer.launch import launch
 
-        run(folder, arguments)
+        launch(folder, arguments)
 
 
 if __name__ == "__main__":

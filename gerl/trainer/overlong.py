@@ -3,18 +3,19 @@
 import logging
 from collections.abc import Sequence
 
-from gerl.cluster.calls import WorkerGroup
 from gerl.config import Config
 from gerl.errors import DataError
+from gerl.model.failures import model_errors
 from gerl.protocol import CutPrompts, Prompt
-from gerl.workers.hybrid import HybridWorker
+from gerl.workers.fleet import LocalFleet
+from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
 
 
 def without_overlong(
     config: Config,
-    workers: WorkerGroup[HybridWorker],
+    fleet: LocalFleet,
     ranks: int,
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
@@ -25,7 +26,7 @@ def without_overlong(
     longer than all tokenizers read, or where `drop` leaves no prompt to train on.
     """
     texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))
-    calls = [workers.submit(rank, HybridWorker.cut_prompts, texts, prompts[0]) for rank in range(ranks)]
+    calls = [fleet.workers.submit(rank, cut_prompts, texts, prompts[0]) for rank in range(ranks)]
     found, *_ = [call.result() for call in calls]
     for sentence in sentences(found, texts):
         logger.warning("%s", sentence)
@@ -46,6 +47,14 @@ def without_overlong(
         *(len(left[0]), len(prompts), len(left[1]), len(held_out)),
     )
     return left
+
+
+def cut_prompts(worker: PolicyWorker, prompts: Sequence[str], like: Prompt) -> CutPrompts:
+    """Which of `prompts` the pipeline's tokenizers cut; `like` is one of them."""
+    from gerl.workers.setup import encoded_folder  # in here: the driver does without diffusers
+
+    with model_errors("rollout"):
+        return worker.rollout.cut_prompts(prompts, like, encoded_folder(worker.config, worker.device))
 
 
 def sentences(found: CutPrompts, texts: Sequence[str]) -> list[str]:

@@ -1,236 +1,260 @@
-"""Workers that die or hang are replaced, and all go back to the last finished step.
+"""Recovery of a run: repeat a step with new workers, return to an earlier step, save what there is at the end.
 
-Everything drawn derives from the seed, the step and the task, so that what is done again is bitwise what it was.
+Everything sampled derives from the seed, the step and the task, so what is repeated is bitwise what it was.
 """
+
+from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gerl.cluster import LAST_WORDS, Cluster, Pending, WorkerGroup, wait_all, wait_any
-from gerl.config import Config
-from gerl.errors import ClusterError, RayDied
-from gerl.workers.hybrid import HybridWorker, State
+from gerl.algorithms import build_algorithm
+from gerl.cluster import AGAIN, rescuing, wait_any
+from gerl.commandline import signals
+from gerl.commandline.waiting import waiting
+from gerl.config.reading import typed
+from gerl.errors import CheckpointError, ClusterError, Interrupted, ModelError, RayDied
+from gerl.run.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint
+from gerl.run.state import RunState
+from gerl.run.tracking import METRICS, read_metrics
+from gerl.trainer.run_folder import set_aside
+from gerl.workers.checkpointing import Held, writers
+from gerl.workers.recovery import NoCapacity
+from gerl.workers.worker import PolicyWorker, State
+
+if TYPE_CHECKING:
+    from gerl.trainer.extensions import RollBack
+    from gerl.trainer.run import Run
 
 logger = logging.getLogger(__name__)
-HOUR = 3600.0
-PAUSE = 1.0  # seconds before a worker that died as it began is started once more
-LOOK = 0.5  # seconds between two looks whether a copy is still wanted
-LARGEST = 2**30  # bytes of a LoRA and its optimizer that are kept outside of the workers as well
-BYTES = 16  # of a trained parameter: its value, two moments and an average, in fp32
+LOSSES = (ClusterError, ModelError, RuntimeError)  # what calls raise when a worker, or one that another misses, is gone
 
 
-def _died(call: Pending[None]) -> bool:
-    try:
-        call.result()
-    except ClusterError:
-        return True
-    return False
+def recover(run: Run, error: Exception) -> None:
+    """Replace the workers that died; raises `error` if none did, or if there were too many."""
+    started = time.perf_counter()
+    state: State | None = None  # once one has given it: those that live may be new themselves the next time
+    while True:
+        lost = lost_workers(run, error)
+        with waiting(f"replacing {len(lost)} process(es)"):
+            try:
+                run.discard()
+                state = state or surviving_state(run, lost)
+                bring_together(run, run.fleet.restart(lost), state)
+                break
+            except NoCapacity:
+                raise
+            except LOSSES as another:  # of one more that died
+                error = another
+    run.fleet.recovery.seconds += time.perf_counter() - started
 
 
-class WentBack(Exception):
-    """The run goes on from an earlier step."""
+def rejoin(run: Run, new: Sequence[int]) -> None:
+    """Let the workers `new`, for which there is room again, continue with the others."""
+    run.fleet.lost()
+    run.discard()
+    bring_together(run, new, surviving_state(run, new))
 
 
-class NoRoom(ClusterError):
-    """No worker can take the place of those that died."""
+def lost_workers(run: Run, error: Exception) -> list[int]:
+    """The workers because of which `error` came; raises it if it has another reason, or if they are too many.
 
-
-@dataclass(frozen=True)
-class Roles:
-    """The workers of a run, and which of them train and which draw: the same, but for cluster.layout=split."""
-
-    all: WorkerGroup[HybridWorker]
-    training: WorkerGroup[HybridWorker]  # the first of all
-    drawing: WorkerGroup[HybridWorker]  # the last of all
-
-    @classmethod
-    def of(cls, workers: WorkerGroup[HybridWorker], cluster: Cluster) -> "Roles":
-        """The roles of `workers` that `cluster` has just started."""
-        count = cluster.processes
-        if cluster.config.layout == "hybrid":
-            return cls(workers, workers, workers)
-        return cls(workers, workers.part(range(cluster.training)), workers.part(range(cluster.training, count)))
-
-    def meet(self, lockstep: bool, hang_after: float) -> None:
-        """Let processes meet for their collective calls; one alone has nobody to meet.
-
-        Those that only draw make collective calls where they are in `lockstep`.
-        """
-        for group in [self.training, self.drawing] if lockstep and self.drawing is not self.all else [self.training]:
-            if group.remote and (count := len(group)) > 1:
-                (address,) = wait_all([group.submit(0, HybridWorker.address)], hang_after)
-                calls = [group.submit(i, HybridWorker.join, address, i, count) for i in range(count)]
-                wait_all(calls, hang_after)
-
-
-class Recovery:
-    """Replaces workers, and counts how often and for how long.
-
-    A worker that begins has to be set up: it and the others meet, it loads the model, and all are given the same state.
+    Those are all where Ray itself died, if this run started it: another one is there then.
     """
+    fleet = run.fleet
+    try:
+        lost = fleet.lost(error)
+    except RayDied as died:
+        lost, error = [], died
+    gone = isinstance(error, RayDied) and run.cluster.own
+    if gone:
+        lost = list(range(len(fleet.workers)))
+    if not lost:
+        raise error
+    fleet.recovery.allow(lost, error, deaths=1 if gone else len(lost))
+    why = str(error).removesuffix(f"; {AGAIN}")  # nobody has to
+    logger.warning("%s; continuing from step %d with %d new process(es)", why, run.state.step, len(lost))
+    if gone:
+        restart_ray(run, error)
+        lost = list(range(len(fleet.workers)))
+    return lost
 
-    def __init__(self, config: Config, roles: Roles) -> None:
-        self.settings, self.roles, self.workers = config.cluster, roles, roles.all
-        self.ranks = config.cluster.ranks_per_worker if config.lockstep else 1
-        # groups of processes in which weights are divided end with one of them: all are started anew
-        self.together = config.lockstep or config.model.train != "lora"
-        self.restarts, self.seconds = 0, 0.0  # since they were last asked for
-        self._times: deque[float] = deque()  # of replacements within an hour
-        self._late: dict[int, tuple[HybridWorker, Pending[None]] | None] = {}  # by number; None: not asked for yet
-        self._executor, self._over = ThreadPoolExecutor(1, "remembering"), threading.Event()
-        self._copy: tuple[int, Future[State | None]] | None = None
 
-    def remember(self, step: int, parameters: int) -> None:
-        """Keep the checkpoint of `step`, the last finished one, in this process: no worker that has it may be left."""
-        if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
-            call = self.workers.submit(0, HybridWorker.finished, step)
-            self._copy = step, self._executor.submit(self._fetch, call)  # beside what comes next
+def restart_ray(run: Run, error: Exception) -> None:
+    """Start Ray once more after it died by `error`; the workers are then to be restarted."""
+    run.saved()  # what is written of a checkpoint ends
+    run.discard()
+    run.fleet.recovery.forget_workers()
+    with waiting("restarting Ray"):
+        run.cluster.start_anew(error)
+    run.fleet.workers.forget()
+    run.rewards.start_all()
 
-    def _fetch(self, call: Pending[State]) -> State | None:
-        until = time.monotonic() + self.settings.hang_after
-        with contextlib.suppress(Exception):  # of a worker that died: others have the state
-            while not self._over.is_set() and time.monotonic() < until:
-                if call.wait(LOOK):
-                    return call.ended()
-        return None
 
-    def kept(self, step: int) -> State | None:
-        """The checkpoint of `step` as remembered."""
-        return self._copy[1].result() if self._copy is not None and self._copy[0] == step else None
+def surviving_state(run: Run, lost: Sequence[int]) -> State | None:
+    """The workers' state at the last finished step, from others than `lost`; None if there is a checkpoint of it.
 
-    def close(self) -> None:
-        """Fetch nothing more, before Ray ends; what is there stays."""
-        self._over.set()
-        if self._copy is not None:
-            self._copy[1].result()
+    That of full fine-tuning is saved for it.
+    """
+    if run.config.model.train == "lora":
+        return run.fleet.recovery.state(run.state.step, lost)
+    if not run.saved():
+        for worker in range(len(run.fleet.trainers)):
+            if not set(writers(run.config, worker)) & set(lost):
+                run.save(worker)
+                run.writer.finish()
+                break
+    return None
 
-    def forget_workers(self) -> None:
-        """Let go of all that belongs to a Ray that is gone, which is about to be started anew."""
-        self.close()
-        self._over = threading.Event()
-        self._late.clear()
 
-    def lost(self, error: Exception | None = None) -> list[int]:
-        """The workers that died or do not answer; all others leave what they were doing.
+def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
+    """Set the workers `new` up, and give all of them `state`, or that of the newest checkpoint."""
+    run.fleet.set_up(new, run.downloads)
+    if state is not None:
+        files, numbers = state
+        run.fleet.restore(files, numbers, run.state.step)
+        run.fleet.sync(run.state.step, earlier=True)
+        run.load_parts()
+        return
+    before, root = run.state.step, run.run_dir / "checkpoints"
+    checkpoint = next((c for path in reversed(checkpoint_paths(root)) if (c := _intact(path))), None)
+    if checkpoint is not None:
+        run.load(checkpoint)
+    else:
+        begin_again(run)
+    if run.state.step < before:
+        logger.warning("no worker is left that has step %d: returning to step %d", before, run.state.step)
+        rows = read_metrics(run.run_dir / METRICS)
+        run.fleet.recovery.count_again(row for row in rows if row["step"] > run.state.step)
+        run.reopen_log()
 
-        None where Ray itself is gone, which may also be raised (`RayDied`). `error`: what came of it. One that does not
-        say that a worker is gone may have another reason: then none is lost unless one died.
-        """
-        if not self.workers.remote or isinstance(error, RayDied):
-            return []
-        asked = {self.workers.submit(i, HybridWorker.leave): i for i in range(len(self.workers))}
-        if not isinstance(error, ClusterError | None) and not self._one_died(asked):
-            return []
-        until, found = time.monotonic() + self.settings.hang_after, list[int]()
-        for call, i in asked.items():
-            if not call.wait(max(0.0, until - time.monotonic())):
-                self.workers.end(i)  # who else waits for it, for a checkpoint say, need wait no longer
-                found.append(i)
-            elif _died(call):
-                found.append(i)
-        return found
 
-    def _one_died(self, asked: Collection[Pending[None]]) -> bool:
-        left, until = list(asked), time.monotonic() + LAST_WORDS
-        while left and time.monotonic() < until:
-            for call in wait_any(left, until - time.monotonic()):
-                if _died(call):
-                    return True
-                left.remove(call)
+def begin_again(run: Run) -> None:
+    """Return to the beginning of the run."""
+    fleet = run.fleet
+    if len(fleet.workers) > 1:
+        fleet.set_up(fleet.restart(range(len(fleet.workers))), run.downloads)
+    fleet.forget_sync()
+    run.algorithm = build_algorithm(run.config)
+    run.state = RunState(identity=run.state.identity, settings=run.state.settings)
+
+
+def roll_back(run: Run, directive: RollBack) -> None:
+    """Return to an earlier checkpoint, with a KL of more weight."""
+    checkpoint = directive.checkpoint
+    run.writer.finish()
+    times = run.state.rollbacks + 1
+    with signals.deferred(), waiting(f"rolling back to step {checkpoint.step}"):
+        run.discard()
+        run.fleet.clear()
+        run.load(checkpoint)
+        run.state.rollbacks = times
+        run.set_kl_coef(directive.kl_coef)
+        run.save()  # that it rolled back: from here on a resumed run knows it
+        run.writer.finish()
+        set_aside(run.run_dir, checkpoint.step, drawn_too=True)
+        run.reopen_log(kept=run.state.step - bool(run.state.unlogged))
+        run.notify("rolled_back", directive)
+        run.remember()
+
+
+# --- the end of a run that does not finish
+
+
+def save_last_step(run: Run) -> str:
+    """Save the last finished step from whichever worker still has it; returns why that was not possible, or nothing."""
+    failure = ""
+    with rescuing():
+        failure = "" if run.saved() else "all workers are gone"
+        if failure and run.cluster.alive:
+            failure = _save_from_any(run)
+        if failure and (state := run.fleet.copy_of(run.state.step)):
+            run.save(held=Held.of(*state))
+            failure = ""
+    return failure
+
+
+def _save_from_any(run: Run) -> str:
+    """Save from the first worker that can give its state; returns why none could, or nothing.
+
+    All trainers hold the same LoRA and optimizer, and the state before the update in which they may be. One may wait
+    for another that failed: those that answer first are asked first.
+    """
+    trainers, reasons = run.fleet.trainers, list[str]()
+    # what they drop makes room: an out-of-memory error may be why we are here
+    asked = {trainers.submit(worker, PolicyWorker.clear): worker for worker in range(len(trainers))}
+    while asked:
+        try:
+            answered = wait_any(list(asked))
+        except RayDied:  # with the workers
+            return "all workers are gone"
+        for call in answered:
+            worker = asked.pop(call)
+            try:
+                call.result()
+                run.save(worker)
+                run.writer.finish()
+                return ""
+            except CheckpointError as error:
+                return str(error)
+            except ClusterError:
+                reasons.append(f"worker {worker} is gone")
+            # the run is ending for another reason, and what a worker in an unknown state raises must not hide it
+            except Exception as error:
+                logger.debug("worker %d has no checkpoint to offer", worker, exc_info=True)
+                reasons.append(next(iter(str(error).splitlines()), type(error).__name__))
+    return "; ".join(dict.fromkeys(reasons))
+
+
+@contextlib.contextmanager
+def interruption_logged(run_dir: Path, steps: int) -> Iterator[None]:
+    """Add to an interruption before the first step or after the last one of `steps` what there is."""
+    try:
+        yield
+    except Interrupted as error:
+        if not hasattr(error, "__notes__") and checkpoint_paths(run_dir / "checkpoints"):
+            add_resume_notes(error, run_dir, steps)
+        raise
+
+
+def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int = 0, failure: str = "") -> None:
+    """Add to the exception that ends a run of `steps` which checkpoint is the newest, and how to resume from it.
+
+    Where that has all steps, what is left is the report. failure: why the finished `step` could not be saved.
+    """
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.strerror and cause.strerror in failure:
+        failure = "for the same reason"
+    if failure:
+        error.add_note(f"no checkpoint of step {step} could be written ({failure})")
+    paths = checkpoint_paths(run_dir / "checkpoints")
+    if paths and _has_all(paths[-1], steps):
+        error.add_note(
+            f"the run is finished, its last checkpoint is {paths[-1]}: python -m gerl.run.report "
+            f"{typed({'run': str(run_dir)})} rewrites its report"
+        )
+    elif paths:
+        again = typed({"checkpoint.resume": str(run_dir)})
+        error.add_note(f"the latest checkpoint is {paths[-1]}: resume with {again}")
+    elif step:  # before the first one nothing is lost
+        error.add_note("there is no checkpoint: start a new run")
+
+
+def _has_all(path: Path, steps: int) -> bool:
+    """Whether nothing is left to do after a checkpoint in a run of `steps`, which may be more than it was made for."""
+    try:
+        checkpoint = load_checkpoint(path)
+    except CheckpointError:
         return False
+    return checkpoint.step >= steps and bool(checkpoint.state.get("finished"))
 
-    def state(self, step: int, lost: Collection[int]) -> State | None:
-        """The checkpoint of `step`, the last finished one, as remembered, or from a worker that lives; else None."""
-        if state := self.kept(step):
-            return state
-        training = self.roles.training  # the first of all, and so numbered as these
-        calls = [training.submit(i, HybridWorker.finished, step) for i in range(len(training)) if i not in lost]
-        for call in calls:
-            with contextlib.suppress(ClusterError):
-                if call.wait(self.settings.hang_after):
-                    return call.result()
+
+def _intact(path: Path) -> Checkpoint | None:
+    try:
+        return load_checkpoint(path)
+    except CheckpointError:
         return None
-
-    def allow(self, lost: Sequence[int], error: Exception, deaths: int) -> None:
-        """Count the replacement of workers, which `deaths` have caused; raises `error` if those were too many."""
-        now, most = time.monotonic(), self.settings.max_restarts
-        while self._times and self._times[0] < now - HOUR:
-            self._times.popleft()
-        if (count := len(self._times) + deaths) > most:
-            if most:
-                error.add_note(f"{count} workers died within an hour, and cluster.max_restarts={most}")
-            raise error
-        self._times.extend(now for _ in range(deaths))
-        self.restarts += len(lost)
-
-    def restart(self, lost: Sequence[int]) -> list[int]:
-        """Start the workers `lost` anew, or all; returns those that have to be set up.
-
-        Those for which there is no room are left out. Raises `NoRoom` if that is all.
-        """
-        workers = self.workers
-        chosen = list(range(len(workers))) if self.together else list(lost)
-        asked = {i: self._anew(i) for i in chosen}
-        until = time.monotonic() + self.settings.patience
-        for i in chosen:
-            while (left := until - time.monotonic()) > 0 and asked[i].wait(left) and _died(asked[i]):
-                time.sleep(PAUSE)  # it was on a node that has died, too, of which Ray does not know yet
-                asked[i] = self._anew(i)
-        for i in chosen:
-            if not asked[i].wait(0.0) and workers.has_room(i):
-                logger.info("worker %d has been scheduled but not started yet: waiting", workers.numbers[i])
-                asked[i].wait(self.settings.hang_after)
-        late = {i // self.ranks for i, call in asked.items() if not call.wait(0.0) or _died(call)}
-        out = [i for i in chosen if i // self.ranks in late]  # a worker does nothing without one of its ranks
-        gone = {workers.numbers[i] for i in out}
-        if any(gone.issuperset(group.numbers) for group in (self.roles.training, self.roles.drawing)):
-            raise NoRoom(
-                f"Ray has no room for {len(out)} replacements of workers that died, after "
-                f"cluster.patience={self.settings.patience:g} s: ray status shows why"
-            )
-        numbers = [workers.numbers[i] for i in chosen if i not in out]
-        for i in reversed(out):
-            self._late[workers.leave_out(i)] = None
-        if out:
-            logger.warning("Ray has no room for %d of the workers: the run continues with %d", len(out), len(workers))
-        return [workers.numbers.index(number) for number in numbers]
-
-    def _anew(self, index: int) -> Pending[None]:
-        self.workers.restart(index)
-        return self.workers.submit(index, HybridWorker.leave)
-
-    def take_in(self, ask: bool = True) -> list[int]:
-        """Let workers that were left out join the others where there is room now; returns those to be set up.
-
-        `ask`: for room for those that have asked for none since.
-        """
-        if ask:
-            for number in [number for number, late in self._late.items() if late is None]:
-                self._late[number] = self.workers.start_beside(number, HybridWorker.leave)
-        ready = {number: late[0] for number, late in self._late.items() if late is not None and late[1].wait(0.0)}
-        count = Counter(number // self.ranks for number in ready)
-        chosen = {number: worker for number, worker in ready.items() if count[number // self.ranks] == self.ranks}
-        for number, worker in chosen.items():
-            del self._late[number]
-            self.workers.take_in(number, worker)
-        if chosen:
-            logger.info("there is room for %d more workers: the run continues with %d", len(chosen), len(self.workers))
-        return [self.workers.numbers.index(number) for number in chosen]
-
-    def count_again(self, rows: Iterable[Mapping[str, float | None]]) -> None:
-        """Count the workers and seconds that `rows` of the metrics, of steps to be done again, say were lost."""
-        for row in rows:
-            self.restarts += int(row.get("cluster/restarts") or 0)
-            self.seconds += row.get("cluster/lost_s") or 0.0
-
-    def metrics(self) -> dict[str, float]:
-        """Workers replaced and seconds lost by it since the last time; nothing if there were none."""
-        found = {"cluster/restarts": float(self.restarts), "cluster/lost_s": self.seconds} if self.restarts else {}
-        self.restarts, self.seconds = 0, 0.0
-        return found

@@ -1,4 +1,4 @@
-"""Draw and score: the workers draw micro-batches, the scorers look at each while the next ones are drawn."""
+"""Sample and score: workers sample micro-batches, and scorers score each while the next ones are sampled."""
 
 import contextlib
 import threading
@@ -11,108 +11,103 @@ from gerl.cluster import Pending, silence
 from gerl.protocol import Images, Scores
 from gerl.rewards.asking import Scorable, wait
 from gerl.rewards.manager import RewardManager
+from gerl.workers.fleet import Dispatch
 
-MOMENT = 0.1  # seconds after which it is seen that nothing is to be done meanwhile any more
-AHEAD = 2  # micro-batches submitted to a process: the one it draws and the next
+POLL_S = 0.1  # after which the thread sees that the block has ended
+PREFETCH = 2  # micro-batches submitted to a process: the one it samples and the next
 
 
-class Rollouts:
-    """Micro-batches of `samples` on their way: `draw(i)` submits the i-th, to process `owners[i]`.
+class PendingRollout:
+    """Micro-batches of samples on their way through the samplers of `dispatch` and the scorers.
 
-    `done(i)` is called when it is drawn. Where the scorers do not keep up, drawing pauses, so that images do not pile
-    up.
+    Where the scorers do not keep up, sampling pauses, so that images do not pile up.
     """
 
     def __init__(
         self,
         manager: RewardManager,
         samples: Sequence[Sequence[Scorable]],
-        draw: Callable[[int], Pending[Images]],
-        owners: Sequence[int],
+        dispatch: Dispatch,
         hang_after: float | None = None,
         ahead: int = 0,
-        done: Callable[[int], None] = lambda _: None,
         held_out: bool = False,
+        progress: Callable[[int], None] = lambda images: None,
     ) -> None:
         """`hang_after`: seconds without an answer of the workers after which they count as dead.
 
-        `ahead`: steps that these images are drawn before they are trained on, so that more of them may wait.
-        `held_out`: people are not asked about them.
+        `ahead`: steps that these images are sampled before they are trained on, so that more of them may wait.
+        `held_out`: people are not asked about them. `progress`: is told how many images are sampled.
         """
-        self.hang_after, self.silent, self.done = hang_after, 0.0, done
+        self.hang_after, self.silent, self.progressed = hang_after, 0.0, progress
         self.what: Literal["draw", "validate"] = "validate" if held_out else "draw"
-        self.manager, self.draw, self.owners, self.count = manager, draw, owners, len(samples)
+        self.manager, self.dispatch, self.count = manager, dispatch, len(samples)
+        self.processes = dispatch.processes
         self.sizes = [len(batch) for batch in samples]
         self.total = sum(self.sizes)
         self.scoring = manager.open(samples, held_out)
         self.scorers = list(self.scoring.scorers)
         self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
-        self.under_way: dict[int, Pending[Images]] = {}  # of those that are not yet drawn
+        self.running: dict[int, Pending[Images]] = {}  # those that are not yet sampled
         self.busy = Counter[int]()  # by process: how many of them it has
-        self.drawn: set[int] = set()
-        self.limit = (1 + ahead) * (len(set(owners)) + manager.capacity)  # something is always there to be scored
+        self.sampled: set[int] = set()
+        self.limit = (1 + ahead) * (len(set(self.processes)) + manager.capacity)  # something is always to be scored
 
-    def wait_until_drawn(self, others: Sequence["Rollouts"] = ()) -> None:
-        """Return when all images are drawn; `others` that come after them go on meanwhile.
+    def wait_until_sampled(self, others: Sequence["PendingRollout"] = ()) -> None:
+        """Return when all images are sampled; `others`, which come after them, are served meanwhile.
 
-        Raises what drawing and scoring raise.
+        Raises what sampling and scoring raise.
         """
-        while len(self.drawn) < self.count:
+        while len(self.sampled) < self.count:
             advance([self, *others])
 
-    def finish(self, others: Sequence["Rollouts"] = ()) -> list[Scores]:
-        """The scores of all micro-batches, in order; raises what drawing and scoring raise."""
-        self.wait_until_drawn(others)
+    def finish(self, others: Sequence["PendingRollout"] = ()) -> list[Scores]:
+        """The scores of all micro-batches, in order; raises what sampling and scoring raise."""
+        self.wait_until_sampled(others)
         while self.scoring.left:
             advance([self, *others])
         return self.scoring.scores()
 
     def progress(self) -> str:
-        """In words, how many images are drawn, and which scorers are waited for; for another thread."""
-        drawn = sum(self.sizes[i] for i in tuple(self.drawn))
-        if drawn < self.total:
-            return f"{drawn} of {self.total} images sampled"
+        """How many images are sampled, and which scorers are waited for, in words; for another thread."""
+        sampled = sum(self.sizes[i] for i in tuple(self.sampled))
+        if sampled < self.total:
+            return f"{sampled} of {self.total} images sampled"
         return f"all {self.total} images sampled, waiting for {' and '.join(self.scorers)}"
 
-    @property
-    def drawing(self) -> list[Pending[Images]]:
-        """The micro-batches that are submitted and not yet drawn."""
-        return list(self.under_way.values())
-
     def submit(self) -> None:
-        """Submit the micro-batches of which it is time."""
+        """Submit the micro-batches that are due."""
         while len(self.images) < self.count and self.scoring.queued < self.limit:
             i = len(self.images)
-            if self.busy[self.owners[i]] >= AHEAD:
+            if self.busy[self.processes[i]] >= PREFETCH:
                 break
             started = self.manager.timeline.now()
-            self.under_way[i] = image = self.draw(i)
+            self.running[i] = image = self.dispatch.submit(i)
             self.images.append(image)
-            self.busy[self.owners[i]] += 1
+            self.busy[self.processes[i]] += 1
             self.manager.timeline.submitted(image, self.what, started)
 
     def take(self, ended: Collection[Pending[Any]]) -> None:
         """Give the scorers what has `ended`."""
         self.manager.timeline.ended(ended)
-        for i, image in [(i, image) for i, image in self.under_way.items() if image in ended]:
-            del self.under_way[i]
-            self.busy[self.owners[i]] -= 1
-            self.drawn.add(i)
+        for i, image in [(i, image) for i, image in self.running.items() if image in ended]:
+            del self.running[i]
+            self.busy[self.processes[i]] -= 1
+            self.sampled.add(i)
             self.scoring.add(i, image)
-            self.done(i)
+            self.dispatch.ended(i)
+            self.progressed(self.sizes[i])
 
     def check_silence(self, heard: bool, seconds: float) -> None:
-        """Raise `WorkerDied` if after `seconds` more the workers that draw have not been `heard` of for too long."""
-        self.silent = 0.0 if heard or not self.drawing else self.silent + seconds
+        """Raise `WorkerDied` if after `seconds` more the samplers have not been `heard` of for too long."""
+        self.silent = 0.0 if heard or not self.running else self.silent + seconds
         if self.hang_after is not None and self.silent >= self.hang_after:
-            raise silence(self.drawing, self.hang_after)
+            raise silence(list(self.running.values()), self.hang_after)
 
 
-def advance(rollouts: Sequence[Rollouts], most: float | None = None) -> None:
-    """Submit what can be, wait until something has ended, or for at most so many seconds, and deal with it.
+def advance(rollouts: Sequence[PendingRollout], most: float | None = None) -> None:
+    """Submit what is due, wait until something has ended, or at most `most` seconds, and take it.
 
-    `rollouts`: of one manager, with at least one whose images are not all drawn and scored; each begins when those
-    before it are submitted.
+    `rollouts`: of one manager, with at least one that is not finished; each begins when those before it are submitted.
     """
     manager = rollouts[0].manager
     for each in rollouts:
@@ -120,13 +115,13 @@ def advance(rollouts: Sequence[Rollouts], most: float | None = None) -> None:
         if len(each.images) < each.count:
             break
     manager.submit()
-    drawing = [image for each in rollouts for image in each.drawing]
+    sampling = [image for each in rollouts for image in each.running.values()]
     awaited, seconds = manager.awaited()
-    hang_after = [each.hang_after for each in rollouts if each.drawing]
+    hang_after = [each.hang_after for each in rollouts if each.running]
     limits = [limit for limit in (seconds, most, *hang_after) if limit is not None]
     started = time.monotonic()
-    ended = wait([*drawing, *awaited], min(limits, default=None))
-    heard = not ended.isdisjoint(drawing) if manager.asleep else bool(ended)  # people are asked all the time
+    ended = wait([*sampling, *awaited], min(limits, default=None))
+    heard = not ended.isdisjoint(sampling) if manager.asleep else bool(ended)  # people are asked all the time
     for each in rollouts:
         each.check_silence(heard, time.monotonic() - started)
     for each in rollouts:
@@ -135,27 +130,27 @@ def advance(rollouts: Sequence[Rollouts], most: float | None = None) -> None:
 
 
 @contextlib.contextmanager
-def meanwhile(manager: RewardManager, rollouts: Sequence[Rollouts]) -> Iterator[None]:
-    """A block that waits for something else; workers that only draw, and scorers, are given what waits for them.
+def serve_in_background(manager: RewardManager, rollouts: Sequence[PendingRollout]) -> Iterator[None]:
+    """Keep samplers and scorers busy with `rollouts` from a thread while the block does something else.
 
-    What is raised by that in it, the next that waits for them raises.
+    What that raises is raised by whoever waits for them next.
     """
-    if not rollouts or not manager.remote:  # in process they would be in the way
+    if not rollouts or not manager.remote:  # in this process they would be in the way
         yield
         return
     over = threading.Event()
 
     def left() -> bool:
-        return any(each.scoring.left or len(each.drawn) < each.count for each in rollouts)
+        return any(each.scoring.left or len(each.sampled) < each.count for each in rollouts)
 
     def serve() -> None:
         try:
             while not over.is_set() and left():
-                advance(rollouts, MOMENT)
+                advance(rollouts, POLL_S)
         except Exception as error:  # noqa: BLE001 - raised by whoever waits
             manager.failure = error
 
-    server = threading.Thread(target=serve, name="sampling meanwhile", daemon=True)
+    server = threading.Thread(target=serve, name="sampling ahead", daemon=True)
     server.start()
     try:
         yield

@@ -1,133 +1,571 @@
-"""A run from its configuration to the report: check, start the cluster, train."""
+"""The training loop: plan, sample, score, credit, update, conclude.
 
-import contextlib
+    prompts --plan--> tasks --Fleet.sample--> images --RewardManager--> scores --credit--> credit [B, T]
+                        |                                                                       |
+              trajectories stay on the workers ------------------Fleet.accumulate, step--------+--> metrics, new weights
+
+A `Step` is the value that moves through it. A fleet is all the processes that hold the model (`gerl.workers.fleet`),
+and the reward manager those of the scorers. What a run can do without is an extension (`gerl.trainer.extensions`).
+"""
+
 import logging
-import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from PIL import Image
+
+from gerl.algorithms import Algorithm, build_algorithm
+from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, prompt_schedule
+from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
+from gerl.cluster import Cluster
 from gerl.commandline import signals
-from gerl.commandline.command import PAGE, watching
-from gerl.commandline.imports import importing
-from gerl.commandline.waiting import waiting
-from gerl.config.summary import described
-from gerl.errors import GerlError
-from gerl.model.paths import local_lora, resolve
-from gerl.rewards.checks import read_prompts, read_regularising
-from gerl.rewards.gradients import differentiated
-from gerl.run.log import RunLog
-from gerl.run.redaction import secrets
-from gerl.run.report import write_report
-from gerl.run.session import has_results, session
-from gerl.run.trackers import check_trackers
-from gerl.trainer.closing import closing_screen
-from gerl.trainer.folder import RunFolder, identity
+from gerl.commandline.waiting import MOMENT, REMINDER, waiting
+from gerl.config import Config
+from gerl.config.changes import settings_of
+from gerl.config.savings import saving_notes
+from gerl.data.columns import unused_columns
+from gerl.errors import CheckpointError, ClusterError
+from gerl.model.hub import Downloads
+from gerl.protocol import ModelFacts, Prompt, RolloutTask
+from gerl.rewards.manager import RewardManager, given
+from gerl.rewards.total import described
+from gerl.rewards.trial import try_scorers
+from gerl.run.checkpoint import Checkpoint, prune, save_checkpoint
+from gerl.run.state import RunState
+from gerl.run.statistics import Estimate
+from gerl.run.timing import Stopwatch
+from gerl.run.tracking import MetricsLog
+from gerl.run.validation import Validation
+from gerl.timeline import Timeline
+from gerl.trainer.credit import credit_of, scores_of, usable_rewards
+from gerl.trainer.extensions import Extension, RollBack, Save, Stop, build_extensions
+from gerl.trainer.overlong import without_overlong
+from gerl.trainer.recovery import LOSSES, add_resume_notes, lost_workers, recover, rejoin, roll_back, save_last_step
+from gerl.trainer.rollouts import PendingRollout, serve_in_background
+from gerl.trainer.run_folder import RunFolder, check_identity
+from gerl.trainer.step import Metrics, Step
+from gerl.trainer.update import Update
+from gerl.trainer.validation import validate
+from gerl.workers.calibration import calibrate
+from gerl.workers.checkpointing import CheckpointWriter, Held
+from gerl.workers.fleet import LocalFleet, fleet_of
+from gerl.workers.setup import with_scorers_found
+from gerl.workers.worker import PolicyWorker
 
-if TYPE_CHECKING:
-    from gerl.cluster import Cluster
-    from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
-
-logger = logging.getLogger("gerl")
+logger = logging.getLogger(__name__)
+ID_STRIDE = 1_000_000  # between the task ids of steps that are sampled at the same time
 
 
-def run(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
-    """Check everything that can be checked, train, write the report; returns the run folder.
+def train(run: "Run") -> Generator[Step]:
+    """Train from the last finished step to `trainer.steps`; yields each step when it is concluded.
 
-    `arguments`: those of the command line, for the run card.
+    Where workers die while a step is taken, they are replaced and it is repeated, bit for bit.
     """
-    for _ in each_step(folder, arguments):
-        pass
-    return folder.path
+    for step in run.steps():
+        if (step.taken or run.survives(take, step)) and conclude(run, step):
+            yield step
 
 
-def each_step(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["RayDiffusionTrainer"]:
-    """As `run`, but yields the trainer after each step; it ends, and saves, where nobody asks for the next one."""
-    config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
-    with RunLog() as log:
-        check_trackers(config.logger)
-        resolve(config.model.path)
-        model = config.model if folder.checkpoint is None else config.model.carried_on()
-        if model.lora is not None:
-            local_lora(model.lora)
-        with waiting("reading the prompts"):
-            with explained(folder.composed.kept):
-                prompts = read_prompts(config, "data.train", config.data.train)
-            regularising = read_regularising(config)
-        if config.algorithm.differentiates:
-            differentiated(config)
-        held = config.validation
-        held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
-        # Here and not above: these import torch, which takes seconds, and the keys and files come first.
-        with importing():
-            from gerl.cluster import Cluster
-            from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
-            from gerl.trainer.rescue import interruption_said
-
-            machines = Cluster(config.cluster, config.reward.gpu_shares)
-            if not machines.remote:  # else the first thing the workers do: this process needs no libraries of models
-                from gerl.workers.checks import check_start  # which imports them
-
-                check_start(replace(config, model=model), machines.device)
-        with session(run_dir, log, arguments, machines.words()) as begin:
-            folder.open(begin)
-            logger.info("%s", described(config, folder.composed.preset))
-            if folder.composed.kept:
-                logger.info("%s", folder.composed.kept)
-            if found := secrets(asdict(config)):
-                logger.warning(
-                    "the secret in %s is stored in config.yaml and in the checkpoints' state.json, and nowhere "
-                    "else: share only the lora folders of %s",
-                    *(" and ".join(found), run_dir),
-                )
-            logger.info("run folder: %s", run_dir)
-            logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(run_dir))
-            with interruption_said(run_dir, config.trainer.steps):
-                with entered(machines) as cluster, _reported(folder):
-                    trainer = RayDiffusionTrainer(config, run_dir, cluster, prompts, held_out, identity(config))
-                    trainer.regularising = regularising
-                    with contextlib.closing(trainer.each_step(folder)) as steps:
-                        for _ in steps:
-                            yield trainer
-                logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
+def take(run: "Run", step: Step) -> None:
+    """Sample, score and update; afterwards `run.state` is that of `step`."""
+    run.begin(step)
+    with step.watch("step"):
+        run.sync(step)
+        more = True
+        while more:  # one round, unless an extension asks for further prompts
+            rollout = run.sample(step.number, step.rounds, len(step.tasks))
+            run.wait_until_sampled(rollout, step)
+            run.score(rollout, step)
+            more = any(run.notify("scored", step))
+        learn(run, step)
+    run.remember()
 
 
-@contextlib.contextmanager
-def explained(why: str) -> Iterator[None]:
-    """Add a sentence to an error, if there is one: where what it complains of comes from."""
-    try:
-        yield
-    except GerlError as error:
-        if why:
-            error.add_note(why)
-        raise
+def learn(run: "Run", step: Step) -> None:
+    """Credit the scored samples of a step and train on them."""
+    run.fleet.sampled(step.number)
+    step.rewards, step.metrics = usable_rewards(run.config, step.scores)
+    run.notify("rewarded", step)
+    step.credit = credit_of(run.config, run.algorithm, step.scores, step.rewards)
+    run.notify("credited", step)
+    step.images.clear()  # what is left of them need not wait for the end of the step
+    with signals.deferred():
+        step.metrics |= run.rewards.metrics() | run.train_on(step)
+        run.notify("updated", step)
+        run.finish(step)
 
 
-@contextlib.contextmanager
-def entered(machines: "Cluster") -> Iterator["Cluster"]:
-    """The cluster, started; what that waits for is said."""
-    with contextlib.ExitStack() as stack:
-        with waiting("starting Ray" if machines.remote else "preparing the devices"):
-            stack.enter_context(machines)
-        yield machines
+def conclude(run: "Run", step: Step) -> bool:
+    """Validate if it is due, log, save if it is due; False where the run has returned to an earlier step."""
+    wanted = any(run.notify("due", step)) and run.held_out
+    if wanted or run.validation_due(step.number):
+        with step.watch("step"):
+            validated = run.survives(validate, step)
+        if not validated:
+            return False
+    with signals.deferred():
+        run.log(step)
+        directives = [directive for directive in run.notify("logged", step) if directive is not None]
+    run.writer.poll()
+    for directive in directives:
+        if isinstance(directive, RollBack):
+            roll_back(run, directive)
+            return False
+    due = step.number > 0 and _due(step.number, run.config.checkpoint.every, run.config.trainer.steps)
+    if (due or Save() in directives) and not run.survives(lambda run, step: run.save(), step):
+        return False
+    for directive in directives:
+        if isinstance(directive, Stop):
+            raise directive.error
+    run.notify("concluded", step)
+    return True
 
 
-@contextlib.contextmanager
-def _reported(folder: RunFolder) -> Iterator[None]:
-    """The report is written at the end, also of a run that stops early, whose error stays the one that is raised."""
-    if not folder.composed.config.logger.report:
-        yield
-        return
-    try:
-        yield
-    except BaseException:
-        signals.answered()  # the run ends: a signal from here on must not hide why
-        if folder.accepted and has_results(folder.path):
+def train_ahead(run: "Run") -> Generator[Step]:
+    """As `train`, with the next `trainer.staleness` steps sampled before one is scored and trained on."""
+    for step in run.steps():
+        if (step.taken or run.survives(take_ahead, step)) and conclude(run, step):
+            yield step
+
+
+def take_ahead(run: "Run", step: Step) -> None:
+    """As `take`, with the weights of `step.lag` finished steps ago (off-policy lag); samplers and scorers stay busy."""
+    run.begin(step)
+    step.lag = min(run.config.trainer.staleness, run.state.step)
+    last = min(step.number + run.config.trainer.staleness, run.config.trainer.steps)
+    with step.watch("step"):
+        run.sync(step)
+        for number in range(step.number, last + 1):
+            if number not in run.ahead:
+                run.ahead[number] = run.sample(number)
+            if number == step.number or run.config.cluster.layout == "hybrid":
+                run.wait_until_sampled(run.ahead[number], step)
+        run.score(run.ahead.pop(step.number), step)
+        while any(run.notify("scored", step)):
+            rollout = run.sample(step.number, step.rounds, len(step.tasks))
+            run.wait_until_sampled(rollout, step)
+            run.score(rollout, step)
+        learn(run, step)
+    run.remember()
+
+
+class Run:
+    """A run's processes and its state after the last finished step; the driver holds no model and moves only images."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        cluster: Cluster,
+        prompts: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+        identity: dict[str, str],
+        dataset_images: Sequence[Prompt] = (),
+    ) -> None:
+        """`identity`: digests of the prompts, by key. `dataset_images`: prompts of `data.regularise`, imitated."""
+        self.config, self.run_dir, self.cluster = config, run_dir, cluster
+        self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
+        self.dataset_images = dataset_images
+        self.algorithm: Algorithm = build_algorithm(config)
+        self.state = RunState(identity=identity, settings=settings_of(config))
+        self.extensions = build_extensions(config)
+        self.ahead: dict[int, PendingRollout] = {}  # by step: sampled, or being sampled, but not yet trained on
+        self.latest: Metrics = {}  # the last row of metrics
+        self.val_reward: float | None = None  # of the last validation, after `validated_step`; None: not all have one
+        self.val_gain: Estimate | None = None  # over the first validation
+        self.validated_step: int | None = None
+        self.first_validation: Validation | None = None
+        self.saved_step: int | None = None
+        self.log_start = -1  # the last step whose row of metrics was kept when the log was opened
+        self.patience = MOMENT  # seconds of a step without a line of the log: the first one is announced
+        self.downloads = Downloads()  # of the scorers' models, too
+        self.writer = CheckpointWriter()
+        self.timeline = Timeline()
+        self.fleet: LocalFleet
+        self.rewards: RewardManager
+        self.update: Update
+        self.model: ModelFacts
+        self.metrics_log: MetricsLog
+
+    def train(self, resume: RunFolder | None = None) -> Generator[Step]:
+        """Set the run up and train, from the checkpoint of `resume` if it has one.
+
+        However it ends, the last finished step is saved.
+        """
+        self.setup(resume)
+        error: BaseException | None = None
+        try:
+            yield from (train_ahead if self.config.trainer.staleness else train)(self)
+        except BaseException as raised:
+            error = raised
+            self.rescue(raised)
+            raise
+        finally:
+            self.fleet.close()
+            self.notify("ended", error)
+            self.metrics_log.close()
+
+    def fit(self, resume: RunFolder | None = None) -> None:
+        """As `train`, without a look at the steps."""
+        for _ in self.train(resume):
+            pass
+
+    def notify(self, event: str, *arguments: Any) -> list[Any]:
+        """Call the method `event` of all extensions that have it; returns what they return."""
+        plain = getattr(Extension, event)
+        extensions = [e for e in self.extensions.values() if getattr(type(e), event) is not plain]
+        return [getattr(extension, event)(self, *arguments) for extension in extensions]
+
+    # --- start
+
+    def setup(self, resume: RunFolder | None) -> None:
+        """Start the workers and load the model and, where given, the checkpoint."""
+        checkpoint = None if resume is None else resume.checkpoint
+        self.start(checkpoint)
+        if resume is not None and checkpoint is not None:
+            self.load(checkpoint)
+            resume.carry_on()
+        self.update = Update(self.config, self.algorithm, self.fleet, self.state, self.model.half_precision)
+        self.update.resets_reference = lambda step: any(self.notify("updating", step))
+        self.calibrate()
+        self.open_log()
+        self.remember()
+
+    def start(self, checkpoint: Checkpoint | None = None) -> None:
+        """Start the workers, check the model, try the scorers and load the model, as `checkpoint` needs it."""
+        config, cluster = self.config, self.cluster
+        self.state.step = checkpoint.step if checkpoint else 0  # which a request to stop names
+        self.notify("stepping")
+        name = "/".join(self.run_dir.absolute().parts[-2:])
+        logger.info("reward: %s", described(config.reward.scorers))
+        self.rewards = RewardManager(config.reward, cluster, name, self.timeline)
+        self.fleet = self.start_fleet(checkpoint)
+        try:
+            self.fleet.check_model(self.downloads)
+        except ClusterError as error:  # what is wrong with the model shows when it is loaded
+            self.fleet.restart(lost_workers(self, error))
+        with waiting("trying the scorers on grey images", self.downloads):
+            sampled = self.prompts if config.data.train_on == "drawn" else self.held_out
+            try_scorers(self.rewards, config, sampled, self.held_out)
+        self.notify("stepping")
+        self.model = self.load_model()
+        self.describe()
+        self.state.identity |= {"model.path": self.model.weights}
+        ranks = cluster.ranks if config.lockstep else 1
+        self.prompts, self.held_out = without_overlong(config, self.fleet, ranks, self.prompts, self.held_out)
+
+    def start_fleet(self, checkpoint: Checkpoint | None) -> LocalFleet:
+        """Start the workers, which load nothing yet."""
+        config, cluster = self.config, self.cluster
+        functions = given(config.reward.scorers) if config.algorithm.differentiates else {}
+        whole = trainer = with_scorers_found(replace(config, model=config.model.carried_on()) if checkpoint else config)
+        if cluster.training < cluster.processes and config.model.offload == "none":
+            # trainers only call the denoiser: what else there is stays in main memory
+            trainer = replace(whole, model=replace(whole.model, offload="encoders"))
+        total_updates, threads = config.trainer.steps * config.actor.updates, cluster.threads
+
+        def arguments(rank: int) -> tuple[object, ...]:
+            own = trainer if rank < cluster.training else whole
+            return own, rank, cluster.worker_device(rank), threads, total_updates, functions
+
+        workers = cluster.workers(
+            "worker",
+            PolicyWorker,
+            cluster.processes,
+            arguments,
+            gpus=cluster.gpus,
+            threads=threads,
+            together=cluster.ranks,
+        )
+        return fleet_of(config, cluster, workers, self.timeline)
+
+    def load_model(self) -> ModelFacts:
+        """Let the workers load the model; those that die meanwhile are replaced."""
+        while True:
             try:
-                write_report(folder.path)
-            except GerlError as second:
-                logger.warning("the report was not written: %s", second)
-        raise
-    with waiting("writing the report"), signals.deferred():
-        write_report(folder.path)
+                return self.fleet.set_up(range(len(self.fleet.workers)), self.downloads)[0]
+            except LOSSES as error:
+                self.fleet.restart(lost_workers(self, error))
+
+    def describe(self) -> None:
+        """Log what was loaded, and what the model is known to dislike."""
+        config, cluster, model = self.config, self.cluster, self.model
+        columns = unused_columns([*self.prompts, *self.held_out], config, model.arguments)
+        for sentence in [*model.notes, *saving_notes(config), *columns]:
+            logger.info("%s", sentence)
+        for sentence in model.warnings:
+            logger.warning("%s", sentence)
+        ranks = f" of {cluster.ranks} ranks" if cluster.ranks > 1 else ""
+        what = "LoRA of %s parameters on" if config.model.train == "lora" else "%s trained weights of"
+        roles = ""
+        if config.cluster.layout == "split":
+            training, sampling = config.cluster.roles(cluster.num_workers)
+            roles = f" ({sampling} for sampling, {training} for training)"
+        logger.info(
+            f"%s, {what} %s; %d worker(s)%s on %s%s; %d prompts, %d steps per epoch",
+            *(model.pipeline, f"{model.trained_parameters:,}", " and ".join(model.denoisers)),
+            *(cluster.num_workers, ranks, cluster.device, roles, len(self.prompts)),
+            prompt_schedule(config, self.prompts).steps_per_epoch,
+        )
+
+    def calibrate(self) -> None:
+        """Measure the ratio's numerical noise on a first micro-batch, and warn of settings that cannot work."""
+        config, algorithm = self.config, self.algorithm
+        if not algorithm.settings.scores_steps or config.algorithm.cfg == "off":
+            return
+        samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.state.policy_version)
+        task = Algorithm.plan(algorithm, samples)[0]
+        with waiting(f"measuring the numerical noise of the ratio on {len(task.samples)} images"):
+            ranks = range(self.cluster.ranks if config.lockstep else 1)
+            probes = [self.fleet.trainers.submit(rank, calibrate, task) for rank in ranks]
+            probe = probes[0].result()
+        logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
+        if (clip := config.algorithm.clip_range_at(probe.dimensions)) is not None:
+            self.update.clip_range = clip
+            logger.info(
+                "the ratio is clipped %.3g below and %.3g above 1: algorithm.clip_low and clip_high for latents of %s "
+                "dimensions",
+                *(*clip, f"{probe.dimensions:,}"),
+            )
+        for sentence in probe_warnings(probe, nearer_bound(config.algorithm, probe)):
+            logger.warning("%s", sentence)
+
+    def open_log(self, kept: int | None = None) -> None:
+        """Open the log of metrics after the step at which the run is; `kept`: the last one whose row stays."""
+        if kept is None:
+            # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
+            kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
+        self.log_start = kept
+        self.metrics_log = MetricsLog(self.run_dir, start_step=kept)
+        self.notify("starting")
+
+    def reopen_log(self, kept: int | None = None) -> None:
+        """Continue the log from an earlier step."""
+        self.notify("returning")
+        self.metrics_log.close()
+        self.open_log(kept)
+
+    # --- the parts of a step
+
+    def steps(self) -> Iterator[Step]:
+        """The steps that are left, from the last finished one on; also after the run returned to an earlier one."""
+        state = self.state
+        self.notify("stepping")
+        if state.step == 0 and self.held_out:
+            yield Step(0, Stopwatch(self.timeline), taken=True)
+        while self.state.step < self.config.trainer.steps or self.state.unlogged:
+            self.notify("stepping")
+            watch = Stopwatch(self.timeline)
+            if unlogged := self.state.unlogged:  # trained, but stopped before its end
+                yield Step(self.state.step, watch, taken=True, metrics=dict(unlogged))
+            else:
+                yield Step(self.state.step + 1, watch)
+
+    def survives(self, part: Callable[["Run", Step], None], step: Step) -> bool:
+        """Do a part of a step, again where workers die; False where the run has returned to an earlier step."""
+        before = self.state.step
+        while True:
+            try:
+                part(self, step)
+                return True
+            except LOSSES as error:
+                recover(self, error)
+            if self.state.step != before:
+                return False
+            step.restart()
+
+    def plan(self, number: int, attempt: int = 0, begun: int = 0) -> list[RolloutTask]:
+        """The tasks of step `number`, after `begun` ones of it, each with its own id among those being sampled."""
+        staleness = self.config.trainer.staleness
+        prompts = plan_prompts(self.config, self.prompts, number, attempt)
+        samples = plan_samples(self.config, prompts, number, self.state.policy_version)
+        tasks = self.algorithm.plan(samples, first_id=begun + number % (staleness + 1) * ID_STRIDE)
+        if self.dataset_images and attempt == 0:
+            images = plan_samples(self.config, plan_images(self.config, self.dataset_images, number), number, 0)
+            tasks += Algorithm.plan(self.algorithm, images, first_id=tasks[-1].id + 1)
+        # sampled with the weights there were when the one before it was due, also before the run was resumed
+        lag = max(0, self.state.step - max(0, number - 1 - staleness))
+        return [replace(task, lag=lag) for task in tasks] if lag else tasks
+
+    def sample(self, number: int, attempt: int = 0, begun: int = 0) -> PendingRollout:
+        """Begin to sample a round of step `number`; its images are scored meanwhile."""
+        tasks, samplers = self.plan(number, attempt, begun), self.fleet.samplers
+        dispatch, ahead = self.fleet.sample(tasks), self.config.trainer.staleness
+        batches = [task.samples for task in tasks]
+        return PendingRollout(self.rewards, batches, dispatch, samplers.hang_after, ahead)
+
+    @property
+    def sampled_ahead(self) -> list[PendingRollout]:
+        """The rollouts of the steps after the one that is trained."""
+        return [rollout for _, rollout in sorted(self.ahead.items())]
+
+    def begin(self, step: Step) -> None:
+        """Let workers join for which there is room again, before anything of the step is done."""
+        self.timeline.step = step.number
+        admitted = self.fleet.admit(ask=not self.rewards.wants_room)
+        if admitted:
+            rejoin(self, admitted)
+
+    def sync(self, step: Step) -> None:
+        """Let dedicated samplers use the weights of the last finished step, after what they have begun."""
+        for rollout in self.sampled_ahead if self.fleet.samplers is not self.fleet.trainers else ():
+            self.wait_until_sampled(rollout, step)
+        self.fleet.sync(self.state.step)
+
+    def wait_until_sampled(self, rollout: PendingRollout, step: Step) -> None:
+        """Wait for the images of a rollout, which are scored meanwhile."""
+        what = "sampling" if self.config.data.train_on == "drawn" else "reading"
+        said = f"{what} {rollout.total} images"
+        with step.watch("rollout"), waiting(said, self.progress_of(rollout), self.patience):
+            rollout.wait_until_sampled()
+
+    def score(self, rollout: PendingRollout, step: Step) -> None:
+        """Wait for the scores of a rollout, and add it to the step."""
+        said = f"scoring {rollout.total} images"
+        with step.watch("reward_wait"), waiting(said, self.progress_of(rollout), self.patience):
+            found = rollout.finish(self.sampled_ahead)
+        tasks = rollout.dispatch.finish()
+        for task, scores in zip(tasks, found, strict=True):
+            if not self.dataset_images or task.samples[0].given is None:
+                step.scores.add(task.samples, scores_of(task.samples, scores))
+        if not step.rounds:
+            step.images += rollout.images
+        step.rounds, step.round = step.rounds + 1, tasks
+        step.tasks += tasks
+
+    def progress_of(self, rollout: PendingRollout) -> Callable[[], str]:
+        """Words for how much is sampled and downloaded so far."""
+        return lambda: ", ".join(filter(None, (rollout.progress(), self.downloads())))
+
+    def train_on(self, step: Step) -> Metrics:
+        """Take the step's optimizer steps; samplers and scorers go on with the steps after it."""
+        what = "LoRA" if self.config.model.train == "lora" else "weights"
+        self.update.state = self.state
+        with step.watch("update"), waiting(f"updating the {what}", after=self.patience):
+            trained = self.timeline.span("update", *(f"worker {i}" for i in self.fleet.trainers.numbers))
+            with serve_in_background(self.rewards, self.sampled_ahead), trained:
+                return self.update.run(step)
+
+    def finish(self, step: Step) -> None:
+        """The step is trained: from here on the run's state is that after it."""
+        state, step.taken, self.patience = self.state, True, REMINDER
+        state.unlogged = step.metrics | step.watch.metrics()
+        state.step, state.algorithm = step.number, self.algorithm.state()
+        state.extensions = {name: s for name, e in self.extensions.items() if (s := e.state()) is not None}
+
+    def validation_due(self, number: int) -> bool:
+        """Whether the held-out prompts are sampled after step `number`."""
+        due = number == 0 or _due(number, self.config.validation.every, self.config.trainer.steps)
+        return bool(self.held_out) and due
+
+    # --- what is written
+
+    def log(self, step: Step) -> None:
+        """Write the row of metrics of a step."""
+        if step.number:
+            step.metrics |= step.watch.metrics() | self.fleet.lost_metrics()
+            step.metrics |= {} if self.state.kl_coef is None else {"guard/kl_coef": self.state.kl_coef}
+            step.metrics |= {"guard/rollbacks": float(self.state.rollbacks)} if self.state.rollbacks else {}
+        self.metrics_log.log(step.number, step.metrics)
+        self.latest, self.state.unlogged = step.metrics, {}
+
+    def picture(self, step: int, name: str, image: Image.Image) -> None:
+        """Save an image as `samples/NAME_STEP.png`."""
+        self.notify("pictured", step, name, self.metrics_log.image(step, name, image), image)
+
+    def alert(self, step: int, sentence: str) -> None:
+        """Tell the trackers of a warning that was logged."""
+        self.notify("alerted", step, sentence)
+
+    def save(self, process: int = 0, held: Held | None = None) -> None:
+        """Write a checkpoint of the last finished step, as `held` or as `process` has it, and remove old ones.
+
+        That of a LoRA is there on return. That of full fine-tuning is written while the next steps are trained; the
+        last one is waited for.
+        """
+        step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
+        with signals.deferred(), waiting(f"saving the checkpoint of step {step}"), self.timeline.span("save"):
+            self.writer.finish()
+            held = held or self.fleet.hold(step, process)
+            state = replace(
+                self.state,
+                finished=step == total and not self.state.unlogged,
+                val_reward=self.val_reward if self.validated_step == step else None,
+                worker=held.numbers,
+            ).to_json()
+
+            def write() -> None:
+                save_checkpoint(root, step, {}, state, held.write)
+                prune(root, self.config.checkpoint.keep)
+
+            self.writer.start(write, held.check, self.fleet.workers.hang_after)
+            if held.at_once or step == total:
+                self.writer.finish()
+                self.notify("saved", step, root / f"step_{step}")
+            self.saved_step = step
+
+    def saved(self) -> bool:
+        """Whether there is a checkpoint of the last finished step, or nothing that could be saved."""
+        try:
+            self.writer.finish()
+        except (CheckpointError, ClusterError) as failed:  # of a worker that died; another one may have the state
+            logger.warning("%s", failed)
+            self.saved_step = None
+        return self.state.step in (0, self.saved_step)
+
+    def rescue(self, error: BaseException) -> None:
+        """Save the last finished step of a run that `error` ends, and add to `error` how to resume."""
+        signals.answered()
+        failure = save_last_step(self)
+        add_resume_notes(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
+
+    # --- state
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""
+        check_identity(checkpoint, self.state.identity)
+        state = RunState.of(checkpoint)
+        # the weight that the guard had raised holds on, unless the run goes on with another algorithm.kl_coef
+        before = state.settings.get("algorithm", {}).get("kl_coef")
+        raised = before == self.config.algorithm.kl_coef and self.config.guard.raises_kl
+        coef = state.kl_coef if raised else None
+        self.state = replace(state, identity=self.state.identity, settings=self.state.settings, kl_coef=coef)
+        self.set_kl_coef(coef)
+        assert state.worker is not None
+        try:
+            self.load_parts()
+            self.fleet.load(checkpoint, state.worker)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start a new run with "
+                "checkpoint.resume=never"
+            ) from None
+        self.val_reward, self.validated_step = self.state.val_reward, self.state.step
+        self.saved_step = self.state.step
+
+    def load_parts(self) -> None:
+        """Let algorithm and extensions continue from the state of the last finished step."""
+        self.algorithm.load_state(self.state.algorithm)
+        for name, extension in self.extensions.items():
+            extension.load_state(self.state.extensions.get(name))
+
+    def set_kl_coef(self, coef: float | None) -> None:
+        """Let the KL count by `coef` from here on; None: as the configuration has it."""
+        self.state.kl_coef = coef
+        self.algorithm.kl_coef = self.config.algorithm.kl_coef if coef is None else coef
+
+    def discard(self) -> None:
+        """Give up what is sampled and scored of steps that are not finished."""
+        self.ahead.clear()
+        self.fleet.discard()
+        self.rewards.give_up()
+
+    def remember(self) -> None:
+        """Keep a copy of the state outside of the workers, in case that all of them die."""
+        self.fleet.remember(self.state.step, self.model.trained_parameters)
+
+
+def _due(step: int, every: int, total: int) -> bool:
+    return step == total or (every > 0 and step % every == 0)

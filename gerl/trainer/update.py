@@ -1,120 +1,93 @@
-"""Train: the optimizer steps of a trainer step, the same on all workers."""
+"""Turn the credit of a step into optimizer steps, the same on all workers."""
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from gerl.algorithms import Algorithm, Pull, count_pairs
+from gerl.algorithms import Algorithm, KLWeight, count_pairs
 from gerl.algorithms.core_algos import SPREAD
 from gerl.algorithms.planning import update_parts
-from gerl.algorithms.pooling import pooled_sum
 from gerl.algorithms.signal_checks import ratio_limit, ratio_problem
-from gerl.cluster import Pending, WorkerGroup
 from gerl.config import Config
 from gerl.errors import TrainingError
 from gerl.protocol import RolloutTask, StepEnd, StepResult, UpdateStats
 from gerl.run.health import weights_problem
 from gerl.run.state import RunState
-from gerl.trainer.credit import Metrics
+from gerl.trainer.step import Metrics, Step
 from gerl.utils.seeding import seed_everything
-from gerl.workers.hybrid import HybridWorker
-from gerl.workers.values import Rows
+from gerl.utils.tensors import PackedTensors
+
+if TYPE_CHECKING:
+    from gerl.workers.fleet import LocalFleet
 
 logger = logging.getLogger(__name__)
 MAX_NONFINITE = 3  # updates without a finite gradient that are skipped before the run stops
 
 
 class Update:
-    """Turns credit into optimizer steps, and counts them in the run's `state`."""
+    """Takes the optimizer steps of a trainer step, and counts them in the run's `state`."""
 
     def __init__(
-        self,
-        config: Config,
-        algorithm: Algorithm,
-        workers: WorkerGroup[HybridWorker],
-        state: RunState,
-        half_precision: bool,
+        self, config: Config, algorithm: Algorithm, fleet: "LocalFleet", state: RunState, half_precision: bool
     ) -> None:
-        self.config, self.algorithm, self.workers, self.state = config, algorithm, workers, state
+        self.config, self.algorithm, self.fleet, self.state = config, algorithm, fleet, state
         self.ratio_limit = ratio_limit(config.actor, half_precision)
         self.clip_range: tuple[float, float] | None = None  # of the ratio, for the model's latents
         self.said_spread = False
         self.noted: set[str] = set()  # sentences of workers that the log has
+        self.resets_reference: Callable[[Step], bool] = lambda step: False  # asked before the last optimizer step
 
-    def run(
-        self,
-        tasks: Sequence[RolloutTask],
-        credit: torch.Tensor,
-        sets: Sequence[Sequence[int]] | None = None,
-        lag: int = 0,
-        others: Sequence[Pending[StepEnd]] = (),
-        gate: torch.Tensor | None = None,
-    ) -> Metrics:
-        """Take the step's optimizer steps for the `credit` `[B, T]` of its samples; returns their metrics.
+    def run(self, step: Step) -> Metrics:
+        """Train on the credit of `step`; returns the metrics of its optimizer steps.
 
-        `sets`: ids of the tasks that the ranks of a worker drew at the same time, where they are in lockstep. `lag`:
-        steps that were finished since they were drawn; with none the first update is on policy, where the ratio must
-        be 1. `others`: what workers that only draw say at its end. `gate`: factors `[B]` of the samples' distances to
-        the reference. Raises `TrainingError` if the ratio is not 1, or
-        if too many gradients are not finite.
+        On-policy, the first update's ratio must be 1. Raises `TrainingError` if it is not, or if too many gradients are
+        not finite.
         """
         state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
         try:
-            return self._run(tasks, credit, sets, lag, others, gate)
+            return self._run(step)
         except BaseException:
             state.policy_version, state.nonfinite = counts  # the record is that of the finished step
             raise
 
-    def _run(
-        self,
-        tasks: Sequence[RolloutTask],
-        credit: torch.Tensor,
-        sets: Sequence[Sequence[int]] | None,
-        lag: int,
-        others: Sequence[Pending[StepEnd]],
-        gate: torch.Tensor | None,
-    ) -> Metrics:
-        seed_everything("update", self.config.trainer.seed, self.state.step)
-        tasks, images = drawn_and_given(tasks, self.algorithm)
-        by_task = by_id(tasks, credit)
-        pull = Pull(self.algorithm.kl_coef, None if gate is None else Rows(by_id(tasks, gate)))
+    def _run(self, step: Step) -> Metrics:
+        assert step.credit is not None
+        config, credit, fleet = self.config, step.credit, self.fleet
+        seed_everything("update", config.trainer.seed, self.state.step)
+        tasks, images = split_rollout_and_dataset(step.tasks, self.algorithm)
+        by_task = split_by_task(tasks, credit)
+        per_sample = None if step.kl_weight is None else PackedTensors(split_by_task(tasks, step.kl_weight))
+        kl = KLWeight(self.algorithm.kl_coef, per_sample)
         stats, off_policy = UpdateStats(), UpdateStats()
-        deviation, started, resets = None, self.state.policy_version, False
-        late = lag > 0 or self.config.rollout.quantize != "none"  # other weights drew than those that are trained
-        whole_groups = self.config.algorithm.whole_groups
-        parts = list(update_parts(tasks, self.config.actor.updates_per_step, whole_groups))
-        given_to = [Rows((task.id, by_task[task.id]) for task in part) for part in parts]
+        deviation, started = None, self.state.policy_version
+        late = step.lag > 0 or config.rollout.quantize != "none"  # sampled with other weights than those trained
+        parts = list(update_parts(tasks, config.actor.updates_per_step, config.algorithm.whole_groups))
+        credit_of = [PackedTensors((task.id, by_task[task.id]) for task in part) for part in parts]
         # decided here for all workers, which must take the same steps
-        learned = [n for n, given in enumerate(given_to) if self.has_signal(torch.cat(list(given.values())))]
-        learned *= self.config.actor.epochs
+        learned = [n for n, own in enumerate(credit_of) if self.has_signal(torch.cat(list(own.values())))]
+        learned *= config.actor.epochs
         results: list[StepResult] = []  # of an optimizer step, by worker
         for turn, number in enumerate(learned, start=1):
-            part, given = parts[number], given_to[number]
-            pairs = count_pairs((task, given[task.id]) for task in part)
-            given = Rows(given | image_credit(images, pairs, credit, self.config))
-            at_once = _those_of(given, sets)
-            pools = self.algorithm.pools
-            pooled = pooled_sum(self.workers.run(HybridWorker.pool, given, at_once, pull)) if pools else None
-            new = sum(self.workers.run(HybridWorker.accumulate, given, pairs, pooled, at_once, pull), UpdateStats())
+            own = credit_of[number]
+            pairs = count_pairs((task, own[task.id]) for task in parts[number])
+            own = PackedTensors(own | dataset_credit(images, pairs, credit, config))
+            new = fleet.accumulate(own, pairs, kl)
             stats += new
             if number == 0 and turn == 1 and not late and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
                 self.check_ratio(deviation)
             if late or self.state.policy_version > started:
                 off_policy += new
-            together = len(self.workers) > 1 and self.workers.remote
-            if len(self.workers) > 1 and not together:  # in this process there is no collective
-                total = torch.stack(self.workers.run(HybridWorker.flat_gradient)).sum(0)
-                self.workers.run(HybridWorker.set_flat_gradient, total)
             last = turn == len(learned)
-            resets = last and self.due_reset(stats)
-            results = self.workers.run(HybridWorker.step, self.state.step, together, last, resets)
+            step.stats = stats
+            results = fleet.step(self.state.step, last, last and self.resets_reference(step))
             self.count(results[0])
         if not results:
-            resets = self.due_reset(stats)
-        ends = self._end(results, resets) + [call.result() for call in others]
+            step.stats = stats
+        ends = fleet.finish_step(self.state.step + 1, results, not results and self.resets_reference(step))
         self._say([note for end in ends for note in end.notes])
         return (
             actor_metrics(stats, results[0] if results else None, deviation)
@@ -124,33 +97,14 @@ class Update:
                 "actor/policy_version": float(self.state.policy_version),
             }
             | _end_metrics(ends, len(credit))
-            | ({"actor/staleness": float(lag)} if self.config.trainer.staleness else {})
-            | ({"actor/reference_step": float(self.algorithm.reference_step)} if self.moves_reference else {})
+            | ({"actor/staleness": float(step.lag)} if config.trainer.staleness else {})
         )
-
-    def _end(self, results: Sequence[StepResult], resets: bool) -> list[StepEnd]:
-        """End the step on all workers, unless their last optimizer step did, whose `results` these are."""
-        if resets:
-            self.algorithm.reference_step = self.state.step + 1
-        if not results:
-            return self.workers.run(HybridWorker.finish_step, self.state.step + 1, resets)
-        return [result.end for result in results if result.end is not None]
 
     def _say(self, notes: Sequence[str]) -> None:
         for note in notes:
             if note not in self.noted:  # another worker may find out the same, at this step or later
                 logger.warning("%s", note)
                 self.noted.add(note)
-
-    @property
-    def moves_reference(self) -> bool:
-        """Whether other weights take the base model's place in the KL."""
-        return self.config.algorithm.moves_reference
-
-    def due_reset(self, stats: UpdateStats) -> bool:
-        """Whether the weights after this step are those that the KL is measured from next."""
-        kl = stats.sums["kl"] / stats.pairs if stats.pairs and "kl" in stats.sums else None
-        return self.moves_reference and self.algorithm.due_reset(self.state.step + 1, kl)
 
     def spread(self, stats: UpdateStats) -> Metrics:
         """The metrics of the updates after a step's first one, and in a run's first step with any a line of the log."""
@@ -195,7 +149,7 @@ class Update:
                 )
 
 
-def by_id(tasks: Sequence[RolloutTask], values: torch.Tensor) -> dict[int, torch.Tensor]:
+def split_by_task(tasks: Sequence[RolloutTask], values: torch.Tensor) -> dict[int, torch.Tensor]:
     """The rows of `values` `[B, ...]` by the task whose samples they are of."""
     return dict(zip((t.id for t in tasks), values.split([len(t.samples) for t in tasks]), strict=True))
 
@@ -237,16 +191,18 @@ def off_policy_metrics(stats: UpdateStats) -> Metrics:
     return {f"actor/off_policy/{name}": value for name, value in values.items()}
 
 
-def drawn_and_given(tasks: Sequence[RolloutTask], algorithm: Algorithm) -> tuple[list[RolloutTask], list[RolloutTask]]:
-    """The tasks that the algorithm has a credit for, and those of images that are imitated beside it."""
-    drawn = [task for task in tasks if algorithm.of(task.samples) is algorithm]
-    return drawn, [task for task in tasks if algorithm.of(task.samples) is not algorithm]
+def split_rollout_and_dataset(
+    tasks: Sequence[RolloutTask], algorithm: Algorithm
+) -> tuple[list[RolloutTask], list[RolloutTask]]:
+    """The tasks that the algorithm has a credit for, and those of dataset images that are imitated beside it."""
+    sampled = [task for task in tasks if algorithm.of(task.samples) is algorithm]
+    return sampled, [task for task in tasks if algorithm.of(task.samples) is not algorithm]
 
 
-def image_credit(
+def dataset_credit(
     tasks: Sequence[RolloutTask], pairs: int, like: torch.Tensor, config: Config
 ) -> dict[int, torch.Tensor]:
-    """The credit of images that are imitated beside an update of `pairs` pairs, by task id.
+    """The credit of dataset images that are imitated beside an update of `pairs` pairs, by task id.
 
     An update divides by its pairs. So that what the images add is `algorithm.data_coef` times the mean over their own
     pairs, however many there are, their credit is that times the ratio of the two numbers.
@@ -254,11 +210,6 @@ def image_credit(
     ones = {task.id: like.new_ones(len(task.samples), like.shape[1]) for task in tasks}
     own = count_pairs((task, ones[task.id]) for task in tasks)
     return {number: config.algorithm.data_coef * pairs / own * rows for number, rows in ones.items()}
-
-
-def _those_of(given: Mapping[int, torch.Tensor], sets: Sequence[Sequence[int]] | None) -> list[list[int]] | None:
-    """The sets of tasks that have some of `given`, where there are sets."""
-    return None if sets is None else [list(members) for members in sets if not given.keys().isdisjoint(members)]
 
 
 def _end_metrics(ends: Sequence[StepEnd], images: int) -> Metrics:

@@ -1,7 +1,9 @@
-"""Named tensors as the bytes of a safetensors file, and back."""
+"""Tensors as bytes: named ones as a safetensors file, and several packed as one for transport."""
 
 import json
+from collections.abc import Callable
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -34,3 +36,21 @@ def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
         return safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{len(data)} bytes are not a safetensors file: {error}") from error
+
+
+class PackedTensors(dict[int, torch.Tensor]):
+    """Tensors `[B, T]` of one dtype by number, pickled as one.
+
+    Each alone would take with it all that it is a view of, and some kilobytes more.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., "PackedTensors"], tuple[object, ...]]:
+        if not self:
+            return PackedTensors, ()
+        whole = torch.cat([tensor.detach() for tensor in self.values()])
+        return _unpacked, (list(self), [len(tensor) for tensor in self.values()], whole.numpy())
+
+
+def _unpacked(numbers: list[int], lengths: list[int], whole: np.ndarray) -> PackedTensors:
+    tensors = torch.from_numpy(whole.copy()).split(lengths)  # what comes out of Ray's store is not to be written
+    return PackedTensors(zip(numbers, tensors, strict=True))

@@ -16,7 +16,7 @@ from gerl.commandline.listening import is_loopback, listen
 from gerl.errors import ConfigError
 from gerl.rewards.scorers import require
 from gerl.run.session import VOTES
-from gerl.trainer.resuming import folder_to_resume, read_configuration
+from gerl.trainer.run_folder import folder_to_resume, read_configuration
 
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.@+-]{1,64}")

@@ -4,8 +4,8 @@ from __future__ import annotations  # of diffusers, which the driver of a run do
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,20 +22,145 @@ from gerl.engine.instrument import noise_from
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
-from gerl.model.failures import model_errors, pipeline_errors
+from gerl.model.failures import CallRefused, is_full, model_errors, pipeline_errors, release
 from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
-from gerl.workers.beginnings import beginnings
-from gerl.workers.ways import Way, Ways, divided, half
 
 if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
     from diffusers.utils import BaseOutput
 
     from gerl.model.policy import Policy
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+# what pipelines raise for arguments that they do not take, also where gerl calls on their behalf
+REFUSALS = (CallRefused, ValueError, RuntimeError, IndexError, TypeError, AttributeError)
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """`most`: samples in one call; None: all. `text`: the prompt as a string, for a pipeline that takes no list."""
+
+    most: int | None = None
+    text: bool = False
+
+    def of(self, count: int) -> int:
+        """Samples of one call where there are `count`."""
+        return min(self.most or count, count)
+
+    def arguments(self, call: Mapping[str, object]) -> dict[str, object]:
+        """`call`, whose prompts are lists, as the pipeline takes it."""
+        if not self.text:
+            return dict(call)
+        return {
+            name: value[0] if "prompt" in name and isinstance(value, list) and len(value) == 1 else value
+            for name, value in call.items()
+        }
+
+
+TOGETHER = CallFormat()
+FORMATS = (TOGETHER, CallFormat(1), CallFormat(1, text=True))
+
+
+Smaller = Callable[[int], int]
+
+
+def half(size: int) -> int:
+    return -(-size // 2)
+
+
+@dataclass
+class CallFormatFinder:
+    """The ways that were found, by purpose: guidance may be on in validation only, where a pipeline stops for it."""
+
+    pipe: DiffusionPipeline
+    say: Callable[[str], None] = logger.warning  # where samples are divided because the memory is full
+    divides: bool = True  # whether they may be
+    found: dict[str, CallFormat] = field(default_factory=dict)
+
+    def attempt(self, purpose: str, count: int, draw: Callable[[CallFormat], T], smaller: Smaller | None = half) -> T:
+        """`draw` of `count` samples in the first form that the pipeline does not refuse; the first refusal otherwise.
+
+        `smaller`: the samples of a call where the memory does not hold one of so many; None: there is nothing smaller.
+        """
+        while True:
+            try:
+                return self._attempt(purpose, count, draw)
+            except (MemoryError, RuntimeError) as error:
+                form = self.found.get(purpose, TOGETHER)
+                size = form.of(count)
+                if not (is_full(error) and self.divides and smaller is not None and size > 1):
+                    raise
+                release(error)
+            self.found[purpose] = replace(form, most=smaller(size))
+            self.say(
+                f"not enough memory for the {purpose} of {size} images: {smaller(size)} at a time from here on; "
+                f"set {purpose}.micro_batch_size to that to skip this search"
+            )
+
+    def _attempt(self, purpose: str, count: int, draw: Callable[[CallFormat], T]) -> T:
+        if purpose in self.found:
+            return draw(self.found[purpose])
+        refused: Exception | None = None
+        for form in FORMATS if count > 1 else (TOGETHER, FORMATS[-1]):
+            try:
+                drawn = draw(form)
+            except REFUSALS as error:
+                if is_full(error):
+                    raise
+                if refused is not None and str(error) != str(refused):
+                    logger.info("%s, one prompt per call: %s", type(self.pipe).__name__, error)
+                refused = refused or error
+                continue
+            if count > 1 or form.text:  # that one sample can be drawn says nothing of several
+                self.found[purpose] = form
+            if form.most is not None:
+                logger.info("%s takes one prompt per call: samples are generated one by one", type(self.pipe).__name__)
+            return drawn
+        assert refused is not None
+        raise refused
+
+
+def divided(task: RolloutTask, most: int | None) -> RolloutTask:
+    """`task` with segments of at most `most` rows, in the same order; of a tree with one row each, if any has more."""
+    if most is None or all(len(segment.seeds) <= most for segment in task.segments):
+        return task
+    if len(task.segments) == 1:
+        (whole,) = task.segments
+        parts = [slice(i, i + most) for i in range(0, len(whole.seeds), most)]
+        found = tuple(replace(whole, seeds=whole.seeds[part], leaves=whole.leaves[part]) for part in parts)
+        return replace(task, segments=found)
+    segments: list[Segment] = []
+    places: list[list[int]] = []  # by segment of `task`: where each of its rows is among the new ones
+    for segment in task.segments:
+        places.append([len(segments) + r for r in range(len(segment.seeds))])
+        for r, (seed, leaf) in enumerate(zip(segment.seeds, segment.leaves, strict=True)):
+            alone = replace(segment, seeds=(seed,), leaves=(leaf,))
+            if segment.parent is not None:
+                alone = replace(alone, parent=places[segment.parent][segment.rows[r]], rows=(0,))
+            segments.append(alone)
+    return replace(task, segments=tuple(segments))
+
+
+def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """The first sample of each kind, and for each sample the position of its kind among these.
+
+    Samples with initial noise of their own (`init_seed` is None) are alike with no other.
+    """
+    kinds: dict[tuple[int, int | None], int] = {}
+    first: list[int] = []
+    rows: list[int] = []
+    for i, sample in enumerate(samples):
+        kind = (sample.prompt.id, sample.init_seed) if sample.init_seed is not None else (-1, i)
+        if kind not in kinds:
+            kinds[kind] = len(first)
+            first.append(i)
+        rows.append(kinds[kind])
+    return first, rows
 
 
 class Rollout:
@@ -58,7 +183,7 @@ class Rollout:
         check_sigmas(policy.pipe.scheduler, sampling)
         self._picture_each = False
         self._sizes: set[tuple[int | None, int | None]] = set()  # asked for, and not sampled
-        self.ways = Ways(policy.pipe)
+        self.format = CallFormatFinder(policy.pipe)
         # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
         self.cache = FeatureCache(sampling.cache, sampling.cache_threshold, sampling.cache_interval)
@@ -103,13 +228,13 @@ class Rollout:
         the task is `divisible`. `old`: the old policy draws.
         """
 
-        def drawn(way: Way) -> tuple[np.ndarray, list[Tape], RolloutTask]:
+        def drawn(form: CallFormat) -> tuple[np.ndarray, list[Tape], RolloutTask]:
             tapes: list[Tape] = []
             images: list[np.ndarray] = []
-            parts = divided(task, way.most)
+            parts = divided(task, form.most)
             for number, segment in enumerate(parts.segments):
                 self.branched_at = frozenset(s.start for s in parts.segments if s.parent == number)
-                output, tape = self._draw(task, segment, tapes, way)
+                output, tape = self._draw(task, segment, tapes, form)
                 tapes.append(tape)
                 if segment.stop is None:
                     images.append(to_uint8(output))
@@ -119,30 +244,32 @@ class Rollout:
         most = max(len(segment.seeds) for segment in task.segments)
         smaller = half if len(task.segments) == 1 else lambda size: 1  # a tree is divided row by row
         with self.policy.as_sampler(old, task.lag):
-            return self.ways.attempt("rollout", most, drawn, smaller if divisible else None)
+            return self.format.attempt("rollout", most, drawn, smaller if divisible else None)
 
-    def _draw(self, task: RolloutTask, segment: Segment, tapes: list[Tape], way: Way) -> tuple[BaseOutput | None, Tape]:
+    def _draw(
+        self, task: RolloutTask, segment: Segment, tapes: list[Tape], form: CallFormat
+    ) -> tuple[BaseOutput | None, Tape]:
         if segment.parent is not None:
             return self._branch(tapes[segment.parent], segment.start, segment.rows, segment)
         samples = [task.samples[leaf] for leaf in segment.leaves]
         if samples[0].given is not None:
-            return self.called(partial(self._read, samples), samples, way, sigmas=training_sigmas(self.sampling))
+            return self.called(partial(self._read, samples), samples, form, sigmas=training_sigmas(self.sampling))
         if self.lockstep and len(samples) > 1 and not self._probes:  # which of the two is needed depends on the samples
-            self._probes = self.called(self._both_probes, samples, way, sigmas=training_sigmas(self.sampling))
-        first, rows = beginnings(samples)
+            self._probes = self.called(self._both_probes, samples, form, sigmas=training_sigmas(self.sampling))
+        first, rows = shared_prefixes(samples)
         if not (self.shares and segment.window and len(first) < len(samples)):
-            return self._record(samples, segment, way)
+            return self._record(samples, segment, form)
         fork = min(segment.window)
         common = replace(segment, seeds=tuple(segment.seeds[i] for i in first), window=(), stop=fork)
-        tape = self._record([samples[i] for i in first], common, way)[1]
+        tape = self._record([samples[i] for i in first], common, form)[1]
         try:
             return self._branch(tape, fork, rows, segment)
         except ReplayError as error:
             self.shares = False
             logger.info("images of a group do not share their first denoising steps: %s", error)
-            return self._record(samples, segment, way)
+            return self._record(samples, segment, form)
 
-    def _record(self, samples: Sequence[Sample], segment: Segment, way: Way) -> tuple[BaseOutput | None, Tape]:
+    def _record(self, samples: Sequence[Sample], segment: Segment, form: CallFormat) -> tuple[BaseOutput | None, Tape]:
         """`segment`, whose rows are `samples`, from their prompts on."""
         options = self._options(segment)
         initial = [s.init_seed for s in samples if s.init_seed is not None]
@@ -153,7 +280,7 @@ class Rollout:
         def draw(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
             return record(self.policy.pipe, call, probe=self._probes.get(several, True), **options)
 
-        output, tape = self.called(draw, samples, way, sigmas=training_sigmas(self.sampling))
+        output, tape = self.called(draw, samples, form, sigmas=training_sigmas(self.sampling))
         if tape.probe is not None:
             self._probes[several] = tape.probe
         return output, tape
@@ -201,11 +328,11 @@ class Rollout:
         names = ("height", "width", "num_inference_steps", "guidance_scale")
         overrides = {name: getattr(self.validation, name) for name in names}
 
-        def drawn(way: Way) -> np.ndarray:
+        def drawn(form: CallFormat) -> np.ndarray:
             def images(part: Sequence[Sample]) -> np.ndarray:
                 # as a report has it, for whoever draws them again with diffusers alone
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in part]
-                given = {"generator": generators[0] if way.text else generators}
+                given = {"generator": generators[0] if form.text else generators}
 
                 def draw(call: dict[str, object]) -> np.ndarray:
                     with noise_from(self.policy.pipe.scheduler, given["generator"]):
@@ -213,13 +340,13 @@ class Rollout:
                     self._note_size(found, self.validation.height, self.validation.width)
                     return found
 
-                return self.called(draw, part, way, "validation", **overrides)
+                return self.called(draw, part, form, "validation", **overrides)
 
-            size = way.of(len(samples))
+            size = form.of(len(samples))
             return np.concatenate([images(samples[i : i + size]) for i in range(0, len(samples), size)])
 
         with self.policy.ema.swapped_in(), model_errors("validation", len(samples)):
-            return self.ways.attempt("validation", len(samples), drawn)
+            return self.format.attempt("validation", len(samples), drawn)
 
     def _note_size(self, images: np.ndarray, height: int | None = None, width: int | None = None) -> None:
         """Say once where images `[B, H, W, 3]` have another size than was asked for; None: that of the rollout."""
@@ -246,15 +373,15 @@ class Rollout:
         if found is None:
             sample = Sample(replace(like, text=PROBE, given=()), 0, 0, 0)
 
-            def read(way: Way) -> list[Reading]:
+            def read(form: CallFormat) -> list[Reading]:
                 def run(call: dict[str, object]) -> list[Reading]:
                     own = {"generator": torch.Generator().manual_seed(0)}  # leaves the global generator as it is
                     pipe, given = self.policy.pipe, call | own
                     return readings(pipe, lambda: pipe(**given), call, list(self.policy.denoisers.values()))
 
-                return self.called(run, [sample], way)
+                return self.called(run, [sample], form)
 
-            found = self.ways.attempt("reading", 1, read)
+            found = self.format.attempt("reading", 1, read)
             keep_readings(folder, found)
         return cut_prompts(self.policy.pipe, found, prompts)
 
@@ -262,7 +389,7 @@ class Rollout:
         self,
         draw: Callable[[dict[str, object]], T],
         samples: Sequence[Sample],
-        way: Way,
+        form: CallFormat,
         block: str = "sampling",
         **overrides: object,
     ) -> T:
@@ -273,7 +400,7 @@ class Rollout:
         """
         pipe, sampling = self.policy.pipe, self.sampling
         prompts = [sample.prompt.text for sample in samples]
-        call = way.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
+        call = form.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
         keys = {name: f"sampling.{name}" for name in call if name not in ("prompt", "output_type")}
         keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # a null is not given
         keys |= {name: f"{block}.{name}" for name, value in overrides.items() if value is not None}

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MODULE = "gerl.workers.hybrid"
-METHODS = "setup generate hand_over validate accumulate reduce_gradient step finish_step finished".split()
+MODULE = "gerl.workers.worker"
+METHODS = "setup sample validate accumulate reduce_gradient step finish_step checkpoint call".split()
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -31,7 +31,7 @@ class Finder(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             for method in METHODS:
-                wrap(module.HybridWorker, method)
+                wrap(module.PolicyWorker, method)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -42,11 +42,12 @@ def wrap(cls: Any, method: str) -> None:
 
     @functools.wraps(original)
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if method == "generate":
+        if method == "sample":
             self.__dict__["at"] = args[0].samples[0].step
-        elif method == "accumulate" and self.drawn:  # a worker that only trains draws nothing
-            self.__dict__["at"] = min(drawn.task.samples[0].step for drawn in self.drawn.values())
-        wish = Path(os.environ["GERL_KILLS"]) / f"{method}.{self.rank}.{self.__dict__.get('at', 0)}"
+        elif method == "accumulate" and self.trajectories:
+            self.__dict__["at"] = min(kept.task.samples[0].step for kept in self.trajectories.values())
+        name = args[0].__name__ if method == "call" else method
+        wish = Path(os.environ["GERL_KILLS"]) / f"{name}.{self.rank}.{self.__dict__.get('at', 0)}"
         if wish.exists():
             number = int(wish.read_text())
             wish.unlink()

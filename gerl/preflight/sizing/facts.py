@@ -27,11 +27,12 @@ from gerl.preflight.forecast import rows_of
 from gerl.preflight.sizing.build import build_policy
 from gerl.preflight.sizing.stage import Stage, Tally
 from gerl.protocol import Prompt, RolloutTask
+from gerl.trainer.extensions.kl_in_reward import kl_to_base
 from gerl.utils.condition_images import COLUMNS
 from gerl.workers.actor import Actor
-from gerl.workers.hybrid import HybridWorker
-from gerl.workers.rewarding import without_decoder
 from gerl.workers.rollout import Rollout
+from gerl.workers.setup import without_decoder
+from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger("gerl")
 FP32 = 4  # bytes
@@ -116,7 +117,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
     Made-up pictures lie in `folder`. Raises `ModelError` for a model that is not known, or does not run on shapes.
     """
     stage, steps = Stage(), _Steps()
-    worker = HybridWorker(config, 0, "cpu", torch.get_num_threads(), 1)
+    worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
     worker.policy = build_policy(config, dtype, stage)
     pipe = worker.policy.pipe
     with _on_shapes(pipe):
@@ -128,10 +129,10 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         stage.phase = "rollout"
         ways = _ways(worker, both)
         steps.begin("rollout, to find the structure of the pipeline", 2 + len(ways))
-        worker.generate(task)
+        worker.sample(task)
         stage.tallies["rollout"].restart()  # the first one looked at the pipeline's structure as well
         steps.begin("rollout, measured")
-        images = worker.generate(task)
+        images = worker.sample(task)
         for p in worker.policy.trained.values():
             p.grad = torch.zeros_like(p)
             stage.ledger.leave_out(p.grad)
@@ -140,7 +141,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
             steps.begin(f"update, {'with' if on else 'without'} gradient checkpointing")
             updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]
-    drawn, count = worker.drawn[task.id], len(task.samples)
+    drawn, count = worker.trajectories[task.id], len(task.samples)
     return Facts(
         config.model.path,
         type(pipe).__name__,
@@ -203,7 +204,7 @@ def _prompt(pipe: DiffusionPipeline, config: Config, folder: Path) -> Prompt:
     return with_pictures(Prompt(0, TEXT), names, folder, config)
 
 
-def _ways(worker: HybridWorker, both: bool) -> list[bool]:
+def _ways(worker: PolicyWorker, both: bool) -> list[bool]:
     """Without gradient checkpointing, and with it where the denoisers can."""
     if not both:
         return [worker.config.model.gradient_checkpointing]
@@ -211,7 +212,7 @@ def _ways(worker: HybridWorker, both: bool) -> list[bool]:
     return [False, True] if able else [False]
 
 
-def _update(worker: HybridWorker, task: RolloutTask, stage: Stage, checkpointing: bool) -> Tally:
+def _update(worker: PolicyWorker, task: RolloutTask, stage: Stage, checkpointing: bool) -> Tally:
     """The gradient of a micro-batch, with the passes before it that the algorithm makes."""
     config = worker.config
     for denoiser in worker.policy.denoisers.values():
@@ -222,9 +223,9 @@ def _update(worker: HybridWorker, task: RolloutTask, stage: Stage, checkpointing
     credit[1::2] = -1.0
     worker.policy.old_is_current = False
     if config.algorithm.subtracts_kl and config.has_kl:
-        worker.kl_to_base(task.id)
+        kl_to_base(worker, task.id)
     pooled = worker.pool({task.id: credit}) if worker.algorithm.pools else None
-    batches = batches_of(worker.drawn[task.id], credit, pooled)
+    batches = batches_of(worker.trajectories[task.id], credit, pooled)
     worker.actor.accumulate(batches, count_pairs([(task, credit)]))
     return stage.tallies[stage.phase]
 

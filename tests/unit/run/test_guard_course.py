@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gerl.run.guard_course import Course, best_of, course_signals
+from gerl.run.guard_course import TrainingTrends, best_of, trend_signals
 from gerl.run.health import Health
 from gerl.run.validation import Validation
 
@@ -18,7 +18,7 @@ def validation(step: int, gain: float, noise: float = 0.02) -> Validation:
     return Validation(step, [f"p{i}" for i in range(N)], [float(r) for r in rewards], {}, [], [])
 
 
-def course(kl: dict[int, float], stuck: dict[int, float] | None = None, groups: float = 8.0) -> Course:
+def course(kl: dict[int, float], stuck: dict[int, float] | None = None, groups: float = 8.0) -> TrainingTrends:
     """Validations every four steps; the values hold for the steps up to each."""
     rows: list[dict[str, Any]] = [{"step": 0, "val/reward/mean": 0.4}]
     for step in range(1, 4 * max(len(kl), len(stuck or {})) + 1):
@@ -27,11 +27,11 @@ def course(kl: dict[int, float], stuck: dict[int, float] | None = None, groups: 
         row |= {"actor/kl": kl[block]} if block in kl else {}
         row |= {"health/groups": groups, "health/stuck_groups": stuck[block]} if stuck else {}
         rows.append(row | ({"val/reward/mean": 0.5} if step == block else {}))
-    return Course(rows)
+    return TrainingTrends(rows)
 
 
-def found(of: Course, best: Validation, later: Validation, **more: Any) -> list[Any]:
-    return course_signals(of, validation(0, 0.0), best, later, **more)
+def found(of: TrainingTrends, best: Validation, later: Validation, **more: Any) -> list[Any]:
+    return trend_signals(of, validation(0, 0.0), best, later, **more)
 
 
 def test_a_kl_that_grows_without_any_gain_is_a_signal() -> None:
@@ -52,7 +52,7 @@ def test_a_gain_as_the_root_of_the_kl_is_none_and_neither_is_a_small_growth() ->
 
 def test_without_a_kl_to_one_model_there_is_no_such_signal() -> None:
     best, later = validation(4, 0.2), validation(8, 0.2)
-    assert found(Course([{"step": s} for s in range(9)]), best, later) == []
+    assert found(TrainingTrends([{"step": s} for s in range(9)]), best, later) == []
     assert found(course({4: 0.01, 8: 0.04}), best, later, measures_kl=False) == []
     assert found(course({4: 0.01, 8: 0.04}), validation(0, 0.0), later) == []  # the first validation is the best
 
@@ -62,9 +62,9 @@ def test_chance_alone_gives_hardly_any_signal() -> None:
     alarms = 0
     for seed in range(200):
         best, later = validation(4 + 1000 * seed, 0.2, 0.1), validation(8 + 1000 * seed, 0.2 * 1.5, 0.1)
-        of = Course([{"step": 1, "actor/kl": 0.01}, {"step": later.step, "actor/kl": 0.01 * 1.5**2}])
+        of = TrainingTrends([{"step": 1, "actor/kl": 0.01}, {"step": later.step, "actor/kl": 0.01 * 1.5**2}])
         of.validated = [0, best.step]
-        alarms += bool(course_signals(of, validation(0, 0.0, 0.1), best, later))
+        alarms += bool(trend_signals(of, validation(0, 0.0, 0.1), best, later))
     assert alarms <= 1
 
 
@@ -79,7 +79,7 @@ def test_groups_that_no_longer_differ_are_a_signal() -> None:
 
 
 def test_a_course_is_the_same_row_by_row() -> None:
-    whole, grown = course({4: 0.01, 8: 0.04}), Course()
+    whole, grown = course({4: 0.01, 8: 0.04}), TrainingTrends()
     for step in range(1, 9):
         grown.add({"step": step, "actor/kl": 0.01 if step <= 4 else 0.04})
     grown.validated = [0, 4]

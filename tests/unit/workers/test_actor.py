@@ -13,7 +13,7 @@ from actors import flat, new_actor, stepped, weights
 from replaying import counted_rows
 from training import Training, chain_credit, config, new_policy, relative
 
-from gerl.algorithms import Batch, Pull
+from gerl.algorithms import Batch, KLWeight
 from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config.algorithm import BY_NAME
 from gerl.engine import ReplayedStep, Tape, record, replay
@@ -252,10 +252,10 @@ def test_the_kl_of_images_that_the_gate_leaves_out_does_not_count(policy: Policy
 def test_the_weight_of_the_kl_may_be_another_one_than_that_of_the_configuration(policy: Policy, tape: Tape) -> None:
     actor, batch = new_actor(policy), batch_of(tape, ADVANTAGES)
     assert not actor.algorithm.needs_all_samples
-    actor.algorithm.weigh(Pull(0.3))
+    actor.algorithm.set_kl_weight(KLWeight(0.3))
     expected = gradient(new_actor(policy, kl_coef=0.3), [batch])[0]
     assert torch.equal(gradient(actor, [batch])[0], expected) and actor.algorithm.needs_all_samples
-    actor.algorithm.weigh(None)
+    actor.algorithm.set_kl_weight(None)
     assert torch.equal(gradient(actor, [batch])[0], gradient(new_actor(policy), [batch])[0])
 
 

@@ -15,20 +15,20 @@ COMPARED = 1000  # images that are compared with each other; the guard looks at 
 RINGS = 16  # of the spectrum, from no change to one every second pixel
 
 
-def looks_of(pixels: Sequence[np.ndarray] | np.ndarray) -> dict[str, np.ndarray]:
+def image_statistics(pixels: Sequence[np.ndarray] | np.ndarray) -> dict[str, np.ndarray]:
     """Statistic -> its value for each of B images `[H, W, 3]` uint8 `[B]`, and `thumbnail` `[B, 16, 16, 3]` uint8.
 
     Of a video `[F, H, W, 3]` the middle frame. `sharpness`, `colourfulness` and `jpeg_kilobytes` are as the scorers of
     these names have them; `red`, `green` and `blue` means in [0, 1]; `high_frequency` and `grid` see `spectrum`.
     """
     stills = [image[len(image) // 2] if image.ndim == 4 else image for image in pixels]
-    rows = [_looks(still) for still in stills]
+    rows = [_statistics(still) for still in stills]
     found = {name: np.array([row[name] for row in rows], dtype=np.float32) for name in rows[0]}
     small = [Image.fromarray(still).resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX) for still in stills]
     return found | {"thumbnail": np.stack([np.asarray(image) for image in small])}
 
 
-def _looks(still: np.ndarray) -> dict[str, float]:
+def _statistics(still: np.ndarray) -> dict[str, float]:
     top, left = (max(0, (length - SIDE) // 2) for length in still.shape[:2])
     still = still[top : top + SIDE, left : left + SIDE]
     image = Image.fromarray(still)

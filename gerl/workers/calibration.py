@@ -1,4 +1,4 @@
-"""Measure a policy gradient before training: the noise of its ratio, and how each step counts."""
+"""Calibrate before training: the numerical noise of the ratio, and the weight of each denoising step."""
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
@@ -17,6 +17,15 @@ from gerl.protocol import SamplingProbe
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+    from gerl.protocol import RolloutTask
+    from gerl.workers.worker import PolicyWorker
+
+
+def calibrate(worker: PolicyWorker, task: RolloutTask) -> SamplingProbe:
+    """Sample a micro-batch on a worker, and `probe` it."""
+    dtype = next(iter(worker.policy.denoisers.values())).dtype
+    return probe(worker.policy.pipe, worker.rollout.generate(task, worker.algorithm)[1], worker.algorithm, dtype)
 
 
 def probe(

@@ -1,0 +1,155 @@
+"""What a run can do without: each in a file of its own, called by the training loop at fixed points.
+
+An extension sees the public attributes of `Run` and nothing else. Without its file and its line in `EXTENSIONS` the
+trainer still trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from PIL import Image
+
+    from gerl.config import Config
+    from gerl.run.checkpoint import Checkpoint
+    from gerl.run.guard import Signal
+    from gerl.trainer.run import Run
+    from gerl.trainer.step import Step
+
+# in the order in which they are called
+EXTENSIONS = (
+    "control:ControlFiles",
+    "trackers:Trackers",
+    "gardo:KLGate",
+    "kl_in_reward:KLInReward",
+    "dynamic_sampling:DynamicSampling",
+    "training_images:TrainingImages",
+    "live_images:LiveImages",
+    "moving_reference:MovingReference",
+    "guard:HackingGuard",
+    "raise_kl:RaiseKL",
+    "health:HealthChecks",
+    "timeline:TimelineFile",
+    "progress:ProgressBar",
+    "report:Report",
+)
+
+
+@dataclass(frozen=True)
+class Save:
+    """Save a checkpoint of the step."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the run with `error`, after the checkpoint that may be due."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """Return to `checkpoint` and continue with the weight `kl_coef` of the KL, because of `signals`."""
+
+    checkpoint: Checkpoint
+    kl_coef: float
+    signals: tuple[Signal, ...]
+
+
+Directive = Save | Stop | RollBack
+
+
+class Extension:
+    """Something a run can do without. Override what you need.
+
+    The methods are called in the order in which they stand here, `alerted`, `pictured` and `saved` whenever there is
+    something to tell.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @classmethod
+    def wanted(cls, config: Config) -> bool:
+        """Whether a run with `config` needs it."""
+        return True
+
+    def starting(self, run: Run) -> None:
+        """The run starts, or continues from an earlier step: its metrics are those up to `run.state.step`."""
+
+    def stepping(self, run: Run) -> None:
+        """The next step is about to begin."""
+
+    def scored(self, run: Run, step: Step) -> bool:
+        """A round of images is scored; True asks for another round."""
+        return False
+
+    def rewarded(self, run: Run, step: Step) -> None:
+        """`step.rewards` is known; the credit follows from it."""
+
+    def credited(self, run: Run, step: Step) -> None:
+        """`step.credit` is known; the update follows from it."""
+
+    def updating(self, run: Run, step: Step) -> bool:
+        """The last optimizer step is about to be taken; True moves the reference of the KL to the weights after it."""
+        return False
+
+    def updated(self, run: Run, step: Step) -> None:
+        """The update is finished; what is added to `step.metrics` is logged with the step."""
+
+    def due(self, run: Run, step: Step) -> bool:
+        """Whether a validation is wanted after `step`, besides those of validation.every."""
+        return False
+
+    def validated(self, run: Run, step: Step) -> None:
+        """The held-out prompts are sampled and scored: `step.validation`."""
+
+    def logging(self, run: Run, step: Step) -> None:
+        """The row of metrics is about to be written."""
+
+    def logged(self, run: Run, step: Step) -> Directive | None:
+        """The row of metrics is written: `run.latest`."""
+
+    def concluded(self, run: Run, step: Step) -> None:
+        """The step is over; its checkpoint is saved if it was due."""
+
+    def returning(self, run: Run) -> None:
+        """The run is about to return to an earlier step; `starting` follows."""
+
+    def rolled_back(self, run: Run, directive: RollBack) -> None:
+        """The run has returned to an earlier step because of a `RollBack`."""
+
+    def ended(self, run: Run, error: BaseException | None) -> None:
+        """The run is over; `error`: why, if it did not finish."""
+
+    def alerted(self, run: Run, step: int, sentence: str) -> None:
+        """A warning about the run was logged."""
+
+    def pictured(self, run: Run, step: int, name: str, path: Path, image: Image.Image) -> None:
+        """A sheet of images was saved."""
+
+    def saved(self, run: Run, step: int, folder: Path) -> None:
+        """The checkpoint of `step` was written into `folder`."""
+
+    def state(self) -> Any:
+        """What a resumed run must know, as JSON; None: nothing."""
+
+    def load_state(self, state: Any) -> None:
+        """Continue from what `state` returned."""
+
+
+def build_extensions(config: Config, names: tuple[str, ...] = EXTENSIONS) -> Mapping[str, Extension]:
+    """The extensions that a run with `config` needs, by the name of their module, in order."""
+    found: dict[str, Extension] = {}
+    for name in names:
+        module, _, kind = name.partition(":")
+        cls: type[Extension] = getattr(import_module(f"{__name__}.{module}"), kind)
+        if cls.wanted(config):
+            found[module] = cls(config)
+    return found

@@ -1,0 +1,37 @@
+"""Follow the files in `control/` of the run folder, written by the page of `gerl watch` or by hand."""
+
+import logging
+
+from gerl.errors import Stopped
+from gerl.run.control import take
+from gerl.trainer.extensions import Directive, Extension, Save
+from gerl.trainer.run import Run
+from gerl.trainer.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+class ControlFiles(Extension):
+    """Validate, save or stop on request."""
+
+    def stepping(self, run: Run) -> None:
+        """Raise `Stopped` if the run was asked to end after the last finished step."""
+        if take(run.run_dir, "stop"):
+            raise Stopped(run.state.step)
+
+    def due(self, run: Run, step: Step) -> bool:
+        if not take(run.run_dir, "validate"):
+            return False
+        if run.held_out:
+            logger.info("step %d: validating, as requested", step.number)
+        else:
+            logger.info(
+                "step %d: a validation was requested, but there are no held-out prompts (validation.data)", step.number
+            )
+        return True
+
+    def logged(self, run: Run, step: Step) -> Directive | None:
+        if not take(run.run_dir, "save"):
+            return None
+        logger.info("step %d: saving a checkpoint, as requested", step.number)
+        return Save()

@@ -1,0 +1,30 @@
+"""Sample further prompts in place of groups whose images all have the same reward (algorithm.dynamic_sampling)."""
+
+import torch
+
+from gerl.config import Config
+from gerl.trainer.extensions import Extension
+from gerl.trainer.run import Run
+from gerl.trainer.step import Step
+
+
+class DynamicSampling(Extension):
+    """Asks for another round until enough groups have a signal, and trains on as many (DAPO, arXiv 2503.14476)."""
+
+    @classmethod
+    def wanted(cls, config: Config) -> bool:
+        return config.algorithm.dynamic_sampling > 0
+
+    further = 0  # prompts of this step that were sampled besides those of its first round
+
+    def scored(self, run: Run, step: Step) -> bool:
+        further = {sample.prompt.id for task in step.round for sample in task.samples}
+        self.further = 0 if step.rounds == 1 else self.further + len(further)
+        enough = len(step.scores.groups_with_signal()) >= self.config.rollout.prompts_per_step
+        return not enough and step.rounds <= self.config.algorithm.dynamic_sampling
+
+    def credited(self, run: Run, step: Step) -> None:
+        assert step.credit is not None
+        chosen = set(step.scores.groups_with_signal()[: self.config.rollout.prompts_per_step])
+        step.credit[[sample.group not in chosen for sample in step.scores.samples]] = torch.nan
+        step.metrics["group/further_prompts"] = float(self.further)

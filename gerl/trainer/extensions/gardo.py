@@ -1,0 +1,120 @@
+"""GARDO (arXiv 2512.24138): apply the KL penalty only to the samples whose reward is uncertain (algorithm.kl_share).
+
+A sample is uncertain where the reward ranks it high and other scorers do not. With `w(R)` its win rate, the share of
+the step's other images that it beats by the scores R, the doubt is `w(reward) - mean w(R_n)` over the watched R_n.
+Of the images with a doubt of at least 0, those beyond the `1 - share` quantile are held. The share follows the doubt: a
+tenth more where its mean is above all of the last 20 steps, a tenth less where it is below all of them.
+
+After the authors' code (tinnerhrhe/GARDO 1cc77fb, scripts/train_sd3_grpo_gardo.py, lines 219-238 and 826-837), but for
+the sign: there ranks count from the best image, so that those are held that the reward ranks low and the others high,
+which is the opposite of what the paper argues for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from gerl.config import Config
+from gerl.config.remedies import doubters
+from gerl.errors import CheckpointError
+from gerl.trainer.credit import column
+from gerl.trainer.extensions import Extension
+from gerl.trainer.run import Run
+from gerl.trainer.step import Step
+
+STEP, LEAST, MOST, WINDOW = 0.1, 0.2, 2.0, 20  # change of the share, its bounds as parts of the first one, steps kept
+
+
+def doubts(rewards: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The doubt of each image, `[B]`, from rewards `[B]` and the other scores `[B, K]`, NaN where there is none.
+
+    NaN where none of the others has a score for it.
+    """
+    known = ~others.isnan()
+    rates = torch.full_like(others, torch.nan, dtype=torch.float64)
+    for k in range(others.shape[1]):
+        rates[known[:, k], k] = _win_rates(others[known[:, k], k])
+    return _win_rates(rewards) - rates.nanmean(1)
+
+
+def _win_rates(values: torch.Tensor) -> torch.Tensor:
+    """The share of the others that each of `values` `[B]` beats, a tie counting half; fp64, so that ties are exact."""
+    above = (values[:, None] > values).double().sum(1)
+    equal = (values[:, None] == values).double().sum(1) - 1  # without itself
+    return (above + equal / 2) / max(len(values) - 1, 1)
+
+
+def held(doubt: torch.Tensor, share: float) -> torch.Tensor:
+    """Which of the images with a doubt `[B]` of at least 0 are beyond the `1 - share` quantile of these: `[B]` bool."""
+    candidates = doubt >= 0
+    if not candidates.any():
+        return candidates
+    return candidates & (doubt > doubt[candidates].quantile(1 - share))
+
+
+class KLGate(Extension):
+    """Sets `step.kl_weight`: 1 for the samples that the KL holds to the reference, else 0."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.gate = Gate(config.algorithm.kl_share)
+
+    @classmethod
+    def wanted(cls, config: Config) -> bool:
+        return config.algorithm.kl_share < 1
+
+    def rewarded(self, run: Run, step: Step) -> None:
+        assert step.rewards is not None
+        rows = list(step.rewards.rows)
+        asked = doubters(self.config.algorithm, self.config.reward.scorers)
+        others = torch.stack([column(step.scores, name, rows) for name in asked], 1)
+        step.kl_weight = torch.zeros(len(step.scores.samples))
+        step.kl_weight[rows] = self.gate.choose(step.rewards.totals, others)
+        step.metrics["group/kl_share"] = float(step.kl_weight[rows].mean())
+        step.metrics["group/kl_share_of_doubted"] = self.gate.share
+
+    def state(self) -> Any:
+        return self.gate.state()
+
+    def load_state(self, state: Any) -> None:
+        self.gate.load_state(state)
+
+
+class Gate:
+    """The share of the uncertain samples that are held, from step to step."""
+
+    def __init__(self, share: float) -> None:
+        self.first, self.share = share, share
+        self.past: list[float] = []  # mean doubt of the latest steps
+
+    def choose(self, rewards: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """1 for the images of a step that are held, else 0: `[B]`, from what `doubts` takes."""
+        doubt = doubts(rewards, others)
+        candidates = doubt[doubt >= 0]
+        if len(candidates):
+            self._follow(float(candidates.mean()))
+        return held(doubt, min(1.0, self.share)).float()
+
+    def _follow(self, mean: float) -> None:
+        if self.past and mean > max(self.past):
+            self.share *= 1 + STEP
+        elif self.past and mean < min(self.past):
+            self.share *= 1 - STEP
+        self.share = min(max(self.share, LEAST * self.first), MOST * self.first)
+        self.past = [*self.past, mean][-WINDOW:]
+
+    def state(self) -> dict[str, Any]:
+        """As JSON, for `load_state`."""
+        return {"share": self.share, "past": list(self.past)}
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Continue from what `state` returned; None: from the beginning. Raises `CheckpointError` if it is not that."""
+        try:
+            found = {"share": self.first, "past": []} if state is None else state
+            share = TypeAdapter(float).validate_python(found["share"])
+            past: Sequence[float] = TypeAdapter(list[float]).validate_python(found["past"])
+        except (ValidationError, KeyError, TypeError):
+            raise CheckpointError("state.json has no usable extensions.gardo: share and past doubts") from None
+        self.share, self.past = share, list(past)

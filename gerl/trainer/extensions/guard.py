@@ -1,0 +1,97 @@
+"""Compare held-out images with those of the first validation, and act on signs of reward hacking (guard.action)."""
+
+import logging
+from dataclasses import asdict
+
+from gerl.errors import GuardError
+from gerl.run.checkpoint import best_checkpoint
+from gerl.run.guard import GuardLog, Signal, raise_peaks, signals
+from gerl.run.guard_course import TrainingTrends, best_of, trend_signals
+from gerl.run.tracking import METRICS, read_metrics
+from gerl.run.validation import Validation, validation_steps
+from gerl.trainer.extensions import Directive, Extension, RollBack, Save, Stop
+from gerl.trainer.run import Run
+from gerl.trainer.step import Step
+from gerl.trainer.validation import load_scores
+
+logger = logging.getLogger(__name__)
+
+
+class HackingGuard(Extension):
+    """Warns, stops the run, or returns it to the best earlier checkpoint."""
+
+    log: GuardLog
+    trends: TrainingTrends
+    peaks: dict[str, Validation]
+    best: Validation | None  # with the highest reward after the first one
+
+    def starting(self, run: Run) -> None:
+        self.log = GuardLog(run.run_dir, run.state.step)
+        self.peaks, self.best = {}, None
+        self.trends = TrainingTrends(read_metrics(run.run_dir / METRICS))
+        for earlier in validation_steps(run.run_dir):
+            if earlier <= run.state.step and (found := load_scores(run.run_dir, earlier)) is not None:
+                self._remember(found)
+
+    def _remember(self, found: Validation) -> None:
+        raise_peaks(self.peaks, found)
+        self.best = best_of([found] if self.best is None else [self.best, found], found.step + 1)
+
+    def due(self, run: Run, step: Step) -> bool:
+        self.trends.add({"step": step.number, **step.metrics})
+        return False
+
+    def validated(self, run: Run, step: Step) -> None:
+        """Log the signs; with guard.action=rollback a validation that shows some has no reward."""
+        guard, found, first = self.config.guard, step.validation, run.first_validation
+        if guard.action == "off" or first is None or found is None:
+            return
+        moves = self.config.algorithm.moves_reference
+        fired = signals(first, found, asdict(self.config), self.peaks, guard.importance)
+        fired += trend_signals(self.trends, first, self.best or first, found, not moves)
+        self._remember(found)
+        self.trends.validated.append(found.step)
+        if first.step >= found.step:
+            return
+        step.signals = [signal for signal in fired if guard.counts(signal.name, signal.column)]
+        for signal in self.log.add(step.signals, guard.action):
+            sentence = f"step {signal.step}: guard, {signal.key}: {signal.text}"
+            logger.warning("%s", sentence)
+            run.alert(signal.step, sentence)
+        if step.signals and guard.action == "rollback":
+            run.val_reward = None
+        step.metrics["guard/signals"] = float(len(step.signals))
+
+    def logged(self, run: Run, step: Step) -> Directive | None:
+        action = self.config.guard.action
+        if action == "rollback" and step.validation is not None:
+            return self._roll_back(run, step) if step.signals else Save()  # what it may return to
+        if action == "stop" and step.signals:
+            return Stop(self._ended(step.signals))
+        return None
+
+    def _roll_back(self, run: Run, step: Step) -> RollBack:
+        """Raises `GuardError` if there is no earlier checkpoint, or the run rolled back too often."""
+        guard = self.config.guard
+        run.writer.finish()
+        checkpoint = best_checkpoint(run.run_dir / "checkpoints", before=step.number)
+        if checkpoint is None:
+            raise self._ended(step.signals, "there is no earlier checkpoint with a held-out reward; ")
+        if run.state.rollbacks >= guard.rollbacks:
+            raise self._ended(step.signals, f"it has already rolled back guard.rollbacks={guard.rollbacks} times; ")
+        return RollBack(checkpoint, guard.raised(run.algorithm.kl_coef), tuple(step.signals))
+
+    def rolled_back(self, run: Run, directive: RollBack) -> None:
+        sentence = self.log.went_back(run.state.step, directive.signals, directive.kl_coef)
+        logger.warning("step %d: guard: %s", run.state.step, sentence)
+        run.alert(run.state.step, sentence)
+
+    def _ended(self, found: list[Signal], why: str = "") -> GuardError:
+        """The error of a run that ends for what the last validation showed; `why` it does not roll back."""
+        first, *others = found
+        also = f" (and {', '.join(signal.key for signal in others)})" if others else ""
+        return GuardError(
+            f"step {first.step}: guard.action={self.config.guard.action} ended the run for {first.key}{also}: "
+            f"{first.text}; {why}check the images in the report, and change the reward, or continue with "
+            f"guard.ignored=[{','.join(signal.key for signal in found)}] or guard.action=warn"
+        )

@@ -1,0 +1,37 @@
+"""Warn of signs that a run cannot learn, or has stopped to."""
+
+import logging
+from dataclasses import asdict
+
+from gerl.run.health import Health
+from gerl.run.tracking import METRICS, read_metrics
+from gerl.trainer.extensions import Directive, Extension
+from gerl.trainer.run import Run
+from gerl.trainer.step import Step
+
+logger = logging.getLogger(__name__)
+NO_CREDIT = 1e-6  # what rounding leaves of the credit of equal rewards
+
+
+class HealthChecks(Extension):
+    """Adds the `health/` metrics, and logs a warning with a remedy where they show something."""
+
+    health: Health
+
+    def starting(self, run: Run) -> None:
+        self.health = Health(asdict(self.config))
+        for row in read_metrics(run.run_dir / METRICS):
+            self.health.observe(row)
+
+    def updated(self, run: Run, step: Step) -> None:
+        assert step.credit is not None
+        signal = bool((step.credit.nan_to_num().abs() > NO_CREDIT).any())
+        groups = [] if step.scores.given else list(step.scores.by_group().values())
+        step.metrics |= self.health.measure(step.scores.by_scorer, signal, groups)
+
+    def logged(self, run: Run, step: Step) -> Directive | None:
+        if step.number:
+            for sentence in self.health.observe({"step": step.number, **run.latest}):
+                logger.warning("%s", sentence)
+                run.alert(step.number, sentence)
+        return None

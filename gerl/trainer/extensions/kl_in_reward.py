@@ -1,0 +1,40 @@
+"""Subtract the KL to the base model from the rewards (algorithm.kl_in_reward)."""
+
+from dataclasses import replace
+
+import torch
+
+from gerl.algorithms import batches_of
+from gerl.config import Config
+from gerl.model.failures import model_errors
+from gerl.trainer.extensions import Extension
+from gerl.trainer.run import Run
+from gerl.trainer.step import Step, mean
+from gerl.workers.worker import PolicyWorker
+
+
+class KLInReward(Extension):
+    """Pays for the KL of each sample out of its reward, before the credit is computed."""
+
+    @classmethod
+    def wanted(cls, config: Config) -> bool:
+        return config.algorithm.subtracts_kl
+
+    def rewarded(self, run: Run, step: Step) -> None:
+        coef = run.algorithm.kl_coef
+        if coef <= 0 or step.rewards is None:
+            return
+        with step.watch("update"):
+            kl = [value for found in run.fleet.on_trajectories(kl_to_base) for value in found]
+        paid = torch.tensor(kl) if step.kl_weight is None else step.kl_weight * torch.tensor(kl)
+        step.rewards = replace(step.rewards, totals=step.rewards.totals - coef * paid[list(step.rewards.rows)])
+        step.metrics["reward/kl"] = mean(kl)
+
+
+def kl_to_base(worker: PolicyWorker, task_id: int) -> list[float]:
+    """KL of the samples of a task to the base model, `[B]`."""
+    kept = worker.trajectories[task_id]
+    steps = worker.config.sampling.num_inference_steps
+    batches = batches_of(kept, torch.zeros(len(kept.task.samples), steps))
+    with model_errors("update"):
+        return [float(v) for batch in batches for v in worker.algorithm.kl_to_base(worker.policy, batch)]

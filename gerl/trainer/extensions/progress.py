@@ -1,0 +1,34 @@
+"""Show the progress of the run: a bar on a terminal, elsewhere a line of the log now and then."""
+
+import math
+
+from gerl.run.progress import Progress
+from gerl.trainer.extensions import Extension
+from gerl.trainer.run import Run
+from gerl.trainer.step import Step
+
+
+class ProgressBar(Extension):
+    """Counts steps, with the reward of the last one and of the last validation."""
+
+    bar: Progress | None = None
+
+    def stepping(self, run: Run) -> None:
+        done = run.state.step - bool(run.state.unlogged)  # the last step may have been stopped before its end
+        if self.bar is None:
+            self.bar = Progress(self.config.trainer.steps, done, disable=not self.config.logger.progress)
+        self.bar.go_back(done)
+
+    def concluded(self, run: Run, step: Step) -> None:
+        if self.bar is None or not step.number:
+            return
+        values: dict[str, float | str | None] = {"reward": step.metrics.get("reward/mean")}
+        if run.val_reward is not None:
+            known = run.val_gain is not None and not math.isnan(run.val_gain.low)
+            sure = f" ({run.val_gain.low:+.3f} to {run.val_gain.high:+.3f})" if known and run.val_gain else ""
+            values["held-out"] = f"{run.val_reward:.3f}{sure}"
+        self.bar.update(values=values)
+
+    def ended(self, run: Run, error: BaseException | None) -> None:
+        if self.bar is not None:
+            self.bar.close()

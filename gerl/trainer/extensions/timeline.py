@@ -1,0 +1,25 @@
+"""Write what each worker did from when to when into `timeline.jsonl`."""
+
+import logging
+
+from gerl.errors import GerlError
+from gerl.run.timeline import append_spans
+from gerl.trainer.extensions import Extension
+from gerl.trainer.run import Run
+from gerl.trainer.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+class TimelineFile(Extension):
+    """The spans of each step. What cannot be written is said once and left out."""
+
+    said = False
+
+    def concluded(self, run: Run, step: Step) -> None:
+        try:
+            append_spans(run.run_dir, run.timeline.take())
+        except GerlError as error:
+            if not self.said:
+                self.said = True
+                logger.warning("the page of the run is incomplete: %s", error)

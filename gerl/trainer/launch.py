@@ -1,0 +1,140 @@
+"""A run from its configuration to the report: check, start the cluster, train."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gerl.commandline.command import PAGE, watching
+from gerl.commandline.imports import importing
+from gerl.commandline.waiting import waiting
+from gerl.config import Config
+from gerl.config.reading import typed
+from gerl.config.summary import described
+from gerl.errors import GerlError
+from gerl.model.paths import local_lora, resolve
+from gerl.protocol import Prompt
+from gerl.rewards.checks import read_prompts, read_regularising
+from gerl.rewards.gradients import differentiated
+from gerl.run.log import RunLog
+from gerl.run.redaction import secrets
+from gerl.run.session import session
+from gerl.run.trackers import check_trackers
+from gerl.run.usage import usage
+from gerl.run.validation import held_out_words, load_validations, mean
+from gerl.trainer.run_folder import RunFolder, identity
+
+if TYPE_CHECKING:
+    from gerl.cluster import Cluster
+    from gerl.trainer.run import Run
+
+logger = logging.getLogger("gerl")
+
+
+def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
+    """Check everything that can be checked, train, write the report; returns the run folder.
+
+    `arguments`: those of the command line, for the run card.
+    """
+    for _ in launch_steps(folder, arguments):
+        pass
+    return folder.path
+
+
+def launch_steps(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Run"]:
+    """As `launch`, but yields the run after each step; closing the generator saves and ends it."""
+    config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
+    with RunLog() as log:
+        check_trackers(config.logger)
+        resolve(config.model.path)
+        model = config.model if folder.checkpoint is None else config.model.carried_on()
+        if model.lora is not None:
+            local_lora(model.lora)
+        with waiting("reading the prompts"):
+            with explained(folder.composed.kept):
+                prompts = read_prompts(config, "data.train", config.data.train)
+            regularising = read_regularising(config)
+        if config.algorithm.differentiates:
+            differentiated(config)
+        held = config.validation
+        held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
+        # Here and not above: these import torch, which takes seconds, and the keys and files come first.
+        with importing():
+            from gerl.cluster import Cluster
+            from gerl.trainer.recovery import interruption_logged
+            from gerl.trainer.run import Run
+
+            machines = Cluster(config.cluster, config.reward.gpu_shares)
+            if not machines.remote:  # else the first thing the workers do: this process needs no libraries of models
+                from gerl.workers.setup import check_start  # which imports them
+
+                check_start(replace(config, model=model), machines.device)
+        with session(run_dir, log, arguments, machines.words()) as begin:
+            folder.open(begin)
+            logger.info("%s", described(config, folder.composed.preset))
+            if folder.composed.kept:
+                logger.info("%s", folder.composed.kept)
+            if found := secrets(asdict(config)):
+                logger.warning(
+                    "the secret in %s is stored in config.yaml and in the checkpoints' state.json, and nowhere "
+                    "else: share only the lora folders of %s",
+                    *(" and ".join(found), run_dir),
+                )
+            logger.info("run folder: %s", run_dir)
+            logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(run_dir))
+            with interruption_logged(run_dir, config.trainer.steps):
+                with start_cluster(machines) as cluster:
+                    run = Run(config, run_dir, cluster, prompts, held_out, identity(config), regularising)
+                    with contextlib.closing(run.train(folder)) as steps:
+                        for _ in steps:
+                            yield run
+                logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
+
+
+@contextlib.contextmanager
+def explained(why: str) -> Iterator[None]:
+    """Add a sentence to an error, if there is one: where what it complains of comes from."""
+    try:
+        yield
+    except GerlError as error:
+        if why:
+            error.add_note(why)
+        raise
+
+
+@contextlib.contextmanager
+def start_cluster(machines: "Cluster") -> Iterator["Cluster"]:
+    """The cluster, started; what that waits for is said."""
+    with contextlib.ExitStack() as stack:
+        with waiting("starting Ray" if machines.remote else "preparing the devices"):
+            stack.enter_context(machines)
+        yield machines
+
+
+def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], seconds: float) -> str:
+    """Reward before and after, the time it took, where things lie, and Python that draws a held-out picture again."""
+    validations = load_validations(run_dir)
+    lines = ["", f"finished in {seconds / 60:.1f} min; run folder: {run_dir}"]
+    if len(validations) > 1:
+        first, last = validations[0], validations[-1]
+        for name in first.by_scorer:
+            scored = zip(first.by_scorer[name], last.by_scorer.get(name, ()), strict=False)
+            pairs = [(a, b) for a, b in scored if a is not None and b is not None]  # nothing else can be compared
+            before, after = (mean([pair[i] for pair in pairs]) for i in (0, 1))
+            shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
+            some = f"{len(pairs)} of " if len(pairs) < len(first.prompts) else ""
+            lines.append(f"{name} on {some}{held_out_words(len(first.prompts), first.each)}: {shown}")
+    folder = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
+    trained = f"LoRA:   {folder / 'lora'}" if config.model.train == "lora" else f"model:  {folder}"
+    written = (
+        run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report {typed({'run': str(run_dir)})}"
+    )
+    lines += [f"report: {written}", trained, ""]
+    if code := usage(run_dir, asdict(config), validations):
+        drawn = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)
+        lines += [f"sample {'the first held-out image of the report' if drawn else 'with it'} in plain diffusers:"]
+        lines += [f"    {line}".rstrip() for line in code.splitlines()]
+    return "\n".join([*lines, ""])

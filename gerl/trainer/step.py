@@ -1,0 +1,163 @@
+"""The value that moves through the training loop, and the scores in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gerl.protocol import DATA_SOURCE, Group, RolloutTask, Sample, ScorerFailure, Scores, UpdateStats
+from gerl.rewards.total import applies
+
+if TYPE_CHECKING:
+    import torch
+
+    from gerl.algorithms import Rewards
+    from gerl.cluster import Pending
+    from gerl.config import RewardConfig
+    from gerl.protocol import Images
+    from gerl.run.guard import Signal
+    from gerl.run.timing import Stopwatch
+    from gerl.run.validation import Validation
+
+Metrics = dict[str, float]
+NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in the name of a metric, and the slash
+
+
+@dataclass
+class Step:
+    """One iteration of the trainer.
+
+    Example: step 12 of a run with 2 prompts x 3 images has 6 rows in `scores`, and `credit` of shape [6, 10] for 10
+    denoising steps, NaN where a sample or a denoising step is not trained. Step 0 is the validation before training.
+    """
+
+    number: int
+    watch: Stopwatch
+    tasks: list[RolloutTask] = field(default_factory=list)
+    images: list[Pending[Images]] = field(default_factory=list)  # of the first round
+    scores: ScoreTable = field(default_factory=lambda: ScoreTable())
+    round: Sequence[RolloutTask] = ()  # tasks of the last round of sampling
+    rounds: int = 0  # with dynamic sampling there may be several
+    rewards: Rewards | None = None  # of the samples that can be trained on
+    credit: torch.Tensor | None = None  # [B, T]
+    kl_weight: torch.Tensor | None = None  # [B] factors of the KL to the reference; None: 1
+    stats: UpdateStats = field(default_factory=UpdateStats)  # of its optimizer steps
+    lag: int = 0  # finished steps between rollout and update; 0 is on-policy
+    taken: bool = False  # its update is in the run's state
+    validation: Validation | None = None  # after it
+    signals: list[Signal] = field(default_factory=list)  # signs of reward hacking in that
+    metrics: Metrics = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """Forget what was begun, unless the step is taken: it is repeated from its beginning."""
+        if not self.taken:
+            self.__dict__ = Step(self.number, self.watch.restarted()).__dict__
+
+
+@dataclass
+class ScoreTable:
+    """The samples of a step or a validation in order, with their scores: one row per image.
+
+    Example: two prompts with three images each, scored by `ocr` and `aesthetic`, have six `samples`, six `totals` (the
+    weighted sums, None where a scorer failed) and six values in each of the columns `ocr` and `aesthetic` of
+    `by_scorer`.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    totals: list[float | None] = field(default_factory=list)
+    by_scorer: dict[str, list[float | None]] = field(default_factory=dict)
+    failures: list[list[ScorerFailure]] = field(default_factory=list)
+
+    def add(self, samples: Sequence[Sample], scores: Scores) -> None:
+        """Append a micro-batch; a column that one of them lacks, because its scorer failed, has no values there."""
+        for name in {**self.by_scorer, **scores.by_scorer}:
+            known = self.by_scorer.setdefault(name, [None] * len(self.samples))
+            known.extend(scores.by_scorer.get(name, [None] * len(samples)))
+        self.samples += samples
+        self.totals += scores.totals
+        self.failures += scores.failures
+
+    def metrics(self, config: RewardConfig, validation: bool = False) -> Metrics:
+        """Mean of the total and of each score, the share of successes, and the mean best image of a group.
+
+        Each over the samples that have one. In validation, where a prompt has one image and so no best, means are
+        compared with those of other steps: one that lacks a failed prompt would be of other prompts, and is NaN. There
+        is no total where only people score, who are asked in training only.
+        """
+        metrics: Metrics = {"val/failures": float(self.unscored)} if validation else {}
+        total = {"reward": self.totals} if self.measured and not self.given else {}
+        for name, values in {**total, **self.by_scorer}.items():
+            key = f"val/{name}" if validation else "reward" if name == "reward" else f"reward/{name}"
+            if validation and not self._whole(config, name, values):
+                values = []
+            metrics[f"{key}/mean"] = mean(values)
+            if not validation:
+                metrics[f"{key}/best_of_n"] = mean(self._best(values))
+            if (scorer := config.scorers.get(name)) is not None and scorer.success is not None:
+                metrics[f"{key}/success_rate"] = mean([None if v is None else v >= scorer.success for v in values])
+        return metrics | (self._by_source() if validation else {})
+
+    def _by_source(self) -> Metrics:
+        """The mean total of each kind of held-out prompts, by their column `data_source`, if there are several."""
+        found: dict[str, list[float | None]] = {}
+        for sample, total, failures in zip(self.samples, self.totals, self.failures, strict=True):
+            if total is None and not failures:  # nobody is asked about it
+                continue
+            if (source := sample.prompt.metadata.get(DATA_SOURCE)) is not None:
+                found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
+        means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
+        return means if len(means) > 1 else {}
+
+    @property
+    def given(self) -> bool:
+        """Whether the images are those of files, whose ranks and labels are no rewards."""
+        return any(sample.given is not None for sample in self.samples)
+
+    @property
+    def unscored(self) -> int:
+        """The samples whose total failed."""
+        return len(self.failed)
+
+    @property
+    def failed(self) -> list[int]:
+        """Those samples; one that no scorer is asked about has neither a total nor a failure."""
+        return [i for i, total in enumerate(self.totals) if total is None and self.failures[i]]
+
+    @property
+    def measured(self) -> int:
+        """The samples that have, or should have, a total."""
+        return sum(total is not None for total in self.totals) + self.unscored
+
+    def _whole(self, config: RewardConfig, column: str, values: Sequence[float | None]) -> bool:
+        """Whether all samples have a value in `column` to which its scorer applies."""
+        scorer = config.scorers.get(column.split("/")[0])  # None: the total
+        if scorer is None:
+            return not self.failed
+        prompts = (sample.prompt for sample, value in zip(self.samples, values, strict=True) if value is None)
+        return not any(applies(scorer, prompt) for prompt in prompts)
+
+    def _best(self, values: Sequence[float | None]) -> list[float]:
+        groups: dict[Group, list[float]] = {}
+        for sample, value in zip(self.samples, values, strict=True):
+            if value is not None:
+                groups.setdefault(sample.group, []).append(value)
+        return [max(members) for members in groups.values()]
+
+    def by_group(self) -> dict[Group, list[float | None]]:
+        """The rewards of the images of each group."""
+        rewards: dict[Group, list[float | None]] = {}
+        for sample, total in zip(self.samples, self.totals, strict=True):
+            rewards.setdefault(sample.group, []).append(total)
+        return rewards
+
+    def groups_with_signal(self) -> list[Group]:
+        """The groups whose images all have a reward, and not all the same one."""
+        return [group for group, values in self.by_group().items() if len(set(values)) > 1 and None not in values]
+
+
+def mean(values: Sequence[float | bool | None]) -> float:
+    """Mean of the values there are, NaN if there are none."""
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else float("nan")

@@ -1,0 +1,245 @@
+"""Validate: sample held-out prompts, score them, keep the images, and compare with the first validation."""
+
+import logging
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from gerl.algorithms.planning import VALIDATION_SEED, drawn_steps, plan_validation
+from gerl.cluster import Pending
+from gerl.commandline.waiting import waiting
+from gerl.config import Config, ValidationConfig
+from gerl.errors import GerlError
+from gerl.pages.images import grid, still
+from gerl.protocol import Images, ModelFacts, Sample
+from gerl.rewards.checks import check_failures, unscored
+from gerl.run.progress import Progress
+from gerl.run.statistics import Estimate
+from gerl.run.validation import (
+    Drawing,
+    Validation,
+    forget_pictures,
+    held_out_words,
+    load_validation,
+    paired_gains,
+    save_validation,
+    validation_steps,
+)
+from gerl.trainer.rollouts import PendingRollout
+from gerl.trainer.step import Metrics, ScoreTable, Step, mean
+from gerl.utils.condition_images import COLUMNS
+from gerl.utils.files import finite
+from gerl.workers.image_statistics import unlikeness
+
+if TYPE_CHECKING:
+    from gerl.trainer.run import Run
+
+logger = logging.getLogger(__name__)
+SHEET = 32  # images of the sheet in samples/
+Looks = Mapping[str, np.ndarray]  # statistic -> its value for each image
+QUOTED = re.compile(
+    r'["\u201c\u201d\u201e\u00ab\u00bb]([^"\u201c\u201d\u201e\u00ab\u00bb]+)["\u201c\u201d\u201e\u00ab\u00bb]'
+)
+
+
+def validate(run: "Run", step: Step) -> None:
+    """Sample and score the held-out prompts, and keep the result: fixed noise, ODE sampling, averaged weights."""
+    config, scores, tables = run.config, ScoreTable(), []
+    run.sync(step)
+    with step.watch("validation"):
+        batches = plan_validation(config, run.held_out, step.number)
+        what, count = f"validating {len(run.held_out)} prompts", sum(map(len, batches))
+        bar = Progress(count, disable=not config.logger.progress, unit="image", what=what)
+        dispatch, hang_after = run.fleet.validate(batches), run.fleet.samplers.hang_after
+        rollout = PendingRollout(run.rewards, batches, dispatch, hang_after, held_out=True, progress=bar.update)
+        with waiting(what, run.progress_of(rollout)), bar:
+            tables = rollout.finish()
+        for batch, found in zip(batches, tables, strict=True):
+            scores.add(batch, found)
+        _conclude(run, step, scores, rollout.images, batches)
+
+
+def _conclude(
+    run: "Run",
+    step: Step,
+    scores: ScoreTable,
+    images: Sequence[Pending[Images]],
+    batches: Sequence[Sequence[Sample]],
+) -> None:
+    """Keep the validation after a step, log it, and let the extensions look at it."""
+    config, folder = run.config, run.run_dir
+    shown = shown_images(len(scores.samples), config.validation)
+    pixels, looks = chosen_pixels(images, batches, shown)
+    device = run.cluster.device
+    step.validation, sheet = keep_images(folder, step.number, scores, pixels, shown, run.model, device, looks)
+    run.picture(step.number, "validation", sheet)
+    steps = validation_steps(folder)
+    # the first one had the same noise; a damaged one is compared with nothing
+    run.first_validation = first = load_scores(folder, steps[0]) if steps else None
+    gains = paired_gains(first, step.validation) if first is not None and first.step < step.number else {}
+    run.val_gain = gains.get("reward")
+    metrics, run.val_reward = conclude_validation(config, scores, step.number, run.val_gain)
+    run.validated_step = step.number
+    step.metrics |= metrics | gain_metrics(gains)
+    run.notify("validated", step)
+    if config.validation.keep is not None:
+        forget_pictures(folder, config.validation.keep)
+
+
+def load_scores(run_dir: Path, step: int) -> Validation | None:
+    """A validation without its images; None where it cannot be read."""
+    try:
+        return load_validation(run_dir, step, pictures=False)
+    except GerlError:
+        return None
+
+
+def shown_images(count: int, validation: ValidationConfig) -> list[int]:
+    """Which of `count` held-out images are kept: all of `validation.images` prompts, or of all where that is None.
+
+    One prompt is drawn from each of as many equally long parts of the file, the same ones at every validation: they
+    represent whatever order the file has, also one in which kinds of prompts take turns.
+    """
+    each, wished = validation.images_per_prompt, validation.images
+    prompts = range(count // each)
+    chosen = prompts if wished is None else drawn_steps(prompts, wished, "shown", VALIDATION_SEED)
+    return [prompt * each + k for prompt in chosen for k in range(each)]
+
+
+def chosen_pixels(
+    drawn: Sequence[Pending[Images]], batches: Sequence[Sequence[Sample]], shown: Sequence[int]
+) -> tuple[list[np.ndarray], Looks]:
+    """The pictures, uint8, of the images `shown`, rising, among drawn micro-batches; and how all of them look."""
+    found: list[np.ndarray] = []
+    looks: list[Looks] = []
+    start = 0
+    for pending, batch in zip(drawn, batches, strict=True):
+        images = pending.result()
+        first, last = bisect_left(shown, start), bisect_left(shown, start + len(batch))
+        found += [np.array(images.pixels[i - start]) for i in shown[first:last]]  # copies
+        looks.append(images.looks or {})
+        start += len(batch)
+    return found, {name: np.concatenate([part[name] for part in looks]) for name in looks[0]}
+
+
+def keep_images(
+    run_dir: Path,
+    step: int,
+    scores: ScoreTable,
+    pixels: Sequence[np.ndarray],
+    shown: Sequence[int],
+    model: ModelFacts,
+    device: str,
+    looks: Looks,
+) -> tuple[Validation, Image.Image]:
+    """Write a validation with the `pixels` of the images `shown` to the run folder.
+
+    Returns it without the images, and a sheet of them. Raises `GerlError` if something cannot be written.
+    """
+    texts = [sample.prompt.text for sample in scores.samples]
+    drawn = [scores.samples[i] for i in shown]
+    given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in drawn]
+    drawing = Drawing(
+        [sample.seed for sample in drawn], given, device, pixels[0].ndim == 4, model.scheduler, model.lora_lines
+    )
+    stills = [still(image) for image in pixels]
+    ids = [sample.prompt.id for sample in scores.samples]
+    columns = {name: [finite(float(v)) for v in values] for name, values in _columns(looks, ids).items()}
+    ids = ids if len(set(ids)) < len(ids) else []
+    save_validation(run_dir, step, texts, stills, scores.totals, scores.by_scorer, shown, drawing, ids, columns)
+    firsts = [k for k, i in enumerate(shown) if scores.samples[i].index == 0]
+    sheet = [firsts[k] for k in drawn_steps(range(len(firsts)), SHEET, "sheet", VALIDATION_SEED)]
+    failed = set(scores.failed)
+    captions = [caption(texts[i], scores.totals[i], i in failed) for i in (shown[k] for k in sheet)]
+    validation = Validation(step, texts, scores.totals, scores.by_scorer, [], [], None, ids, columns)
+    return validation, grid([stills[k] for k in sheet], captions, columns=4)
+
+
+def conclude_validation(
+    config: Config, scores: ScoreTable, step: int, gain: Estimate | None = None
+) -> tuple[Metrics, float | None]:
+    """Log a validation; its metrics, and the mean reward, None unless all held-out images have one.
+
+    gain: of the reward over the first validation. Raises `RewardError` if too many have none, or any has with
+    `reward.on_error=stop`.
+    """
+    metrics, count, failed = scores.metrics(config.reward, validation=True), scores.measured, scores.unscored
+    if not count:
+        logger.info(
+            "step %d: %d held-out prompts are sampled; no scorer with a weight scores them (people vote in "
+            "training only)",
+            *(step, len(scores.samples)),
+        )
+        return metrics, None
+    if not failed:
+        over = ""
+        if gain is not None and not math.isnan(gain.low):
+            over = f", {gain.mean:+.3f} over the first validation (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
+        logger.info(
+            "step %d: reward on %s %.3f%s",
+            step,
+            held_out_words(count, config.validation.images_per_prompt),
+            metrics["val/reward/mean"],
+            over,
+        )
+        return metrics, metrics["val/reward/mean"]
+    i = scores.failed[0]
+    first = unscored(f"held-out {scores.samples[i].prompt.text!r}", scores.failures[i])
+    logger.warning(
+        "step %d: reward on %d of %s %.3f, %d not scored; it is excluded from comparisons with other validations; %s",
+        *(
+            step,
+            count - failed,
+            held_out_words(count, config.validation.images_per_prompt),
+            mean(scores.totals),
+            failed,
+            first,
+        ),
+    )
+    totals = [
+        scores.totals[k] for k in range(len(scores.samples)) if scores.totals[k] is not None or k in scores.failed
+    ]
+    check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be skipped")
+    return metrics, None
+
+
+def gain_metrics(gains: Mapping[str, Estimate]) -> Metrics:
+    """`val/NAME/gain` over the first validation, and the ends of its 95 % interval."""
+    metrics: Metrics = {}
+    for name, gain in gains.items():
+        parts = {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
+        metrics |= {f"val/{name}/{part}": value for part, value in parts.items() if not np.isnan(value)}
+    return metrics
+
+
+def _columns(looks: Looks, ids: Sequence[int]) -> Looks:
+    """The statistics of images, and in place of their thumbnails how unlike the images are."""
+    found = dict(looks)
+    if (thumbnails := found.pop("thumbnail", None)) is not None:
+        found["unlike_own"], found["unlike_others"] = unlikeness(thumbnails, ids)
+    return {name: values for name, values in found.items() if np.isfinite(values).any()}
+
+
+def training_sheet(
+    samples: Sequence[Sample], pixels: Sequence[np.ndarray], totals: Sequence[float | None]
+) -> Image.Image:
+    """A sheet of a micro-batch of training images with their rewards."""
+    captions = [caption(s.prompt.text, total) for s, total in zip(samples, totals, strict=False)]
+    stills = [still(image) for image in pixels[:SHEET]]
+    return grid(stills, captions[:SHEET], columns=4)
+
+
+def caption(text: str, total: float | None, failed: bool = True) -> str:
+    """The reward and the text to be drawn, which says more than the beginning of the prompt; else the prompt.
+
+    `failed`: what is meant by a total of None; else that nothing scores the picture.
+    """
+    quoted = QUOTED.search(text)
+    reward = f"{total:.2f} " if total is not None else "failed " if failed else ""
+    return f"{reward}{quoted[1] if quoted else text}"

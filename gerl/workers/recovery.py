@@ -1,0 +1,209 @@
+"""Replace workers that die or hang, and give all of them the state of the last finished step.
+
+Everything sampled derives from the seed, the step and the task, so what is repeated is bitwise what it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from gerl.cluster import LAST_WORDS, Pending, wait_any
+from gerl.config import Config
+from gerl.errors import ClusterError, RayDied
+from gerl.workers.worker import PolicyWorker, State
+
+if TYPE_CHECKING:
+    from gerl.workers.fleet import RayFleet
+
+logger = logging.getLogger(__name__)
+HOUR_S = 3600.0
+RETRY_S = 1.0  # before a worker that died as it began is started once more
+POLL_S = 0.5  # between two looks whether a copy is still wanted
+LARGEST = 2**30  # bytes of a LoRA and its optimizer that are kept outside of the workers as well
+BYTES = 16  # of a trained parameter: its value, two moments and an average, in fp32
+
+
+def _died(call: Pending[None]) -> bool:
+    try:
+        call.result()
+    except ClusterError:
+        return True
+    return False
+
+
+class NoCapacity(ClusterError):
+    """No worker can take the place of those that died."""
+
+
+class Recovery:
+    """Replaces workers, and counts how often and for how long.
+
+    A worker that begins has to be set up: it and the others meet, it loads the model, and all are given the same state.
+    """
+
+    def __init__(self, config: Config, fleet: RayFleet) -> None:
+        self.settings, self.fleet, self.workers = config.cluster, fleet, fleet.workers
+        self.ranks = config.cluster.ranks_per_worker if config.lockstep else 1
+        # groups of processes in which weights are divided end with one of them: all are started anew
+        self.together = config.lockstep or config.model.train != "lora"
+        self.restarts, self.seconds = 0, 0.0  # since they were last asked for
+        self._times: deque[float] = deque()  # of replacements within an hour
+        self._late: dict[int, tuple[PolicyWorker, Pending[None]] | None] = {}  # by number; None: not asked for yet
+        self._executor, self._over = ThreadPoolExecutor(1, "copy"), threading.Event()
+        self._copy: tuple[int, Future[State | None]] | None = None
+
+    def remember(self, step: int, parameters: int) -> None:
+        """Keep the checkpoint of `step`, the last finished one, in this process: no worker that has it may be left."""
+        if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
+            call = self.workers.submit(0, PolicyWorker.checkpoint, step)
+            self._copy = step, self._executor.submit(self._fetch, call)  # beside what comes next
+
+    def _fetch(self, call: Pending[State]) -> State | None:
+        until = time.monotonic() + self.settings.hang_after
+        with contextlib.suppress(Exception):  # of a worker that died: others have the state
+            while not self._over.is_set() and time.monotonic() < until:
+                if call.wait(POLL_S):
+                    return call.ended()
+        return None
+
+    def copy_of(self, step: int) -> State | None:
+        """The checkpoint of `step` as remembered."""
+        return self._copy[1].result() if self._copy is not None and self._copy[0] == step else None
+
+    def close(self) -> None:
+        """Fetch nothing more, before Ray ends; what is there stays."""
+        self._over.set()
+        if self._copy is not None:
+            self._copy[1].result()
+
+    def forget_workers(self) -> None:
+        """Let go of all that belongs to a Ray that is gone, which is about to be started anew."""
+        self.close()
+        self._over = threading.Event()
+        self._late.clear()
+
+    def lost(self, error: Exception | None = None) -> list[int]:
+        """The workers that died or do not answer; all others leave what they were doing.
+
+        None where Ray itself is gone, which may also be raised (`RayDied`). `error`: what came of it. One that does not
+        say that a worker is gone may have another reason: then none is lost unless one died.
+        """
+        if not self.workers.remote or isinstance(error, RayDied):
+            return []
+        asked = {self.workers.submit(i, PolicyWorker.leave): i for i in range(len(self.workers))}
+        if not isinstance(error, ClusterError | None) and not self._one_died(asked):
+            return []
+        until, found = time.monotonic() + self.settings.hang_after, list[int]()
+        for call, i in asked.items():
+            if not call.wait(max(0.0, until - time.monotonic())):
+                self.workers.end(i)  # who else waits for it, for a checkpoint say, need wait no longer
+                found.append(i)
+            elif _died(call):
+                found.append(i)
+        return found
+
+    def _one_died(self, asked: Collection[Pending[None]]) -> bool:
+        left, until = list(asked), time.monotonic() + LAST_WORDS
+        while left and time.monotonic() < until:
+            for call in wait_any(left, until - time.monotonic()):
+                if _died(call):
+                    return True
+                left.remove(call)
+        return False
+
+    def state(self, step: int, lost: Collection[int]) -> State | None:
+        """The checkpoint of `step`, the last finished one, as remembered, or from a worker that lives; else None."""
+        if state := self.copy_of(step):
+            return state
+        training = self.fleet.trainers  # the first of all, and so numbered as these
+        calls = [training.submit(i, PolicyWorker.checkpoint, step) for i in range(len(training)) if i not in lost]
+        for call in calls:
+            with contextlib.suppress(ClusterError):
+                if call.wait(self.settings.hang_after):
+                    return call.result()
+        return None
+
+    def allow(self, lost: Sequence[int], error: Exception, deaths: int) -> None:
+        """Count the replacement of workers, which `deaths` have caused; raises `error` if those were too many."""
+        now, most = time.monotonic(), self.settings.max_restarts
+        while self._times and self._times[0] < now - HOUR_S:
+            self._times.popleft()
+        if (count := len(self._times) + deaths) > most:
+            if most:
+                error.add_note(f"{count} workers died within an hour, and cluster.max_restarts={most}")
+            raise error
+        self._times.extend(now for _ in range(deaths))
+        self.restarts += len(lost)
+
+    def restart(self, lost: Sequence[int]) -> list[int]:
+        """Start the workers `lost` anew, or all; returns those that have to be set up.
+
+        Those for which there is no room are left out. Raises `NoCapacity` if that is all.
+        """
+        workers = self.workers
+        chosen = list(range(len(workers))) if self.together else list(lost)
+        asked = {i: self._anew(i) for i in chosen}
+        until = time.monotonic() + self.settings.patience
+        for i in chosen:
+            while (left := until - time.monotonic()) > 0 and asked[i].wait(left) and _died(asked[i]):
+                time.sleep(RETRY_S)  # it was on a node that has died, too, of which Ray does not know yet
+                asked[i] = self._anew(i)
+        for i in chosen:
+            if not asked[i].wait(0.0) and workers.has_room(i):
+                logger.info("worker %d has been scheduled but not started yet: waiting", workers.numbers[i])
+                asked[i].wait(self.settings.hang_after)
+        late = {i // self.ranks for i, call in asked.items() if not call.wait(0.0) or _died(call)}
+        out = [i for i in chosen if i // self.ranks in late]  # a worker does nothing without one of its ranks
+        gone = {workers.numbers[i] for i in out}
+        if any(gone.issuperset(group.numbers) for group in (self.fleet.trainers, self.fleet.samplers)):
+            raise NoCapacity(
+                f"Ray has no room for {len(out)} replacements of workers that died, after "
+                f"cluster.patience={self.settings.patience:g} s: ray status shows why"
+            )
+        numbers = [workers.numbers[i] for i in chosen if i not in out]
+        for i in reversed(out):
+            self._late[workers.leave_out(i)] = None
+        if out:
+            logger.warning("Ray has no room for %d of the workers: the run continues with %d", len(out), len(workers))
+        return [workers.numbers.index(number) for number in numbers]
+
+    def _anew(self, index: int) -> Pending[None]:
+        self.workers.restart(index)
+        return self.workers.submit(index, PolicyWorker.leave)
+
+    def admit(self, ask: bool = True) -> list[int]:
+        """Let workers that were left out join the others where there is room now; returns those to be set up.
+
+        `ask`: for room for those that have asked for none since.
+        """
+        if ask:
+            for number in [number for number, late in self._late.items() if late is None]:
+                self._late[number] = self.workers.start_beside(number, PolicyWorker.leave)
+        ready = {number: late[0] for number, late in self._late.items() if late is not None and late[1].wait(0.0)}
+        count = Counter(number // self.ranks for number in ready)
+        chosen = {number: worker for number, worker in ready.items() if count[number // self.ranks] == self.ranks}
+        for number, worker in chosen.items():
+            del self._late[number]
+            self.workers.take_in(number, worker)
+        if chosen:
+            logger.info("there is room for %d more workers: the run continues with %d", len(chosen), len(self.workers))
+        return [self.workers.numbers.index(number) for number in chosen]
+
+    def count_again(self, rows: Iterable[Mapping[str, float | None]]) -> None:
+        """Count the workers and seconds that `rows` of the metrics, of steps to be done again, say were lost."""
+        for row in rows:
+            self.restarts += int(row.get("cluster/restarts") or 0)
+            self.seconds += row.get("cluster/lost_s") or 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Workers replaced and seconds lost by it since the last time; nothing if there were none."""
+        found = {"cluster/restarts": float(self.restarts), "cluster/lost_s": self.seconds} if self.restarts else {}
+        self.restarts, self.seconds = 0, 0.0
+        return found

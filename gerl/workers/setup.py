@@ -1,0 +1,143 @@
+"""Load what a worker works with, and check before what can be known of it."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gerl.algorithms import Algorithm
+from gerl.algorithms.reward_gradient import RewardGradient
+from gerl.cluster.gpus import start_device
+from gerl.config import Config
+from gerl.config.distillation import DMDRConfig
+from gerl.errors import ConfigError
+from gerl.model.call import unguided
+from gerl.model.distilled import distilled_warnings, guidance_notes
+from gerl.model.drawing_weights import DrawingWeights, check_drawing
+from gerl.model.ema import EMA
+from gerl.model.fake import add_fake
+from gerl.model.latents import ImageLatents, latents_folder
+from gerl.model.loading import check_model, load_policy, lora_lines, precision, replaced_scheduler
+from gerl.model.policy import Policy
+from gerl.model.prompts import PromptCache, folder_of
+from gerl.model.quantisation import check_quantisation
+from gerl.model.speed import check_attention
+from gerl.model.teacher_pipelines import check_teachers, load_teachers
+from gerl.objects import PREFIX, Function, offer
+from gerl.protocol import ModelFacts
+from gerl.rewards.gradients import TensorReward, differentiated
+from gerl.utils.files import reason
+from gerl.workers.actor import check_optimizer
+from gerl.workers.collective import Ranks
+
+
+def check_start(config: Config, device: str) -> None:
+    """Raise `ModelError` or `ConfigError` if the model of `config` cannot be loaded or trained on `device`.
+
+    A pipeline of the hub is fetched into its cache. Raises `ClusterError` if torch cannot compute on the device at all.
+    """
+    start_device(device)
+    check_quantisation(config.model, device)
+    if config.model.attention is not None:
+        check_attention(config.model.attention, device, precision(config.model, device))
+    if config.rollout.quantize != "none":
+        check_drawing(config.rollout.quantize, device, precision(config.model, device))
+    check_model(config.model, config.sampling, config.cluster.context)
+    if taught_by := config.algorithm.taught_by:
+        check_teachers(taught_by, config.model, config.sampling)
+    check_optimizer(config.actor, device)
+    if config.data.cache is not None:
+        folder = Path(config.data.cache).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"data.cache={config.data.cache}: {reason(error)}; give a folder, or use null") from None
+
+
+def encoded_folder(config: Config, device: str) -> Path | None:
+    """The folder inside `data.cache` with what the text encoders say; None without one."""
+    cache, model = config.data.cache, config.model
+    return None if cache is None else folder_of(Path(cache), model, precision(model, device))
+
+
+def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
+    """The policy on `device`; `ranks`: those that this one is in lockstep with.
+
+    Where the ranks hold parts of the text encoders, they have to call them equally often, so nothing is kept.
+    """
+    model, data = config.model, config.data
+    mesh = None if ranks is None or model.shard == "none" else ranks.mesh
+    context = None if ranks is None else ranks.context
+    keeps = mesh is None or model.shard != "all"
+    late = keeps and data.cache is not None and model.offload == "none"
+    taught_by = config.algorithm.taught_by
+    policy = load_policy(model, config.actor.ema_decay, device, config.trainer.seed, mesh, context, late, taught_by)
+    load_teachers(policy, model, device, mesh)
+    if isinstance(config.algorithm, DMDRConfig):
+        policy.trained |= add_fake(policy.denoisers, config.algorithm.fake_scale, device, config.trainer.seed)
+        policy.ema = EMA(policy.trained, config.actor.ema_decay)
+    if config.rollout.quantize != "none":
+        policy.drawing = DrawingWeights(policy.denoisers, config.rollout.quantize)
+    if keeps:
+        PromptCache(data.cache_gb, encoded_folder(config, device)).attach(policy.pipe)
+        for pipe in {id(t.pipe): t.pipe for t in policy.teachers if t.pipe is not None}.values():
+            PromptCache(data.cache_gb).attach(pipe)
+    if data.train_on == "files" or data.regularise is not None:
+        kept = None if data.cache is None else latents_folder(Path(data.cache), model, precision(model, device))
+        policy.images = ImageLatents(data.cache_gb, kept)
+    return policy
+
+
+def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
+    """The facts of a policy that was loaded for `config`; `notes`: what was logged by it."""
+    unheeded = unguided(type(policy.pipe), config.sampling)
+    replaced = replaced_scheduler(policy.pipe, config.model.path)
+    warnings = distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__)
+    return ModelFacts(
+        type(policy.pipe).__name__,
+        list(policy.denoisers),
+        sum(p.numel() for p in policy.trained.values()),
+        any(d.dtype != torch.float32 for d in policy.denoisers.values()),
+        policy.fingerprint,
+        notes + guidance_notes(policy.denoisers),
+        replaced,
+        [] if policy.whole else lora_lines(policy.pipe, policy.denoisers),
+        list(inspect.signature(type(policy.pipe).__call__).parameters),
+        warnings + ([] if unheeded is None else [unheeded]),
+    )
+
+
+def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Function]) -> None:
+    """Give `algorithm` its reward, if it differentiates one; `functions`: those of the driver's program, by name.
+
+    Scorers load their models when they are first called.
+    """
+    if not isinstance(algorithm, RewardGradient):
+        return
+    offer(functions)
+    algorithm.reward = TensorReward(algorithm.config.reward, differentiated(algorithm.config), device)
+
+
+def with_scorers_found(config: Config) -> Config:
+    """`config` for workers that build scorers: files of scorers by paths that are the same in any current directory."""
+    if not config.algorithm.differentiates:
+        return config
+    scorers = {
+        name: scorer
+        if scorer.path is None or scorer.path.startswith(PREFIX)
+        else replace(scorer, path=str(Path(scorer.path).expanduser().absolute()))
+        for name, scorer in config.reward.scorers.items()
+    }
+    return replace(config, reward=replace(config.reward, scorers=scorers))
+
+
+def without_decoder(algorithm: Algorithm) -> None:
+    """Let `algorithm` differentiate something of its latents in place of a reward, if it differentiates one.
+
+    For a model without weights, of which only the denoiser is run.
+    """
+    if isinstance(algorithm, RewardGradient):
+        algorithm.decode = lambda pipe, tape, latents: latents
+        algorithm.reward = lambda images, prompts: images.reshape(len(prompts), -1).mean(1)

@@ -1,0 +1,316 @@
+"""The state of a worker: snapshots, checkpoints, and weights on their way to samplers."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import ModelMixin
+from huggingface_hub import save_torch_state_dict
+from torch.distributed.tensor import DTensor
+
+from gerl.model.paths import WEIGHTS
+from gerl.model.policy import Policy
+from gerl.model.shards import Part, Shards, local, part_of, write_parts
+from gerl.model.whole import class_of, kept_in_fp32
+from gerl.run.state import FROZEN, PARTS, WorkerState
+from gerl.utils.tensors import pack_tensors, unpack_tensors
+from gerl.workers.actor import ADAMW, OPTIMIZER, Actor
+from gerl.workers.worker import PolicyWorker, State
+
+PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # diffusers' name for the files of a model
+TRAINED = "trained"
+Tensors = dict[str, torch.Tensor]
+
+# --- snapshots
+
+
+class Snapshots:
+    """A copy of an actor's state after the last finished step, made beside the sampling of the next one."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.step: int | None = None  # the finished step of the copy
+        self._copy: Future[tuple[Tensors, WorkerState]] | None = None
+        self._executor = ThreadPoolExecutor(1, "snapshot")
+
+    def begin(self, step: int) -> None:
+        """Begin to copy the state after `step`; until `take` returns, no weights may be trained or loaded."""
+        if self.step == step:
+            return
+        into = {} if self._copy is None else self._copy.result()[0]
+        self._copy = self.step = None
+        tensors, numbers = self.actor.state()
+        # at once: sampling with other weights puts these in the place of the trained ones for a while
+        trained = {name: t for name, t in tensors.items() if name.startswith(f"{self.actor.kind}/")}
+        first, device = copied(trained, into), next(iter(trained.values())).device
+        beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            beside = torch.cuda.stream(stream)
+
+        def rest() -> tuple[Tensors, WorkerState]:
+            with beside:
+                both = first | copied({name: t for name, t in tensors.items() if name not in first}, into)
+            return {name: both[name] for name in tensors}, numbers
+
+        self._copy, self.step = self._executor.submit(rest), step
+
+    def take(self, step: int) -> tuple[Tensors, WorkerState]:
+        """The state after `step`, the last that was finished: copied now if that was not begun."""
+        self.begin(step)
+        assert self._copy is not None
+        return self._copy.result()
+
+
+class PartSnapshots:
+    """A copy of the parts of the state that are here, for full fine-tuning: made only before a step changes them."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.step: int | None = None
+        self._copy: tuple[dict[str, Part], WorkerState] | None = None
+
+    def begin(self, step: int) -> None:
+        """Nothing is copied beside the sampling: it would take the memory that sampling needs."""
+
+    def take(self, step: int) -> tuple[dict[str, Part], WorkerState]:
+        """The parts after `step`, the last that was finished."""
+        if self._copy is None or self.step != step:
+            parts, numbers = parts_of(self.actor)
+            self._copy, self.step = ({name: part.copy() for name, part in parts.items()}, numbers), step
+        return self._copy
+
+
+@torch.no_grad()
+def copied(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Tensors:
+    """Copies of `tensors` in main memory, written over the copies `into` where shape and type agree."""
+    found = {}
+    for name, tensor in tensors.items():
+        place = into.get(name)
+        alike = place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
+        found[name] = place.copy_(tensor) if place is not None and alike else tensor.detach().to("cpu", copy=True)
+    return found
+
+
+# --- checkpoints
+
+
+def checkpoint_files(worker: PolicyWorker, step: int) -> State:
+    """The files of a LoRA's checkpoint after `step`, and its numbers."""
+    assert isinstance(worker.snapshots, Snapshots)
+    tensors, numbers = worker.snapshots.take(step)
+    average = {name: tensors[f"ema/{name}"] for name in worker.policy.trained}
+    lora = worker.policy.lora_file(average)
+    return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": lora}, numbers
+
+
+def load_state(worker: PolicyWorker, source: bytes | Path, numbers: WorkerState) -> None:
+    """Continue from the bytes of `state.safetensors`, or from the folder of a checkpoint of full fine-tuning.
+
+    Raises `CheckpointError`, before anything is changed, unless it is exactly that of these weights and averages.
+    """
+    if isinstance(source, Path):
+        worker.snapshots = PartSnapshots(worker.actor)
+        _load_parts(worker.actor, source, numbers)
+    else:
+        worker.snapshots = Snapshots(worker.actor)
+        worker.actor.load_state(unpack_tensors(source), numbers)
+
+
+@torch.no_grad()
+def _load_parts(actor: Actor, folder: Path, numbers: WorkerState) -> None:
+    shards = Shards(folder / PARTS)
+    counter = f"{OPTIMIZER}step/"
+    known = {name: t.view(()) if name.startswith(counter) else t for name, t in shards.shapes().items()}
+    actor.check_state(known, numbers)
+    for name, p in actor.policy.trained.items():
+        if f"{counter}{name}" in known:
+            moments = {key: torch.zeros_like(p, requires_grad=False) for key in ADAMW if key != "step"}
+            actor.optimizer.state[p] = {"step": torch.zeros(()), **moments}
+    shards.read_into(parts_of(actor)[0])
+    actor.load_numbers(numbers)
+
+
+def parts_of(actor: Actor) -> tuple[dict[str, Part], WorkerState]:
+    """The parts of the exact state that are here, and its numbers."""
+    tensors, numbers = actor.state()
+    return {name: part_of(tensor) for name, tensor in tensors.items()}, numbers
+
+
+def frozen_parts(policy: Policy) -> dict[str, Part]:
+    """The parts that are here of weights that are sharded and not trained."""
+    return {
+        f"{name}.{key}": part_of(value)
+        for name, denoiser in policy.denoisers.items()
+        for key, value in denoiser.state_dict().items()
+        if isinstance(value, DTensor) and f"{name}.{key}" not in policy.trained
+    }
+
+
+# the calls that write a checkpoint of full fine-tuning: `hold_state` and then `start_state` on all processes that
+# write, `start_denoisers` on the first of them, and `written` until each has ended
+
+
+def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
+    """Keep what is here of the checkpoint of `step`, to be written beside the training; returns its numbers."""
+    worker.check_has(step)
+    assert isinstance(worker.snapshots, PartSnapshots)
+    parts, numbers = worker.snapshots.take(step)
+    worker.writing = Writing(worker.policy, parts)
+    return numbers
+
+
+def start_state(worker: PolicyWorker, folder: Path, number: int) -> None:
+    """Begin to write what is held into the `folder` of a checkpoint, as process `number` of those that do."""
+    worker.writing.start_state(folder, number)
+
+
+def start_denoisers(worker: PolicyWorker, folder: Path) -> None:
+    """Begin to write the averaged denoisers into `folder`, where all have written what they hold."""
+    worker.writing.start_denoisers(folder)
+
+
+def written(worker: PolicyWorker) -> bool:
+    """Whether what was begun is written; raises what it raised."""
+    return worker.writing.written()
+
+
+class Writing:
+    """A checkpoint that this process writes beside the training, which changes nothing of what it has here.
+
+    `parts`: what is here of the state, as copies.
+    """
+
+    def __init__(self, policy: Policy, parts: dict[str, Part]) -> None:
+        self._parts, self._frozen = parts, frozen_parts(policy)
+        # in the thread of the training: while a call of the model goes on, divided weights must not be looked at
+        self._denoisers = {name: _Stored.of(name, denoiser, policy) for name, denoiser in policy.denoisers.items()}
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None]
+
+    def start_state(self, folder: Path, number: int) -> None:
+        """Begin to write what is here of the checkpoint into its `folder`, as process `number` of those that do."""
+        self._writing = self._executor.submit(self.write_state, folder, number)
+
+    def start_denoisers(self, folder: Path) -> None:
+        """Begin to write the averaged denoisers into `folder`, where all processes have written their state."""
+        self._writing = self._executor.submit(self.write_denoisers, folder)
+
+    def written(self) -> bool:
+        """Whether what was begun is written; raises what it raised."""
+        return self._writing.done() and self._writing.result() is None
+
+    def write_state(self, folder: Path, number: int) -> None:
+        """Write what is here of the checkpoint."""
+        # what is not divided is the same everywhere: the first process writes it
+        own = {name: part for name, part in self._parts.items() if number == 0 or any(part.offset)}
+        write_parts(folder / PARTS, number, own)
+        if self._frozen:
+            write_parts(folder / FROZEN, number, self._frozen)
+
+    def write_denoisers(self, folder: Path) -> None:
+        """Write the averaged denoisers."""
+        state = Shards(folder / PARTS)
+        frozen = Shards(folder / FROZEN) if (folder / FROZEN).is_dir() else None
+        for name, stored in self._denoisers.items():
+            stored.write(folder / name, state, frozen)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A denoiser as it is stored: where each of its tensors is, and in which precision."""
+
+    config: dict[str, Any]
+    places: dict[str, tuple[str, torch.Tensor | None]]  # by key: the name among the parts, or the tensor itself
+    trained: frozenset[str]  # names among the parts
+    dtype: torch.dtype
+    in_fp32: frozenset[str]  # keys
+
+    @classmethod
+    def of(cls, name: str, denoiser: ModelMixin, policy: Policy) -> "_Stored":
+        kept = {id(p) for module in kept_in_fp32(denoiser) for p in module.parameters()}
+        found = {}
+        for key, value in denoiser.state_dict().items():
+            full = f"{name}.{key}"
+            divided = full in policy.trained or isinstance(value, DTensor)
+            found[key] = (full, None if divided else value.detach())
+        return cls(
+            json.loads(denoiser.to_json_string()) | {"_class_name": class_of(denoiser).__name__},
+            found,
+            frozenset(policy.trained),
+            denoiser.dtype,
+            frozenset(key for key, p in denoiser.named_parameters() if id(p) in kept),
+        )
+
+    def write(self, folder: Path, state: Shards, frozen: Shards | None) -> None:
+        def value(full: str, own: torch.Tensor | None) -> torch.Tensor:
+            if own is not None:
+                return own.cpu()
+            if full in self.trained:
+                return state.whole(f"ema/{full}")
+            assert frozen is not None
+            return frozen.whole(full)
+
+        stored = {}
+        for key, (full, own) in self.places.items():
+            tensor = value(full, own)
+            half = tensor.is_floating_point() and key not in self.in_fp32
+            stored[key] = (tensor.to(self.dtype) if half else tensor).contiguous()
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n")
+        save_torch_state_dict(stored, folder, filename_pattern=PATTERN, max_shard_size="10GB")
+
+
+# --- weights for samplers
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights that a policy draws with: those trained and averages of them, each as one fp32 vector.
+
+    Of divided weights it is the part of one rank.
+    """
+
+    flat: dict[str, np.ndarray]  # by name of the average
+    version: int
+    updates: dict[str, int]  # of each average
+    old_is_current: bool
+
+
+def weights_of(policy: Policy, earlier: bool) -> Weights:
+    """A copy of what `policy` draws with; `earlier`: with the weights of earlier steps."""
+    averages = {name: a for name, a in policy.averages().items() if earlier or not name.startswith("earlier")}
+    averages.pop("reference", None)  # nothing is drawn with it
+    flat = {name: _flat(average.average.values()) for name, average in averages.items()}
+    updates = {name: average.updates for name, average in averages.items()}
+    return Weights(flat | {TRAINED: _flat(policy.trained.values())}, policy.version, updates, policy.old_is_current)
+
+
+@torch.no_grad()
+def take_weights(policy: Policy, weights: Weights) -> None:
+    """Let `policy` draw with `weights`, as that policy does of which they are."""
+    averages = policy.averages()
+    for name, updates in weights.updates.items():
+        _fill(averages[name].average.values(), weights.flat[name])
+        averages[name].updates = updates
+    _fill(policy.trained.values(), weights.flat[TRAINED])
+    policy.version, policy.old_is_current = weights.version, weights.old_is_current
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> np.ndarray:
+    return torch.cat([local(tensor.detach()).flatten() for tensor in tensors]).to("cpu", copy=True).numpy()
+
+
+def _fill(tensors: Iterable[torch.Tensor], flat: np.ndarray) -> None:
+    """Write `flat` into `tensors`, whose sizes add up to its size."""
+    places = [local(tensor) for tensor in tensors]
+    values = torch.from_numpy(flat.copy())  # what comes out of Ray's store is not to be written
+    for place, part in zip(places, values.split([place.numel() for place in places]), strict=True):
+        place.copy_(part.view_as(place))

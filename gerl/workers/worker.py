@@ -1,0 +1,287 @@
+"""The worker: rollout and training over one pipeline on one device; where it does both, trajectories stay on it."""
+
+from __future__ import annotations  # of what the driver, which only names this class, does without
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gerl.algorithms import Algorithm, Batch, KLWeight, batches_of, build_algorithm
+from gerl.algorithms.pooling import Pooled
+from gerl.commandline.imports import importing
+from gerl.config import Config
+from gerl.config.noised_images import ForwardProcessConfig
+from gerl.errors import ClusterError
+from gerl.model.call import check_arguments
+from gerl.model.failures import model_errors
+from gerl.objects import Function
+from gerl.protocol import Images, StepEnd, UpdateStats
+from gerl.utils.logs import capture_logs, pass_on_logs
+from gerl.utils.seeding import seed_everything
+from gerl.workers.collective import Meeting, Ranks
+from gerl.workers.image_statistics import image_statistics
+from gerl.workers.rollout import Rollout, count_blank
+
+if TYPE_CHECKING:
+    from gerl.engine import Trajectory
+    from gerl.model.policy import Policy
+    from gerl.protocol import ModelFacts, RolloutTask, Sample, StepResult
+    from gerl.run.state import WorkerState
+    from gerl.workers.actor import Actor
+    from gerl.workers.state import PartSnapshots, Snapshots, Writing
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Credit = dict[int, torch.Tensor]  # by task id, [B, T]
+Groups = Sequence[Sequence[int]] | None  # ids of the tasks of each lockstep group
+State = tuple[dict[str, bytes], "WorkerState"]  # files and numbers of a checkpoint
+
+
+def padding_id(task_id: int) -> int:
+    """The id of a trajectory that a rank in lockstep samples only as padding."""
+    return ~task_id
+
+
+def peak_memory(device: str | torch.device) -> float | None:
+    """The most GPU memory in GB that torch has reserved on `device` since the last call; None on a CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_reserved(device) / 1e9
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+class PolicyWorker:
+    """A process that holds the model: it samples, keeps trajectories and trains on them.
+
+    All workers hold the same trained weights and optimizer state, and share the images of a step. With
+    cluster.layout=split some only sample and others only train. A worker may have several ranks, which hold parts of
+    the weights (model.shard) or of the tokens of a call (cluster.context): sharded ranks gather weights in every
+    forward, so all of them make the same calls. Of context-parallel ranks only the first reports.
+
+    Rare requests are functions of a worker, see `call`.
+    """
+
+    def __init__(
+        self, config: Config, rank: int, device: str, threads: int, total_updates: int,
+        functions: Mapping[str, Function] | None = None,
+    ) -> None:  # fmt: skip
+        """`functions`: scorers of the driver's program by name, where rewards are differentiated."""
+        self.config, self.rank, self.device, self.threads = config, rank, device, threads
+        self.functions = functions or {}
+        self.total_updates = total_updates
+        self.trajectories: dict[int, Trajectory] = {}  # by task id
+        self.ended: int | None = None  # the last finished trainer step; None: nothing is loaded
+        self.blank: Counter[int] = Counter()  # by step: images of a single colour
+        self.notes: list[str] = []  # sentences of this step for the run's log
+        self.meeting = Meeting()
+        self.ranks: Ranks | None = None  # in lockstep
+        self.leads = rank % config.cluster.context == 0  # the first of context-parallel ranks
+        self.policy: Policy
+        self.rollout: Rollout
+        self.actor: Actor
+        self.snapshots: Snapshots | PartSnapshots
+        self.algorithm: Algorithm
+        self.writing: Writing
+
+    # --- start and end
+
+    def setup(self, remote: bool = False) -> ModelFacts:
+        """Load the pipeline and everything that works on it.
+
+        `remote`: nobody reads the log of this process; from here on it goes to the run's.
+        """
+        with importing():  # in here: the driver does without diffusers and what comes with it
+            from torch.distributed.tensor import DTensor
+
+            from gerl.model.libraries import quiet_libraries
+            from gerl.workers.actor import Actor, check_optimizer
+            from gerl.workers.setup import give_reward, load_worker_policy, model_facts
+            from gerl.workers.state import PartSnapshots, Snapshots
+
+        torch.set_num_threads(self.threads)
+        quiet_libraries()
+        check_optimizer(self.config.actor, self.device)
+        seed_everything("worker", self.config.trainer.seed)
+        model = self.config.model
+        with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
+            self.policy = load_worker_policy(self.config, self.device, self.ranks)
+        algorithm = self.config.algorithm
+        guidance = algorithm.reference_guidance if isinstance(algorithm, ForwardProcessConfig) else None
+        check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
+        self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation, lockstep=self.config.lockstep)
+        self.rollout.format.divides = self.ranks is None  # ranks in lockstep make the same calls
+        self.rollout.format.say = self.notes.append
+        self.algorithm = build_algorithm(self.config)
+        give_reward(self.algorithm, self.device, self.functions)
+        first = next(iter(self.policy.trained.values()))
+        group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
+        settings = replace(self.config.actor, lr=self.config.actor.rate(model.train))
+        staleness = self.config.trainer.staleness
+        self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
+        self.actor.say = self.notes.append
+        self.snapshots = PartSnapshots(self.actor) if self.policy.whole else Snapshots(self.actor)
+        self.ended = 0
+        if remote:
+            pass_on_logs("gerl", logging.INFO, self.notes.append)
+        return model_facts(self.policy, self.config, notes)
+
+    def join(self, address: str, rank: int, world_size: int) -> None:
+        """Meet the other processes, as number `rank` of them, before the model is loaded; a collective call."""
+        self.meeting.join(address, rank, world_size, self.device)
+        if self.config.lockstep:
+            self.ranks = Ranks(self.device, self.config.lockstep_ranks, self.config.cluster.context)
+
+    def leave(self) -> None:
+        """Give up what was begun of a step, and leave the process group."""
+        self.meeting.leave()
+        if hasattr(self, "actor"):
+            self.clear()
+
+    def call(self, function: Callable[Concatenate[PolicyWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call `function` with this worker, for requests that need no method of their own."""
+        return function(self, *args, **kwargs)
+
+    # --- sample
+
+    def sample(self, task: RolloutTask) -> Images:
+        """Sample a micro-batch and keep its trajectory."""
+        start, step = time.perf_counter(), task.samples[0].step
+        if self.ended:
+            self.snapshots.begin(self.ended)  # all have finished that step, or nothing new was sampled
+        seed_everything("rollout", self.config.trainer.seed, step, task.id)
+        pixels, self.trajectories[task.id] = self.rollout.generate(task, self.algorithm, self.rank)
+        self.blank[step] += count_blank(pixels)
+        return Images(task.id, pixels, time.perf_counter() - start)
+
+    def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
+        """Sample held-out prompts with the averaged weights and the plain ODE sampler."""
+        start, pixels = time.perf_counter(), self.rollout.validate(samples)
+        return Images(task_id, pixels, time.perf_counter() - start, image_statistics(pixels))
+
+    # --- train
+
+    def pool(self, credit: Credit, groups: Groups = None, kl: KLWeight | None = None) -> Pooled:
+        """This worker's contribution to the group sums that the losses of other workers' samples need."""
+        self.algorithm.set_kl_weight(kl)
+        batches = self.batches(self.own(credit, groups))
+        with model_errors("update"):
+            found = self.actor.retry_on_oom(batches, lambda: self.actor.pool(batches))
+        return found if self.leads else {}
+
+    def accumulate(
+        self,
+        credit: Credit,
+        num_pairs: int,
+        pooled: Pooled | None = None,
+        groups: Groups = None,
+        kl: KLWeight | None = None,
+    ) -> UpdateStats:
+        """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`.
+
+        `pooled`: group sums from the `pool` of all workers, where the algorithm needs them. `groups`: in lockstep. Of
+        the update's first task with a signal the gradient is measured by denoising step.
+        """
+        self.algorithm.set_kl_weight(kl)
+        first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
+        own = {i: self.batches({i: v}, pooled, kl) for i, v in self.own(credit, groups).items()}
+
+        def work() -> UpdateStats:
+            return sum((self.actor.accumulate(b, num_pairs, by_step=i == first) for i, b in own.items()), UpdateStats())
+
+        with model_errors("update"):
+            stats = self.actor.retry_on_oom([batch for batches in own.values() for batch in batches], work)
+        return stats if self.leads else UpdateStats()
+
+    def step(self, finished: int, together: bool = False, last: bool = False, resets: bool = False) -> StepResult:
+        """Take an optimizer step with the accumulated gradient; `finished`: the last finished trainer step.
+
+        `together`: with the sum of all workers' gradients, a collective call. `last`: then `finish_step`.
+        """
+        self.snapshots.take(finished)
+        if together:
+            self.reduce_gradient()
+        return replace(self.actor.step(), end=self.finish_step(finished + 1, resets) if last else None)
+
+    def finish_step(self, step: int, resets: bool = False) -> StepEnd:
+        """End trainer step `step`: update averages and drop trajectories; `resets`: move the reference as well."""
+        self.snapshots.take(step - 1)
+        self.actor.finish_step(step, resets)
+        self.ended = step
+        return end_step(self, step)
+
+    def reduce_gradient(self) -> None:
+        """Sum the gradients of all workers, a LoRA's by one flat all-reduce; a collective call.
+
+        The sharded gradients of the ranks of a worker are summed already.
+        """
+        if self.policy.whole:
+            if self.ranks is None or self.ranks.peers.size() > 1:
+                self.actor.sum_gradients(None if self.ranks is None else self.ranks.peers)
+            return
+        flat = self.actor.flat_gradient()
+        dist.all_reduce(flat)
+        self.actor.set_flat_gradient(flat)
+
+    def clear(self, step: int | None = None) -> None:
+        """Drop gradients, and the trajectories of a finished `step` or of all."""
+        for i in [i for i, kept in self.trajectories.items() if step is None or kept.task.samples[0].step <= step]:
+            del self.trajectories[i]
+        self.blank = Counter({k: count for k, count in self.blank.items() if step is not None and k > step})
+        self.actor.optimizer.zero_grad(set_to_none=True)
+
+    def own(self, credit: Credit, groups: Groups) -> Credit:
+        """The credit of the trajectories here; in lockstep one task of each group, NaN where it has no credit."""
+        if groups is None:
+            return {i: values for i, values in credit.items() if i in self.trajectories}
+        own = [i for members in groups for i in (*members, padding_id(members[0])) if i in self.trajectories]
+        nothing = torch.full((1, self.config.sampling.num_inference_steps), torch.nan)
+        return {i: credit.get(i, nothing.expand(len(self.trajectories[i].task.samples), -1)) for i in own}
+
+    def batches(self, credit: Credit, pooled: Pooled | None = None, kl: KLWeight | None = None) -> list[Batch]:
+        """What is trained of the trajectories here for their `credit`."""
+        own = [(self.trajectories[i], values, kl.of(i) if kl else None) for i, values in credit.items()]
+        return [batch for kept, values, weights in own for batch in batches_of(kept, values, pooled, weights)]
+
+    # --- state
+
+    def checkpoint(self, step: int) -> State:
+        """The checkpoint of a LoRA after trainer step `step`, the last that all finished; the same bytes on each.
+
+        Files: the exact state, and the averaged LoRA for plain diffusers. Raises as `check_has`.
+        """
+        from gerl.workers.state import checkpoint_files  # in here, as in `setup`
+
+        self.check_has(step)
+        return checkpoint_files(self, step)  # if there is no snapshot, nothing has changed since
+
+    def load(self, source: bytes | Path, numbers: WorkerState, step: int) -> None:
+        """Continue from the state after trainer step `step`: bytes of a LoRA's, or the folder of a checkpoint.
+
+        Raises `CheckpointError` if it does not fit.
+        """
+        from gerl.workers.state import load_state  # in here, as in `setup`
+
+        self.ended = None
+        load_state(self, source, numbers)
+        self.ended = step
+
+    def check_has(self, step: int) -> None:
+        """Raise `ClusterError` unless the state after trainer step `step` is here."""
+        if self.ended is None or step not in (self.ended, self.snapshots.step):
+            raise ClusterError(f"rank {self.rank} was restarted and does not have the state of step {step}")
+
+
+def end_step(worker: PolicyWorker, step: int) -> StepEnd:
+    """End trainer step `step` of a worker, also of one that only samples."""
+    blank, notes = worker.blank[step], worker.notes.copy()
+    worker.clear(step)
+    worker.notes.clear()
+    return StepEnd(blank, notes, peak_memory(worker.device))
