@@ -39,7 +39,7 @@ from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import shipped
 from gerl.errors import TrainingError
 from gerl.run.card import hardware, now, software
-from gerl.run.timing import Stopwatch
+from gerl.timeline import Stopwatch
 from gerl.trainer.credit import Metrics
 from gerl.trainer.drawing import Drawn
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
