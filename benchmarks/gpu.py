@@ -54,7 +54,7 @@ from gerl.protocol import Prompt
 from gerl.run.card import hardware, now, software
 from gerl.utils.files import finite, reason, write_file
 from gerl.utils.logs import capture_logs
-from gerl.workers.hybrid import HybridWorker
+from gerl.workers.worker import HybridWorker
 
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "results" / "gpu.json", HERE / "README.md"

@@ -24,7 +24,7 @@ from gerl.config import Config, ScorerConfig
 from gerl.rewards.worker import RewardWorker
 from gerl.trainer.main_flowgrpo import main as train
 from gerl.utils.dataset import load_prompts
-from gerl.workers.hybrid import HybridWorker
+from gerl.workers.worker import HybridWorker
 
 CHEAP = ["ocr", "sharpness", "colourfulness", "jpeg_compressibility", "jpeg_incompressibility"]
 

@@ -31,9 +31,9 @@ from gerl.commandline.composition import compose_run
 from gerl.config import Config
 from gerl.model.libraries import quiet_libraries
 from gerl.rewards.checks import read_prompts
-from gerl.trainer.folder import identity
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
-from gerl.workers.hybrid import HybridWorker
+from gerl.trainer.run_folder import identity
+from gerl.workers.worker import HybridWorker
 
 KEYS = (
     "experiment=signs algorithm=flow_grpo sampling.num_inference_steps=3 actor.updates_per_step=2 rollout.n=8 "

@@ -41,8 +41,8 @@ from gerl.errors import TrainingError
 from gerl.run.card import hardware, now, software
 from gerl.timeline import Stopwatch
 from gerl.trainer.credit import Metrics
-from gerl.trainer.drawing import Drawn
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.trainer.rollouts import Drawn
 from gerl.utils.dataset import load_prompts
 from gerl.utils.files import finite
 

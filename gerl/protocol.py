@@ -152,7 +152,7 @@ class Images:
     task_id: int
     pixels: Any  # uint8 [B, H, W, 3], videos [B, F, H, W, 3], or a list of B such images of several sizes
     seconds: float
-    looks: dict[str, np.ndarray] | None = None  # of held-out images: `gerl.workers.looks`
+    looks: dict[str, np.ndarray] | None = None  # of held-out images: `gerl.workers.image_statistics`
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from drills import ALL
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.run.report import write_report
-from gerl.trainer import rescue
+from gerl.trainer import recovery
 from gerl.trainer.main_flowgrpo import main
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
-from gerl.workers.hybrid import HybridWorker
+from gerl.workers.worker import HybridWorker
 
 STEPS = 8
 SETTINGS = "checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.num_workers=2".split()
@@ -206,7 +206,7 @@ def test_a_signal_while_a_failed_run_is_saved_hides_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (workplace / "leaves.py").write_text(RAISING)
-    save = rescue.save_from_any
+    save = recovery.save_from_any
 
     def interrupted(*args: Any) -> str:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -21,7 +21,7 @@ from gerl.export.command import main
 from gerl.model.paths import WEIGHTS
 from gerl.run.checkpoint import save_checkpoint
 from gerl.utils.tensors import pack_tensors
-from gerl.workers.hybrid import HybridWorker
+from gerl.workers.worker import HybridWorker
 
 RANK, ALPHA = 3, 7.5  # not 1 by one another, so that a reader that forgets alpha is found out
 MODEL = "diffusion_pytorch_model.safetensors"

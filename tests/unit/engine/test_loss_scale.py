@@ -9,8 +9,8 @@ import tiny
 import torch
 
 from gerl.engine import record, replay
-from gerl.engine.adjoint import pull_back
 from gerl.engine.loss_scale import loss_scale, unscaled
+from gerl.engine.replay import pull_back
 from gerl.engine.tape import Tape
 
 # each image's loss is divided by the (image, step) pairs of an update, 96 x 9, and each latent's by those of an image

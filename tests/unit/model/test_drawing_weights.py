@@ -12,7 +12,7 @@ from gerl.errors import ConfigError, ModelError
 from gerl.model.drawing_weights import DrawingWeights, check_drawing, quantised
 from gerl.model.lora import add_lora
 from gerl.model.sharding import repeated_blocks
-from gerl.workers.loading import loaded_policy
+from gerl.workers.setup import loaded_policy
 
 
 def denoiser_of(name: str = "sd3", rank: int = 4) -> Any:

@@ -22,7 +22,7 @@ from gerl.model.lora_weights import Lora
 from gerl.model.policy import Policy
 from gerl.model.teacher_pipelines import check_teachers, load_teachers
 from gerl.model.teachers import adapted_layers
-from gerl.workers.loading import loaded_policy
+from gerl.workers.setup import loaded_policy
 
 
 @pytest.fixture(scope="module")

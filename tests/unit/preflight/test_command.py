@@ -16,7 +16,7 @@ from gerl.preflight.bench import Bench, TooLarge, further_runs
 from gerl.preflight.command import trained_share
 from gerl.preflight.findings import Report
 from gerl.protocol import Prompt
-from gerl.workers.hybrid import HybridWorker
+from gerl.workers.worker import HybridWorker
 
 
 @pytest.fixture(scope="module")

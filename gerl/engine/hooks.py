@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from gerl.engine.families import (
+from gerl.engine.scheduler_families import (
     gives_model_dtype,
     is_edm,
     is_flow_lcm,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from diffusers.schedulers.scheduling_lcm import LCMSchedulerOutput
     from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
+
 
 # what `__call__` computes or draws outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
 # `prepare_extra_step_kwargs` inspects the scheduler's signature and must run; so must what writes noisier conditions

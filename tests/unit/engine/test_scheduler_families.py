@@ -7,7 +7,6 @@ import diffusers
 import pytest
 import torch
 
-from gerl.engine.families import counts_steps, is_consistency, lcm_clean, noises_anew
 from gerl.engine.kernels import (
     KERNELS,
     DDIMRule,
@@ -19,6 +18,7 @@ from gerl.engine.kernels import (
     coefficients,
     with_noise,
 )
+from gerl.engine.scheduler_families import counts_steps, is_consistency, lcm_clean, noises_anew
 from gerl.engine.transitions import Sampler, Transitions, check_scheduler
 from gerl.errors import ModelError, ReplayError
 

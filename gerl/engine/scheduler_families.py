@@ -11,6 +11,7 @@ import torch
 if TYPE_CHECKING:
     from diffusers import EDMEulerScheduler, LCMScheduler, SchedulerMixin
 
+
 # diffusers is imported in the functions: the driver of a run does without
 
 

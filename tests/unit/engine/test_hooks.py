@@ -7,8 +7,8 @@ import diffusers
 import pytest
 import torch
 
-from gerl.engine.families import output_is_clean
-from gerl.engine.instrument import Stepped, _Step, noise_from
+from gerl.engine.hooks import Stepped, _Step, noise_from
+from gerl.engine.scheduler_families import output_is_clean
 from gerl.engine.transitions import Sampler, Transitions
 from gerl.errors import ModelError
 
