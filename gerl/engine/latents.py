@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gerl.engine.batching import Tree, batch_size, detached_copy, materialised, select_call
 from gerl.engine.hooks import StopPipeline, Timestep, _put, routed
 from gerl.engine.record import Recorder
+from gerl.engine.scheduler_families import advance
 from gerl.engine.tape import CompanionsFromTape, Tape
-from gerl.engine.transitions import Sampler, advance
+from gerl.engine.transitions import Sampler
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:

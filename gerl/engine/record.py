@@ -175,7 +175,7 @@ class Recorder:
         levels = (noise_at or {}).items()
         self.transitions_at = {k: Transitions(replace(sampler, noise_level=level)) for k, level in levels}
         self.caches = Caches()
-        self.cached: CachedDenoisers
+        self.cached: CachedDenoisers | None = None
         self.depth = 0  # nesting of answered methods: only the outermost is answered in a replay
         self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
         self.spans: dict[int, Span] = {}  # of the steps that compression changes
@@ -192,8 +192,10 @@ class Recorder:
             one = isinstance(arguments.get("prompt"), str)  # what takes no list of prompts takes none of generators
             arguments = {**arguments, "generator": generators[0] if one else list(generators)}
         self.caches.belong_to(pipe)
-        self.cached = CachedDenoisers(pipe, self.sampler.cache)
-        with self.cached, torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
+        cached: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self.sampler.cache.name != "none":
+            cached = self.cached = CachedDenoisers(pipe, self.sampler.cache)
+        with cached, torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
             output = pipe(**arguments)
             self._finish()
             return output
@@ -232,8 +234,11 @@ class Recorder:
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
         held = self.caches.check_arguments(k, name, (args, kwargs))
-        exact = self.window is None or k in self.window or k == self.stop or k in self.sampler.cache.exact
-        output = self.cached.run(name, self._calls_before(k, name), exact, forward, *args, **kwargs)
+        if self.cached is None:
+            output = forward(*args, **kwargs)
+        else:
+            exact = self.window is None or k in self.window or k == self.stop or k in self.sampler.cache.exact
+            output = self.cached.run(name, self._calls_before(k, name), exact, forward, *args, **kwargs)
         self.caches.note(k, (args, kwargs), held, output)
         self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output), shapes((args, kwargs))))
         return output

@@ -100,6 +100,13 @@ def step_index(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int
     return index
 
 
+def take_step(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
+    """Let a scheduler that counts its steps pass the one it is about to take at `timestep`; returns its index."""
+    index = step_index(scheduler, timestep)
+    scheduler._step_index = index + 1
+    return index
+
+
 def advance(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> None:
     """Let `scheduler` pass the step it is about to take at `timestep`.
 

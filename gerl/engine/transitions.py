@@ -6,6 +6,7 @@ Families of schedulers are known here, models are not.
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, get_args
@@ -17,7 +18,6 @@ from gerl.engine.feature_cache import NO_CACHE, FeatureCache
 from gerl.engine.hooks import Timestep
 from gerl.engine.kernels import DDIMRule, DenoisedRule, EDMRule, FlowMapRule, FlowRule, Rule, coefficients
 from gerl.engine.scheduler_families import (
-    advance,
     counts_steps,
     edm_scalings,
     is_consistency,
@@ -30,6 +30,7 @@ from gerl.engine.scheduler_families import (
     noises_anew,
     output_is_clean,
     step_index,
+    take_step,
 )
 from gerl.errors import ModelError
 
@@ -137,6 +138,7 @@ class Transitions:
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self._tables: dict[int, tuple[torch.Tensor, list[float]]] = {}
+        self._rules: dict[int, tuple[SchedulerMixin, Callable[..., Rule]]] = {}  # of each scheduler, by id
 
     def next_rule(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span = ONE_STEP
@@ -146,18 +148,22 @@ class Transitions:
         `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `compressed_spans`. Raises
         `ModelError` for schedulers without a transition kernel and for noise on the last step, which has no density.
         """
-        check_scheduler(scheduler, self.sampler)
+        if id(scheduler) not in self._rules:
+            check_scheduler(scheduler, self.sampler)
+            self._rules[id(scheduler)] = scheduler, self._rule_of(scheduler)
+        return self._rules[id(scheduler)][1](scheduler, timestep, stochastic, span)
+
+    def _rule_of(self, scheduler: SchedulerMixin) -> Callable[..., Rule]:
+        """How the rules of the family of `scheduler` are made."""
         if is_flow_matching(scheduler):
-            return self._flow(scheduler, timestep, stochastic, span)
+            return self._flow
         if is_trigflow(scheduler):
-            return self._trigflow(scheduler, timestep, stochastic, span)
+            return self._trigflow
         if is_lcm(scheduler) or is_tcd(scheduler):
-            return self._lcm(scheduler, timestep, stochastic, span)
+            return self._lcm
         if is_edm(scheduler):
-            return self._denoised(scheduler, timestep, stochastic, span)
-        if is_flow_map(scheduler):
-            return self._flow_map(scheduler, timestep, stochastic, span)
-        return self._ddim(scheduler, int(timestep), stochastic, span)
+            return self._denoised
+        return self._flow_map if is_flow_map(scheduler) else self._ddim
 
     def num_steps(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
@@ -186,8 +192,7 @@ class Transitions:
     def _flow(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> FlowRule | EDMRule:
-        i = self._position(scheduler, timestep)
-        advance(scheduler, timestep)
+        i = take_step(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
         s, s_next, s_one = sigmas[i + span[0]], sigmas[i + span[1]], sigmas[1]
         if max(sigmas) > 1.001:  # of flow matching they lie in [0, 1]
@@ -215,8 +220,7 @@ class Transitions:
         self, scheduler: EDMEulerScheduler, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> DenoisedRule:
         """A step along the sigmas of EDM, of a preconditioned output (Cosmos 1, Playground 2.5)."""
-        i = self._position(scheduler, timestep)
-        advance(scheduler, timestep)
+        i = take_step(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
         c, c_next = sigmas[i + span[0]], sigmas[i + span[1]]
         kappa, std = self._edm(c, c_next, sigmas[1], stochastic)
@@ -227,8 +231,7 @@ class Transitions:
         self, scheduler: LCMScheduler | TCDScheduler, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> DDIMRule:
         """A step of a latent consistency model; the scheduler's own has noise level 1 (LCM), or 0 (TCD with eta 0)."""
-        i, config = self._position(scheduler, timestep), scheduler.config
-        advance(scheduler, timestep)
+        i, config = take_step(scheduler, timestep), scheduler.config
         times = [int(t) for t in self._table(scheduler.timesteps)]
         here, last = min(i + span[0], len(times) - 1), i + span[1] >= len(times)
         alpha = scheduler.alphas_cumprod[times[here]]
@@ -258,15 +261,13 @@ class Transitions:
         """A step of a flow map, always deterministic; the model was asked for it alone, so that none is longer."""
         if stochastic or span != ONE_STEP:
             raise ModelError("a flow map takes its own steps, without noise: use sampling.kernel=ode and compression=1")
-        i = self._position(scheduler, timestep)
-        advance(scheduler, timestep)
+        i = take_step(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
         return FlowMapRule(sigmas[i], sigmas[i + 1])
 
     def _trigflow(self, scheduler: SCMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
         """A step of a consistency model in TrigFlow; with noise level 1 of the kernel cps it is the scheduler's own."""
-        i = self._position(scheduler, timestep)
-        advance(scheduler, timestep)
+        i = take_step(scheduler, timestep)
         times = self._table(scheduler.timesteps)
         t, t_next = times[i + span[0]], times[i + span[1]]
         s, s_next = math.sin(t), math.sin(t_next)
@@ -284,8 +285,8 @@ class Transitions:
             noise_scale=scale,
         )
 
-    def _ddim(self, scheduler: DDIMScheduler, timestep: int, stochastic: bool | None, span: Span) -> DDIMRule:
-        kernel, config = self.sampler.kernel, scheduler.config
+    def _ddim(self, scheduler: DDIMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
+        kernel, config, timestep = self.sampler.kernel, scheduler.config, int(timestep)
         here, previous = (self._ddim_timestep(scheduler, timestep, steps) for steps in span)
         noise = 0.0 if kernel == "ode" else self._noise(stochastic, last=previous < 0)
         alpha, alpha_next = (

@@ -320,7 +320,7 @@ class Rollout:
             "compression": self.sampling.compression,
             "stop": segment.stop,
             "noise_at": dict(segment.noise),
-            "cache": replace(self.cache, exact=self.branched_at),
+            "cache": self.cache if self.cache.name == "none" else replace(self.cache, exact=self.branched_at),
         }
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
