@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.choices import CfgMode
 from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
-from gerl.engine.hooks import StopPipeline, Timestep, routed, unguided
-from gerl.engine.scheduler_families import advance
+from gerl.engine.hooks import StopPipeline, routed, unguided
 from gerl.engine.tape import CompanionsFromTape, ComponentCall, Tape
+from gerl.engine.transitions import Timestep, advance
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:

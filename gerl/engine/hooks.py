@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from gerl.engine.scheduler_families import (
+from gerl.engine.transitions import (
+    Timestep,
     gives_model_dtype,
     is_edm,
     is_flow_lcm,
@@ -43,9 +44,6 @@ ANSWERED = re.compile(
 
 class StopPipeline(BaseException):
     """Leaves a pipeline's `__call__` early; a `BaseException` so that no pipeline swallows it."""
-
-
-Timestep = torch.Tensor | float
 
 
 class Head(Protocol):

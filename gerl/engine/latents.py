@@ -11,11 +11,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.engine.batching import Tree, batch_size, detached_copy, materialised, select_call
-from gerl.engine.hooks import StopPipeline, Timestep, _put, routed
+from gerl.engine.hooks import StopPipeline, _put, routed
 from gerl.engine.record import Recorder
-from gerl.engine.scheduler_families import advance
 from gerl.engine.tape import CompanionsFromTape, Tape
-from gerl.engine.transitions import Sampler
+from gerl.engine.transitions import Sampler, Timestep, advance
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:

@@ -24,11 +24,10 @@ from gerl.engine.batching import (
 )
 from gerl.engine.feature_cache import NO_CACHE, CachedDenoisers, FeatureCache
 from gerl.engine.guidance import is_guided
-from gerl.engine.hooks import StopPipeline, Timestep, routed
+from gerl.engine.hooks import StopPipeline, routed
 from gerl.engine.kernels import gaussian_log_prob
-from gerl.engine.scheduler_families import advance
 from gerl.engine.tape import Answer, CompanionStep, ComponentCall, Reads, Tape, TapeStep
-from gerl.engine.transitions import ONE_STEP, OdeSolver, Sampler, Span, Transitions, compressed_spans
+from gerl.engine.transitions import ONE_STEP, OdeSolver, Sampler, Span, Timestep, Transitions, advance, compressed_spans
 from gerl.errors import ModelError, ReplayError
 from gerl.protocol import RolloutTask
 

@@ -11,9 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.engine.batching import Tree, batch_dim, rows, select_call, shapes, take
-from gerl.engine.hooks import Timestep
 from gerl.engine.kernels import Rule
-from gerl.engine.scheduler_families import advance
+from gerl.engine.transitions import Timestep, advance
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from diffusers import (
 )
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
-from gerl.engine.hooks import Timestep
-from gerl.engine.scheduler_families import is_flow_matching
+from gerl.engine.transitions import Timestep, is_flow_matching
 from gerl.errors import ModelError
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from gerl.engine.hooks import Stepped, _Step, noise_from
-from gerl.engine.scheduler_families import output_is_clean
-from gerl.engine.transitions import Sampler, Transitions
+from gerl.engine.transitions import Sampler, Transitions, output_is_clean
 from gerl.errors import ModelError
 
 GENERATOR = torch.Generator().manual_seed(0)

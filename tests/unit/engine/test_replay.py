@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,9 +34,9 @@ from replaying import (
     with_controlnet,
 )
 
-from gerl.engine import Reads, decoded, lean, pull_back, replay
+from gerl.engine import Reads, decoded, lean, pull_back, record, replay
 from gerl.engine.batching import select_call
-from gerl.engine.replay import first_of_kind
+from gerl.engine.replay import first_of_kind, loss_scale, unscaled
 from gerl.engine.tape import Tape
 from gerl.errors import ReplayError
 
@@ -617,3 +618,165 @@ def test_a_lean_tape_serves_any_of_its_steps() -> None:
         assert one is other is None
     with pytest.raises(ReplayError, match="kept for steps"):
         pull_back(r.pipe, kept, 1, lambda step: step.mean, tape.steps[1].x)
+
+
+# each image's loss is divided by the (image, step) pairs of an update, 96 x 9, and each latent's by those of an image
+PAIRS, LATENTS = 96 * 9, 16 * 64 * 64
+PRECISIONS = {torch.float16: 0.999, torch.bfloat16: 0.99}  # and how far the gradient points where fp32's does
+
+
+def pipeline_of_loss_scale(dtype: torch.dtype) -> tuple[Any, list[torch.nn.Parameter]]:
+    pipe = tiny.build(tiny.CASES["sd3"])
+    parameters = tiny.add_lora(pipe)
+    pipe.to(dtype)
+    for p in parameters:
+        p.data = p.data.float()
+    return pipe, parameters
+
+
+@pytest.fixture(scope="module")
+def tape() -> Tape:
+    call = tiny.call_for(tiny.CASES["sd3"], guided=True)
+    return record(pipeline_of_loss_scale(torch.float32)[0], call, window=[1, 2], generators=tiny.generators())[1]
+
+
+def share(tape: Tape) -> float:
+    return tape.steps[0].x[0].numel() / LATENTS / PAIRS
+
+
+def policy_gradient(pipe: Any, tape: Tape, **options: Any) -> None:
+    signs = torch.tensor([1.0, -1.0, 0.5, -0.5])
+    replay(pipe, tape, lambda k, s: -(signs * s.log_prob).sum() * share(tape), **options)
+
+
+def noised(pipe: Any, tape: Tape) -> None:
+    given = {1: torch.randn(tape.steps[1].x.shape, generator=torch.Generator().manual_seed(3))}
+    replay(pipe, tape, lambda k, s: s.model_output.square().mean() * share(tape), steps=[1], latents=given)
+
+
+def reward_gradient(pipe: Any, tape: Tape) -> torch.Tensor:
+    gradient = torch.randn(tape.steps[2].x.shape, generator=torch.Generator().manual_seed(4)) / LATENTS / PAIRS
+    found = pull_back(pipe, tape, 2, lambda step: step.mean, gradient, carry=True)
+    assert found is not None
+    return torch.cat([found.direct.flatten(), found.through.flatten()])
+
+
+WAYS = {
+    "policy gradient": policy_gradient,
+    "several steps in one pass": lambda pipe, tape: policy_gradient(pipe, tape, step_batch=2),
+    "without the unconditional half": lambda pipe, tape: policy_gradient(pipe, tape, cfg="detach_uncond"),
+    "noised images": noised,
+    "reward gradient": reward_gradient,
+}
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gradient_is_that_of_fp32(tape: Tape, way: str, dtype: torch.dtype) -> None:
+    found = []
+    for precision in (torch.float32, dtype):
+        pipe, parameters = pipeline_of_loss_scale(precision)
+        if precision != torch.float32:
+            tape = in_precision(tape, pipe)
+        latents = WAYS[way](pipe, tape)
+        gradient = [p.grad.flatten() for p in parameters if p.grad is not None]
+        found.append(torch.cat([*gradient, *([] if latents is None else [latents * share(tape)])]))
+    assert torch.nn.functional.cosine_similarity(*found, 0) > PRECISIONS[dtype]
+    assert float(found[1].norm() / found[0].norm()) == pytest.approx(1, abs=0.02)
+    assert (found[1] == 0).float().mean() < 0.05 + (found[0] == 0).float().mean()
+
+
+def in_precision(tape: Tape, pipe: Any) -> Tape:
+    """The call of `tape` in the precision of `pipe`, with its trajectory."""
+    return record(pipe, copy.deepcopy(tape.call), window=[1, 2], generators=tiny.generators())[1]
+
+
+def test_gradients_add_up_to_those_that_were_there(tape: Tape) -> None:
+    pipe, parameters = pipeline_of_loss_scale(torch.float16)
+    again = in_precision(tape, pipe)
+    policy_gradient(pipe, again)
+    once = [p.grad.clone() for p in parameters if p.grad is not None]
+    policy_gradient(pipe, again)
+    for p, first in zip((p for p in parameters if p.grad is not None), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * first, rtol=1e-6, atol=0)
+
+
+def test_the_scale_is_a_power_of_two_that_brings_the_largest_below_one() -> None:
+    output = torch.tensor([1.0, -3.0], requires_grad=True)
+    for factor in (1e-9, 1e-3, 1.0, 5e4, 1e-42):
+        scale = loss_scale((output * torch.tensor([factor, -2 * factor])).sum(), output)
+        assert math.frexp(scale)[0] == 0.5 and 2 * factor * scale < 1
+        assert 2 * factor * scale >= 0.5 or factor == 1e-42
+    assert loss_scale((output * 0).sum(), output) == 1.0
+    assert loss_scale((output * math.inf).sum(), output) == 1.0
+    with unscaled([output], 8.0):
+        (output * 8.0).sum().backward()
+    assert output.grad is not None and output.grad.tolist() == [1.0, 1.0]
+
+
+# who computes the branch without gradient: in eval mode, always, or in eval mode with another result
+Kind = str
+
+
+class Experts(torch.nn.Module):
+    """A feed-forward network that computes in eval mode under `no_grad`, as HiDream's mixture of experts does."""
+
+    def __init__(self, inner: torch.nn.Module, kind: Kind) -> None:
+        super().__init__()
+        self.inner, self.kind = inner, kind
+        self.dropout = torch.nn.Dropout(0.9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.kind != "always":
+            return x + self.dropout(self.inner(x)) * (2 if self.kind == "different" else 1)
+        with torch.no_grad():
+            inner = self.inner(x)
+        return x + inner
+
+
+def with_experts(kind: Kind, trained: bool) -> Recorded:
+    r = own("sd3")
+    block = r.pipe.transformer.transformer_blocks[0]
+    block.ff = Experts(block.ff, kind).eval()
+    if trained:
+        r.parameters += [p.requires_grad_() for p in block.ff.parameters()]
+    return rolled_out(r)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_gradient_goes_through_the_inference_branch(trained: bool) -> None:
+    differentiable, r = with_experts("in eval", trained=True), with_experts("in eval", trained)
+    differentiable.pipe.transformer.transformer_blocks[0].ff.training = True  # with gradient throughout
+    expected = gradients(differentiable)[0][: len(r.parameters)]
+    for _ in range(2):  # found at the first replay, known at the second
+        grads, deviation, _ = gradients(r)
+        assert deviation == 0.0
+        assert distance(grads, expected) == 0.0
+        assert not r.pipe.transformer.transformer_blocks[0].ff.training
+    sub, deviation, _ = gradients(r, index=[3, 1], cfg="detach_uncond")
+    assert deviation <= 1e-5 and all(torch.isfinite(g).all() for g in sub)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_branch_that_never_has_a_gradient_is_named(trained: bool) -> None:
+    r = with_experts("always", trained)
+    name = r"transformer_blocks\.0\.ff \(Experts\) runs transformer_blocks\.0\.ff\.inner without gradient"
+    for _ in range(2):
+        with pytest.raises(ReplayError, match=f"{name}, even in training mode: the gradient would be wrong"):
+            gradients(r)
+    assert not r.pipe.transformer.transformer_blocks[0].ff.training
+
+
+def test_a_training_mode_with_other_numbers_is_refused() -> None:
+    r = with_experts("different", trained=True)
+    with pytest.raises(ReplayError, match=r"\(Experts\) .* and differs numerically in training mode"):
+        gradients(r)
+    assert not r.pipe.transformer.transformer_blocks[0].ff.training
+
+
+def test_a_part_that_needs_no_gradient_may_go_without() -> None:
+    r = with_experts("in eval", trained=False)
+    transformer: Any = r.pipe.transformer
+    embed = transformer.time_text_embed  # frozen, and so is all that goes into it
+    embed.forward = torch.no_grad()(embed.forward)
+    assert gradients(rolled_out(r))[1] == 0.0
