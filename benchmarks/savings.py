@@ -149,6 +149,7 @@ class Worker:
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
+        replay = import_module("gerl.engine.replay")  # the package has a function of that name
         common = replay.first_of_kind
         if not self.rollout.shares:
             replay.first_of_kind = lambda x: list(range(len(x)))

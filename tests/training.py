@@ -9,9 +9,9 @@ import tiny
 import torch
 
 from gerl.algorithms import Algorithm, Batch, Rewards, build_algorithm, count_pairs, row_credit
+from gerl.algorithms.base import Pooled
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.planning import plan_samples
-from gerl.algorithms.pooling import Pooled
 from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.config import (
     ActorConfig,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gerl.algorithms.base import Algorithm, Batch
+from gerl.algorithms.base import Algorithm, Batch, StepGradients
 from gerl.algorithms.core_algos import (
     RELATIVE_WEIGHTS,
     clipped_policy_loss,
@@ -19,9 +19,8 @@ from gerl.algorithms.core_algos import (
     ratio_spread,
     step_weights,
 )
-from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
-from gerl.config.policy_gradients import PolicyGradientConfig
+from gerl.config.algorithms import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
 from gerl.engine.kernels import Rule, with_noise
 from gerl.protocol import StepFacts, UpdateStats

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from gerl.config.choices import SolverName
+from gerl.config.blocks import SolverName
 from gerl.engine.feature_cache import NO_CACHE, FeatureCache
 from gerl.engine.kernels import DDIMRule, DenoisedRule, EDMRule, FlowMapRule, FlowRule, Rule, coefficients
 from gerl.errors import ModelError

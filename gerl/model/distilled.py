@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from gerl.config import Config
-from gerl.config.noised_images import ForwardProcessConfig
+from gerl.config.algorithms import ForwardProcessConfig
 
 # schedulers that only models of few steps come with: consistency models and flow maps
 SCHEDULERS = ("LCMScheduler", "TCDScheduler", "SCMScheduler", "FlowMatchLCMScheduler", "FlowMapEulerDiscreteScheduler")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from diffusers import ModelMixin
 
-from gerl.config.choices import DrawingPrecision
+from gerl.config.blocks import DrawingPrecision
 from gerl.errors import ConfigError, ModelError
 from gerl.model.sharding import repeated_blocks
 from gerl.utils.files import reason

@@ -14,7 +14,7 @@ from diffusers.loaders import PeftAdapterMixin
 from torch.distributed.device_mesh import DeviceMesh
 
 from gerl.config import ModelConfig, SamplingConfig
-from gerl.config.teachers import Teacher
+from gerl.config.algorithms import Teacher
 from gerl.errors import ModelError
 from gerl.model.call import check_arguments
 from gerl.model.context import check_context, divide_context

@@ -8,7 +8,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
-from gerl.config.choices import Offload
+from gerl.config.blocks import Offload
 from gerl.engine.batching import Arguments
 from gerl.model.sharding import repeated_blocks
 

@@ -16,7 +16,7 @@ from diffusers import PipelineQuantizationConfig
 from transformers import PreTrainedModel
 
 from gerl.config import ModelConfig
-from gerl.config.choices import Quantisation
+from gerl.config.blocks import Quantisation
 from gerl.errors import ConfigError, ModelError
 from gerl.model.skeletons import skeletons
 

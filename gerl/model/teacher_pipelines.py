@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline
 from torch.distributed.device_mesh import DeviceMesh
 
 from gerl.config import ModelConfig, SamplingConfig
-from gerl.config.teachers import NAME, Teacher
+from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
 from gerl.model.call import check_arguments
 from gerl.model.denoisers import denoisers_among, find_denoisers

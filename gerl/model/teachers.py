@@ -10,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from gerl.config.teachers import NAME, Teacher
+from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
 from gerl.model.lora import ADAPTER
 from gerl.model.lora_files import Denoisers, Layers, read_layers

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gerl.config import RewardConfig, ScorerConfig
-from gerl.config.choices import RunPart
+from gerl.config.blocks import RunPart
 from gerl.errors import DataError
 from gerl.protocol import DATA_SOURCE, Prompt, ScorerFailure
 

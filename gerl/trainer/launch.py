@@ -12,8 +12,8 @@ from gerl.commandline.command import PAGE, watching
 from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
+from gerl.config.configuration import described
 from gerl.config.reading import typed
-from gerl.config.summary import described
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.protocol import Prompt

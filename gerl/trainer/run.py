@@ -24,7 +24,7 @@ from gerl.commandline import signals
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
-from gerl.config.savings import saving_notes
+from gerl.config.rules import saving_notes
 from gerl.data.columns import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads

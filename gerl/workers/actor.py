@@ -13,9 +13,8 @@ import torch.distributed as dist
 from diffusers.optimization import get_scheduler
 
 from gerl.algorithms import Algorithm, Batch
+from gerl.algorithms.base import Pooled, StepGradients, flat_copy, pooled_sum, squared_norm
 from gerl.algorithms.core_algos import decay_at
-from gerl.algorithms.pooling import Pooled, pooled_sum
-from gerl.algorithms.step_gradients import StepGradients, flat_copy, squared_norm
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError, ConfigError
 from gerl.model.ema import EMA

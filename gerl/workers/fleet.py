@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from gerl.algorithms import KLWeight, build_algorithm
-from gerl.algorithms.pooling import Pooled, pooled_sum
+from gerl.algorithms.base import Pooled, pooled_sum
 from gerl.cluster import Cluster, Pending, WorkerGroup, own_host, wait_all
 from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting

@@ -11,7 +11,7 @@ from gerl.algorithms import Algorithm
 from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.cluster.health import start_device
 from gerl.config import Config
-from gerl.config.distillation import DMDRConfig
+from gerl.config.algorithms import DMDRConfig
 from gerl.errors import ConfigError
 from gerl.model.call import unguided
 from gerl.model.distilled import distilled_warnings, guidance_notes

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from gerl.algorithms import Algorithm, Batch, KLWeight, batches_of, build_algorithm
-from gerl.algorithms.pooling import Pooled
+from gerl.algorithms.base import Pooled
 from gerl.commandline.imports import importing
 from gerl.config import Config
-from gerl.config.noised_images import ForwardProcessConfig
+from gerl.config.algorithms import ForwardProcessConfig
 from gerl.errors import ClusterError
 from gerl.model.call import check_arguments
 from gerl.model.failures import model_errors

@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import try_to_load_from_cache
 
 from gerl.config import Config
-from gerl.config.teachers import Teacher
+from gerl.config.algorithms import Teacher
 from gerl.errors import ModelError
 from gerl.model.denoisers import find_denoisers
 from gerl.model.ema import EMA

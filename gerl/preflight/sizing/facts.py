@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from gerl.algorithms import batches_of, build_algorithm, count_pairs
 from gerl.config import Config
-from gerl.config.teachers import Teacher
+from gerl.config.algorithms import Teacher
 from gerl.data.sources import may_have_pictures
 from gerl.errors import GerlError, ModelError
 from gerl.model.lora import ADAPTER

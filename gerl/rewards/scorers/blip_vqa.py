@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer, require
 from gerl.rewards.scorers.blip_original import is_original, load_original

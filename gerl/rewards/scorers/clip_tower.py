@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import Field
 from safetensors import SafetensorError
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Scorer
 from gerl.rewards.scorers.on_tensors import normalised, resized, shorter_side

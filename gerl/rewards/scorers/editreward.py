@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Columns, Metadata, Scorer
 from gerl.rewards.scorers.clip_tower import Device, resolve_device, resolve_dtype

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.errors import DataError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers.base import Columns, Metadata, Scorer

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 from pydantic import Field
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer, require
 from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.rewards.scorers.aesthetic import linear_head, read_tensors
 from gerl.rewards.scorers.base import Metadata, Scorer
 from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from gerl.config import Config, ModelConfig, SamplingConfig, algorithm_config
-from gerl.config.teachers import Teacher
+from gerl.config.algorithms import Teacher
 from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files

@@ -15,7 +15,7 @@ from training import Training, chain_credit, config, new_policy, relative
 
 from gerl.algorithms import Batch, KLWeight
 from gerl.algorithms.core_algos import gaussian_kl
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.batching import select_call
 from gerl.model.lora import lora_disabled

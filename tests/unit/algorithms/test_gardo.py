@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gerl.algorithms.gate import LEAST, MOST, Gate, doubts, held
+from gerl.algorithms.gardo import LEAST, MOST, Gate, doubts, held
 from gerl.errors import CheckpointError
 
 REWARDS = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3])
