@@ -114,10 +114,9 @@ class PolicyGradient(Algorithm):
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
         credit = batch.credit[rows].to(tape.steps[0].x.device)
         compared = settings.cfg != "off"  # else the ratio is that to the same forward pass, and 1 by construction
-        stats = UpdateStats()
+        found: list[UpdateStats] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-            nonlocal stats
             if meter is not None:
                 meter.begin(k)
             clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
@@ -133,11 +132,11 @@ class PolicyGradient(Algorithm):
                 total, measured = total + value, measured | named
             measured = {"loss": float(total.detach())} | measured
             sums = {name: value * len(rows) for name, value in measured.items()}
-            stats += UpdateStats(len(rows), sums, deviation if compared else None)
+            found.append(UpdateStats(len(rows), sums, deviation if compared else None))
             return total * (len(rows) / num_pairs)
 
         replay(policy.pipe, tape, on_step, **options)
-        return stats
+        return sum(found, UpdateStats())
 
     def distance(self, base: ReplayedStep, step: ReplayedStep) -> torch.Tensor:
         """KL `[B]` of a step to that of the base model, over the latents that reach the images."""
@@ -158,7 +157,8 @@ class PolicyGradient(Algorithm):
         kind, steps = self.settings.step_weighting, trained
         if kind in RELATIVE_WEIGHTS:
             # a step that the compression after the window leaves out has neither length nor weight
-            steps = tuple(k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt)
+            lengths = [step.rule.dt for step in tape.steps]
+            steps = tuple([k for k in range(*self.config.sampling.steps_range) if lengths[k]])
         rules = [_stochastic(self.config, tape, k) for k in steps]
         weights = step_weights(kind, [r.std for r in rules], [r.dt for r in rules], [r.jacobian for r in rules])
         return [weights[steps.index(k)] for k in trained]
