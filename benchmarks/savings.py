@@ -23,7 +23,7 @@ from gerl.engine import Trajectory, player
 from gerl.model.libraries import quiet_libraries
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
-from gerl.workers.loading import loaded_policy
+from gerl.workers.setup import load_worker_policy
 from gerl.workers.rollout import Rollout
 
 COMMON = ["experiment=signs", "rollout.prompts_per_step=1", "rollout.n=24", "rollout.micro_batch_size=24"]
@@ -114,7 +114,7 @@ class Worker:
 
     def __init__(self, side: Side) -> None:
         self.config = config = compose_run([*COMMON, *side.overrides]).config
-        self.policy = loaded_policy(config, "cpu", None)
+        self.policy = load_worker_policy(config, "cpu", None)
         torch.manual_seed(0)
         for p in self.policy.trained.values():
             p.data.normal_(0, 0.05)

@@ -36,7 +36,7 @@ from gerl.preflight.sizing.hardware import Name
 from gerl.preflight.sizing.ledger import CPU_ATTENTION
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
-from gerl.workers.hybrid import HybridWorker, batches_of
+from gerl.workers.worker import PolicyWorker, batches_of
 from gerl.workers.rollout import Rollout
 
 RESULTS = Path(__file__).parent.parent / "gerl" / "assets" / "sizing"
@@ -303,7 +303,7 @@ def real_run(config: Config) -> Real:
 
     Bytes are those of torch's allocator, as its profiler records them; operations those of torch's FlopCounterMode.
     """
-    worker = HybridWorker(config, 0, "cpu", torch.get_num_threads(), 1)
+    worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
     worker.policy = build_policy(config, torch.float32, None)
     worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
     worker.algorithm = build_algorithm(config)

@@ -22,7 +22,7 @@ from gerl.trainer import rescue
 from gerl.trainer.main_flowgrpo import main
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
-from gerl.workers.hybrid import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 STEPS = 8
 SETTINGS = "checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.num_workers=2".split()
@@ -90,7 +90,7 @@ def left(place: Path) -> list[str]:
 # Ray's own processes, without which a new Ray is started
 OF_RAY = ("raylet/raylet", *(["gcs_server"] if ALL else []))
 # the process that is killed where none may be replaced, and how long after a step
-KILLS = (("gcs_server", 0, 0.0), *([("raylet/raylet", 0, 0.0), ("ray::HybridWorker", 1, 0.3)] if ALL else []))
+KILLS = (("gcs_server", 0, 0.0), *([("raylet/raylet", 0, 0.0), ("ray::PolicyWorker", 1, 0.3)] if ALL else []))
 
 
 def test_a_run_survives_the_death_of_each_of_its_processes(
@@ -248,8 +248,8 @@ def test_every_worker_has_the_same_checkpoint(arguments: Callable[..., list[str]
     with Cluster(config.cluster) as cluster:
         trainer = RayDiffusionTrainer(config, tmp_path / "run", cluster, prompts, [], {})
         trainer.fit()
-        after = trainer.workers.run(HybridWorker.finished, 1)
-        trainer.workers.run(HybridWorker.step, 1)  # of the next step, and only its first optimizer step
-        assert after[0] == after[1] == trainer.workers.run(HybridWorker.finished, 1)[1]
-        trainer.workers.run(HybridWorker.finish_step, 2)
-        assert trainer.workers.run(HybridWorker.finished, 2)[1] != after[1]
+        after = trainer.workers.run(PolicyWorker.finished, 1)
+        trainer.workers.run(PolicyWorker.step, 1)  # of the next step, and only its first optimizer step
+        assert after[0] == after[1] == trainer.workers.run(PolicyWorker.finished, 1)[1]
+        trainer.workers.run(PolicyWorker.finish_step, 2)
+        assert trainer.workers.run(PolicyWorker.finished, 2)[1] != after[1]

@@ -16,7 +16,7 @@ from gerl.export.command import main as export
 from gerl.model.shards import Shards
 from gerl.rewards.rows import TOTAL
 from gerl.run.settings import read_config
-from gerl.run.state import STATE
+from gerl.run.state import PARTS
 from gerl.run.usage import usage
 from gerl.run.validation import load_validations
 

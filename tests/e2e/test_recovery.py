@@ -17,7 +17,7 @@ from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
 from gerl.run.control import ask, asked
-from gerl.run.state import STATE
+from gerl.run.state import PARTS
 from gerl.run.tracking import read_metrics
 from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts

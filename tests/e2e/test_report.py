@@ -14,7 +14,7 @@ from PIL import Image
 
 from gerl.config import ValidationConfig
 from gerl.run.validation import load_validation
-from gerl.trainer.pictures import shown_images
+from gerl.trainer.validation import shown_images
 
 Train = Callable[..., Any]
 SHORT = ("rollout.prompts_per_step=1", "rollout.n=2", "sampling.num_inference_steps=2", "actor.lr=0.02")
