@@ -34,10 +34,10 @@ from gerl.preflight.sizing.facts import Facts, find_facts
 from gerl.preflight.sizing.hardware import Name
 from gerl.preflight.sizing.layouts import Batch
 from gerl.workers.actor import Actor
-from gerl.workers.worker import PolicyWorker
-from gerl.workers.keeping import Keeping
-from gerl.workers.setup import load_worker_policy
 from gerl.workers.rollout import Rollout
+from gerl.workers.setup import load_worker_policy
+from gerl.workers.state import Keeping
+from gerl.workers.worker import PolicyWorker
 
 CLIP_TOKENS = 77  # of Stable Diffusion 3's prompts, before those of T5
 DEVIATION = 0.02  # of the random weights

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from gerl.algorithms import build_algorithm, count_pairs
 from gerl.algorithms.base import Rewards, batches_of
 from gerl.algorithms.planning import plan_samples
 from gerl.commandline.composition import compose_run
-from gerl.engine import Trajectory, player
+from gerl.engine import Trajectory
 from gerl.model.libraries import quiet_libraries
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
-from gerl.workers.setup import load_worker_policy
 from gerl.workers.rollout import Rollout
+from gerl.workers.setup import load_worker_policy
 
 COMMON = ["experiment=signs", "rollout.prompts_per_step=1", "rollout.n=24", "rollout.micro_batch_size=24"]
 FAST = ["algorithm=flow_grpo_fast", "sampling.same_init_noise=true"]
@@ -142,16 +143,22 @@ class Worker:
         """The gradient of a step."""
         self.actor.optimizer.zero_grad(set_to_none=True)
         steps = self.config.sampling.num_inference_steps
-        common = player.first_of_kind
+        replay = import_module("gerl.engine.replay")  # the package has a function of that name
+        replay = import_module("gerl.engine.replay")  # the package has a function of that name
+        replay = import_module("gerl.engine.replay")  # the package has a function of that name
+        replay = import_module("gerl.engine.replay")  # the package has a function of that name
+        replay = import_module("gerl.engine.replay")  # the package has a function of that name
+        replay = import_module("gerl.engine.replay")  # the package has a function of that name
+        common = replay.first_of_kind
         if not self.rollout.shares:
-            player.first_of_kind = lambda x: list(range(len(x)))
+            replay.first_of_kind = lambda x: list(range(len(x)))
         for trajectory in self.drawn:
             samples = trajectory.task.samples
             rewards = torch.linspace(-1, 1, len(samples))
             credit = self.algorithm.credit(Rewards(samples, rewards, rewards[:, None], torch.ones(1)))
             assert credit.shape[1] == steps
             self.actor.accumulate(batches_of(trajectory, credit), count_pairs([(trajectory.task, credit)]))
-        player.first_of_kind = common
+        replay.first_of_kind = common
         return self.actor.flat_gradient()
 
     @contextmanager

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import ray
 import torch
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from scale_echo import Echo, Pace
 from scale_report import MEASURED, SIMULATED, Record, fitted, load, simulated, write, write_table
 from scale_standin import PHASES, EchoTrainer, Ledger, SlowWorker, StandIns, importable, reshape
@@ -32,7 +33,6 @@ from gerl.config import Config
 from gerl.model.libraries import quiet_libraries
 from gerl.rewards.checks import read_prompts
 from gerl.trainer.run_folder import identity
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.workers.worker import PolicyWorker
 
 KEYS = (

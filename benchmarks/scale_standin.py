@@ -20,14 +20,14 @@ from unittest.mock import patch
 import ray
 import torch
 import torch.distributed as dist
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from ray import cloudpickle
 from scale_echo import Echo, Pace
 
 from gerl.algorithms import build_algorithm
-from gerl.cluster import Cluster, Pending, WorkerGroup, calls
+from gerl.cluster import Cluster, Pending, WorkerGroup, worker_group
 from gerl.config import Config
 from gerl.protocol import ModelFacts
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.trainer.recovery import Recovery, Roles
 from gerl.workers.worker import PolicyWorker
 
@@ -193,7 +193,7 @@ class Ledger:
         ]
         patches = [patch.object(at, name, phased(phase, getattr(at, name))) for phase, at, name in parts]
         patches += [patch.object(WorkerGroup, "submit", counted), patch.object(Pending, "ended", fetched)]
-        patches += [patch.object(calls.ray, "wait", waited)]
+        patches += [patch.object(worker_group.ray, "wait", waited)]
         for one in patches:
             one.start()
         try:

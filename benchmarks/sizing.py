@@ -36,8 +36,8 @@ from gerl.preflight.sizing.hardware import Name
 from gerl.preflight.sizing.ledger import CPU_ATTENTION
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
-from gerl.workers.worker import PolicyWorker, batches_of
 from gerl.workers.rollout import Rollout
+from gerl.workers.worker import PolicyWorker, batches_of
 
 RESULTS = Path(__file__).parent.parent / "gerl" / "assets" / "sizing"
 RECIPES = Path(__file__).parent.parent / "configs" / "experiment"

@@ -31,6 +31,7 @@ from typing import Any
 
 import suite
 import torch
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from sections import write_section
 from torch.utils._pytree import tree_leaves
 
@@ -39,10 +40,9 @@ from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import shipped
 from gerl.errors import TrainingError
 from gerl.run.card import hardware, now, software
-from gerl.run.timing import Stopwatch
+from gerl.timeline import Stopwatch
 from gerl.trainer.credit import Metrics
-from gerl.trainer.drawing import Drawn
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.trainer.rollouts import Drawn
 from gerl.utils.dataset import load_prompts
 from gerl.utils.files import finite
 

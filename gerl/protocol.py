@@ -6,6 +6,7 @@ the advantage of each (sample, timestep), `[B, T]` fp32, NaN where it is not tra
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -67,7 +68,7 @@ class Sample:
     role: str | None = None
     branch: int | None = None
 
-    @property
+    @cached_property
     def group(self) -> Group:
         """Samples are compared within a group only."""
         return Group(self.prompt.id, self.turn, self.role, self.branch)
@@ -151,7 +152,7 @@ class Images:
     task_id: int
     pixels: Any  # uint8 [B, H, W, 3], videos [B, F, H, W, 3], or a list of B such images of several sizes
     seconds: float
-    looks: dict[str, np.ndarray] | None = None  # of held-out images: `gerl.workers.looks`
+    looks: dict[str, np.ndarray] | None = None  # of held-out images: `gerl.workers.image_statistics`
 
 
 @dataclass(frozen=True)

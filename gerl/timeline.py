@@ -1,5 +1,7 @@
-"""Which worker did what from when to when, as the driver sees it: calls begin when they are submitted and end when
-their end is noticed, and a worker does one after the other."""
+"""What each worker did from when to when, as the driver sees it, and the time that the parts of a step take.
+
+Calls begin when they are submitted and end when their end is noticed, and a worker does one after the other.
+"""
 
 import contextlib
 import threading
@@ -110,3 +112,32 @@ def joined(spans: list[Span]) -> list[Span]:
                 found.append(span)
         spans, pause = found, 4 * pause
     return spans
+
+
+PHASES: dict[str, What] = {"rollout": "draw", "reward_wait": "score", "update": "update", "validation": "validate"}
+
+
+class Stopwatch:
+    """Adds up seconds by name; `metrics` gives them as `timing/<name>_s`, and the timeline gets the run's phases."""
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self.timeline = timeline
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        phase = PHASES.get(name) if self.timeline is not None else None
+        shown = self.timeline.span(phase) if self.timeline is not None and phase else contextlib.nullcontext()
+        try:
+            with shown:
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def restarted(self) -> "Stopwatch":
+        """Another one that has measured nothing."""
+        return Stopwatch(self.timeline)
+
+    def metrics(self) -> dict[str, float]:
+        return {f"timing/{name}_s": seconds for name, seconds in self.seconds.items()}

@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from gerl.cluster import embedded
+from gerl.cluster import local_ray
 from gerl.cluster.machines import join as join_cluster
 from gerl.config import ScorerConfig
 from gerl.errors import ClusterError, RewardError
@@ -161,7 +161,7 @@ def deployed(
             ends.callback(ray.shutdown)
             ends.callback(_delete, application)
         else:
-            embedded.start(options, ends)
+            local_ray.start(options, ends)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         deployment = _deployment(placement).bind(name, config, placement, warm)
         quiet = {"log_level": "WARNING", "enable_access_log": False}

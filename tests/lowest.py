@@ -7,7 +7,7 @@
 # tests: tests/unit/run/test_tracking.py tests/unit/rewards/scorers/test_ocr.py tests/unit/trainer/test_sweep.py
 # tests: tests/unit/model/test_stored.py tests/unit/model/test_quantisation.py tests/unit/model/test_drawing_weights.py
 # tests: tests/unit/data tests/unit/export tests/unit/api
-# tests: tests/unit/workers/test_actor.py tests/unit/trainer/test_resuming.py
+# tests: tests/unit/workers/test_actor.py tests/unit/trainer/test_run_folder.py
 
 import re
 import sys

@@ -26,7 +26,7 @@ from gerl.config import Config
 from gerl.config.algorithm_keys import AlgorithmConfig, DownSampledConfig, NormalisedConfig, ShapedConfig
 from gerl.engine import ReplayedStep, Tape, Trajectory, replay
 from gerl.errors import CheckpointError
-from gerl.protocol import RolloutTask, Sample, Segment, StepFacts, UpdateStats
+from gerl.protocol import Group, RolloutTask, Sample, Segment, StepFacts, UpdateStats
 
 if TYPE_CHECKING:
     from gerl.model.policy import Policy
@@ -104,7 +104,12 @@ class Algorithm:
         size = max(1, self.config.rollout.micro_batch_size // together) * together
         batches = group_chunks if self.settings.whole_groups else micro_batches
         tasks: list[RolloutTask] = []
-        for window, part in groupby(sorted(samples, key=self.window), key=self.window):
+        windows: dict[Group, tuple[int, ...]] = {}
+        for sample in samples:
+            if sample.group not in windows:
+                windows[sample.group] = self.window(sample)
+        by_window = sorted(samples, key=lambda sample: windows[sample.group])
+        for window, part in groupby(by_window, key=lambda sample: windows[sample.group]):
             for chunk in batches(list(part), size):
                 rows = tuple(range(len(chunk)))
                 trained = self.trained_steps(window, chunk[0].step)

@@ -170,6 +170,8 @@ def validation_seed(prompt: Prompt, k: int) -> int:
 
 def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Consecutive micro-batches of at most `size` samples, each without pictures or with those of one prompt."""
+    if not any(sample.prompt.metadata for sample in samples):
+        return chunks(list(samples), size)
     alike = groupby(samples, key=lambda sample: pictures_of(sample.prompt))
     return [chunk for _, part in alike for chunk in chunks(list(part), size)]
 

@@ -1,4 +1,4 @@
-"""The cluster of a command: a Ray of its own, one that is joined, or this process."""
+"""The cluster of a command: a Ray of its own, one that is joined, or this process; and where its processes run."""
 
 import contextlib
 import logging
@@ -11,14 +11,17 @@ from types import TracebackType
 from typing import TypeVar, cast
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gerl.cluster import embedded, environments, health
-from gerl.cluster.calls import WorkerGroup
-from gerl.cluster.gpus import check_gpus
-from gerl.cluster.places import Places
+from gerl.cluster import health, local_ray, worker_group
+from gerl.cluster.health import check_gpus
+from gerl.cluster.worker_group import WorkerGroup
 from gerl.commandline import signals
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError
+
+# --- The cluster of a command: a Ray of its own, one that is joined, or this process
 
 logger = logging.getLogger(__name__)
 W = TypeVar("W")  # the class of a worker
@@ -113,7 +116,7 @@ class Cluster:
                     join(os.environ["RAY_ADDRESS"], options)
                     stack.callback(self._leave)
                 else:
-                    embedded.start(options, stack)
+                    local_ray.start(options, stack)
                 stack.enter_context(health.watched(own=not self.joined))
             if self.joined:
                 nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -222,7 +225,7 @@ class Cluster:
         """Start `count` workers `cls(*arguments(rank))`, each with `threads` CPU threads and a share of a GPU.
 
         `gpus` is the share where there are GPUs; without one a worker sees none. `together`: so many that follow each
-        other are placed as one, see `place_group`. `environment`: of Python, see `environments.runtime_env`.
+        other are placed as one, see `place_group`. `environment`: of Python, see `worker_group.runtime_env`.
         Constructors must be light: Ray reports what they raise as a dead worker, without the exception. Raises
         `ClusterError` if there is no room for a worker, or its environment cannot be made.
         """
@@ -230,14 +233,14 @@ class Cluster:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
         share = self._cpu_share()
         variables = {"OMP_NUM_THREADS": str(threads)}
-        python = environments.runtime_env(environment or {}, self.config.hang_after, self.joined)
+        python = worker_group.runtime_env(environment or {}, self.config.hang_after, self.joined)
         options: dict[str, object] = {"num_cpus": share, "runtime_env": {"env_vars": variables, **python}}
         needs = {"CPU": share}
         if gpus and self.device == "cuda":
             options["num_gpus"] = needs["GPU"] = gpus
         else:
             variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
-        actor_class = ray.remote(**options)(embedded.unshielded(cls))
+        actor_class = ray.remote(**options)(local_ray.unshielded(cls))
         places: Places | None = None
         spread = together == 1 and "GPU" not in needs  # Ray would fill one node after the other
         if together > 1 or self.joined:  # in a Ray of its own there is room for one
@@ -324,7 +327,7 @@ def join(address: str, options: dict[str, object]) -> None:
     """Join the cluster at `address`; raises `ClusterError` if that is not possible."""
     try:
         check_reachable(address)
-        embedded.initialize(**options)
+        local_ray.initialize(**options)
     except Exception as error:  # Ray raises what its many parts raise
         reason = " ".join(str(error).split())
         raise ClusterError(
@@ -338,3 +341,76 @@ def check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout=10).close()
+
+
+# --- Where processes run: the ranks of a worker together on a node if one has room for them, by Ray's placement groups
+
+PATIENCE = 5.0  # seconds in which Ray finds room that is there
+TOGETHER = ("STRICT_PACK", "PACK")  # on one node, or, where none has room for all of them, on as few as possible
+
+
+Strategies = Sequence[str]
+
+
+class Places:
+    """Room for processes of a kind, which take `share` of Ray's resources each: one for all, or one for every few."""
+
+    def __init__(
+        self, name: str, count: int, share: Mapping[str, float], together: int, strategies: Strategies = TOGETHER
+    ) -> None:
+        """`together`: so many that follow each other are placed as one.
+
+        Raises `ClusterError` within seconds if there is no room for all of the `count` processes.
+        """
+        self.share, self.together, self.strategies = dict(share), together, strategies
+        self._groups: dict[int, PlacementGroup] = {}
+        for number in range(count // together):
+            label = name if together == count and strategies is not TOGETHER else f"{name} {number}"
+            self._groups[number] = self._place(label)
+
+    def of(self, process: int) -> PlacementGroupSchedulingStrategy:
+        """Where a process is to run; room that was given back is asked for again, but not waited for."""
+        number, index = divmod(process, self.together)
+        if number not in self._groups:
+            self._groups[number] = placement_group([self.share] * self.together, strategy=self.strategies[-1])
+        return PlacementGroupSchedulingStrategy(self._groups[number], index)
+
+    def has_room(self, process: int) -> bool:
+        """Whether a process has its resources: its placement group is created, though it may still be starting."""
+        group = self._groups.get(process // self.together)
+        return group is not None and placement_group_table(group)["state"] == "CREATED"
+
+    def give_back(self, process: int) -> None:
+        """Release the resources of a process and of those that are placed with it."""
+        if group := self._groups.pop(process // self.together, None):
+            remove_placement_group(group)
+
+    def close(self) -> None:
+        """Leave all room to others; that of a Ray that is gone is gone with it."""
+        for number in list(self._groups) if health.lives() else ():
+            self.give_back(number * self.together)
+
+    def forget(self) -> None:
+        """Know of no room: the Ray that had it is gone."""
+        self._groups.clear()
+
+    def _place(self, label: str) -> PlacementGroup:
+        for strategy in self.strategies:
+            group = placement_group([self.share] * self.together, strategy=strategy)
+            if group.wait(PATIENCE):
+                return group
+            remove_placement_group(group)
+        said = no_room(label, self.share, self.together)
+        raise ClusterError(f"{said}; lower cluster.num_workers or cluster.ranks_per_worker")
+
+
+def no_room(name: str, share: Mapping[str, float], count: int = 1) -> str:
+    """In words, what `count` processes that take `share` each ask for, and what Ray has left."""
+    asked = " and ".join(f"{value:g} {key}" for key, value in share.items())
+    free = ray.available_resources()
+    left = " and ".join(f"{free.get(key, 0.0):g} {key}" for key in share)
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    return (
+        f"Ray has no room for {name}, {count} process{'es' if count > 1 else ''} of {asked}: free are {left} on "
+        f"{nodes} nodes"
+    )

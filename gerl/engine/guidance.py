@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.choices import CfgMode
 from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
-from gerl.engine.companions import CompanionsFromTape
-from gerl.engine.families import advance
-from gerl.engine.instrument import StopPipeline, Timestep, routed, unguided
-from gerl.engine.tape import ComponentCall, Tape
+from gerl.engine.hooks import StopPipeline, routed, unguided
+from gerl.engine.tape import CompanionsFromTape, ComponentCall, Tape
+from gerl.engine.transitions import Timestep, advance
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:
@@ -291,7 +290,7 @@ def _inspected(
 
 
 class _Inspector(CompanionsFromTape):
-    """The head of a pass in which everything, the denoiser included, answers from the tape: see `instrument.Head`."""
+    """The head of a pass in which everything, the denoiser included, answers from the tape: see `hooks.Head`."""
 
     def __init__(self, tape: Tape, steps: set[int], apart: float) -> None:
         self.tape, self.steps, self.apart = tape, steps, apart

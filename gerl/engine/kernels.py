@@ -100,7 +100,9 @@ def gaussian_log_prob(
     """
     if std <= 0:
         raise ValueError("a step with std 0 is deterministic and has no log-probability")
-    z = unwritten((x_next.detach().float() - mean.float()) / std, overwritten)
+    z = (x_next.detach().float() - mean.float()) / std
+    if overwritten is not None:
+        z = unwritten(z, overwritten)
     return -0.5 * (z * z).flatten(1).mean(1) - math.log(std) - 0.5 * math.log(2 * math.pi)
 
 

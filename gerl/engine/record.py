@@ -1,29 +1,42 @@
-"""Record: the pipeline's own `__call__`, with its scheduler steps sampled and written on a tape."""
+"""Record and branch: rollouts through the pipeline's own `__call__`, written on tapes and kept as trajectories."""
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._pytree import tree_any, tree_leaves
 
-from gerl.engine.batching import batch_size, detached_copy, materialised, num_elements, select_call, shapes
-from gerl.engine.caches import Caches
+from gerl.engine.batching import (
+    Tree,
+    batch_size,
+    detached_copy,
+    materialised,
+    num_elements,
+    select_call,
+    shapes,
+    tensor_bytes,
+)
 from gerl.engine.feature_cache import NO_CACHE, CachedDenoisers, FeatureCache
-from gerl.engine.instrument import StopPipeline, Timestep, routed
+from gerl.engine.guidance import is_guided
+from gerl.engine.hooks import StopPipeline, routed
 from gerl.engine.kernels import gaussian_log_prob
-from gerl.engine.solver import ONE_STEP, OdeSolver, Span, compressed_spans
-from gerl.engine.tape import Answer, CompanionStep, ComponentCall, Tape, TapeStep
-from gerl.engine.transitions import Sampler, Transitions
-from gerl.errors import ModelError
+from gerl.engine.tape import Answer, CompanionStep, ComponentCall, Reads, Tape, TapeStep
+from gerl.engine.transitions import ONE_STEP, OdeSolver, Sampler, Span, Timestep, Transitions, advance, compressed_spans
+from gerl.errors import ModelError, ReplayError
+from gerl.protocol import RolloutTask
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
     from diffusers.utils import BaseOutput
+
+
+# --- Record: the pipeline's own `__call__`, with its scheduler steps sampled and written on a tape
 
 # component outputs larger than this many times the latents (ControlNet residuals) are kept as shapes only
 MAX_KEPT_OUTPUT = 16
@@ -51,8 +64,8 @@ def record(
     `call`: keyword arguments of the pipeline with one prompt per sample: a list, or a string for a pipeline that takes
     one prompt a call. `kernel`, `noise_level`: the
     transition kernel of the stochastic steps, see `kernels.coefficients`; `window`: their indices, None: all but the
-    last. `solver`: how the other steps are taken, see `solver.OdeSolver`; `compression`: which part of those after the
-    window is taken at all, see `solver.compressed_spans` (an empty window compresses nothing).
+    last. `solver`: how the other steps are taken, see `transitions.OdeSolver`; `compression`: which part of those after
+    the window is taken at all, see `transitions.compressed_spans` (an empty window compresses nothing).
 
     `generators`: one `torch.Generator` per sample, from which its initial latents and then its step noise are drawn;
     None: the global generator. `init_generators`: others for the initial latents, and whatever else the pipeline draws;
@@ -144,7 +157,7 @@ def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Se
 
 
 class Recorder:
-    """The head of a rollout: see `instrument.Head`."""
+    """The head of a rollout: see `hooks.Head`."""
 
     def __init__(
         self,
@@ -161,7 +174,7 @@ class Recorder:
         levels = (noise_at or {}).items()
         self.transitions_at = {k: Transitions(replace(sampler, noise_level=level)) for k, level in levels}
         self.caches = Caches()
-        self.cached: CachedDenoisers
+        self.cached: CachedDenoisers | None = None
         self.depth = 0  # nesting of answered methods: only the outermost is answered in a replay
         self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
         self.spans: dict[int, Span] = {}  # of the steps that compression changes
@@ -178,8 +191,10 @@ class Recorder:
             one = isinstance(arguments.get("prompt"), str)  # what takes no list of prompts takes none of generators
             arguments = {**arguments, "generator": generators[0] if one else list(generators)}
         self.caches.belong_to(pipe)
-        self.cached = CachedDenoisers(pipe, self.sampler.cache)
-        with self.cached, torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
+        cached: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self.sampler.cache.name != "none":
+            cached = self.cached = CachedDenoisers(pipe, self.sampler.cache)
+        with cached, torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
             output = pipe(**arguments)
             self._finish()
             return output
@@ -218,8 +233,11 @@ class Recorder:
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
         held = self.caches.check_arguments(k, name, (args, kwargs))
-        exact = self.window is None or k in self.window or k == self.stop or k in self.sampler.cache.exact
-        output = self.cached.run(name, self._calls_before(k, name), exact, forward, *args, **kwargs)
+        if self.cached is None:
+            output = forward(*args, **kwargs)
+        else:
+            exact = self.window is None or k in self.window or k == self.stop or k in self.sampler.cache.exact
+            output = self.cached.run(name, self._calls_before(k, name), exact, forward, *args, **kwargs)
         self.caches.note(k, (args, kwargs), held, output)
         self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output), shapes((args, kwargs))))
         return output
@@ -352,3 +370,342 @@ class Recorder:
         for call in calls:
             if call.component not in kept and num_elements(call.output) > limit:
                 call.output = shapes(call.output)
+
+
+# --- Caches that a denoiser fills in one denoising step and reads in a later one (KV caches): they cannot be replayed.
+#
+# A replay runs the denoiser at trained steps only, so what an untrained step would have left is missing; and the graph
+# of one step would reach into another. An object that has tensors inside, but is no container of them, may be a cache.
+
+HOOKS = "_diffusers_hook"  # the attribute in which diffusers keeps the hooks of a module
+DEPTH = 4  # of attributes, lists and dictionaries inside a cache: layers, their parts, keys and values
+
+
+class Caches:
+    """Watches what a pipeline's components are given and give back, in one rollout."""
+
+    def __init__(self) -> None:
+        self.way = "if the pipeline has an argument that disables it, set it in sampling.call"
+        self.filled: dict[int, tuple[object, int]] = {}  # id of an object -> the object and the step that filled it
+
+    def belong_to(self, pipe: DiffusionPipeline) -> None:
+        """Say in errors how `pipe` does without, where that can be told."""
+        import diffusers  # in here: the driver of a run does without
+
+        for component, model in pipe.components.items():
+            if isinstance(model, torch.nn.Module) and (found := stateful_hooks(model)):
+                raise ModelError(
+                    f"{component} keeps state between denoising steps ({', '.join(found)}), which cannot be "
+                    f"replayed: call pipe.{component}.disable_cache() first"
+                )
+        name = type(pipe).__name__
+        switches = [p for p in inspect.signature(type(pipe).__call__).parameters if "cache" in p]
+        if switches:
+            self.way = f"set sampling.call.{switches[0]}=false"
+        elif hasattr(diffusers, sibling := name.replace("KV", "")) and sibling != name:
+            self.way = f"no argument disables it, but {sibling} has no cache: use it with these weights"
+
+    def check_arguments(self, step: int, component: str, arguments: Tree) -> dict[int, set[int]]:
+        """The tensors that each object in `arguments` holds, by id.
+
+        Raises `ModelError` for an object that was filled in another step.
+        """
+        held = {}
+        for value in _objects(arguments):
+            if self.filled.get(id(value), (None, step))[1] != step:
+                raise ModelError(
+                    f"{component} reads at step {step} what an earlier step stored in a {type(value).__name__}, "
+                    f"and a cache cannot be replayed: {self.way}"
+                )
+            held[id(value)] = {id(tensor) for tensor in _tensors(value)}
+        return held
+
+    def note(self, step: int, arguments: Tree, before: dict[int, set[int]], output: Tree) -> None:
+        """Remember the objects that hold tensors which they did not hold before the call."""
+        for value in _objects((arguments, output)):
+            if {id(tensor) for tensor in _tensors(value)} - before.get(id(value), set()):
+                self.filled.setdefault(id(value), (value, step))
+
+
+def stateful_hooks(model: torch.nn.Module) -> list[str]:
+    """Names of the hooks in `model` that keep state between calls, as those of diffusers' `enable_cache` do."""
+    registries = [registry for module in model.modules() if (registry := getattr(module, HOOKS, None)) is not None]
+    return sorted({name for r in registries for name, hook in r.hooks.items() if hook._is_stateful})
+
+
+def _objects(tree: Tree) -> Iterator[object]:
+    """The leaves of `tree` that have attributes of their own."""
+    for leaf in tree_leaves(tree):
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | torch.nn.Module | type):
+            yield leaf
+
+
+def _tensors(value: object, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+    """The tensors inside `value`."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    inner: Iterable[object] = ()
+    if isinstance(value, list | tuple):
+        inner = value
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif hasattr(value, "__dict__"):
+        inner = vars(value).values()
+    if depth:
+        for part in inner:
+            yield from _tensors(part, depth - 1)
+
+
+# --- Branch: rollouts that share the beginning of a recorded one, for tree algorithms.
+#
+# The pipeline's own `__call__` runs again. Before the branching step it is answered from the tape, as in a replay:
+# methods, components and scheduler steps give the recorded values of the parents, and nothing is computed. At the
+# branching step the pipeline forms its model output from what the denoiser said in the recording, and from there on it
+# is a rollout.
+
+
+def branch(
+    pipe: DiffusionPipeline,
+    tape: Tape,
+    step: int,
+    index: Sequence[int],
+    kernel: str = "flow_sde",
+    noise_level: float = 0.7,
+    window: Iterable[int] | None = None,
+    generators: Sequence[torch.Generator] | None = None,
+    *,
+    solver: str = "euler",
+    compression: float = 1.0,
+    stop: int | None = None,
+    noise_at: Mapping[int, float] | None = None,
+    cache: FeatureCache = NO_CACHE,
+) -> tuple[BaseOutput | None, Tape]:
+    """Go on from step `step` of the samples `index` of `tape`; return the pipeline's output and the children's tape.
+
+    `index`: the parent of each child, repeats allowed. `window`: the stochastic steps, from `step` on, None: all but
+    the last. `generators`: one per child, for its step noise. The other arguments are those of `record`. The tape of
+    the children can be replayed and branched as any; its steps before `step` are the parents'. For TempFlow-GRPO
+    (arXiv 2508.04324) and BranchGRPO (arXiv 2509.06040).
+
+    The denoiser is not called up to and including `step`. A probe that `tape` lacks is made and kept on it: of one
+    sample, or of two where the tape has only one.
+
+    Raises `ReplayError` where `tape` cannot be branched at `step` or the pipeline does not do what it did in the
+    recording, `ModelError` where `window` or `stop` name a step that cannot be.
+    """
+    check_fork(tape, step, index)
+    window = None if window is None else frozenset(window)
+    if min(window or (), default=step) < step or (stop is not None and stop < step):
+        raise ModelError(f"a branch at step {step} has no window {sorted(window or ())} and no stop {stop} before it")
+    whole = tuple(index) == tuple(range(tape.batch_size))
+    if not whole and (tape.probe is None or tape.probe.batch_size == tape.batch_size):
+        tape.probe = record_probe(pipe, tape.call, [0] if tape.batch_size > 1 else [0, 0])
+    check_generators(generators, len(index))
+    parents = tape.rows(index)
+    child = Tape(select_call(tape.call, index), len(index), probe=parents.probe)
+    sampler = Sampler(kernel, noise_level, solver, compression, cache)
+    recorder = BranchRecorder(parents, step, child, sampler, window, generators, stop, noise_at)
+    return recorder.run(pipe, select_call(tape.call, index), generators), child
+
+
+def check_fork(tape: Tape, fork: int, index: Sequence[int]) -> None:
+    """Raise `ReplayError` if the samples `index` of `tape` cannot be branched at step `fork`."""
+    calls = tape.component_calls
+    if tape.reads is not None:
+        raise ReplayError("a lean tape cannot be branched: branch before making it lean")
+    if not index or set(index) - set(range(tape.batch_size)):
+        raise ReplayError(f"samples {list(index)} cannot be branched: the tape has {tape.batch_size} samples")
+    if not 0 <= fork < len(tape.steps) + any(c.step == len(tape.steps) for c in calls):
+        raise ReplayError(f"step {fork} cannot be branched at: the tape has {len(tape.steps)} steps")
+    if fork < len(tape.steps) and tape.steps[fork].rule.dt == 0:
+        raise ReplayError(f"step {fork} cannot be branched at: compression skipped it")
+
+
+class BranchRecorder(Recorder):
+    """The head of a branch: the parents' answers up to step `fork`, then a rollout. See `hooks.Head`."""
+
+    def __init__(
+        self,
+        parents: Tape,
+        fork: int,
+        tape: Tape,
+        sampler: Sampler,
+        window: Iterable[int] | None,
+        generators: Sequence[torch.Generator] | None,
+        stop: int | None,
+        noise_at: Mapping[int, float] | None,
+    ) -> None:
+        super().__init__(tape, sampler, window, generators, stop, noise_at)
+        self.parents, self.fork = parents, fork
+        calls = parents.component_calls
+        self.looped = {c.component for c in calls if c.step > 0}
+        self.denoisers = set({c.step: c.component for c in calls if c.step <= fork}.values())  # the last of each step
+
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if self.depth or self._is_live():
+            return super().on_method(name, method, *args, **kwargs)
+        position = len(self.tape.answers)
+        recorded = self.parents.answers[position] if position < len(self.parents.answers) else None
+        if recorded is None or recorded.method != name:
+            raise ReplayError(f"the branch calls {name}, which the recording did not call at this point")
+        self.tape.answers.append(recorded)
+        return detached_copy(recorded.value)
+
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if self.depth or self._is_live():
+            return super().on_component(name, forward, *args, **kwargs)
+        k, position, calls = len(self.tape.steps), len(self.tape.component_calls), self.parents.component_calls
+        recorded = calls[position] if position < len(calls) else None
+        if recorded is None or (recorded.component, recorded.step) != (name, k):
+            raise ReplayError(f"the branch calls {name} at step {k}, which the recording did not")
+        if tree_any(lambda v: torch.is_tensor(v) and v.is_meta, recorded.output):
+            # the shape serves for a ControlNet, whose only reader is the denoiser, which does not run; but not for the
+            # denoiser itself, nor for what was called once before the loop, which has to run again
+            if name in self.denoisers:
+                raise ReplayError(
+                    f"the output of {name} was too large to be kept: record with stop={self.fork}, which keeps it "
+                    "for branching"
+                )
+            if name not in self.looped:
+                return super().on_component(name, forward, *args, **kwargs)
+        self.tape.component_calls.append(replace(recorded))
+        device = self.parents.steps[0].x.device if self.parents.steps else None
+        return materialised(detached_copy(recorded.output), device)
+
+    def on_scheduler_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        k = len(self.tape.steps)
+        step = None if self._is_live() else self._parents_step(k, sample)
+        if step is None or k == self.fork:
+            return super().on_scheduler_step(scheduler, model_output, timestep, sample)
+        self._arrive(k, scheduler, timestep, sample)
+        advance(scheduler, timestep)
+        self.solver.observe(scheduler, step.rule, step.x, model_output)
+        self.tape.steps.append(step)
+        self.carried[id(scheduler)] = step.x_next
+        return step.x_next
+
+    def on_companion_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        if self._is_live():
+            return super().on_companion_step(scheduler, model_output, timestep, sample)
+        recorded = self.parents.companion(len(self.tape.companions), sample)
+        advance(scheduler, timestep)
+        self.tape.companions.append(recorded)
+        self.carried[id(scheduler)] = recorded.x_next
+        return recorded.x_next
+
+    def _parents_step(self, k: int, sample: torch.Tensor) -> TapeStep | None:
+        """The parents' step `k`, None where the tape was stopped at it; `sample` are the latents the pipeline has."""
+        if k == len(self.parents.steps):
+            return None
+        recorded, answers = self.parents.steps[k], len(self.tape.answers)
+        if sample.shape != recorded.x.shape or not torch.equal(recorded.x.to(sample.dtype), sample):
+            raise ReplayError(f"the pipeline did not reach the recorded latents at step {k}: it cannot be branched")
+        if answers != recorded.num_answers:
+            raise ReplayError(
+                f"the pipeline had {answers} outputs at step {k}, {recorded.num_answers} in the recording: it "
+                "samples noise once per sample and can only be branched in whole batches"
+            )
+        return recorded
+
+    def _is_live(self) -> bool:
+        return len(self.tape.steps) > self.fork
+
+
+# --- A trajectory as a value: the record of a task, as small as its algorithm allows, to be held, split or sent
+
+
+def lean(tape: Tape, reads: Reads) -> Tape:
+    """`tape` with the tensors that a replay of `reads` does not read replaced by their shapes (device `meta`).
+
+    A replay ends at the last trained step, lets the denoiser compute at the trained ones and answers from the tape at
+    those before. It can train all of `reads.steps`, or the first of them, with `reads.chain` any of them; anything else
+    raises `ReplayError`, and so does a branch. The result shares its tensors with `tape`.
+    """
+    final = len(tape.steps) - 1
+    last = max((k for k in reads.steps if k <= final), default=-1)  # of others a replay complains
+    looped, live = tape.looped_components(), tape.live_at(reads.steps)
+    num_answers = tape.steps[last].num_answers if last >= 0 else 0
+    if reads.chain:  # at any step all others answer from the tape, and the pipeline runs to its end to decode
+        live, num_answers = set(), len(tape.answers)
+    outputs = reads.outputs and is_guided(tape, live)
+    # the caller's latents stand for those of trained steps; but the search for guidance's roles takes the recorded ones
+    given = reads.steps if reads.forward and not outputs else frozenset()
+
+    # a gradient is handed on by the rules of steps that are not trained, and leaps pass over their latents
+    end = final if reads.chain else last
+
+    def is_left(k: int) -> bool:
+        return k < last and k + 1 not in given if reads.forward else k <= end
+
+    # the step after a trained one tells what of its latents reaches the images
+    after = frozenset() if reads.forward else {min(k + 1, final) for k in (*reads.steps, final)}
+    steps = [
+        replace(
+            step,
+            # the initial latents are recognised by their values, as is what a pipeline writes into later ones
+            x=step.x if k <= end and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
+            written=step.written
+            if k in {*given, *after} or (given and k == 1) or reads.chain
+            else shapes(step.written),
+            x_next=step.x_next if is_left(k) or (reads.clean and k == final) else shapes(step.x_next),
+            mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
+        )
+        for k, step in enumerate(tape.steps)
+    ]
+    calls = [
+        c
+        if c.component in looped and c.step <= last and (outputs or c.step not in live)
+        else replace(c, output=shapes(c.output))
+        for c in tape.component_calls
+    ]
+    answers = [a if i < num_answers else replace(a, value=shapes(a.value)) for i, a in enumerate(tape.answers)]
+    kept = final + 1 if reads.chain else last
+    companions = [c if c.step <= kept else replace(c, x=shapes(c.x), x_next=shapes(c.x_next)) for c in tape.companions]
+    return replace(tape, steps=steps, answers=answers, component_calls=calls, companions=companions, reads=reads)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The record of a task that was drawn: all that training on it needs besides the pipeline and the credit.
+
+    `tapes`: lean, one for each of the task's segments. `policy_version`: optimizer steps behind the weights that drew.
+    `owner`: rank of the worker that drew.
+    """
+
+    task: RolloutTask
+    tapes: tuple[Tape, ...]
+    policy_version: int
+    owner: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are held; the probe, which is shared by all trajectories, has shapes only."""
+        steps = ([s.x, s.x_next, s.mean, s.log_prob, s.written] for tape in self.tapes for s in tape.steps)
+        companions = ([c.x, c.x_next] for tape in self.tapes for c in tape.companions)
+        answers = (a.value for tape in self.tapes for a in tape.answers)
+        outputs = (c.output for tape in self.tapes for c in tape.component_calls)
+        return tensor_bytes([*steps, *companions, *answers, *outputs])
+
+    def rows(self, index: Sequence[int]) -> Trajectory:
+        """The part of the samples `index`, as a trajectory of its own; raises `ReplayError` for a tree."""
+        if any(segment.parent is not None for segment in self.task.segments):
+            raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
+        if len(self.task.segments) > 1:  # drawn in several calls
+            places = {leaf: (i, r) for i, s in enumerate(self.task.segments) for r, leaf in enumerate(s.leaves)}
+            found = [places[i] for i in index]
+            parts = [
+                replace(self.task.segments[i], seeds=(self.task.segments[i].seeds[r],), leaves=(n,))
+                for n, (i, r) in enumerate(found)
+            ]
+            task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=tuple(parts))
+            tapes = tuple(self.tapes[i] if self.tapes[i].batch_size == 1 else self.tapes[i].rows([r]) for i, r in found)
+            return replace(self, task=task, tapes=tapes)
+        (segment,), (tape,) = self.task.segments, self.tapes
+        segment = replace(segment, seeds=tuple(segment.seeds[i] for i in index), leaves=tuple(range(len(index))))
+        task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=(segment,))
+        return replace(self, task=task, tapes=(tape.rows(index),))

@@ -1,36 +1,231 @@
 """Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
 
-The whole denoising loop runs, so loop index, sigmas, guidance intervals and expert switching are as in the rollout.
-Methods answer from the tape; the denoiser runs only where a trained step needs it and hands out its recorded output
-elsewhere; `scheduler.step` returns the recorded next latents. The graph is cut at the denoiser's output: a step's loss
-is back-propagated through the pipeline's arithmetic (guidance) to that cut at once, and from there through the
-denoiser before it runs again. So one step's graph is alive at a time, and none reaches from one step into another.
-
-How a guided step runs the denoiser, with gradient through both halves or less, is `guidance`'s.
+Here are the call itself, the head that answers from the tape and runs the denoiser where a trained step needs it, the
+stacking of steps into one pass, and the gradient of the latents that a step began with.
 """
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.engine.batching import Tree, select_call
-from gerl.engine.guidance import CfgMode, guidance_roles
-from gerl.engine.instrument import StopPipeline, routed, unguided
-from gerl.engine.player import OnStep, Player
+from gerl.engine.batching import (
+    Arguments,
+    Tree,
+    batch_dim,
+    detached_copy,
+    entries,
+    map_rows,
+    materialised,
+    pairs,
+    same,
+    select_call,
+    take,
+    unwritten,
+)
+from gerl.engine.guidance import CfgMode, Role, check_stands_for, guidance_roles, guided, has_rows_in_list
+from gerl.engine.hooks import StopPipeline, routed, unguided
+from gerl.engine.kernels import Rule, gaussian_log_prob
+from gerl.engine.latents import started_at
 from gerl.engine.record import record_probe
-from gerl.engine.stacked import Gatherer, StackedPlayer
-from gerl.engine.start import started_at
-from gerl.engine.tape import Tape
+from gerl.engine.tape import CompanionsFromTape, ComponentCall, Tape, TapeStep, probed_call
+from gerl.engine.transitions import Timestep, advance
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, SchedulerMixin
+
+
+# --- Loss scaling for denoisers in fp16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+#
+# The loss of one image among hundreds, averaged over tens of thousands of latents, gives cotangents below the least
+# number of fp16 (6e-8). So it is multiplied by a power of two, by which the gradient of the parameters, in fp32, is
+# divided again: both are exact. The largest cotangent of the model output then is between 1/2 and 1, which leaves 16
+# powers of two for those that grow on the way back, and 24 for those that shrink.
+
+
+def loss_scale(loss: torch.Tensor, output: torch.Tensor) -> float:
+    """The power of two by which the gradient of `output` (fp32), if multiplied, has its largest value in [1/2, 1)."""
+    (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
+    largest = 0.0 if gradient is None else float(gradient.abs().max())
+    if not (math.isfinite(largest) and largest > 0):
+        return 1.0
+    return 2.0 ** min(-math.frexp(largest)[1], 126)
+
+
+@contextlib.contextmanager
+def unscaled(leaves: Sequence[torch.Tensor], scale: float) -> Iterator[None]:
+    """A block whose backward passes add gradients to `leaves` that are divided by `scale`."""
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    yield
+    for leaf, gradient in zip(leaves, before, strict=True):
+        if leaf.grad is not None:
+            leaf.grad /= scale
+        if gradient is not None:
+            leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
+
+
+# --- Denoisers of which a part runs without gradient: made differentiable for a replay, or refused.
+#
+# Mixtures of experts may have a fast inference branch under `torch.no_grad` in eval mode (HiDream's do). A replay
+# through it is exact, and its gradient misses the branch: nothing else would show it. So the first forward pass of each
+# denoiser is watched.
+
+_Found: TypeAlias = "WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]]"  # modules to switch, by denoiser
+_FOUND: _Found = WeakKeyDictionary()  # where the weights need a gradient
+_CARRYING: _Found = WeakKeyDictionary()  # where the latents do too: more modules pass one on
+
+
+class Differentiable:
+    """Runs denoisers so that gradient flows through all of their modules; a context that puts everything back.
+
+    A module that switches the gradient off in eval mode is switched, alone, to training mode: not what is inside of it,
+    so that no dropout starts. That has to bring the gradient and leave the numbers as they are.
+    """
+
+    def __init__(self) -> None:
+        self.switched: list[torch.nn.Module] = []
+        self.carries = False  # whether what the denoiser is called with needs a gradient
+
+    def __enter__(self) -> Differentiable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self.switched:
+            module.training = False
+
+    def run(self, denoiser: torch.nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """The output of `forward`, which runs `denoiser`; raises `ReplayError` where its gradient would be wrong."""
+        compute = functools.partial(forward, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return compute()
+        if denoiser in self._found:
+            self._switch(self._found[denoiser])
+            return compute()
+        if not is_compiled(denoiser):
+            return self._checked(denoiser, compute)
+        with torch.compiler.set_stance("force_eager"):  # compiled code calls no hooks
+            self._checked(denoiser, compute)
+        return compute()
+
+    def _checked(self, denoiser: torch.nn.Module, forward: Callable[[], object]) -> object:
+        output, blocked = watch_gradients(denoiser, forward)
+        if blocked:
+            self._switch([b.module for b in blocked])
+            again, still = watch_gradients(denoiser, forward)
+            if still or not is_close(again, output):
+                where = (still or blocked)[0]
+                raise ReplayError(
+                    f"{where.name} ({type(where.module).__name__}) runs {where.part} without gradient, "
+                    f"{'even in training mode' if still else 'and differs numerically in training mode'}: the "
+                    "gradient would be wrong, so this model cannot be trained"
+                )
+            output = again
+        self._found[denoiser] = [b.module for b in blocked]
+        return output
+
+    @property
+    def _found(self) -> _Found:
+        return _CARRYING if self.carries else _FOUND
+
+    def _switch(self, modules: list[torch.nn.Module]) -> None:
+        for module in modules:
+            if not module.training:
+                module.training = True
+                self.switched.append(module)
+
+
+@dataclass
+class NoGradPart:
+    """A module that is run with gradient, but runs one of its parts without."""
+
+    module: torch.nn.Module
+    name: str
+    part: str
+
+
+def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) -> tuple[object, list[NoGradPart]]:
+    """The output of `forward`, and the modules of `denoiser` that switched the gradient off for a part that needs it.
+
+    A part with weights needs it where these are trained, or where what goes into the module has a gradient.
+    """
+    names = {module: name for name, module in denoiser.named_modules()}
+    entered: list[tuple[torch.nn.Module, bool, bool]] = [(denoiser, torch.is_grad_enabled(), False)]
+    found: dict[torch.nn.Module, NoGradPart] = {}
+
+    def enter(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        outer, with_grad, has_gradient = entered[-1]
+        on = torch.is_grad_enabled()
+        if with_grad and not on and outer not in found and needs_gradient(module, has_gradient):
+            found[outer] = NoGradPart(outer, names[outer] or "the denoiser", names[module])
+        leaves = tree_leaves((args, kwargs)) if on else []
+        entered.append((module, on, any(torch.is_tensor(v) and v.requires_grad for v in leaves)))
+
+    def leave(*_: object) -> None:
+        entered.pop()
+
+    with hooked([m for m in names if m is not denoiser], enter, leave):
+        return forward(), list(found.values())
+
+
+def needs_gradient(part: torch.nn.Module, has_gradient: bool) -> bool:
+    """Whether a gradient is missed if `part` runs without; `has_gradient`: what surrounds it has one to pass on."""
+    return any(p.requires_grad or has_gradient for p in part.parameters())
+
+
+@contextlib.contextmanager
+def hooked(modules: list[torch.nn.Module], enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Call `enter` before and `leave` after each forward pass of `modules`."""
+    handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules]
+    handles += [m.register_forward_hook(leave) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_compiled(denoiser: torch.nn.Module) -> bool:
+    """Whether `denoiser` or a part of it goes through torch.compile."""
+    wrapped = "_orig_mod" in dict(denoiser.named_children())  # by torch.compile(denoiser)
+    return wrapped or any(m._compiled_call_impl is not None for m in denoiser.modules())
+
+
+def is_close(a: Tree, b: Tree) -> bool:
+    """Whether two outputs are equal but for rounding, in the norm of each tensor."""
+    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
+    tensors = [(x.detach(), y.detach()) for x, y in pairs if torch.is_tensor(x) and x.is_floating_point()]
+    return all(
+        bool((x - y).float().norm() <= max(1e-4, 8 * torch.finfo(x.dtype).eps) * y.float().norm()) for x, y in tensors
+    )
+
+
+# --- Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
+#
+# Here are the call itself, the head that answers from the tape and runs the denoiser where a trained step needs it, the
+# stacking of steps into one pass, and the gradient of the latents that a step began with.
+
+# --- Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
+#
+# The whole denoising loop runs, so loop index, sigmas, guidance intervals and expert switching are as in the rollout.
+# Methods answer from the tape; the denoiser runs only where a trained step needs it and hands out its recorded output
+# elsewhere; `scheduler.step` returns the recorded next latents. The graph is cut at the denoiser's output: a step's
+# loss is back-propagated through the pipeline's arithmetic (guidance) to that cut at once, and from there through the
+# denoiser before it runs again. So one step's graph is alive at a time, and none reaches from one step into another.
+#
+# How a guided step runs the denoiser, with gradient through both halves or less, is `guidance`'s.
 
 
 def replay(
@@ -58,7 +253,7 @@ def replay(
     too, so that the model output is `c`: training without guidance what was sampled with it (CFG distillation).
 
     `step_batch`: so many trained steps in one forward and backward pass of the denoiser, whose memory grows with them;
-    the same but for rounding. See `stacked`.
+    the same but for rounding. See `StackedPlayer`.
 
     Raises `ReplayError` where the pipeline does not do what it did in the rollout, or guides in a way that `cfg` other
     than joint cannot take apart.
@@ -103,3 +298,590 @@ def _probe_of(pipe: DiffusionPipeline, tape: Tape) -> Tape:
             f"{type(pipe).__name__} takes one prompt per call, which does not reveal its batch dimensions: use "
             f"step_batch=1 ({error})"
         ) from error
+
+
+# --- The head of a replay: answers from a tape, runs the denoiser where a trained step needs it, and goes back through
+# it.
+#
+# Every answer is compared with the recording (name, step, latents): a pipeline that does something else, because of a
+# cache, a random draw or a changed argument, would give a ratio and a gradient that look sane and are wrong.
+
+
+@dataclass
+class ReplayedStep:
+    """A trained step of a replay; `B` is the number of replayed samples. `x`, `x_next` and recorded values are data."""
+
+    rule: Rule
+    x: torch.Tensor  # [B, ...] fp32
+    x_next: torch.Tensor | None  # [B, ...] fp32; None where `latents` replaced the recorded x
+    recorded_log_prob: torch.Tensor | None  # [B] fp32; None there and where the step was deterministic
+    tape_mean: torch.Tensor | None  # [B, ...] fp32; None as recorded_log_prob, on the device meta where not kept
+    model_output: torch.Tensor  # [B, ...] fp32, with graph
+    written: torch.Tensor | None = None  # [B, ...] bool, where the pipeline wrote its condition over `latents` given
+    overwritten: torch.Tensor | None = None  # [B, ...] bool, what of `x_next` it writes over: see `Tape.overwritten`
+
+    def part(self, values: torch.Tensor) -> torch.Tensor:
+        """The part of `values` `[B, ...]` of latents that reach the images: `[B, N]`, or `values` where all do."""
+        return unwritten(values, self.overwritten)
+
+    def reached(self) -> ReplayedStep:
+        """The step of the latents that reach the images, all tensors as `[B, N]`; itself where all do."""
+        if self.overwritten is None:
+            return self
+        x_next = None if self.x_next is None else self.part(self.x_next)
+        kept = self.tape_mean is None or self.tape_mean.is_meta
+        mean = self.tape_mean if kept or self.tape_mean is None else self.part(self.tape_mean)
+        x, output = self.part(self.x), self.part(self.model_output)
+        return replace(self, x=x, x_next=x_next, tape_mean=mean, model_output=output, overwritten=None)
+
+    @property
+    def recorded_mean(self) -> torch.Tensor | None:
+        """Mean under the rollout's weights, `[B, ...]` fp32; `ReplayError` where a lean tape was kept without."""
+        if self.tape_mean is not None and self.tape_mean.is_meta:
+            raise ReplayError("the recorded mean was not kept: an algorithm that reads it must declare reads_means")
+        return self.tape_mean
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the transition, 0.0 at a deterministic step."""
+        return self.rule.std
+
+    @property
+    def sigma(self) -> float:
+        """Noise level of `x`, in [0, 1]."""
+        return self.rule.sigma
+
+    @property
+    def sigma_next(self) -> float:
+        """Noise level of `x_next`, in [0, 1]."""
+        return self.rule.sigma_next
+
+    @cached_property
+    def mean(self) -> torch.Tensor:
+        """Mean of the transition, `[B, ...]` fp32, with graph."""
+        return self.rule.mean(self.x, self.model_output)
+
+    @cached_property
+    def log_prob(self) -> torch.Tensor:
+        """Log-probability of the recorded `x_next` over the latents that reach the images, `[B]` fp32, with graph."""
+        if self.x_next is None or self.std == 0:
+            raise ReplayError("only stochastic steps with their recorded latents have a log-probability")
+        return gaussian_log_prob(self.x_next, self.mean, self.std, self.overwritten)
+
+
+Cut = list[tuple[torch.Tensor, torch.Tensor]]  # an output of the denoiser, and the leaf that stands for it
+OnStep = Callable[[int, ReplayedStep], torch.Tensor | None]
+OfRows = Callable[[int], Callable[..., object]]  # rows of latents -> what is called for so many
+
+
+class Player(CompanionsFromTape):
+    """The head of a replay: see `hooks.Head`."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        on_step: OnStep,
+        steps: Iterable[int] | None,
+        latents: Mapping[int, torch.Tensor],
+        grad: bool,
+        cfg: CfgMode,
+    ) -> None:
+        self.tape, self.on_step, self.latents, self.grad = tape, on_step, latents, grad
+        self.cfg = cfg
+        self.roles: dict[tuple[int, int], Role] = {}  # of the live calls by position, where cfg is not joint
+        self.components: Mapping[str, torch.nn.Module] = {}  # of the pipeline, by name
+        self.differentiable = Differentiable()
+        self.conditional: Tree = None  # the latest output of a separate conditional call
+        self.trained = set(tape.stochastic_steps if steps is None else steps)
+        if not self.trained or self.trained - set(range(len(tape.steps))):
+            raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
+        check_kept(tape, self.trained, latents, cfg)
+        for k, given in latents.items():
+            if given.shape != tape.steps[k].x.shape:
+                raise ReplayError(
+                    f"latents of step {k} have shape {list(given.shape)}, the replayed ones "
+                    f"{list(tape.steps[k].x.shape)}: expected one row per replayed sample"
+                )
+        self.start: dict[int, Tree] = {}  # answers that start at the caller's latents, by position
+        self.step = 0
+        self.answered = 0
+        self.looped = tape.looped_components()
+        loop = [c for c in tape.component_calls if c.component in self.looped]
+        if not loop:
+            raise ReplayError(
+                "the pipeline called none of its components in the denoising loop: there is nothing to train"
+            )
+        self.live_at = tape.live_at(self.trained)
+        self.calls = iter(loop)
+        self.position = (-1, 0)  # (scheduler step, component calls within it)
+        probe = tape.probe.component_calls if tape.probe else []
+        self.probed = [c for c in probe if c.component in self.looped]
+        self.parted = False  # whether a step was seen at which no two samples are at the same latents
+        self.cuts: list[tuple[int, Cut]] = []
+        self.scales: dict[int, float] = {}  # of the losses that went back to the leaves of a step; absent: 1
+        self.carries_from: int | None = None  # the step whose latents get a gradient, see `adjoint`
+        self.leaf: torch.Tensor | None = None  # these latents, as the step before it hands them out
+        self.direct: torch.Tensor | None = None  # the part of their gradient that does not go through the denoiser
+
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+        del method, args, kwargs
+        if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
+            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
+        value = self.start.get(self.answered, self.tape.answers[self.answered].value)
+        self.answered += 1
+        return detached_copy(value)
+
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if name not in self.looped:
+            return forward(*args, **kwargs)
+        recorded = next(self.calls, None)
+        if recorded is None or (recorded.component, recorded.step) != (name, self.step):
+            raise ReplayError(f"the replay calls {name} at step {self.step}, which the rollout did not")
+        nth = self.position[1] + 1 if self.position[0] == self.step else 0
+        self.position = (self.step, nth)
+        if self.step not in self.live_at:
+            return self._recorded(recorded)
+        return self._run(name, forward, recorded, args, kwargs)
+
+    def _recorded(self, call: ComponentCall) -> object:
+        return materialised(detached_copy(call.output), self.tape.steps[0].x.device)
+
+    def _run(
+        self,
+        name: str,
+        forward: Callable[..., object],
+        recorded: ComponentCall,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        """The output of component `name` at a step that is trained."""
+        # not before: a second scheduler stream may have used the same output, and one pass serves both; and not later:
+        # the graph of this step has to be gone before the next one is built
+        if self.cuts and self.cuts[0][0] != self.step:
+            self._backward_through_denoiser()
+        forward = functools.partial(self.differentiable.run, self.components[name], forward)
+        role = self.roles.get(self.position)
+        if role == "unconditional" and self.cfg == "off":
+            check_stands_for(self.conditional, recorded.output, self.step)
+            return self.conditional  # the same cut: the gradients of both meet in it
+        output = self._cut(self._once_per_kind(self._guided(forward, role, recorded), recorded)(*args, **kwargs))
+        if role == "conditional":
+            self.conditional = output
+        return output
+
+    def _guided(self, forward: Callable[..., object], role: Role | None, recorded: ComponentCall) -> OfRows:
+        """`forward` as a function of how many rows of latents it is called for."""
+        if role is None:
+            return lambda rows: forward
+        nth = self.position[1]
+        alike = [c for c in (self.probed[nth : nth + 1] + [recorded]) if c.component == recorded.component]
+        in_list = has_rows_in_list(recorded.output)
+        return lambda rows: guided(forward, role, self.cfg, rows, in_list, alike)
+
+    def _once_per_kind(self, of_rows: OfRows, recorded: ComponentCall) -> Callable[..., object]:
+        """The denoiser, run once for samples that are at the same latents."""
+        x, n, probe = self.tape.steps[self.step].x, self.tape.batch_size, self.tape.probe
+        # merged, samples would get a gradient of their latents together
+        self.parted = self.parted or self.leaf is not None
+        if self.parted or self.step in self.latents or probe is None or probe.batch_size == n or not self.probed:
+            return of_rows(len(x))
+        kinds = first_of_kind(x)
+        self.parted = len(set(kinds)) == len(kinds)  # trajectories that have parted do not meet again
+        if self.parted or len(kinds) != n:
+            return of_rows(len(x))
+        shown = probed_call(self.probed, recorded, self.position[1], n, probe.batch_size)
+        return once_per_kind(of_rows, kinds, recorded, shown, probe.batch_size)
+
+    def _cut(self, value: object) -> object:
+        """`value`, an output of the denoiser at this step, in leaves that the losses go back to."""
+        # the pipeline goes on from leaves: the graph of a loss is then the pipeline's own arithmetic, which is small,
+        # and through latents that carry over (momentum of guidance, say) it cannot reach an earlier step's denoiser
+        cut: Cut = []
+
+        def leaf(value: object) -> object:
+            if not (torch.is_tensor(value) and value.requires_grad):
+                return value
+            cut.append((value, value.detach().requires_grad_()))
+            return cut[-1][1]
+
+        found = tree_map(leaf, value)
+        self.cuts.append((self.step, cut))
+        return found
+
+    def on_scheduler_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        k, recorded = self.step, self.tape.steps[self.step]
+        x, written = self._arrived(k, recorded, sample)
+        if self.answered != recorded.num_answers:
+            raise ReplayError(
+                f"the pipeline had {self.answered} outputs at step {k}, {recorded.num_answers} in the rollout: it "
+                "samples noise once per sample and can only be replayed in whole batches"
+            )
+        advance(scheduler, timestep)
+        if k in self.trained:
+            self._train(k, x, model_output, written)
+        self.step += 1
+        if self.step > max(self.trained):
+            self._backward_through_denoiser()
+            raise StopPipeline
+        if k + 1 == self.carries_from:
+            self.leaf = recorded.x_next.detach().clone().requires_grad_()
+            return self.leaf
+        return self.latents[k + 1].float() if k + 1 in self.latents else recorded.x_next
+
+    def _arrived(self, k: int, recorded: TapeStep, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The fp32 latents of step `k`, and where the pipeline wrote its condition over the caller's (None: nowhere).
+
+        Such values have to be those of the recording.
+        """
+        given = self.latents.get(k)
+        x = recorded.x if given is None else given.float()
+        if sample.shape == x.shape and torch.equal(x.to(sample.dtype), sample):
+            if k == self.carries_from and self.leaf is not None:
+                moved = sample.float()
+                x = x + (moved - moved.detach())  # the exact values, with the graph of what the pipeline did to them
+            return x, None if given is None else recorded.written
+        if given is not None and (sample.shape != x.shape or recorded.x.is_meta):
+            raise ReplayError(
+                f"the pipeline did not reach the latents given for step {k} (it steps several latents in turn, or "
+                "edits them): algorithms that noise images again cannot train it, policy gradients can"
+            )
+        if given is None:
+            raise ReplayError(f"the pipeline did not reach the recorded latents at step {k}: it cannot be replayed")
+        written = sample != x.to(sample.dtype)
+        if recorded.written is not None:
+            written = written | recorded.written
+        if not torch.equal(torch.where(written, recorded.x.to(sample.dtype), x.to(sample.dtype)), sample):
+            raise ReplayError(
+                f"the pipeline did not reach the latents given for step {k}: it mixes its condition with them, and "
+                "cannot be trained on noised images"
+            )
+        return torch.where(written, recorded.x, x), written
+
+    def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
+        if self.grad and not model_output.requires_grad:
+            raise ReplayError(f"no gradient reaches the model output at step {k}: no part of the denoiser is trained")
+        recorded = self.tape.steps[k]
+        given = k in self.latents
+        x_next, log_prob, mean = (
+            None if given else value for value in (recorded.x_next, recorded.log_prob, recorded.mean)
+        )
+        output = model_output.float()
+        overwritten = None if given else self.tape.overwritten(k)
+        loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, output, written, overwritten))
+        if loss is not None:
+            latest = self.cuts[-1][0]  # those of earlier steps are there where several run in one forward pass
+            leaves = [leaf for step, cut in self.cuts if step == latest for _, leaf in cut]
+            if any(leaf.dtype == torch.float16 for leaf in leaves):  # one scale for all that goes back to these leaves
+                loss = loss * self.scales.setdefault(latest, loss_scale(loss, output))
+            # retain_graph: a second scheduler stream may share this denoiser call
+            leaves += [] if self.leaf is None else [self.leaf]
+            torch.autograd.backward(loss, inputs=leaves, retain_graph=True)
+            if self.leaf is not None:
+                self.direct, self.leaf.grad = self.leaf.grad, None
+                if self.direct is not None and latest in self.scales:
+                    self.direct /= self.scales[latest]
+
+    def _backward_through_denoiser(self) -> None:
+        """Second half of the backward pass: from the cut to the parameters."""
+        for step, cut in reversed(self.cuts):
+            self._backward(cut, self.scales.get(step, 1.0))
+        self.cuts, self.scales = [], {}
+
+    def _backward(self, cut: Cut, scale: float) -> None:
+        """From the leaves in `cut`, whose gradients are `scale` times as large, to the parameters."""
+        reached = [(value, leaf.grad) for value, leaf in cut if leaf.grad is not None]
+        if not reached:
+            return
+        looped = (p for name in self.looped for p in self.components[name].parameters() if p.requires_grad)
+        with unscaled([*looped, *([] if self.leaf is None else [self.leaf])] if scale != 1 else [], scale):
+            torch.autograd.backward([v for v, _ in reached], [g for _, g in reached])
+
+
+def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor], cfg: CfgMode) -> None:
+    """Raise `ReplayError` if a lean tape lacks what this replay reads."""
+    reads = tape.reads
+    if reads is None:
+        return
+    known = trained <= reads.steps if reads.chain else trained == {k for k in reads.steps if k <= max(trained)}
+    if not known:
+        raise ReplayError(
+            f"steps {sorted(trained)} cannot be replayed: the lean tape was kept for steps {sorted(reads.steps)}"
+        )
+    if cfg != "joint" and not reads.outputs:
+        raise ReplayError(f"cfg {cfg} reads recorded outputs of the denoiser, which the lean tape does not have")
+    if reads.forward and trained - latents.keys():
+        raise ReplayError("the lean tape does not have the latents of its trained steps: pass them as latents")
+
+
+# --- Rows of a denoiser call that are the same are computed once.
+#
+# Where trajectories part, they are at the same latents: the children of a branch, or the images of a group that start
+# from one noise at their first noisy step. If all that the denoiser is called with is the same for them, so is what it
+# says: one row of each kind runs and stands for the others, and in the backward pass their gradients meet in it.
+
+KEY = 16  # values of a row by which rows are told apart before they are compared
+
+
+def first_of_kind(x: torch.Tensor) -> list[int]:
+    """For each row of `x` `[B, ...]` the first one that equals it."""
+    flat = x.flatten(1)
+    keys = flat[:, :: max(1, flat.shape[1] // KEY)].tolist()
+    first: dict[tuple[float, ...], int] = {}
+    found = [first.setdefault(tuple(key), i) for i, key in enumerate(keys)]
+    return [j if j == i or torch.equal(flat[i], flat[j]) else i for i, j in enumerate(found)]
+
+
+def once_per_kind(
+    of_rows: Callable[[int], Callable[..., object]],
+    kinds: Sequence[int],
+    recorded: ComponentCall,
+    like: ComponentCall,
+    probed: int,
+) -> Callable[..., object]:
+    """A denoiser, run for the first row of each of the `kinds` `[B]`; the result has all rows.
+
+    `of_rows(B)` is what runs it for B rows of latents. `recorded`: the same call of the rollout; `like`: that for
+    `probed` samples, which shows where rows are. Where rows of a kind differ in anything, it is run as it is.
+    """
+    n, firsts = len(kinds), sorted(set(kinds))
+    positions = [firsts.index(k) for k in kinds]
+
+    def spread(value: torch.Tensor, dim: int, _: torch.Tensor) -> torch.Tensor:
+        where = torch.as_tensor(positions, device=value.device)
+        return value.unflatten(dim, (-1, len(firsts))).index_select(dim + 1, where).flatten(dim, dim + 1)
+
+    def spread_list(value: list[object], _: list[object]) -> list[object]:
+        return [value[start + i] for start in range(0, len(value), len(firsts)) for i in positions]
+
+    def run(*args: object, **kwargs: object) -> object:
+        given = (args, kwargs)
+        with_graph = any(torch.is_tensor(v) and v.requires_grad for v in tree_leaves(given))
+        if with_graph or not same(take(given, like.inputs, kinds, n, probed), given):
+            return of_rows(n)(*args, **kwargs)
+        few_args, few_kwargs = take(given, like.inputs, firsts, n, probed)
+        output = of_rows(len(firsts))(*few_args, **few_kwargs)
+        return map_rows(output, recorded.output, like.output, n, probed, spread, spread_list)
+
+    return run
+
+
+# --- Several trained steps in one forward and backward pass of the denoiser.
+#
+# All latents are on the tape, so what the denoiser is called with at a trained step is known before it runs. A first
+# pass of the pipeline gathers these arguments, with recorded outputs in place of the denoiser's (`Gatherer`). The calls
+# of several steps, put together along their batch dimensions, are one call, whose output a second pass hands out step
+# by step (`StackedPlayer`): the losses go back to it, and from there through the denoiser once.
+#
+# The arguments of the second pass are compared with the gathered ones, so a pipeline whose calls depend on what the
+# denoiser said at other steps is refused. Components without trained weights (ControlNets) run step by step.
+
+Position = tuple[int, int]  # step, and which of its calls
+Call = tuple[str, Arguments]  # of a component
+
+
+class Gatherer(Player):
+    """A replay that notes the calls of the denoiser at its trained steps, and makes none."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gathered: dict[Position, Call] = {}
+
+    def _run(
+        self,
+        name: str,
+        forward: Callable[..., object],
+        recorded: ComponentCall,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        if not is_trained(self.components[name]):
+            return forward(*args, **kwargs)
+        self.gathered[self.position] = (name, detached_copy((args, kwargs)))
+        return self._recorded(recorded)
+
+    def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
+        del k, x, model_output, written
+
+
+class StackedPlayer(Player):
+    """A replay of calls that were gathered."""
+
+    def plan(self, calls: Mapping[Position, Call], size: int) -> None:
+        """Make the calls of `size` steps at a time one."""
+        steps = sorted({k for k, _ in calls})
+        self.gathered, self.stack = calls, {k: i // size for i, k in enumerate(steps)}
+        self.running = -1
+        self.outputs: dict[Position, object] = {}  # of the stack that runs
+
+    def _run(
+        self,
+        name: str,
+        forward: Callable[..., object],
+        recorded: ComponentCall,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        if not is_trained(self.components[name]):
+            return forward(*args, **kwargs)
+        if self.roles:
+            raise ReplayError(
+                f"step_batch needs a gradient through both halves of the guidance: cfg=joint, not cfg={self.cfg}"
+            )
+        if self.stack[self.step] != self.running:
+            self._backward_through_denoiser()
+            self.running = self.stack[self.step]
+        if self.position not in self.outputs:
+            self._run_stack(name, forward, recorded)
+        _, gathered = self.gathered[self.position]
+        if not same((args, kwargs), gathered):
+            raise ReplayError(
+                f"the arguments of {name} at step {self.step} depend on its output at an earlier step: use step_batch=1"
+            )
+        return self._cut(self.outputs.pop(self.position))
+
+    def _run_stack(self, name: str, forward: Callable[..., object], recorded: ComponentCall) -> None:
+        """The outputs of this call and those like it at the other steps of the stack."""
+        nth, n = self.position[1], self.tape.batch_size
+        if self.tape.probe is None or self.tape.probe.batch_size == n or not self.probed:
+            raise ReplayError(
+                "replaying several steps at once needs a tape with a probe of another number of samples, which "
+                "reveals the batch dimensions"
+            )
+        probed = self.tape.probe.batch_size
+        probe = probed_call(self.probed, recorded, nth, n, probed)
+        places = [p for p, (c, _) in self.gathered.items() if (c, p[1], self.stack[p[0]]) == (name, nth, self.running)]
+        calls = [self.gathered[p][1] for p in places]
+        rows = _rows(calls[0], probe.inputs, n, probed)
+        args, kwargs = _joined(calls, probe.inputs, n, probed, rows)
+        output = self.differentiable.run(self.components[name], forward, *args, **kwargs)
+        shapes = (recorded.output, probe.output, n, probed)
+        for i, place in enumerate(places):
+            self.outputs[place] = map_rows(output, *shapes, partial(_narrowed, i), partial(_sliced, i))
+
+    def _backward_through_denoiser(self) -> None:
+        scale = min(self.scales.values(), default=1.0)  # one pass has one scale
+        for step, cut in self.cuts:
+            for _, leaf in cut:
+                if leaf.grad is not None and step in self.scales:
+                    leaf.grad *= scale / self.scales[step]
+        self._backward([pair for _, cut in self.cuts for pair in cut], scale)
+        self.cuts, self.scales = [], {}
+
+
+def is_trained(component: torch.nn.Module) -> bool:
+    """Whether anything in `component` has a gradient."""
+    return any(p.requires_grad for p in component.parameters())
+
+
+def _rows(value: Any, like: Any, n: int, probed: int) -> int:
+    """Rows of the first value in `value` that has a batch dimension; 0 where none has."""
+    if isinstance(value, torch.Tensor):
+        dim = batch_dim(value, like, n, probed)
+        return 0 if dim is None else value.shape[dim]
+    if isinstance(value, list | tuple | dict):
+        if isinstance(value, list) and entries(value, like, n, probed):
+            return len(value)
+        found = (_rows(part, other, n, probed) for part, other in pairs(value, like))
+        return next((rows for rows in found if rows), 0)
+    return 0
+
+
+def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) -> Any:
+    """The argument of one call that stands for those of several, which have `rows` rows each."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        dim = batch_dim(first, like, n, probed)
+        if dim is not None:
+            return torch.cat(list(values), dim)
+        if all(torch.equal(first, value) for value in values[1:]):
+            return first
+        if first.numel() == 1:  # a timestep for the whole batch
+            return torch.cat([value.reshape(1).expand(rows) for value in values])
+    elif isinstance(first, list) and entries(first, like, n, probed):
+        return [entry for value in values for entry in value]
+    elif isinstance(first, list | tuple | dict):
+        others = [other for _, other in pairs(first, like)]
+        columns = zip(*(v.values() if isinstance(v, dict) else v for v in values), strict=True)
+        parts = [_joined(column, other, n, probed, rows) for column, other in zip(columns, others, strict=True)]
+        return type(first)(zip(first, parts, strict=True)) if isinstance(first, dict) else type(first)(parts)
+    elif isinstance(first, float | int) and not isinstance(first, bool) and any(value != first for value in values):
+        return torch.cat([torch.full((rows,), value) for value in values])
+    else:
+        return first
+    raise ReplayError(
+        f"the denoiser is called with a tensor {list(first.shape)} that varies between steps and has no batch "
+        "dimension: use step_batch=1"
+    )
+
+
+def _narrowed(i: int, value: torch.Tensor, dim: int, of_one: torch.Tensor) -> torch.Tensor:
+    """Of the output of a stack that of its call `i`, which is like `of_one`."""
+    return value.narrow(dim, i * of_one.shape[dim], of_one.shape[dim])
+
+
+def _sliced(i: int, value: list[object], of_one: list[object]) -> list[object]:
+    return value[i * len(of_one) : (i + 1) * len(of_one)]
+
+
+# --- The gradient of one step: of the parameters, and of the latents that the step began with.
+#
+# The tape has the latents of every step, so a gradient goes back through a whole trajectory step by step: each one is
+# replayed with its latents as a leaf, is given the gradient of what it leads to, and gives that of its latents to the
+# step before. One denoiser graph is alive at a time, and memory does not grow with the number of steps.
+
+
+@dataclass(frozen=True)
+class LatentsGradient:
+    """The gradient of the latents before a step, `[B, ...]` fp32, as the two parts it is the sum of."""
+
+    direct: torch.Tensor  # by the rule of the step, and what the pipeline does to the latents in between
+    through: torch.Tensor  # by the denoiser, which is called with them
+
+
+def pull_back(
+    pipe: DiffusionPipeline,
+    tape: Tape,
+    k: int,
+    leads_to: Callable[[ReplayedStep], torch.Tensor],
+    gradient: torch.Tensor,
+    index: Sequence[int] | None = None,
+    latents: torch.Tensor | None = None,
+    cfg: CfgMode = "joint",
+    carry: bool = False,
+) -> LatentsGradient | None:
+    """Replay step `k`, add to the parameters' gradient that of `sum(leads_to(step) * gradient)`.
+
+    `leads_to`: latents that follow from the step, such as `step.mean`; `gradient`: that of these, `[B, ...]`. With
+    `carry` the gradient of the latents before the step is returned (None at the first one, whose latents are noise):
+    these come out of the step before, so what a pipeline does to them in between is part of it. `latents`: others in
+    place of the recorded ones of step `k`, which have no gradient. `index` and `cfg`: as for `replay`. A second
+    modality (sound) is data: its gradient does not go back.
+
+    Raises `ReplayError` as `replay` does, and with `carry` where a step has no call of the denoiser to itself.
+    """
+    part = tape if index is None else tape.rows(index)
+    given: Mapping[int, torch.Tensor] = {} if latents is None else {k: latents}
+    start = started_at(pipe, part, given[0]) if 0 in given else {}
+
+    def on_step(_: int, step: ReplayedStep) -> torch.Tensor:
+        return (leads_to(step) * gradient).sum()
+
+    player = Player(part, on_step, [k], given, True, cfg)
+    if cfg != "joint":
+        player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
+    if carry and k > 0:
+        if player.live_at != {k}:
+            raise ReplayError(
+                f"the denoiser call of step {k} is reused by the previous step, whose latents have a gradient of "
+                "their own: rewards can only be differentiated through the last step of this pipeline"
+            )
+        player.carries_from, player.differentiable.carries = k, True
+    with player.differentiable:
+        play(pipe, player, start)
+    if player.leaf is None:
+        return None
+    direct, through = player.direct, player.leaf.grad
+    zero = torch.zeros_like(player.leaf)
+    return LatentsGradient(zero if direct is None else direct, zero if through is None else through)

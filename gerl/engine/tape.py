@@ -1,15 +1,25 @@
-"""The record of a rollout: everything a replay needs to run the same denoising loop again."""
+"""The record of a rollout: everything a replay needs to run the same denoising loop, with companion modalities."""
+
+from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.engine.batching import Tree, batch_dim, rows, select_call, shapes, take
 from gerl.engine.kernels import Rule
+from gerl.engine.transitions import Timestep, advance
 from gerl.errors import ReplayError
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
+
+
+# --- The record of a rollout: everything a replay needs to run the same denoising loop again
 
 
 @dataclass
@@ -88,7 +98,7 @@ def probed_call(
 
 @dataclass(frozen=True)
 class Reads:
-    """The parts of a tape that its algorithm reads: the rest of a lean tape has shapes only, see `trajectory.lean`."""
+    """The parts of a tape that its algorithm reads: the rest of a lean tape has shapes only, see `record.lean`."""
 
     steps: frozenset[int]  # trained, all of them in one replay or the first of them
     means: bool = True  # recorded means of the trained steps
@@ -118,7 +128,7 @@ class Tape:
     answers: list[Answer] = field(default_factory=list)
     component_calls: list[ComponentCall] = field(default_factory=list)
     companions: list[CompanionStep] = field(default_factory=list)
-    probe: "Tape | None" = None
+    probe: Tape | None = None
     reads: Reads | None = None
 
     @property
@@ -168,7 +178,7 @@ class Tape:
             )
         return recorded
 
-    def rows(self, index: Sequence[int]) -> "Tape":
+    def rows(self, index: Sequence[int]) -> Tape:
         """The tape of the samples `index`, repeats allowed: it can be replayed, branched and pickled by itself.
 
         Latents that steps share stay shared. Raises `ReplayError` where there is no probe to show the batch dimensions.
@@ -183,7 +193,7 @@ class Tape:
         alike = self.probe if len(index) > 1 else self.start()._rows([*index, *index], None)
         return self._rows(index, alike)
 
-    def start(self) -> "Tape":
+    def start(self) -> Tape:
         """The shapes of what was recorded before the first step: the probe for other numbers of samples."""
         answers = self.answers[: self.steps[0].num_answers] if self.steps else self.answers
         calls = [c for c in self.component_calls if c.step == 0]
@@ -195,7 +205,7 @@ class Tape:
             probe=self.probe,
         )
 
-    def _rows(self, index: Sequence[int], probe: "Tape | None") -> "Tape":
+    def _rows(self, index: Sequence[int], probe: Tape | None) -> Tape:
         assert self.probe is not None
         n, probed, alike = self.batch_size, self.probe.batch_size, self.probe
         picked: dict[int, torch.Tensor] = {}  # by id: the latents after a step are those before the next
@@ -237,3 +247,23 @@ class Tape:
             companions=[replace(c, x=pick(c.x), x_next=pick(c.x_next)) for c in self.companions],
             probe=probe,
         )
+
+
+# --- The modality that goes along with the trained one (the sound of a video), answered from a tape
+
+
+class CompanionsFromTape:
+    """The part of a head that hands out the recorded steps of the companion, in order: see `hooks.Head`."""
+
+    tape: Tape
+    accompanied = 0  # steps handed out so far
+
+    def on_companion_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        """The latents after the step, fp32; raises `ReplayError` where `sample` are not those recorded before it."""
+        del model_output
+        recorded = self.tape.companion(self.accompanied, sample)
+        self.accompanied += 1
+        advance(scheduler, timestep)
+        return recorded.x_next

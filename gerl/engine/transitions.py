@@ -1,33 +1,25 @@
-"""From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not."""
+"""From a diffusers scheduler to the transition of its next step: its rule, and the solver of deterministic steps.
+
+Families of schedulers are known here, models are not.
+"""
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from gerl.engine.families import (
-    advance,
-    counts_steps,
-    edm_scalings,
-    is_consistency,
-    is_edm,
-    is_flow_map,
-    is_flow_matching,
-    is_lcm,
-    is_tcd,
-    is_trigflow,
-    noises_anew,
-    output_is_clean,
-    step_index,
-)
+from gerl.config.choices import SolverName
 from gerl.engine.feature_cache import NO_CACHE, FeatureCache
-from gerl.engine.instrument import Timestep
 from gerl.engine.kernels import DDIMRule, DenoisedRule, EDMRule, FlowMapRule, FlowRule, Rule, coefficients
-from gerl.engine.solver import ONE_STEP, SOLVERS, Span
 from gerl.errors import ModelError
+
+Timestep = torch.Tensor | float
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -39,6 +31,75 @@ if TYPE_CHECKING:
         SCMScheduler,
         TCDScheduler,
     )
+
+
+# --- The deterministic steps of a rollout: to which order each is taken (solver), and how far it goes (compression)
+
+SOLVERS: tuple[str, ...] = get_args(SolverName)
+
+Span = tuple[int, int]  # of step k: from the sigma of step k + start to that of step k + end
+ONE_STEP: Span = (0, 1)
+
+
+def compressed_spans(first: int, total: int, compression: float) -> dict[int, Span]:
+    """How far the steps `first` to `total - 1` go if only `ceil(compression * m)` of these m are taken.
+
+    The steps that are taken are spread evenly, begin with `first`, and each goes as far as the next one begins, the
+    last to the end. The others have length 0, at the sigma that the one before them reached (MixGRPO-Flash, arXiv
+    2507.21802).
+    """
+    m = total - first
+    taken = max(math.ceil(compression * m - 1e-9), 1)  # 0.55 * 100 is 55.00000000000001
+    starts = [first + round(j * m / taken) for j in range(taken + 1)]
+    return {
+        k: (0 if k == here else following - k, following - k)
+        for here, following in pairwise(starts)
+        for k in range(here, following)
+    }
+
+
+class OdeSolver:
+    """Takes deterministic steps; remembers the last one of each scheduler.
+
+    `euler` is the scheduler's own step (`rule.mean`). `dpm2` is DPM-Solver++(2M), arXiv 2211.01095, algorithm 2, for
+    flow matching: with `lambda = log((1 - s) / s)`, `h = lambda' - lambda` and the clean latents `x0h` predicted here
+    and at the last step,
+
+        D = (1 + w) x0h - w x0h_last,  w = h / (2 h_last),  x' = (1 - s') D + s' (x - (1 - s) D) / s
+
+    It is of first order, hence `euler`, without a last step, where lambda is infinite (a last step from sigma 1, a step
+    to sigma 0), and after noise was added.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.second_order = name == "dpm2"
+        self._last: dict[int, tuple[float, torch.Tensor]] = {}  # scheduler -> sigma and x0h of its last step
+
+    def step(self, scheduler: SchedulerMixin, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """The next latents, fp32, shape of `x`."""
+        last = self._last.get(id(scheduler))
+        self.observe(scheduler, rule, x, model_output)
+        s, s_next = rule.sigma, rule.sigma_next
+        if last is None or s_next <= 0 or not s < last[0] < 1:
+            return rule.mean(x, model_output)
+        x0 = self._last[id(scheduler)][1]
+        w = 0.5 * (_log_snr(s_next) - _log_snr(s)) / (_log_snr(s) - _log_snr(last[0]))
+        ratio = s_next / s  # (1 - s') - s' (1 - s) / s = 1 - s' / s
+        return ratio * x.float() + (1 - ratio) * ((1 + w) * x0 - w * last[1])
+
+    def observe(self, scheduler: SchedulerMixin, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> None:
+        """Take note of a step of `scheduler`; after noise the latents are not on the path of earlier steps."""
+        if rule.std > 0:
+            self._last.pop(id(scheduler), None)
+        elif self.second_order and rule.dt < 0:
+            self._last[id(scheduler)] = (rule.sigma, rule.clean(x, model_output))
+
+
+def _log_snr(sigma: float) -> float:
+    return math.log((1 - sigma) / sigma)
+
+
+# --- From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not.
 
 
 @dataclass(frozen=True)
@@ -64,27 +125,32 @@ class Transitions:
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
         self._tables: dict[int, tuple[torch.Tensor, list[float]]] = {}
+        self._rules: dict[int, tuple[SchedulerMixin, Callable[..., Rule]]] = {}  # of each scheduler, by id
 
     def next_rule(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span = ONE_STEP
     ) -> Rule:
         """The rule of the step `scheduler` is about to take at `timestep`.
 
-        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `solver.compressed_spans`. Raises
+        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `compressed_spans`. Raises
         `ModelError` for schedulers without a transition kernel and for noise on the last step, which has no density.
         """
-        check_scheduler(scheduler, self.sampler)
+        if id(scheduler) not in self._rules:
+            check_scheduler(scheduler, self.sampler)
+            self._rules[id(scheduler)] = scheduler, self._rule_of(scheduler)
+        return self._rules[id(scheduler)][1](scheduler, timestep, stochastic, span)
+
+    def _rule_of(self, scheduler: SchedulerMixin) -> Callable[..., Rule]:
+        """How the rules of the family of `scheduler` are made."""
         if is_flow_matching(scheduler):
-            return self._flow(scheduler, timestep, stochastic, span)
+            return self._flow
         if is_trigflow(scheduler):
-            return self._trigflow(scheduler, timestep, stochastic, span)
+            return self._trigflow
         if is_lcm(scheduler) or is_tcd(scheduler):
-            return self._lcm(scheduler, timestep, stochastic, span)
+            return self._lcm
         if is_edm(scheduler):
-            return self._denoised(scheduler, timestep, stochastic, span)
-        if is_flow_map(scheduler):
-            return self._flow_map(scheduler, timestep, stochastic, span)
-        return self._ddim(scheduler, int(timestep), stochastic, span)
+            return self._denoised
+        return self._flow_map if is_flow_map(scheduler) else self._ddim
 
     def num_steps(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
@@ -113,8 +179,7 @@ class Transitions:
     def _flow(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> FlowRule | EDMRule:
-        i = self._position(scheduler, timestep)
-        advance(scheduler, timestep)
+        i = take_step(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
         s, s_next, s_one = sigmas[i + span[0]], sigmas[i + span[1]], sigmas[1]
         if max(sigmas) > 1.001:  # of flow matching they lie in [0, 1]
@@ -142,8 +207,7 @@ class Transitions:
         self, scheduler: EDMEulerScheduler, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> DenoisedRule:
         """A step along the sigmas of EDM, of a preconditioned output (Cosmos 1, Playground 2.5)."""
-        i = self._position(scheduler, timestep)
-        advance(scheduler, timestep)
+        i = take_step(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
         c, c_next = sigmas[i + span[0]], sigmas[i + span[1]]
         kappa, std = self._edm(c, c_next, sigmas[1], stochastic)
@@ -154,8 +218,7 @@ class Transitions:
         self, scheduler: LCMScheduler | TCDScheduler, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> DDIMRule:
         """A step of a latent consistency model; the scheduler's own has noise level 1 (LCM), or 0 (TCD with eta 0)."""
-        i, config = self._position(scheduler, timestep), scheduler.config
-        advance(scheduler, timestep)
+        i, config = take_step(scheduler, timestep), scheduler.config
         times = [int(t) for t in self._table(scheduler.timesteps)]
         here, last = min(i + span[0], len(times) - 1), i + span[1] >= len(times)
         alpha = scheduler.alphas_cumprod[times[here]]
@@ -185,15 +248,13 @@ class Transitions:
         """A step of a flow map, always deterministic; the model was asked for it alone, so that none is longer."""
         if stochastic or span != ONE_STEP:
             raise ModelError("a flow map takes its own steps, without noise: use sampling.kernel=ode and compression=1")
-        i = self._position(scheduler, timestep)
-        advance(scheduler, timestep)
+        i = take_step(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
         return FlowMapRule(sigmas[i], sigmas[i + 1])
 
     def _trigflow(self, scheduler: SCMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
         """A step of a consistency model in TrigFlow; with noise level 1 of the kernel cps it is the scheduler's own."""
-        i = self._position(scheduler, timestep)
-        advance(scheduler, timestep)
+        i = take_step(scheduler, timestep)
         times = self._table(scheduler.timesteps)
         t, t_next = times[i + span[0]], times[i + span[1]]
         s, s_next = math.sin(t), math.sin(t_next)
@@ -211,8 +272,8 @@ class Transitions:
             noise_scale=scale,
         )
 
-    def _ddim(self, scheduler: DDIMScheduler, timestep: int, stochastic: bool | None, span: Span) -> DDIMRule:
-        kernel, config = self.sampler.kernel, scheduler.config
+    def _ddim(self, scheduler: DDIMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
+        kernel, config, timestep = self.sampler.kernel, scheduler.config, int(timestep)
         here, previous = (self._ddim_timestep(scheduler, timestep, steps) for steps in span)
         noise = 0.0 if kernel == "ode" else self._noise(stochastic, last=previous < 0)
         alpha, alpha_next = (
@@ -304,3 +365,158 @@ def _check_ddim(scheduler: SchedulerMixin, sampler: Sampler) -> None:
             "DDIM with rescale_betas_zero_snr starts at pure noise, where an epsilon prediction carries no "
             "information: use a v-prediction model, or rescale_betas_zero_snr=False"
         )
+
+
+# --- The families of diffusers' schedulers that have transition kernels, and what each needs besides its rule
+
+# diffusers is imported in the functions: the driver of a run does without
+
+
+def is_flow_matching(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler's model output is a velocity and its sigmas those of `x = (1 - s) x0 + s eps`."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return (
+        isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+        or is_flow_lcm(scheduler)
+        or scheduler.config.get("prediction_type") == "flow_prediction"
+    )
+
+
+def is_flow_lcm(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler is that of consistency models of flow matching: it noises anew at each step."""
+    from diffusers import FlowMatchLCMScheduler
+
+    return isinstance(scheduler, FlowMatchLCMScheduler)
+
+
+def is_trigflow(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler's noise levels are angles, as those of consistency models in TrigFlow."""
+    from diffusers import SCMScheduler
+
+    return isinstance(scheduler, SCMScheduler)
+
+
+def is_lcm(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler is that of latent consistency models (arXiv 2310.04378)."""
+    from diffusers import LCMScheduler
+
+    return isinstance(scheduler, LCMScheduler)
+
+
+def is_tcd(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler is that of trajectory consistency models (arXiv 2402.19159)."""
+    from diffusers import TCDScheduler
+
+    return isinstance(scheduler, TCDScheduler)
+
+
+def noises_anew(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler's own sampler predicts clean latents and noises them anew: the kernel cps at level 1."""
+    return is_trigflow(scheduler) or is_lcm(scheduler) or is_flow_lcm(scheduler)
+
+
+def is_consistency(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler is that of a consistency model, whose steps have the kernel cps."""
+    return noises_anew(scheduler) or is_tcd(scheduler)
+
+
+def is_edm(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler preconditions input and output as EDM does (arXiv 2206.00364)."""
+    from diffusers import EDMEulerScheduler
+
+    return isinstance(scheduler, EDMEulerScheduler)
+
+
+def is_flow_map(scheduler: SchedulerMixin) -> bool:
+    """Whether the model's output is the average velocity between two noise levels (AnyFlow)."""
+    from diffusers import FlowMapEulerDiscreteScheduler
+
+    return isinstance(scheduler, FlowMapEulerDiscreteScheduler)
+
+
+def counts_steps(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler looks its noise level up by the number of the step."""
+    kinds = (is_flow_matching, is_consistency, is_edm, is_flow_map)
+    return any(kind(scheduler) for kind in kinds)
+
+
+def gives_model_dtype(scheduler: SchedulerMixin) -> bool:
+    """Whether the scheduler's next latents have the dtype of the model output, not that of the latents."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    euler = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+    return euler or is_flow_lcm(scheduler) or is_edm(scheduler) or is_flow_map(scheduler)
+
+
+def step_index(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
+    """Index of the step that a scheduler that counts them is about to take at `timestep`."""
+    if scheduler.step_index is None:
+        scheduler._init_step_index(timestep)
+    index: int = scheduler.step_index
+    return index
+
+
+def take_step(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
+    """Let a scheduler that counts its steps pass the one it is about to take at `timestep`; returns its index."""
+    index = step_index(scheduler, timestep)
+    scheduler._step_index = index + 1
+    return index
+
+
+def advance(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> None:
+    """Let `scheduler` pass the step it is about to take at `timestep`.
+
+    Pipelines that noise an image for the next step (inpainting) let the scheduler look its sigma up by step index.
+    """
+    if counts_steps(scheduler):
+        scheduler._step_index = step_index(scheduler, timestep) + 1
+
+
+def edm_scalings(scheduler: EDMEulerScheduler, c: float) -> tuple[float, float]:
+    """`(skip, out)` of `x0h = skip x + out F` at noise level `c`, the fp32 numbers that the scheduler computes with."""
+    data, scale = scheduler.config.sigma_data, torch.tensor(c)
+    sign = 1 if scheduler.config.prediction_type == "epsilon" else -1
+    return float(data**2 / (scale**2 + data**2)), float(sign * scale * data / (scale**2 + data**2) ** 0.5)
+
+
+@contextlib.contextmanager
+def predicts_clean(scheduler: SchedulerMixin, given: bool) -> Iterator[None]:
+    """With `given`, let the rule of the step that `scheduler` takes in here read the model output as clean latents."""
+    if given:
+        scheduler.__dict__["gerl_clean_output"] = True
+    try:
+        yield
+    finally:
+        scheduler.__dict__.pop("gerl_clean_output", None)
+
+
+def output_is_clean(scheduler: SchedulerMixin) -> bool:
+    """Whether the step that `scheduler` takes has clean latents for a model output, see `predicts_clean`."""
+    return "gerl_clean_output" in scheduler.__dict__
+
+
+def scm_clean(timestep: torch.Tensor | float, model_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The clean latents that an `SCMScheduler` returns besides the next ones, shape of `x`."""
+    t = torch.as_tensor(timestep).flatten()[0]
+    return torch.cos(t) * x - torch.sin(t) * model_output
+
+
+def lcm_clean(
+    scheduler: LCMScheduler, timestep: torch.Tensor | float, model_output: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """The clean latents that an `LCMScheduler` returns besides the next ones, shape of `x`."""
+    t, config = int(timestep), scheduler.config
+    alpha = scheduler.alphas_cumprod[t]
+    skip, out = scheduler.get_scalings_for_boundary_condition_discrete(t)
+    match config.prediction_type:
+        case "epsilon":
+            x0 = (x - (1 - alpha).sqrt() * model_output) / alpha.sqrt()
+        case "v_prediction":
+            x0 = alpha.sqrt() * x - (1 - alpha).sqrt() * model_output
+        case _:  # sample
+            x0 = model_output
+    if config.clip_sample:
+        x0 = x0.clamp(-config.clip_sample_range, config.clip_sample_range)
+    clean: torch.Tensor = out * x0 + skip * x
+    return clean

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gerl.config import SamplingConfig
-from gerl.engine.families import is_flow_map, is_flow_matching
+from gerl.engine.transitions import is_flow_map, is_flow_matching
 from gerl.errors import ModelError
 
 if TYPE_CHECKING:

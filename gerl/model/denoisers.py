@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import Attention
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from gerl.config import ModelConfig
-from gerl.engine.caches import stateful_hooks
+from gerl.engine.record import stateful_hooks
 from gerl.errors import ModelError
 from gerl.model.lora import remove_lora
 

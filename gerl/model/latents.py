@@ -11,7 +11,7 @@ from PIL import Image
 
 from gerl.config import ModelConfig
 from gerl.engine.batching import batch_size
-from gerl.engine.encode import Inverse, record_loop
+from gerl.engine.latents import Inverse, record_loop
 from gerl.errors import ModelError
 from gerl.model.hub import fetch
 from gerl.model.paths import resolve

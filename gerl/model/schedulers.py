@@ -22,8 +22,7 @@ from diffusers import (
 )
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
-from gerl.engine.families import is_flow_matching
-from gerl.engine.instrument import Timestep
+from gerl.engine.transitions import Timestep, is_flow_matching
 from gerl.errors import ModelError
 
 logger = logging.getLogger(__name__)

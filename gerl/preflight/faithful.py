@@ -11,8 +11,8 @@ import torch
 
 from gerl.config import Config
 from gerl.engine import ReplayedStep, Tape, record, replay
-from gerl.engine.families import noises_anew
-from gerl.engine.instrument import noise_from
+from gerl.engine.hooks import noise_from
+from gerl.engine.transitions import noises_anew
 from gerl.model.call import training_sigmas
 from gerl.preflight.findings import Report
 from gerl.protocol import RolloutTask, Sample

@@ -29,7 +29,7 @@ from gerl.preflight.findings import write_json
 from gerl.preflight.signal_report import Choice, Signal, StepSignal
 from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import read_prompts, without_people
-from gerl.run.timing import Stopwatch
+from gerl.timeline import Stopwatch
 from gerl.trainer.credit import credit_of, usable_rewards
 from gerl.trainer.launch import start_cluster
 from gerl.trainer.rollouts import PendingRollout

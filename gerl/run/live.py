@@ -43,7 +43,8 @@ def save_live(
     prompts: of each group. pixels: `[H, W, 3]` uint8, or videos, one per image. of: images of the whole step. Raises
     `GerlError` if they cannot be written.
     """
-    tiles = [_small(still(image)) for image in pixels]
+    stills = [still(image) for image in pixels]
+    tiles = [_small(image) for image in stills]
     width, height = max(tile.width for tile in tiles), max(tile.height for tile in tiles)
     columns = min(len(tiles), math.ceil(math.sqrt(len(tiles) * height / width)))
     sheet = Image.new("RGB", (columns * width, math.ceil(len(tiles) / columns) * height))

@@ -56,7 +56,8 @@ class Validation:
     pixels: list[np.ndarray]  # [P] of [H, W, 3] uint8
     drawing: Drawing | None = None  # None in runs of older versions
     ids: list[int] = field(default_factory=list)  # [N] the number of each image's prompt; empty: one image a prompt
-    looks: dict[str, list[float | None]] = field(default_factory=dict)  # statistic -> [N], see `gerl.workers.looks`
+    # statistic -> [N], see `gerl.workers.image_statistics`
+    looks: dict[str, list[float | None]] = field(default_factory=dict)
 
     @cached_property
     def first_rows(self) -> list[int]:

@@ -35,10 +35,9 @@ from gerl.rewards.trial import try_scorers
 from gerl.run.checkpoint import Checkpoint, prune, save_checkpoint
 from gerl.run.state import RunState
 from gerl.run.statistics import Estimate
-from gerl.run.timing import Stopwatch
 from gerl.run.tracking import MetricsLog
 from gerl.run.validation import Validation
-from gerl.timeline import Timeline
+from gerl.timeline import Stopwatch, Timeline
 from gerl.trainer.credit import credit_of, scores_of, usable_rewards
 from gerl.trainer.extensions import Extension, RollBack, Save, Stop, build_extensions
 from gerl.trainer.overlong import without_overlong

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gerl.config import RewardConfig
     from gerl.protocol import Images
     from gerl.run.guard import Signal
-    from gerl.run.timing import Stopwatch
     from gerl.run.validation import Validation
+    from gerl.timeline import Stopwatch
 
 Metrics = dict[str, float]
 NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in the name of a metric, and the slash
@@ -69,12 +69,14 @@ class ScoreTable:
     totals: list[float | None] = field(default_factory=list)
     by_scorer: dict[str, list[float | None]] = field(default_factory=dict)
     failures: list[list[ScorerFailure]] = field(default_factory=list)
+    given: bool = False  # the images are those of files, whose ranks and labels are no rewards
 
     def add(self, samples: Sequence[Sample], scores: Scores) -> None:
         """Append a micro-batch; a column that one of them lacks, because its scorer failed, has no values there."""
         for name in {**self.by_scorer, **scores.by_scorer}:
             known = self.by_scorer.setdefault(name, [None] * len(self.samples))
             known.extend(scores.by_scorer.get(name, [None] * len(samples)))
+        self.given = self.given or any(sample.given is not None for sample in samples)
         self.samples += samples
         self.totals += scores.totals
         self.failures += scores.failures
@@ -109,11 +111,6 @@ class ScoreTable:
                 found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
         means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
         return means if len(means) > 1 else {}
-
-    @property
-    def given(self) -> bool:
-        """Whether the images are those of files, whose ranks and labels are no rewards."""
-        return any(sample.given is not None for sample in self.samples)
 
     @property
     def unscored(self) -> int:

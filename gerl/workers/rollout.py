@@ -17,8 +17,8 @@ from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import FeatureCache, Reads, Tape, Trajectory, branch, lean, record, record_probe
 from gerl.engine.batching import select_call
-from gerl.engine.encode import record_loop
-from gerl.engine.instrument import noise_from
+from gerl.engine.hooks import noise_from
+from gerl.engine.latents import record_loop
 from gerl.engine.transitions import Sampler, check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
@@ -320,7 +320,7 @@ class Rollout:
             "compression": self.sampling.compression,
             "stop": segment.stop,
             "noise_at": dict(segment.noise),
-            "cache": replace(self.cache, exact=self.branched_at),
+            "cache": self.cache if self.cache.name == "none" else replace(self.cache, exact=self.branched_at),
         }
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:

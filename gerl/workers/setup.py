@@ -9,7 +9,7 @@ import torch
 
 from gerl.algorithms import Algorithm
 from gerl.algorithms.reward_gradient import RewardGradient
-from gerl.cluster.gpus import start_device
+from gerl.cluster.health import start_device
 from gerl.config import Config
 from gerl.config.distillation import DMDRConfig
 from gerl.errors import ConfigError

@@ -14,13 +14,13 @@ import psutil
 import pytest
 import torch
 from drills import ALL
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.run.report import write_report
-from gerl.trainer import rescue
+from gerl.trainer import recovery
 from gerl.trainer.main_flowgrpo import main
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
 from gerl.workers.worker import PolicyWorker
 
@@ -206,7 +206,7 @@ def test_a_signal_while_a_failed_run_is_saved_hides_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (workplace / "leaves.py").write_text(RAISING)
-    save = rescue.save_from_any
+    save = recovery.save_from_any
 
     def interrupted(*args: Any) -> str:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -13,8 +13,8 @@ from gerl.run.checkpoint import find_checkpoint
 from gerl.run.guard import read_guard
 from gerl.run.validation import load_validation
 from gerl.trainer.main_flowgrpo import main
-from gerl.trainer.run_folder import open_run
 from gerl.trainer.run import each_step
+from gerl.trainer.run_folder import open_run
 
 # the brightness is trained, and the darkness watched
 DARK = """

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from drills import more
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
 from gerl.run.state import PARTS
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +100,7 @@ def test_ranks_with_a_part_of_trained_weights_send_it_to_the_same_ranks(run: Tra
     whole = run(tmp_path / "whole", *full, "cluster.num_workers=2")
     ranks = {"cluster__launcher": "ray", "cluster__ranks_per_worker": 2}
     parts = run(tmp_path / "parts", *full, *split(1, 1), "model.shard=denoiser", **ranks)
-    found, expected = (Shards(one.checkpoint(STEPS) / STATE) for one in (parts, whole))
+    found, expected = (Shards(one.checkpoint(STEPS) / PARTS) for one in (parts, whole))
     assert found.shapes().keys() == expected.shapes().keys()
     for name in found.shapes():
         assert torch.allclose(found.whole(name), expected.whole(name), rtol=1e-3, atol=2e-5), name

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from drills import ALL, more
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
@@ -19,7 +20,6 @@ from gerl.model.shards import Shards
 from gerl.run.control import ask, asked
 from gerl.run.state import PARTS
 from gerl.run.tracking import read_metrics
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.utils.dataset import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,7 @@ def test_trained_weights_are_saved_by_a_worker_that_lives(
     whole = train(tmp_path / "whole", *SETTINGS, *full, **keys)
     run = disturbed({"generate.0.3": signal.SIGKILL}, *full)
     assert "continuing from step 2 with 1 new process(es)" in caplog.text and "returning to step" not in caplog.text
-    found, expected = (Shards(one.checkpoint(STEPS) / STATE) for one in (run, whole))
+    found, expected = (Shards(one.checkpoint(STEPS) / PARTS) for one in (run, whole))
     assert found.shapes().keys() == expected.shapes().keys()
     for name in found.shapes():
         assert torch.allclose(found.whole(name), expected.whole(name), rtol=1e-3, atol=2e-5), name

@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 
 from gerl.cluster import Cluster, Pending, wait_all
 from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
 from gerl.errors import WorkerDied
 from gerl.protocol import Images, Prompt, RolloutTask, Sample
 from gerl.rewards.manager import RewardManager
-from gerl.trainer.drawing import Drawn
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.trainer.recovery import Roles
-from gerl.trainer.rollouts import Rollouts, meanwhile
+from gerl.trainer.rollouts import Drawn, Rollouts, meanwhile
 
 STEPS = 2
 # Brightness, with a log of when it was called and what it saw.

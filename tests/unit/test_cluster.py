@@ -16,12 +16,12 @@ from gerl.cluster import (
     Cluster,
     Pending,
     WorkerGroup,
-    calls,
-    embedded,
     health,
+    local_ray,
     machines,
     reaper,
     wait_any,
+    worker_group,
     worker_share,
 )
 from gerl.config import ClusterConfig
@@ -98,7 +98,7 @@ RPC = "The actor is temporarily unavailable: RpcError: RPC Error message: Cancel
     ],
 )
 def test_of_what_ray_says_the_type_and_the_first_clause_are_quoted(error: ray.exceptions.RayError, quoted: str) -> None:
-    said = str(calls._lost("worker 1", error))
+    said = str(worker_group._lost("worker 1", error))
     assert f"({quoted}" in said and "worker 1" in said and said.endswith("restart the command")
     assert not any(word in said for word in ("RPC", "details", "Traceback", "0f0f", "abab", "..", ".;", ".)")), said
 
@@ -106,7 +106,7 @@ def test_of_what_ray_says_the_type_and_the_first_clause_are_quoted(error: ray.ex
 def test_a_workers_own_exception_keeps_the_end_of_its_traceback() -> None:
     text = 'Traceback (most recent call last):\n  File "a.py", line 7, in work\n    stop()\nRuntimeError: no'
     task = ray.exceptions.RayTaskError("work", text, RuntimeError("no"), pid=1, ip="127.0.0.1")
-    raised = calls._translated("worker 1", task.as_instanceof_cause())  # as ray.get raises it
+    raised = worker_group._translated("worker 1", task.as_instanceof_cause())  # as ray.get raises it
     assert type(raised) is RuntimeError and str(raised) == "no"
     (note,) = raised.__notes__
     assert note.startswith("in worker 1:\n") and 'File "a.py", line 7, in work' in note
@@ -294,10 +294,10 @@ def test_a_ray_that_does_not_start_in_time_is_tried_once_more(
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": "127.0.0.1"}])
     with contextlib.ExitStack() as ends:
         if busy == 1:
-            embedded.start({}, ends)
+            local_ray.start({}, ends)
         else:
             with pytest.raises(ClusterError, match=r"Ray failed to start .* timed out .*cluster\.launcher=local"):
-                embedded.start({}, ends)
+                local_ray.start({}, ends)
     assert len(tried) == 2 and sum("retrying once" in message for message in caplog.messages) == 1
 
 
@@ -323,7 +323,7 @@ def test_a_ray_that_cannot_start_is_not_tried_again(
         contextlib.ExitStack() as ends,
         pytest.raises(ClusterError, match=rf"Ray failed to start .*{remedy}") as caught,
     ):
-        embedded.start({}, ends)
+        local_ray.start({}, ends)
     assert len(tried) == 1 and "less busy" not in str(caught.value)
 
 
@@ -331,13 +331,13 @@ def test_a_ray_that_would_listen_to_other_machines_is_refused(monkeypatch: pytes
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": "192.0.2.2"}])
     with contextlib.ExitStack() as ends, pytest.raises(ClusterError, match=r"192\.0\.2\.2.*loopback.*install"):
-        embedded.start({}, ends)
+        local_ray.start({}, ends)
 
 
 def test_the_variables_of_an_embedded_ray_do_not_replace_those_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    with embedded.environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "secret"}):
+    with local_ray.environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "secret"}):
         assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("disabled", "secret")
     assert os.environ["RAY_AUTH_MODE"] == "disabled" and "RAY_AUTH_TOKEN" not in os.environ
 
@@ -373,7 +373,7 @@ def test_the_processes_of_an_embedded_ray_end_with_the_command() -> None:
 
 
 def test_a_shielded_process_does_not_see_what_its_group_is_sent() -> None:
-    with embedded.shielded():
+    with local_ray.shielded():
         child = subprocess.Popen(["sleep", "600"], preexec_fn=lambda: None)  # Ray has such a function too
     plain = subprocess.Popen(["sleep", "600"])
     for process in (child, plain):

@@ -11,7 +11,7 @@ from gerl.algorithms.core_algos import group_advantages, kl_divergence, step_wei
 from gerl.algorithms.planning import sde_window
 from gerl.config import Config, SamplingConfig, algorithm_config, choices
 from gerl.engine.kernels import coefficients
-from gerl.engine.solver import OdeSolver
+from gerl.engine.transitions import OdeSolver
 from gerl.protocol import Prompt, Sample
 
 GENERATOR = torch.Generator().manual_seed(3)

@@ -17,7 +17,7 @@ from gerl.algorithms import build_algorithm, surrogates
 from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.config import from_mapping
-from gerl.engine.trajectory import lean
+from gerl.engine.record import lean
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt
 from gerl.workers import rollout

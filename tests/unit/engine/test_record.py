@@ -4,7 +4,14 @@ import copy
 import functools
 import itertools
 import math
+import pickle
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -12,24 +19,41 @@ import pytest
 import tiny
 import torch
 from diffusers.models.autoencoders import vae as vae_module
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from replaying import (
     EACH,
     GUIDED,
     NOISE,
+    WEIGHTS,
+    Recorded,
+    after_each_step,
     all_equal,
     as_class,
     counted_rows,
+    deviation,
+    distance,
+    fresh,
     gradients,
+    largest_deviation,
     own,
     recorded,
     replayed,
     rolled_out,
+    squares,
+    with_controlnet,
 )
 from torch.utils._pytree import tree_leaves
+from zoo import conditioned
+from zoo.checks import build, call_for
 
-from gerl.engine import instrument, replay
-from gerl.engine.batching import select_call
+from gerl.engine import Reads, ReplayedStep, Tape, Trajectory, branch, hooks, lean, record, replay
+from gerl.engine import branch as branch_function
+from gerl.engine import record as record_function
+from gerl.engine.batching import num_elements, select_call, tensor_bytes
+from gerl.engine.record import Caches
 from gerl.errors import ModelError, ReplayError
+from gerl.protocol import Prompt, RolloutTask, Sample, Segment
 
 # --- record
 
@@ -210,7 +234,7 @@ def test_a_step_returns_the_dtype_of_the_scheduler(name: str, dtype: torch.dtype
             return sample.float()
 
     output = sample.float() if name == "flux" else sample  # Z-Image's pipelines cast it, and assert the result
-    step = instrument._Step(OneStep(), scheduler)
+    step = hooks._Step(OneStep(), scheduler)
     x_next = step(output, scheduler.timesteps[0], sample, return_dict=False)[0]
     assert seen == [torch.bfloat16]
     assert x_next.dtype == scheduler.step(output, scheduler.timesteps[0], sample, return_dict=False)[0].dtype == dtype
@@ -328,3 +352,653 @@ def test_sigma_and_std_of_a_replayed_step_are_those_of_the_schedule() -> None:
         NOISE * math.sqrt(a / (1 - s)) * math.sqrt(a - b) for s, a, b in zip(regular, sigmas, sigmas[1:], strict=False)
     ]
     assert [step.std for step in steps] == pytest.approx(expected)
+
+
+@dataclass
+class Layer:
+    keys: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Cache:
+    layers: dict[str, Layer] = field(default_factory=lambda: {"first": Layer()})
+
+
+def call_component(caches: Caches, step: int, argument: Any, output: Any = None, fill: bool = False) -> None:
+    held = caches.check_arguments(step, "transformer", ((), {"attention": {"cache": argument}}))
+    if fill:
+        argument.layers["first"].keys.append(torch.zeros(1))
+    caches.note(step, ((), {"attention": {"cache": argument}}), held, output)
+
+
+def test_a_cache_filled_in_one_step_cannot_be_read_in_another() -> None:
+    caches, cache = Caches(), Cache()
+    call_component(caches, 0, cache, fill=True)
+    call_component(caches, 0, cache)  # the second half of guidance
+    with pytest.raises(ModelError, match=r"transformer .*step 1 .*Cache"):
+        call_component(caches, 1, cache)
+
+
+def test_a_cache_that_was_returned_cannot_be_read_in_another_step() -> None:
+    caches, cache = Caches(), Cache({"first": Layer([torch.zeros(1)])})
+    call_component(caches, 0, None, output=(torch.zeros(1), cache))
+    with pytest.raises(ModelError, match=r"stored in a Cache, .* set it in sampling\.call"):
+        call_component(caches, 1, cache)
+
+
+def test_constants_and_caches_of_one_step_are_none() -> None:
+    caches, constant = Caches(), Cache({"mask": Layer([torch.ones(1)])})
+    for step in range(3):
+        call_component(caches, step, constant)
+        call_component(caches, step, Cache(), fill=True)
+        call_component(caches, step, [torch.zeros(1), {"scale": 1.0}, None, "text", torch.nn.Linear(1, 1)])
+
+
+def test_a_rollout_with_a_cache_is_refused() -> None:
+    case, cache = tiny.CASES["sd3"], Cache()
+    pipe = tiny.build(case)
+    call = tiny.call_for(case, False) | {"joint_attention_kwargs": {"cache": cache}}
+    record(pipe, call, noise_level=0.7)
+
+    def remember(module: Any, args: Any, kwargs: dict[str, torch.Tensor]) -> None:
+        cache.layers["first"].keys.append(kwargs["hidden_states"])
+
+    pipe.transformer.transformer_blocks[0].register_forward_pre_hook(remember, with_kwargs=True)
+    with pytest.raises(ModelError, match="reads at step 1 what an earlier step stored in a Cache"):
+        record(pipe, call, noise_level=0.7)
+
+
+INDEX = [2, 0, 2, 3, 1, 2]  # children: parents in another order, some more than once
+
+
+def same_rollout(images: Any, tape: Tape, others: Any, twin: Tape, exact: bool = True) -> None:
+    """Two recordings agree in all that a replay or a reward sees."""
+    limits = {"atol": 0.0, "rtol": 0.0} if exact else {"atol": 2e-5, "rtol": 2e-5}
+    torch.testing.assert_close(images, others, **limits)
+    assert tape.call["prompt"] == twin.call["prompt"] and list(tape.call) == list(twin.call)
+    assert tape.batch_size == twin.batch_size and tape.stochastic_steps == twin.stochastic_steps
+    steps, twins = ([(s.rule, s.num_answers) for s in t.steps] for t in (tape, twin))
+    assert steps == twins
+    latents, others = ([[s.x, s.x_next, s.log_prob, s.mean] for s in t.steps] for t in (tape, twin))
+    torch.testing.assert_close(latents, others, **limits)
+    calls, twins = ([(c.step, c.component) for c in t.component_calls] for t in (tape, twin))
+    assert calls == twins and [a.method for a in tape.answers] == [a.method for a in twin.answers]
+
+
+# --- a branch is a recording
+
+
+@EACH
+@GUIDED
+def test_a_branch_of_a_deterministic_recording_is_one_with_noise_at_that_step(name: str, guided: bool) -> None:
+    r = recorded(name, guided)
+    _, parent = r.record(window=[], generators=tiny.generators(seed=5))
+    with counted_rows(r.pipe) as rows:
+        r.record(window=[], probe=False, stop=0)
+        a_step = rows.total()
+        rows.clear()
+        images, tape = r.branch(parent, 1, range(4), window=[1], generators=tiny.generators())
+        assert rows.total() == 2 * a_step  # steps 2 and 3
+    twin = r.record(window=[1], init_generators=tiny.generators(seed=5), probe=False)
+    same_rollout(images, tape, *twin)
+    grads, off, seen = gradients(r, tape)
+    assert (off, seen) == (0.0, [1]) and any(g.abs().sum() > 0 for g in grads)
+    assert deviation(r, tape, index=[3, 1]) <= 1e-5
+
+
+@EACH
+@GUIDED
+def test_children_of_picked_parents_are_recordings_of_their_prompts(name: str, guided: bool) -> None:
+    r = recorded(name, guided)
+    parent = r.tape  # with noise at steps 0, 1 and 2
+    images, tape = r.branch(parent, 2, INDEX, window=[2], generators=tiny.generators(6, seed=9))
+    assert tape.call["prompt"] == [tiny.PROMPTS[i] for i in INDEX] and tape.stochastic_steps == [0, 1, 2]
+    for k in (0, 1):
+        kept, step = parent.steps[k], tape.steps[k]
+        for name in ("x", "x_next", "log_prob", "mean"):
+            assert torch.equal(getattr(step, name), getattr(kept, name)[INDEX])
+    forked = tape.steps[2]
+    assert torch.equal(forked.x, parent.steps[2].x[INDEX])
+    torch.testing.assert_close(forked.mean, parent.steps[2].mean[INDEX], atol=1e-6, rtol=1e-6)
+    noise = torch.stack([torch.randn(forked.x[0].shape, generator=g) for g in tiny.generators(6, seed=9)])
+    assert torch.equal(forked.x_next, forked.mean + forked.rule.std * noise)
+    assert len(images) == 6 and not torch.equal(images[0], images[2])
+    assert deviation(r, tape) <= 1e-5 and deviation(r, tape, index=[5, 2], steps=[2]) <= 1e-5
+
+
+@EACH
+@GUIDED
+def test_a_tree_that_goes_on_with_the_same_generators_is_one_recording(name: str, guided: bool) -> None:
+    r = recorded(name, guided)
+    gens, everybody = tiny.generators(), range(4)
+    with counted_rows(r.pipe) as rows:
+        _, trunk = r.record(generators=gens, stop=1, probe=r.tape.probe)
+        a_step = rows.total() // 2  # steps 0 and 1
+        rows.clear()
+        images, boughs = r.branch(trunk, 1, everybody, generators=gens, stop=2)
+        assert images is None and len(boughs.steps) == 2
+        images, leaves = r.branch(boughs, 2, everybody, generators=gens)
+        assert rows.total() == 2 * a_step  # steps 2 and 3: the trunk made the others
+    same_rollout(images, leaves, r.output, r.tape)
+    assert gradients(r, leaves)[1] == 0.0 and deviation(r, leaves, index=[1]) <= 1e-5
+
+
+@EACH
+def test_a_tree_of_two_levels_from_the_first_step(name: str) -> None:
+    r = recorded(name, True)
+    with counted_rows(r.pipe) as rows:
+        _, root = r.record(stop=0, probe=r.tape.probe)
+        a_sample = rows.total() // 4
+        rows.clear()
+        assert root.steps == []
+        _, two = r.branch(root, 0, [1, 1, 3], window=[0], generators=tiny.generators(3), stop=2)
+        assert rows.total() == 2 * 3 * a_sample
+        rows.clear()
+        images, leaves = r.branch(two, 2, [0, 0, 2, 1], window=[2], generators=tiny.generators(4, 1))
+        assert rows.total() == 4 * a_sample
+    assert leaves.call["prompt"] == [tiny.PROMPTS[i] for i in (1, 1, 3, 1)]
+    assert leaves.stochastic_steps == [0, 2] and len(images) == 4
+    x = leaves.steps[1].x
+    assert torch.equal(x[0], x[1]) and not torch.equal(x[0], x[3])  # brothers, cousins
+    assert torch.equal(leaves.steps[0].x[0], leaves.steps[0].x[3])
+    assert deviation(r, leaves) <= 1e-5 and deviation(r, leaves, index=[3, 0]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["sd3", "z_image", "qwen_image", "sd15"])
+def test_children_of_a_single_sample(name: str) -> None:
+    r = recorded(name, True)
+    one = select_call(r.call, [2])
+    _, parent = r.record(one, window=[])
+    for step in (0, 2):
+        drawn: dict[str, Any] = {"window": [step], "generators": tiny.generators(3, seed=2)}
+        images, tape = r.branch(parent, step, [0, 0, 0], **drawn)
+        drawn["generators"] = tiny.generators(3, seed=2)
+        same = [torch.Generator().manual_seed(0) for _ in range(3)]
+        twin = r.record(select_call(one, [0, 0, 0]), init_generators=same, probe=False, **drawn)
+        same_rollout(images, tape, *twin, exact=False)
+        assert tape.probe is not None and tape.probe.batch_size == 1
+        assert deviation(r, tape) <= 1e-5 and deviation(r, tape, index=[2, 0]) <= 1e-5
+    only, again = r.branch(tape, 2, [1], window=[])
+    _, thrice = r.branch(again, 2, [0, 0], window=[2])
+    assert len(only) == 1 and deviation(r, thrice) <= 1e-5
+
+
+def test_the_arguments_of_a_single_sample_are_repeated() -> None:
+    call = select_call({"prompt": ["a"], "image": torch.ones(1, 3), "sigmas": [1.0]}, [0, 0])
+    assert call["prompt"] == ["a", "a"] and call["image"].shape == (2, 3) and call["sigmas"] == [1.0]
+
+
+def test_a_probe_that_is_missing_is_made_once() -> None:
+    r = recorded("sd3", True)
+    _, parent = r.record(probe=False)
+    r.branch(parent, 1, range(4))
+    assert parent.probe is None  # not needed
+    r.branch(parent, 1, [3, 3])
+    probe = parent.probe
+    _, tape = r.branch(parent, 1, [1, 1])
+    assert probe is not None and parent.probe is probe and tape.probe is probe
+
+
+@pytest.mark.parametrize(("solver", "compression"), [("dpm2", 1.0), ("euler", 0.5), ("dpm2", 0.5)])
+def test_solver_and_compression_of_a_branch_are_those_of_a_recording(solver: str, compression: float) -> None:
+    r, call = recorded("flux", True), tiny.call_for(tiny.CASES["flux"], True, steps=8)
+    taken: dict[str, Any] = {"solver": solver, "compression": compression}
+    _, parent = r.record(call, window=[], stop=2, **taken)
+    assert torch.equal(parent.steps[0].x, r.tape.steps[0].x)
+    first, again = tiny.generators(seed=1), tiny.generators(seed=1)
+    branched = r.branch(parent, 2, range(4), window=[3], generators=first, **taken)
+    twin = r.record(call, window=[3], generators=again, init_generators=tiny.generators(), probe=False, **taken)
+    same_rollout(*branched, *twin)  # step 2 of dpm2 looks back at step 1, which was not taken again
+    assert gradients(r, branched[1])[1] == 0.0
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd15"])
+def test_a_branch_in_half_precision(name: str) -> None:
+    r = fresh(name, dtype=torch.bfloat16)
+    images, tape = r.branch(r.tape, 1, range(4), window=[1], generators=tiny.generators())
+    assert all(torch.equal(a.x_next, b.x) for a, b in zip(tape.steps, tape.steps[1:], strict=False))
+    assert not torch.equal(tape.steps[0].x_next, tape.steps[0].x_next.bfloat16().float())
+    assert gradients(r, tape)[1] == 0.0 and images.dtype == torch.bfloat16
+
+
+def test_without_generators_the_global_one_is_used() -> None:
+    r = recorded("sd3", False)
+    ends = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        ends.append(r.branch(r.tape, 1, range(4))[0])
+    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
+
+
+# --- pipelines that do more
+
+
+def test_methods_called_after_the_branching_step_run() -> None:
+    r = own()
+    after_each_step(r, lambda pipe, i, values: pipe.encode_prompt([f"step {i}"], None, None) and None)
+    _, parent = r.record()
+    _, tape = r.branch(parent, 1, INDEX)
+    assert [a.method for a in tape.answers] == [a.method for a in parent.answers]
+    assert [s.num_answers for s in tape.steps] == [s.num_answers for s in parent.steps]
+    late = [tree_leaves(t.answers[-1].value)[0] for t in (tape, parent)]
+    assert torch.equal(*late) and deviation(r, tape) <= 1e-5
+
+
+def test_latents_that_the_pipeline_edits_stay_edited() -> None:
+    r, gens = own(), tiny.generators()
+    after_each_step(r, lambda pipe, i, values: {"latents": 0.9 * values["latents"]})
+    _, trunk = r.record(generators=gens, stop=2)
+    same_rollout(*r.branch(trunk, 2, range(4), generators=gens), *r.record())
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda pipe, x: pipe.encode_prompt("x", None, None) and None, "branch calls encode_prompt"),
+        (lambda pipe, x: [pipe.transformer(x) for _ in range(2)] and None, "branch calls transformer at step 1"),
+        (lambda pipe, x: {"latents": x + 1}, r"recorded latents at step 1.* branched"),
+    ],
+)
+def test_another_call_than_in_the_recording_stops_the_branch(what: Callable[..., Any], message: str) -> None:
+    r = own()
+    _, parent = r.record(probe=False)
+    after_each_step(r, lambda pipe, i, values: what(pipe, values["latents"]) if i == 0 else None)
+    parent.call.update(r.call)
+    with pytest.raises(ReplayError, match=message):
+        r.branch(parent, 2, range(4))
+
+
+def test_a_method_that_the_branch_does_not_call_stops_it() -> None:
+    r = own()
+    after_each_step(r, lambda pipe, i, values: pipe.encode_prompt("x", None, None) and None)
+    _, parent = r.record(probe=False)
+    del parent.call["callback_on_step_end"]
+    with pytest.raises(ReplayError, match="2 outputs at step 1, 3 in the recording"):
+        r.branch(parent, 2, range(4))
+
+
+# --- outputs too large for the tape
+
+
+def test_residuals_of_which_only_the_shape_was_kept_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    r = with_controlnet(own())
+    monkeypatch.setitem(record_function.__globals__, "MAX_KEPT_OUTPUT", 3)
+    gens, calls = tiny.generators(), []
+    torch.manual_seed(0)  # the encoding of the image is drawn
+    whole = r.record()
+    kept = {c.component: tree_leaves(c.output)[0].is_meta for c in whole[1].component_calls}
+    assert kept == {"controlnet": True, "transformer": False}
+    torch.manual_seed(0)
+    _, trunk = r.record(generators=gens, stop=2)
+    given: list[bool] = []
+    look = r.pipe.transformer.register_forward_pre_hook(
+        lambda m, args, kwargs: given.append(kwargs["block_controlnet_hidden_states"][0].is_meta), with_kwargs=True
+    )
+    with look, r.pipe.controlnet.time_text_embed.register_forward_hook(lambda *_: calls.append(1)):
+        same_rollout(*r.branch(trunk, 2, range(4), generators=gens), *whole)
+    assert len(calls) == 1 and given == [False] * 4  # computed at step 3
+    _, tape = r.branch(trunk, 2, INDEX)
+    assert deviation(r, tape) <= 1e-5
+    monkeypatch.setitem(record_function.__globals__, "MAX_KEPT_OUTPUT", 1)
+    _, parent = r.record(generators=gens, probe=False)
+    with pytest.raises(ReplayError, match=r"the output of transformer was too large to be kept.*stop=1"):
+        r.branch(parent, 1, range(4))
+
+
+class EncodesInline(diffusers.StableDiffusion3Pipeline):
+    """Calls a component once before the loop, and uses what it said in the loop, as image-to-video pipelines do."""
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tokens = self.tokenizer(kwargs["prompt"], padding="max_length", max_length=16, return_tensors="pt")
+        states = self.text_encoder(tokens.input_ids, output_hidden_states=True).hidden_states[-1]
+        shift = states.flatten(1).mean(1)[:, None, None, None]
+        kwargs["callback_on_step_end"] = lambda pipe, i, t, values: {"latents": values["latents"] + shift}
+        return super().__call__.__wrapped__(self, *args, **kwargs)
+
+
+@pytest.mark.parametrize("limit", [16, 2])
+@pytest.mark.parametrize("stop", [0, 2])
+def test_what_was_called_once_before_the_loop_says_the_same(
+    limit: float, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = own()
+    r.pipe = as_class(r.pipe, EncodesInline)
+    monkeypatch.setitem(record_function.__globals__, "MAX_KEPT_OUTPUT", limit)
+    gens = tiny.generators()
+    whole = r.record()
+    _, trunk = r.record(generators=gens, stop=stop)
+    assert [c.component for c in trunk.component_calls[:2]] == ["text_encoder", "transformer"]
+    assert tree_leaves(trunk.component_calls[0].output)[0].is_meta == (limit == 2)
+    assert r.record(stop=1, probe=False)[1].looped_components() == {"transformer"}
+    calls: list[int] = []
+    inner = next(m for m in r.pipe.text_encoder.modules() if isinstance(m, torch.nn.Embedding))
+    with inner.register_forward_hook(lambda *_: calls.append(1)):
+        same_rollout(*r.branch(trunk, stop, range(4), generators=gens), *whole)
+    assert len(calls) == (limit == 2)  # only what was not kept has to run again
+    monkeypatch.setitem(record_function.__globals__, "MAX_KEPT_OUTPUT", 16)
+    _, trunk = r.record(stop=stop)
+    _, tape = r.branch(trunk, stop, [2, 2, 0])
+    torch.testing.assert_close(tape.steps[stop].x, whole[1].steps[stop].x[[2, 2, 0]])
+
+
+# --- branches that cannot be
+
+
+@pytest.mark.parametrize(
+    ("step", "index", "options", "error", "message"),
+    [
+        (3, [0, 1], {}, ReplayError, r"step 3 .*2 steps"),
+        (-1, [0, 1], {}, ReplayError, r"step -1 .*2 steps"),
+        *((2, index, {}, ReplayError, "branched: the tape has 4 samples") for index in ([4], [-1, 0], [])),
+        (2, [0], {"window": [1, 2]}, ModelError, r"branch at step 2 .* window .* stop"),
+        (2, [0], {"stop": 1}, ModelError, r"branch at step 2 .* window .* stop"),
+        (2, [0], {"window": [3]}, ModelError, "the last denoising step is deterministic"),
+        (2, [0], {"window": [2, 7]}, ModelError, r"window .*\[2, 7\].* 4 steps"),
+        (2, [0, 0], {"generators": tiny.generators()}, ValueError, "4 generators for 2 samples"),
+    ],
+)
+def test_branches_that_cannot_be(
+    step: int, index: list[int], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    r = recorded("sd3", False)
+    _, trunk = r.record(stop=2)
+    with pytest.raises(error, match=message):
+        r.branch(trunk, step, index, **options)
+
+
+def test_steps_that_a_tape_does_not_have_cannot_be_branched_at() -> None:
+    r = recorded("sd3", False)
+    with pytest.raises(ReplayError, match=r"step 4 .*4 steps"):
+        r.branch(r.tape, 4, [0, 1])
+    _, compressed = r.record(window=[0], compression=0.5)
+    with pytest.raises(ReplayError, match=r"step 2 .*compression"):
+        r.branch(compressed, 2, [0])
+
+
+def test_the_output_of_a_denoiser_is_kept_where_it_is_branched_from_however_large() -> None:
+    entry = next(e for e in conditioned.ENTRIES if e.name == "FluxKontextPipeline")
+    pipe, _ = build(entry)
+    large = {"image": conditioned.pictures(4, 96), "max_area": 16 * 16, "_auto_resize": False}
+    call = call_for(entry, pipe, guided=True) | large | {"height": 16, "width": 16}
+    noise: dict[str, Any] = {"kernel": "flow_sde", "noise_level": 0.7}
+    _, trunk = record_function(pipe, call, window=(), generators=tiny.generators(), stop=1, **noise)
+    tokens = trunk.component_calls[-1].output[0]
+    assert tokens.numel() > 16 * trunk.steps[0].x.numel() and not tokens.is_meta
+    _, tape = branch_function(pipe, trunk, 1, [1, 1, 3], window=[1], generators=tiny.generators(3), **noise)
+    found: list[float] = []
+    replay(pipe, tape, lambda k, s: found.append(float((s.log_prob - s.recorded_log_prob).abs().max())), grad=False)
+    assert found and max(found) < 1e-5
+
+    _, whole = record_function(pipe, call, window=(), generators=tiny.generators(), **noise)
+    with pytest.raises(ReplayError, match=r"transformer was too large to be kept.*stop=1"):
+        branch_function(pipe, whole, 1, [1, 1, 3], window=[1], generators=tiny.generators(3), **noise)
+
+
+def outputs(r: Recorded, tape: Tape, **options: Any) -> list[torch.Tensor]:
+    """All that a replay without gradient hands out."""
+    found: list[torch.Tensor] = []
+    for step in replayed(r, tape, **options)[0].values():
+        found += [step.x, step.model_output, step.mean]
+        if step.x_next is not None and step.recorded_log_prob is not None:
+            found += [step.x_next, step.log_prob, step.recorded_log_prob]
+    return found
+
+
+def same_gradients(r: Recorded, one: Tape, other: Tape, **options: Any) -> bool:
+    a, b = (gradients(r, tape, **options) for tape in (one, other))
+    return a[1:] == b[1:] and all_equal(a[0], b[0])
+
+
+# --- rows of a tape
+
+
+@cache
+def whole(name: str, guided: bool) -> dict[int, ReplayedStep]:
+    return replayed(recorded(name, guided))[0]
+
+
+@EACH
+@GUIDED
+@settings(max_examples=3, deadline=None)
+@given(data=st.data())
+def test_the_rows_of_a_tape_are_a_tape_of_their_own(name: str, guided: bool, data: st.DataObject) -> None:
+    r = recorded(name, guided)
+    index = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
+    part = r.tape.rows(index)
+    assert part.batch_size == len(index) and part.call["prompt"] == [tiny.PROMPTS[i] for i in index]
+    assert all_equal(outputs(r, part), outputs(r, r.tape, index=index))
+    for k, step in replayed(r, part)[0].items():
+        expected = whole(name, guided)[k]
+        assert step.rule == expected.rule
+        for key in ("x", "x_next", "recorded_log_prob", "recorded_mean"):
+            assert torch.equal(getattr(step, key), getattr(expected, key)[index])
+        torch.testing.assert_close(step.model_output, expected.model_output[index], rtol=1e-4, atol=1e-5)
+    # rows of rows are rows: also of one sample, whose probe is of two
+    inner = data.draw(st.lists(st.integers(0, len(index) - 1), min_size=1, max_size=3))
+    again = part.rows(inner)
+    assert all(torch.equal(a.x, b.x[[index[i] for i in inner]]) for a, b in zip(again.steps, r.tape.steps, strict=True))
+    assert deviation(r, again) <= 1e-5
+
+
+@pytest.mark.parametrize(("guided", "cfg"), [(False, "joint"), (True, "joint"), (True, "detach_uncond"), (True, "off")])
+@EACH
+def test_the_gradients_of_the_parts_add_up_to_those_of_the_whole(name: str, guided: bool, cfg: str) -> None:
+    r = recorded(name, guided)
+
+    def train(tape: Tape, samples: list[int], **options: Any) -> tuple[dict[int, ReplayedStep], list[torch.Tensor]]:
+        def loss(step: ReplayedStep) -> torch.Tensor:
+            return (WEIGHTS[samples] * step.log_prob).sum()
+
+        return replayed(r, tape, loss, steps=[0, 2], cfg=cfg, **options)
+
+    steps, full = train(r.tape, [0, 1, 2, 3])
+    parts = []
+    for samples in ([2, 0], [3], [1]):  # with two samples Z-Image has as many rows as channels
+        found, grads = train(r.tape, samples, index=samples)
+        assert list(found) == [0, 2] and (cfg == "off" or largest_deviation(found) <= 1e-5)
+        for k, step in found.items():
+            torch.testing.assert_close(step.model_output, steps[k].model_output[samples], rtol=1e-4, atol=1e-5)
+        assert all_equal(train(r.tape.rows(samples), samples)[1], grads)
+        parts.append(grads)
+    assert distance([sum(g) for g in zip(*parts, strict=True)], full) < 2e-4
+    assert distance(parts[0], full) > 1e-2
+
+
+def test_latents_that_steps_share_stay_shared() -> None:
+    tape = recorded("sd3", True).tape.rows([3, 1])
+    assert all(a.x_next is b.x for a, b in zip(tape.steps, tape.steps[1:], strict=False))
+    kept = lean(tape, Reads(frozenset({1, 2})))
+    assert kept.steps[0].x_next is kept.steps[1].x is tape.steps[1].x
+
+
+def test_a_row_of_a_tape_is_branched_and_replayed() -> None:
+    r = recorded("qwen_image", True)
+    one = r.tape.rows([2])
+    assert one.probe is not None and one.probe.batch_size == 2
+    _, tape = r.branch(one, 1, [0, 0, 0], window=[1], generators=tiny.generators(3))
+    _, twin = r.branch(r.tape, 1, [2, 2, 2], window=[1], generators=tiny.generators(3))
+    assert tape.probe is not None and tape.probe.batch_size == 1
+    for a, b in zip(tape.steps, twin.steps, strict=True):
+        assert torch.equal(a.x, b.x) and torch.equal(a.x_next, b.x_next)
+    assert same_gradients(r, tape.rows([0, 1, 2]), tape, index=[2, 0])
+
+
+def test_without_a_probe_there_are_no_rows() -> None:
+    r = recorded("sd3", False)
+    bare = replace(r.tape, probe=None)
+    assert bare.rows(range(4)) is bare
+    with pytest.raises(ReplayError, match="probe=True"):
+        bare.rows([0, 1])
+    _, one = record(r.pipe, select_call(r.call, [0]))
+    with pytest.raises(ReplayError, match="probe=True"):
+        one.rows([0, 0])
+
+
+# --- lean tapes
+
+
+def held(tape: Tape) -> int:
+    return Trajectory(RolloutTask(0, [], ()), (tape,), 0, 0).nbytes
+
+
+@EACH
+@GUIDED
+@settings(max_examples=3, deadline=None)
+@given(steps=st.sets(st.integers(0, 2), min_size=1), means=st.booleans())
+def test_a_lean_tape_replays_as_the_whole_one(name: str, guided: bool, steps: set[int], means: bool) -> None:
+    r = recorded(name, guided)
+    kept = lean(r.tape, Reads(frozenset(steps), means=means, outputs=False))
+    assert all_equal(outputs(r, kept, steps=steps), outputs(r, r.tape, steps=steps))
+    assert same_gradients(r, kept, r.tape, steps=steps)
+    assert held(kept) < held(r.tape)
+    first = {"steps": sorted(steps)[:1], "index": [2, 0]}
+    assert all_equal(outputs(r, kept, **first), outputs(r, r.tape, **first))
+
+
+def noise(r: Recorded, steps: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Latents for `steps` that were not recorded."""
+    shape = r.tape.steps[0].x.shape
+    return {k: torch.randn(shape, generator=torch.Generator().manual_seed(k)) for k in steps}
+
+
+def on_forward(r: Recorded, tape: Tape, latents: dict[int, torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """Model outputs at the given latents, and gradients of their squares."""
+    steps, grads = replayed(r, tape, squares, steps=latents.keys(), latents=latents, **options)
+    return [step.model_output for step in steps.values()] + grads
+
+
+@EACH
+@pytest.mark.parametrize("steps", [s for n in (1, 2, 4) for s in combinations(range(4), n)])
+def test_a_lean_tape_of_noised_clean_latents(name: str, steps: tuple[int, ...]) -> None:
+    r = recorded(name, True)
+    kept = lean(r.tape, Reads(frozenset(steps), means=False, outputs=False, forward=True))
+    assert kept.steps[-1].x_next is r.tape.steps[-1].x_next and held(kept) < held(r.tape)
+    assert all_equal(on_forward(r, kept, noise(r, steps)), on_forward(r, r.tape, noise(r, steps)))
+
+
+@EACH
+def test_a_lean_tape_may_keep_the_finished_latents_besides_those_of_its_steps(name: str) -> None:
+    r = recorded(name, True)
+    with_them, without = (
+        lean(r.tape, Reads(frozenset({1}), outputs=False, finished=finished)) for finished in (True, False)
+    )
+    assert with_them.steps[-1].x_next is r.tape.steps[-1].x_next and without.steps[-1].x_next.is_meta
+    assert all_equal(outputs(r, with_them, steps=[1]), outputs(r, r.tape, steps=[1]))
+    assert held(without) < held(with_them) < held(r.tape)
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("cfg", ["detach_uncond", "off"])
+@pytest.mark.parametrize("name", ["sd3", "wan"])
+def test_a_lean_tape_for_guidance_keeps_the_outputs_that_tell_its_roles(name: str, cfg: str, forward: bool) -> None:
+    whole, r = recorded(name, True).tape, own(name)  # a pipeline of which the roles are not known yet
+    r.tape = whole
+    kept = lean(whole, Reads(frozenset({1, 2}), means=False, forward=forward))
+    latents = noise(r, (1, 2)) if forward else {k: whole.steps[k].x for k in (1, 2)}
+    assert all_equal(on_forward(r, kept, latents, cfg=cfg), on_forward(r, whole, latents, cfg=cfg))
+    assert forward or same_gradients(r, kept, whole, steps=[1, 2], cfg=cfg)
+
+
+def test_what_a_lean_tape_does_not_have_is_an_error() -> None:
+    r = recorded("sd3", True)
+    kept = lean(r.tape, Reads(frozenset({1, 2}), means=False, outputs=False))
+    for steps in ([2], [0], [0, 1, 2], [3]):
+        with pytest.raises(ReplayError, match=r"the lean tape was kept for steps \[1, 2\]"):
+            outputs(r, kept, steps=steps)
+    with pytest.raises(ReplayError, match="cfg off reads recorded outputs"):
+        outputs(r, kept, steps=[1, 2], cfg="off")
+    with pytest.raises(ReplayError, match="reads_means"):
+        replay(r.pipe, kept, lambda k, step: step.recorded_mean, steps=[1], grad=False)
+    with pytest.raises(ReplayError, match="a lean tape cannot be branched"):
+        branch(r.pipe, kept, 1, range(4), kernel=r.kernel)
+    forward = lean(r.tape, Reads(frozenset({1, 2}), outputs=False, forward=True))
+    with pytest.raises(ReplayError, match="pass them as latents"):
+        outputs(r, forward, steps=[1, 2])
+    beyond = lean(r.tape, Reads(frozenset({1, 7})))  # a configuration for more steps than the pipeline takes
+    with pytest.raises(ReplayError, match=r"steps \[1, 7\] cannot be replayed: the tape has 4 steps"):
+        outputs(r, beyond, steps=[1, 7])
+    with pytest.raises(ReplayError, match="called none of its components in the denoising loop"):
+        outputs(r, lean(replace(r.tape, component_calls=[]), Reads(frozenset({1}))), steps=[1])
+    nothing = lean(r.tape, Reads(frozenset()))
+    assert sum(num_elements([s.x, s.x_next, s.mean]) for s in nothing.steps) > 0
+    assert held(nothing) == tensor_bytes([s.log_prob for s in nothing.steps])
+
+
+def test_a_lean_tape_keeps_what_it_should_and_no_more() -> None:
+    r = recorded("sd3", True)
+    assert len(r.tape.steps) == 4
+
+    def values(tape: Tape) -> list[set[str]]:
+        tensors = [{"x": s.x, "x_next": s.x_next, "mean": s.mean} for s in tape.steps]
+        return [{name for name, v in step.items() if v is not None and not v.is_meta} for step in tensors]
+
+    kept = lean(r.tape, Reads(frozenset({1}), means=True, outputs=False))
+    assert values(kept) == [{"x", "x_next"}, {"x", "x_next", "mean"}, set(), set()]
+    assert [tree_leaves(c.output)[0].is_meta for c in kept.component_calls] == [False, True, True, True]
+    forward = lean(r.tape, Reads(frozenset({1, 3}), outputs=False, forward=True))
+    # x_next of step 0 is given, that of step 3 is the image's
+    assert values(forward) == [{"x"}, {"x_next"}, {"x"}, {"x_next"}]
+
+
+# --- trajectories
+
+
+def trajectory(r: Recorded, steps: Sequence[int] = (0, 1)) -> Trajectory:
+    samples = [Sample(Prompt(i, text), 0, 10 + i, 1) for i, text in enumerate(tiny.PROMPTS)]
+    segment = Segment(tuple(s.seed for s in samples), tuple(range(4)), (0, 1, 2), tuple(steps))
+    kept = lean(r.tape, Reads(frozenset(steps), means=False, outputs=False))
+    return Trajectory(RolloutTask(7, samples, (segment,)), (kept,), policy_version=3, owner=1)
+
+
+@given(index=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
+@settings(max_examples=10, deadline=None)
+def test_a_trajectory_is_split_by_samples(index: list[int]) -> None:
+    r = recorded("flux", False)
+    whole = trajectory(r)
+    part = whole.rows(index)
+    assert (part.task.id, part.policy_version, part.owner) == (7, 3, 1)
+    assert [s.prompt.id for s in part.task.samples] == index
+    (segment,), (tape,) = part.task.segments, part.tapes
+    assert segment.seeds == tuple(10 + i for i in index) and segment.leaves == tuple(range(len(index)))
+    assert (segment.window, segment.trained) == ((0, 1, 2), (0, 1))
+    expected = outputs(r, whole.tapes[0], steps=segment.trained, index=index)
+    assert all_equal(outputs(r, tape, steps=segment.trained), expected)
+    assert part.nbytes == whole.nbytes * len(index) // 4 or len(index) < 4  # nothing is held twice
+    assert whole.rows(range(4)).nbytes == whole.nbytes > part.rows([0]).nbytes - 1
+
+
+def test_a_tree_cannot_be_split() -> None:
+    whole = trajectory(recorded("flux", False))
+    (trunk,) = whole.task.segments
+    segments = (trunk, replace(trunk, parent=0, rows=tuple(range(len(trunk.seeds)))))
+    tree = replace(whole, task=replace(whole.task, segments=segments), tapes=whole.tapes * 2)
+    with pytest.raises(ReplayError, match="task 7 is a tree"):
+        tree.rows([0])
+    assert tree.nbytes == whole.nbytes  # what segments share is counted once
+
+
+def replay_elsewhere(folder: Path) -> None:
+    """Run by another process: replays the trajectories in `folder` and writes the results beside them."""
+    for file in folder.glob("*.pkl"):
+        sent = pickle.loads(file.read_bytes())
+        train = partial(gradients, own(file.stem), sent.tapes[0], steps=sent.task.segments[0].trained)
+        torch.save([train(), train(index=[2, 0])], file.with_suffix(".pt"))
+
+
+def test_trajectories_are_replayed_in_another_process(tmp_path: Path) -> None:
+    sent = {name: trajectory(recorded(name, True), (0, 2)) for name in ("sd3", "z_image")}
+    for name, value in sent.items():
+        file = tmp_path / f"{name}.pkl"
+        file.write_bytes(pickle.dumps(value))
+        assert file.stat().st_size < 1.3 * value.nbytes + 60_000  # shared latents are sent once
+    code = f"import test_record, pathlib; test_record.replay_elsewhere(pathlib.Path({str(tmp_path)!r}))"
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parents[1]), str(here.parents[2])]
+    script = f"import sys; sys.path[:0] = {paths!r}; import torch; torch.set_num_threads({torch.get_num_threads()})\n"
+    subprocess.run([sys.executable, "-c", script + code], check=True, timeout=300)
+    for name, value in sent.items():
+        results = torch.load(tmp_path / f"{name}.pt")
+        for options, (grads, *rest) in zip(({}, {"index": [2, 0]}), results, strict=True):
+            found = gradients(recorded(name, True), value.tapes[0], steps=[0, 2], **options)
+            assert all_equal(found[0], grads) and list(found[1:]) == rest

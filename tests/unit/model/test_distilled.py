@@ -11,8 +11,7 @@ from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import experiments
 from gerl.config import Config, ModelConfig, SamplingConfig, algorithm_config
 from gerl.model.distilled import distilled_warnings, few_steps, guidance_notes
-from gerl.workers.setup import model_facts
-from gerl.workers.setup import load_worker_policy
+from gerl.workers.setup import facts_of, load_worker_policy
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 FEW = """

@@ -16,7 +16,7 @@ from zoo import text_to_image_3
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.engine import record
-from gerl.engine.differentiable import is_compiled
+from gerl.engine.replay import is_compiled
 from gerl.errors import ConfigError, ModelError
 from gerl.model import loading
 from gerl.model.call import pipeline_call

@@ -15,8 +15,8 @@ from gerl.config import ActorConfig, ValidationConfig
 from gerl.preflight.faithful import judge_faithful, parts_difference, stock_difference
 from gerl.preflight.findings import Report
 from gerl.workers.actor import Actor
-from gerl.workers.worker import PolicyWorker
 from gerl.workers.rollout import Rollout
+from gerl.workers.worker import PolicyWorker
 
 
 class StepsItsOwnWay(diffusers.StableDiffusion3Pipeline):

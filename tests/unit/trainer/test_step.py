@@ -7,7 +7,7 @@ from crediting import PROMPTS, config, scored
 
 from gerl.algorithms.planning import plan_samples
 from gerl.protocol import ScorerFailure, Scores
-from gerl.run.timing import Stopwatch
+from gerl.timeline import Stopwatch
 from gerl.trainer.step import ScoreTable, Step
 
 

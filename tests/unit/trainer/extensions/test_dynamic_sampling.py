@@ -8,7 +8,7 @@ from crediting import PROMPTS, Crediting, config, scored
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.protocol import Group, Scores
-from gerl.run.timing import Stopwatch
+from gerl.timeline import Stopwatch
 from gerl.trainer.extensions.dynamic_sampling import DynamicSampling
 from gerl.trainer.step import Step
 

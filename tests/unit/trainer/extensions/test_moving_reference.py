@@ -6,7 +6,7 @@ from typing import Any
 from gerl.algorithms import build_algorithm
 from gerl.config import Config, algorithm_config
 from gerl.protocol import UpdateStats
-from gerl.run.timing import Stopwatch
+from gerl.timeline import Stopwatch
 from gerl.trainer.extensions.moving_reference import MovingReference
 from gerl.trainer.step import Step
 

@@ -7,9 +7,8 @@ import diffusers
 import pytest
 import torch
 
-from gerl.engine.families import output_is_clean
-from gerl.engine.instrument import Stepped, _Step, noise_from
-from gerl.engine.transitions import Sampler, Transitions
+from gerl.engine.hooks import Stepped, _Step, noise_from
+from gerl.engine.transitions import Sampler, Transitions, output_is_clean
 from gerl.errors import ModelError
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -1,16 +1,23 @@
-"""Calls of workers: submitted, waited for, and what they raise in words of gerl."""
+"""Groups of workers: their calls, what those raise in words of gerl, and Python environments of their own."""
 
 import contextlib
+import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import ray
 
-from gerl.cluster import environments, health
+from gerl.cluster import health
 from gerl.errors import ClusterError, GerlError, WorkerDied
+
+# --- Calls of workers: submitted, waited for, and what they raise in words of gerl
 
 W = TypeVar("W")  # the class of a worker
 R = TypeVar("R")  # what a call returns
@@ -102,7 +109,7 @@ def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
         case ray.exceptions.OutOfDiskError():
             return ClusterError(f"the disk with Ray's session folder is full ({said}): free space, then {again}")
         case ray.exceptions.RuntimeEnvSetupError():
-            return ClusterError(environments.failure(worker, str(error)))
+            return ClusterError(failure(worker, str(error)))
         case ray.exceptions.RayActorError():  # also where the call only depends on one of a dead worker
             killed = "; the system kills processes silently when memory runs out" if "OOM" in str(error) else ""
             return WorkerDied(f"{worker} died ({said}{killed}): its log is in Ray's session folder; {again}")
@@ -340,3 +347,79 @@ def _reference(argument: object) -> object:
     if isinstance(argument, Pending) and argument.reference is not None:
         return argument.reference
     return _value(argument)
+
+
+# --- Python environments of their own for workers, which Ray makes on each machine (`runtime_env`), and why one fails
+
+PROBE = "import sys, gerl, ray; print(sys.version.split()[0], ray.__version__)"
+SHOWN = 400  # characters of what the installer said
+KEY = "reward.scorers.NAME.env"
+
+
+def runtime_env(environment: Mapping[str, object], seconds: float, joined: bool) -> dict[str, object]:
+    """The part of Ray's `runtime_env` for `{pip: [...]}`, `{uv: [...]}` or `{python: PATH}`; empty for none.
+
+    `seconds`: time for making it. `joined`: on machines of a Ray cluster, which this one need not be like.
+
+    Raises:
+        ClusterError: a package that makes environments is not installed, or `python` cannot run a worker.
+    """
+    if not environment:
+        return {}
+    if not joined:
+        check(environment)
+    made: dict[str, object] = {"config": {"setup_timeout_seconds": max(1, int(seconds))}}
+    for kind, value in environment.items():
+        match kind:
+            # Ray's own defaults switch the caches of both off, and every run would download everything anew.
+            case "pip":
+                made["pip"] = {"packages": value, "pip_install_options": ["--disable-pip-version-check"]}
+            case "uv":
+                made["uv"] = {"packages": value, "uv_pip_install_options": []}
+            case "python":
+                made["py_executable"] = value
+    return made
+
+
+def check(environment: Mapping[str, object]) -> None:
+    """Raise `ClusterError` if this machine cannot make the environment, or run a worker in it."""
+    if "python" in environment:
+        _check_python(str(environment["python"]))
+    elif importlib.util.find_spec("virtualenv") is None:
+        raise ClusterError(
+            f"{KEY}: Ray creates environments with the package virtualenv, which is not installed: run pip install "
+            "'gerl[env]'"
+        )
+
+
+@cache
+def _check_python(path: str) -> None:
+    """Raise `ClusterError` unless the interpreter at `path` has gerl, and Python and Ray of the same versions."""
+    here = f"{sys.version.split()[0]} {ray.__version__}"
+    if shutil.which(path) is None:
+        raise ClusterError(f"{KEY}.python={path}: there is no such program: give the path of a Python interpreter")
+    try:
+        found = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr.strip().splitlines() or ["there was no output"])[-1]
+        raise ClusterError(
+            f"{KEY}.python={path} cannot run a scorer ({said}): install gerl there, which installs Ray"
+        ) from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ClusterError(f"{KEY}.python={path} cannot be run ({error}): expected a Python interpreter") from None
+    if found.split() != here.split():
+        raise ClusterError(
+            f"{KEY}.python={path} has Python and Ray {' and '.join(found.split())}, this process has "
+            f"{' and '.join(here.split())}: they must be the same, install them there"
+        )
+
+
+def failure(worker: str, text: str) -> str:
+    """The sentence for an environment that Ray could not make, from the `text` of its exception."""
+    said = text.rpartition("lines of stdout:")[2].strip().splitlines()
+    errors = [line for line in said if re.search(r"error|×|╰|no solution", line, re.IGNORECASE)]
+    reason = " ".join(" ".join(errors or said[-1:]).split())[:SHOWN]
+    return (
+        f"the environment of {worker} could not be created ({reason or 'Ray gives no reason'}): correct {KEY}, or "
+        "see runtime_env_setup-*.log in Ray's session folder"
+    )

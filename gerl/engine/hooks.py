@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from gerl.engine.families import (
+from gerl.engine.transitions import (
+    Timestep,
     gives_model_dtype,
     is_edm,
     is_flow_lcm,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
+
 # what `__call__` computes or draws outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
 # `prepare_extra_step_kwargs` inspects the scheduler's signature and must run; so must what writes noisier conditions
 # into the latents of each step (LTX), since a replay may have others: the noise that it draws is answered.
@@ -42,9 +44,6 @@ ANSWERED = re.compile(
 
 class StopPipeline(BaseException):
     """Leaves a pipeline's `__call__` early; a `BaseException` so that no pipeline swallows it."""
-
-
-Timestep = torch.Tensor | float
 
 
 class Head(Protocol):
@@ -74,6 +73,8 @@ class _Step:
     def __init__(self, head: Head, scheduler: SchedulerMixin) -> None:
         self.head, self.scheduler = head, scheduler
         self.own = scheduler
+        self.edm, self.trigflow, self.lcm = is_edm(scheduler), is_trigflow(scheduler), is_lcm(scheduler)
+        self.gives_model_dtype = gives_model_dtype(scheduler)
         self.first: list[SchedulerMixin] = []  # that stepped, of all copies together
         functools.update_wrapper(self, scheduler.step)  # pipelines inspect its signature
 
@@ -110,18 +111,18 @@ class _Step:
             # tokens have noise levels of their own, and the output is the negative velocity (LTX). Those that the
             # pipeline keeps are all at the level of the step; the others it sets back to what they were
             model_output = -model_output
-        if is_edm(scheduler):
+        if self.edm:
             return Stepped(self._next_of, scheduler, (model_output, timestep, sample), pred_original_sample)
         x_next = self._next_of(model_output, timestep, sample)
-        dtype = model_output.dtype if gives_model_dtype(scheduler) else sample.dtype
+        dtype = model_output.dtype if self.gives_model_dtype else sample.dtype
         dtype = torch.float32 if per_token_timesteps is not None else dtype
         x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
         decoding = getattr(self.head, "hands_out_clean", False)
         # the pipelines of consistency models decode the clean latents of the last step
-        if is_trigflow(scheduler):
+        if self.trigflow:
             clean = x_next if decoding else scm_clean(timestep, model_output, sample)
             return SCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
-        if is_lcm(scheduler):
+        if self.lcm:
             clean = x_next if decoding else lcm_clean(scheduler, timestep, model_output, sample)
             return LCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
         return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)

@@ -1,0 +1,414 @@
+"""Latents at both ends of a call: initial ones from the caller, decoding with a gradient, encoding of images."""
+
+from __future__ import annotations  # of diffusers, which the driver of a run does without
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gerl.engine.batching import Tree, batch_size, detached_copy, materialised, select_call
+from gerl.engine.hooks import StopPipeline, _put, routed
+from gerl.engine.record import Recorder
+from gerl.engine.tape import CompanionsFromTape, Tape
+from gerl.engine.transitions import Sampler, Timestep, advance
+from gerl.errors import ModelError, ReplayError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
+
+
+# --- Initial latents given by the caller, put where the pipeline takes its own from.
+#
+# Mostly the pipeline hands what `prepare_latents` returned to the scheduler as it is. Others unpack it, or leave out
+# the frame that a picture fills: where each value goes is then found by differentiating the pipeline's own arithmetic.
+
+UNTRACEABLE = "latents cannot be given for step 0: the pipeline does not pass on its initial latents value by value"
+
+
+def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:
+    """`{position: value}` of the answers of `tape` that start the pipeline at the latents `given` `[B, ...]`.
+
+    Raises `ReplayError` where no answer, or more than one, hands its values on to the first step.
+    """
+    start = tape.steps[0].x
+    answers = {i: answer.value for i, answer in enumerate(tape.answers[: tape.steps[0].num_answers])}
+
+    def is_start(value: object) -> bool:
+        alike = isinstance(value, torch.Tensor) and value.shape == start.shape
+        return isinstance(value, torch.Tensor) and alike and torch.equal(value, start.to(value.dtype))
+
+    positions = [i for i, value in answers.items() for leaf in tree_leaves(value) if is_start(leaf)]
+    if len(positions) != 1:  # the noise that inpainting keeps may be the same as the initial latents
+        return _traced(pipe, tape, given)
+
+    def swap(value: object) -> object:
+        return given.to(value.dtype, copy=True) if isinstance(value, torch.Tensor) and is_start(value) else value
+
+    return {positions[0]: tree_map(swap, answers[positions[0]])}
+
+
+def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:
+    tracer = _Tracer(tape)
+    undecorated = inspect.unwrap(type(pipe).__call__)
+    with torch.enable_grad(), routed(pipe, tracer), contextlib.suppress(StopPipeline):
+        undecorated(pipe, **select_call(tape.call, range(tape.batch_size)))
+    sample = tracer.sample
+    if sample is None or not sample.requires_grad or sample.shape != given.shape:
+        raise ReplayError(UNTRACEABLE)
+    leaves = [leaf for _, leaf in tracer.leaves]
+
+    def moved(weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return torch.autograd.grad(sample, leaves, weights, retain_graph=True, allow_unused=True)
+
+    found = _handed_on(moved(torch.ones_like(sample)))
+    if len(found) > 1 and (free := _free(tape, sample)) is not None:
+        # a condition may be handed on as well, to where the pipeline writes it again in each step
+        found = _handed_on(moved(free))
+    if len(found) != 1:
+        raise ReplayError(UNTRACEABLE)
+    ((number, handed_on, scale),) = found
+    value = moved(given.to(sample.dtype))[number]
+    assert value is not None
+    position, leaf = tracer.leaves[number]
+    new = torch.where(handed_on, value / scale**2, leaf.detach())  # value is scale times given, the pipeline scales it
+    return {position: tree_map(lambda v: new if v is leaf else v, tracer.values[position])}
+
+
+def _handed_on(derivatives: tuple[torch.Tensor | None, ...]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Of the tensors that are handed on value by value: their number, which of their values, and what scales these.
+
+    Such values have one derivative (1, or what scales them), in any order and with some left out.
+    """
+    found = []
+    for number, reached in enumerate(derivatives):
+        if reached is not None and len(scales := reached[reached != 0].unique()) == 1:
+            found.append((number, reached != 0, scales))
+    return found
+
+
+def _free(tape: Tape, sample: torch.Tensor) -> torch.Tensor | None:
+    """1 where the pipeline writes nothing into its latents, else 0, as `sample`; None if it writes nowhere."""
+    written = [s.written for s in tape.steps if s.written is not None and not s.written.is_meta]
+    return (~torch.stack(written).any(0)).to(sample) if written else None
+
+
+class _Tracer:
+    """The head of a pass up to the first step that answers with tensors to differentiate by: see `hooks.Head`."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.looped = tape.looped_components()
+        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
+        self.leaves: list[tuple[int, torch.Tensor]] = []  # position of the answer, tensor in it
+        self.values: list[Tree] = []  # of the answers, with these tensors
+        self.sample: torch.Tensor | None = None
+
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+        del method, args, kwargs
+        position = len(self.values)
+        if position == len(self.tape.answers) or self.tape.answers[position].method != name:
+            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
+
+        def leaf(value: object) -> object:
+            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+                return value
+            self.leaves.append((position, value.requires_grad_()))
+            return value
+
+        self.values.append(tree_map(leaf, detached_copy(self.tape.answers[position].value)))
+        # no leaf itself: pipelines write into what they get
+        return tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, self.values[position])
+
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        recorded = next(self.calls, None) if name in self.looped else None
+        if recorded is None:
+            with torch.no_grad():
+                return forward(*args, **kwargs)
+        return materialised(detached_copy(recorded.output), self.tape.steps[0].x.device)
+
+    def on_scheduler_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        del scheduler, model_output, timestep
+        self.sample = sample
+        raise StopPipeline
+
+    on_companion_step = on_scheduler_step
+
+
+# --- Decode: the end of a recorded call once more, from latents with a gradient to images with one.
+#
+# The pipeline's own `__call__` runs again, answered from the tape. At its last step the scheduler hands out the
+# caller's latents and the gradient is switched on: whatever the pipeline does from there on (unpacking, scaling, its
+# VAE, the conversion to pixels) is in the graph.
+
+
+def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor:
+    """Images `[B, 3, H, W]` or videos `[B, F, 3, H, W]` of finished `latents`, fp32 in [0, 1], with graph.
+
+    `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. From the first call on
+    the VAE recomputes its activations in a backward pass, if it can. Raises `ReplayError` where the pipeline does not
+    do what it did in the rollout, or decodes without gradient. Decode and differentiate within torch's
+    `allow_mutation_on_saved_tensors`: a pipeline may write into what its derivative needs (Kandinsky 5).
+    """
+    decoder = Decoder(tape, latents)
+    call = select_call(tape.call, range(tape.batch_size)) | {"output_type": "pt"}
+    undecorated = inspect.unwrap(type(pipe).__call__)
+    _recompute(pipe)
+    # the decoder switches the gradient on at the last step, and leaving no_grad puts back what was before
+    with torch.no_grad(), routed(pipe, decoder):
+        try:
+            output = undecorated(pipe, **call)
+        except RuntimeError as error:
+            if "requires grad" not in str(error):  # of torch, where a pipeline goes on in numpy
+                raise
+            raise ReplayError(f"{_undifferentiable(pipe)} ({error})") from error
+    if decoder.step != len(tape.steps):
+        raise ReplayError(f"the pipeline took {decoder.step} steps when decoding, {len(tape.steps)} in the rollout")
+    images = _pixels(output)
+    if latents.requires_grad and not images.requires_grad:
+        raise ReplayError(_undifferentiable(pipe))
+    return images
+
+
+def _undifferentiable(pipe: DiffusionPipeline) -> str:
+    return (
+        f"{type(pipe).__name__} decodes its latents without gradient: rewards cannot be differentiated, use an "
+        "algorithm that needs only their values"
+    )
+
+
+class Decoder(CompanionsFromTape):
+    """The head of a decoding: see `hooks.Head`."""
+
+    hands_out_clean = True  # what it hands out at the last step is what is decoded, whatever the scheduler calls it
+
+    def __init__(self, tape: Tape, latents: torch.Tensor) -> None:
+        self.tape, self.latents = tape, latents
+        self.looped = tape.looped_components()
+        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
+        self.step = 0
+        self.answered = 0
+
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+        del method, args, kwargs
+        if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
+            raise ReplayError(f"when decoding, the pipeline calls {name}, which the rollout did not call at this point")
+        self.answered += 1
+        # a value that was not kept can be read before the latents are replaced only
+        return materialised(detached_copy(self.tape.answers[self.answered - 1].value), self.latents.device)
+
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        recorded = next(self.calls, None) if name in self.looped else None
+        if recorded is None:
+            return forward(*args, **kwargs)
+        return materialised(detached_copy(recorded.output), self.latents.device)
+
+    def on_scheduler_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        del model_output, sample
+        if self.step == len(self.tape.steps):
+            raise ReplayError(f"when decoding, the pipeline takes more than the {self.step} steps of the rollout")
+        advance(scheduler, timestep)
+        recorded = self.tape.steps[self.step]
+        self.step += 1
+        if self.step < len(self.tape.steps):
+            return materialised(recorded.x_next, self.latents.device)
+        if self.latents.shape != recorded.x_next.shape:
+            raise ReplayError(
+                f"latents to decode have shape {list(self.latents.shape)}, those of the rollout "
+                f"{list(recorded.x_next.shape)}: expected one row per sample of the tape"
+            )
+        torch.set_grad_enabled(self.latents.requires_grad)
+        return self.latents.clone()  # pipelines write into what they get, which torch refuses for a leaf
+
+
+def _pixels(output: object) -> torch.Tensor:
+    """The images or videos of a pipeline's output, fp32."""
+    given = dict(output.items()) if hasattr(output, "items") else {}
+    found = next((given[name] for name in ("images", "frames", "image") if given.get(name) is not None), None)
+    if isinstance(found, list) and found and all(torch.is_tensor(part) for part in found):
+        found = torch.stack(found)
+    if not torch.is_tensor(found) or found.ndim not in (4, 5):
+        named = ", ".join(f"{name}: {type(value).__name__}" for name, value in given.items()) or type(output).__name__
+        raise ReplayError(
+            f"the pipeline was asked for tensors and returned {named}: its images cannot be differentiated"
+        )
+    return found[:, 0].float() if found.ndim == 5 and found.shape[1] == 1 else found.float()
+
+
+def _recompute(pipe: DiffusionPipeline) -> None:
+    """Let the VAEs of `pipe` recompute their activations in a backward pass, those that can.
+
+    That stays so: the backward pass comes later, and without gradient it changes nothing.
+    """
+    for part in pipe.components.values():
+        if hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False):
+            part.enable_gradient_checkpointing()
+
+
+# --- The clean latents of images that were not drawn: the way from a pipeline's last step to its VAE, backwards.
+#
+# Between its last scheduler step and `vae.decode(z)` a pipeline unpacks, scales and shifts its latents, value by value.
+# So z = a x0 + b, each value by itself in whatever order, and both a and b are found by running the pipeline's own code
+# from given latents to where it decodes, with its derivative. Where it does something else, z does not come out again.
+
+ENDLESS = 10**9
+NEAR = {torch.float32: 1e-4, torch.float64: 1e-4}  # of its norm, how far z may be from the encoded image
+NEAR_IN_HALF = 2e-2
+NOT_DECODED = "existing images are not supported with this pipeline: it does not decode its latents with vae.decode"
+
+
+def record_loop(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape:
+    """The tape of the denoising loop of `pipe(**call)` for replays at given latents, as `record_structure` makes it.
+
+    The denoiser runs where a step calls it otherwise than the step before, mostly once, and nothing is decoded. Raises
+    `ModelError` where the pipeline does not decode with `vae`.
+    """
+    n = batch_size(call)
+    arguments = {name: value for name, value in call.items() if name != "generator"}
+    tape = Tape(select_call(arguments, range(n)), n)
+    recorder = _Loop(tape, Sampler("ode", 0.0), (), None)
+    recorder.structure = ENDLESS
+    given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
+    with _decoding(pipe, lambda z: None):
+        recorder.run(pipe, select_call(arguments, range(n)), given)
+    return tape
+
+
+class Inverse:
+    """The map from what the VAE of `pipe` decodes to clean latents, for the shape of a recorded loop."""
+
+    def __init__(self, pipe: DiffusionPipeline, tape: Tape) -> None:
+        """`tape`: of one sample, see `record_loop`. Raises `ModelError` if latents do not reach the VAE one by one."""
+        self.pipe, self.tape, self.checked = pipe, tape, False
+        like = tape.steps[-1].x_next
+        self.zero = torch.zeros_like(like).requires_grad_()
+        z = _decoded(pipe, tape, self.zero)
+        if z is None or not z.requires_grad:
+            raise ModelError(unknown(pipe))
+        self.z, self.offset = z, z.detach().float()
+        ones = _decoded(pipe, tape, torch.ones_like(like))
+        assert ones is not None
+        self.scale = self._back(ones.detach().float() - self.offset)
+        if not bool((self.scale > 0).all()):
+            raise ModelError(unknown(pipe))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of what the VAE decodes."""
+        return tuple(self.z.shape)
+
+    def of(self, z: torch.Tensor) -> torch.Tensor:
+        """The clean latents `[1, ...]` fp32 that are decoded as `z`.
+
+        Raises `ModelError` if there are none, which is looked at the first time.
+        """
+        if tuple(z.shape) != self.shape:
+            raise ModelError(
+                f"the VAE of {type(self.pipe).__name__} encodes an image to latents {list(z.shape)}, and decodes "
+                f"{list(self.shape)} with these settings of `sampling`: existing images are supported only if both "
+                "are equal (for video pipelines sampling.call.num_frames=1)"
+            )
+        x0 = self._back(z.float() - self.offset) / self.scale
+        if self.checked:
+            return x0
+        again = _decoded(self.pipe, self.tape, x0)
+        assert again is not None
+        error = torch.linalg.vector_norm(again.detach().float() - z.float()) / torch.linalg.vector_norm(z.float())
+        if not float(error) <= NEAR.get(again.dtype, NEAR_IN_HALF):
+            raise ModelError(unknown(self.pipe))
+        self.checked = True
+        return x0
+
+    def _back(self, z: torch.Tensor) -> torch.Tensor:
+        (x,) = torch.autograd.grad(self.z, self.zero, z.to(self.z.dtype), retain_graph=True)
+        return x.detach().float()
+
+
+def unknown(pipe: DiffusionPipeline) -> str:
+    """Why images cannot be encoded for `pipe`."""
+    return (
+        f"existing images are not supported with {type(pipe).__name__}: it does not pass its latents to its VAE "
+        "value by value, so the latents of an image are unknown"
+    )
+
+
+class _Loop(Recorder):
+    def _finish(self) -> None:
+        raise ModelError(NOT_DECODED)
+
+
+class _Tail:
+    """The head of a pass that ends with given latents and lets nothing be computed before: see `hooks.Head`."""
+
+    def __init__(self, tape: Tape, given: torch.Tensor) -> None:
+        self.tape, self.given = tape, given
+        self.looped = tape.looped_components()
+        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
+        self.answered = self.taken = 0
+
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+        answers = self.tape.answers
+        if self.answered < len(answers) and answers[self.answered].method == name:
+            self.answered += 1
+            return materialised(detached_copy(answers[self.answered - 1].value), self.given.device)
+        return method(*args, **kwargs)
+
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        recorded = next(self.calls, None) if name in self.looped else None
+        if recorded is None:
+            with torch.no_grad():
+                return forward(*args, **kwargs)
+        return materialised(detached_copy(recorded.output), self.given.device)
+
+    def on_scheduler_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        del model_output, sample
+        advance(scheduler, timestep)
+        self.taken += 1
+        return self.given if self.taken == len(self.tape.steps) else self.tape.steps[self.taken - 1].x_next
+
+    def on_companion_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        del model_output
+        advance(scheduler, timestep)
+        return sample
+
+
+def _decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor | None:
+    """The input of `vae.decode` if the last step ended at `latents`, with gradient; None where it is not reached."""
+    found: list[torch.Tensor] = []
+    undecorated = inspect.unwrap(type(pipe).__call__)
+    call = select_call(tape.call, range(tape.batch_size))
+    stopped = contextlib.suppress(StopPipeline)
+    with torch.enable_grad(), _decoding(pipe, found.append), routed(pipe, _Tail(tape, latents)), stopped:
+        undecorated(pipe, **call)
+    return found[0] if found and torch.is_tensor(found[0]) else None
+
+
+@contextlib.contextmanager
+def _decoding(pipe: DiffusionPipeline, take: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Leave the pipeline where its VAE is asked to decode, and give that to `take`."""
+    vae = getattr(pipe, "vae", None)
+    if not isinstance(vae, torch.nn.Module) or not hasattr(vae, "decode"):
+        raise ModelError(f"existing images are not supported with {type(pipe).__name__}: it has no VAE")
+
+    def stop(z: torch.Tensor, *_: object, **__: object) -> object:
+        take(z)
+        raise StopPipeline
+
+    undo: list[Callable[[], object]] = []
+    try:
+        _put(undo, vae, "decode", stop)
+        yield
+    finally:
+        for restore in undo:
+            restore()
