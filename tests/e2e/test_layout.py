@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from drills import more
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
 from gerl.run.state import PARTS
+from gerl.trainer.run import Run
 from gerl.utils.dataset import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,9 +67,9 @@ def test_workers_that_only_train_keep_all_but_the_denoiser_off_their_device(
 ) -> None:
     config = compose_run(arguments(tmp_path / "run", *settings)).config
     with Cluster(config.cluster) as cluster:
-        trainer = RayDiffusionTrainer(config, tmp_path / "run", cluster, load_prompts(config.data.train), [], {})
-        trainer.start()
-        pipes = [worker.policy.pipe for worker in trainer.workers.workers]
+        whole = Run(config, tmp_path / "run", cluster, load_prompts(config.data.train), [], {})
+        whole.start()
+        pipes = [worker.policy.pipe for worker in whole.fleet.workers.workers]
     for part in ("vae", "text_encoder"):
         assert [bool(getattr(pipe, part)._forward_pre_hooks) for pipe in pipes] == away
 
@@ -82,7 +82,7 @@ def test_over_ray_workers_of_both_kinds_may_die(
     settings = ["trainer.staleness=1", "cluster.max_restarts=20"]
     both = run(tmp_path / "both", *settings)
     (tmp_path / "kills").mkdir()
-    calls = ["accumulate.0.2", "generate.1.3", "hand_over.2.4"]
+    calls = ["accumulate.0.2", "sample.1.3", "release.2.4"]
     for call in calls:
         (tmp_path / "kills" / call).write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))  # the workers inherit both
