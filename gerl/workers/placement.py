@@ -37,7 +37,7 @@ class Placement:
         return self._padded.get(number, [])
 
     def copies_after(self, number: int) -> Iterator[tuple[int, int, bool]]:
-        """What else is called after micro-batch `number`: (micro-batch, process, whether it is padding).
+        """The further calls after micro-batch `number`: (micro-batch, process, whether it is padding).
 
         Context-parallel peers make the same call; padding follows the last micro-batch of a lockstep group.
         """
