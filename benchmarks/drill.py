@@ -98,7 +98,7 @@ def title(process: int) -> str:
 
 def method(process: int) -> str:
     """The method that a worker runs, empty if it waits."""
-    return title(process).removeprefix("ray::HybridWorker").removeprefix(".")
+    return title(process).removeprefix("ray::PolicyWorker").removeprefix(".")
 
 
 def left_files() -> set[str]:
@@ -209,7 +209,7 @@ class Drill:
                 time.sleep(0.001)
 
     def workers(self) -> list[int]:
-        return [p for p, line in processes().items() if line.startswith("ray::HybridWorker")]
+        return [p for p, line in processes().items() if line.startswith("ray::PolicyWorker")]
 
     def end(self) -> int:
         """Stop the run; returns the step that it saved."""

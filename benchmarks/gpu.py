@@ -54,7 +54,7 @@ from gerl.protocol import Prompt
 from gerl.run.card import hardware, now, software
 from gerl.utils.files import finite, reason, write_file
 from gerl.utils.logs import capture_logs
-from gerl.workers.worker import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "results" / "gpu.json", HERE / "README.md"
@@ -107,7 +107,7 @@ def work_of(used: Sequence[Usage], images: int, flops: float | None, peak: float
     return Work(images / median, seconds, flops, share, most if on_gpu else None, peak)
 
 
-def measure(worker: HybridWorker, facts: Facts, setting: Setting) -> Row:
+def measure(worker: PolicyWorker, facts: Facts, setting: Setting) -> Row:
     """Figures of rollout and update: the same micro-batch again and again, each time with an optimizer step."""
     config = worker.config
     task = Bench(worker, Prompt(0, TEXT)).task(worker.algorithm)
@@ -138,7 +138,7 @@ def measure(worker: HybridWorker, facts: Facts, setting: Setting) -> Row:
     }
 
 
-def reduce(worker: HybridWorker, setting: Setting) -> Row:
+def reduce(worker: PolicyWorker, setting: Setting) -> Row:
     """An all-reduce of the LoRA's flat gradient by a group of one process, alone and with the copies around it."""
     flat = worker.actor.flat_gradient()
     backend = "nccl" if setting.device.startswith("cuda") else "gloo"

@@ -35,9 +35,9 @@ from gerl.preflight.sizing.hardware import Name
 from gerl.preflight.sizing.layouts import Batch
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
-from gerl.workers.setup import loaded_policy
+from gerl.workers.setup import load_worker_policy
 from gerl.workers.state import Keeping
-from gerl.workers.worker import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 CLIP_TOKENS = 77  # of Stable Diffusion 3's prompts, before those of T5
 DEVIATION = 0.02  # of the random weights
@@ -199,8 +199,8 @@ def give_prompts(pipe: DiffusionPipeline, dtype: torch.dtype) -> None:
     pipe.__dict__["encode_prompt"] = encode_prompt
 
 
-def worker_of(case: Case, config: Config, device: str) -> HybridWorker:
-    """A worker on a case with random weights, made as `HybridWorker.setup` makes it.
+def worker_of(case: Case, config: Config, device: str) -> PolicyWorker:
+    """A worker on a case with random weights, made as `PolicyWorker.setup` makes it.
 
     Raises what a run would raise before it starts, where the keys do not work on `device`.
     """
@@ -214,11 +214,11 @@ def worker_of(case: Case, config: Config, device: str) -> HybridWorker:
     def read(path: str, dtype: torch.dtype, *_: object) -> DiffusionPipeline:
         return pipeline_of(case, path, dtype, device)
 
-    worker = HybridWorker(config, 0, device, torch.get_num_threads(), 1)
+    worker = PolicyWorker(config, 0, device, torch.get_num_threads(), 1)
     with patch.object(loading, "read_pipeline", read):
-        worker.policy = loaded_policy(config, device, None)
+        worker.policy = load_worker_policy(config, device, None)
     worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
-    worker.rollout.ways.divides = False  # what does not fit is a row that says so
+    worker.rollout.format.divides = False  # what does not fit is a row that says so
     worker.algorithm = build_algorithm(config)
     worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
     worker.keeping, worker.ended = Keeping(worker.actor), 0

@@ -27,7 +27,7 @@ REST = "the rest of a step"
 Seconds = dict[tuple[str, bool], float]  # CPU seconds by part, in training (False) and in validation
 # the outermost frames of a step; other stacks are of the start or the end
 STEP = re.compile(
-    r"^HybridWorker\.(?!__init__|check|setup|address|join|load_)\w+ \(|^RewardWorker\.score \("
+    r"^PolicyWorker\.(?!__init__|check|setup|address|join|load_)\w+ \(|^RewardWorker\.score \("
     r"|^RayDiffusionTrainer\.(take_step|conclude|validate) \("
 )
 # part -> a frame of it, "Class.function (file:line)"; the first that fits any frame

@@ -24,7 +24,7 @@ from gerl.config import Config, ScorerConfig
 from gerl.rewards.worker import RewardWorker
 from gerl.trainer.main_flowgrpo import main as train
 from gerl.utils.dataset import load_prompts
-from gerl.workers.worker import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 CHEAP = ["ocr", "sharpness", "colourfulness", "jpeg_compressibility", "jpeg_incompressibility"]
 
@@ -32,7 +32,7 @@ CHEAP = ["ocr", "sharpness", "colourfulness", "jpeg_compressibility", "jpeg_inco
 def images_per_second(config: Config, scorers: dict[str, ScorerConfig], repetitions: int) -> dict[str, float]:
     """The best of `repetitions` calls with a micro-batch of the experiment."""
     with Cluster(config.cluster) as cluster:
-        worker = HybridWorker(config, 0, cluster.worker_device(0), cluster.threads, 1)
+        worker = PolicyWorker(config, 0, cluster.worker_device(0), cluster.threads, 1)
         worker.setup()
         samples = plan_samples(config, plan_prompts(config, load_prompts(config.data.train), 1), 1, 0)
         task = build_algorithm(config).plan(samples)[0]

@@ -25,7 +25,7 @@ from gerl.model.libraries import quiet_libraries
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
-from gerl.workers.setup import loaded_policy
+from gerl.workers.setup import load_worker_policy
 
 COMMON = ["experiment=signs", "rollout.prompts_per_step=1", "rollout.n=24", "rollout.micro_batch_size=24"]
 FAST = ["algorithm=flow_grpo_fast", "sampling.same_init_noise=true"]
@@ -115,7 +115,7 @@ class Worker:
 
     def __init__(self, side: Side) -> None:
         self.config = config = compose_run([*COMMON, *side.overrides]).config
-        self.policy = loaded_policy(config, "cpu", None)
+        self.policy = load_worker_policy(config, "cpu", None)
         torch.manual_seed(0)
         for p in self.policy.trained.values():
             p.data.normal_(0, 0.05)

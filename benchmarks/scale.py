@@ -23,6 +23,7 @@ from pathlib import Path
 
 import ray
 import torch
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from scale_echo import Echo, Pace
 from scale_report import MEASURED, SIMULATED, Record, fitted, load, simulated, write, write_table
 from scale_standin import PHASES, EchoTrainer, Ledger, SlowWorker, StandIns, importable, reshape
@@ -31,9 +32,8 @@ from gerl.commandline.composition import compose_run
 from gerl.config import Config
 from gerl.model.libraries import quiet_libraries
 from gerl.rewards.checks import read_prompts
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.trainer.run_folder import identity
-from gerl.workers.worker import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 KEYS = (
     "experiment=signs algorithm=flow_grpo sampling.num_inference_steps=3 actor.updates_per_step=2 rollout.n=8 "
@@ -191,7 +191,7 @@ def snapshot(rank: int) -> Record:
     """Of a LoRA of this rank."""
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(Path(folder), 1, SHAPES[0], f"model.lora_rank={rank}", "cluster.launcher=local")
-        worker = HybridWorker(config, 0, "cpu", 1, 1)
+        worker = PolicyWorker(config, 0, "cpu", 1, 1)
         facts = worker.setup()
         for p in worker.policy.trained.values():
             p.grad = torch.ones_like(p)

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import ray
 import torch
 import torch.distributed as dist
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from ray import cloudpickle
 from scale_echo import Echo, Pace
 
@@ -27,9 +28,8 @@ from gerl.algorithms import build_algorithm
 from gerl.cluster import Cluster, Pending, WorkerGroup, worker_group
 from gerl.config import Config
 from gerl.protocol import ModelFacts
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.trainer.recovery import Recovery, Roles
-from gerl.workers.worker import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 HERE = Path(__file__).parent
 TIMED = ("generate", "accumulate", "reduce_gradient", "step", "finish_step", "finished")
@@ -51,7 +51,7 @@ class Pause(torch.autograd.Function):
         return gradients[0], None
 
 
-class SlowWorker(HybridWorker):
+class SlowWorker(PolicyWorker):
     """gerl's worker with a denoiser that takes `pace.image` seconds an image and call, and twice that backward."""
 
     def __init__(self, config: Config, rank: int, device: str, threads: int, updates: int, pace: Pace) -> None:
@@ -84,7 +84,7 @@ class SlowWorker(HybridWorker):
 
 
 def _timed(name: str) -> Callable[..., Any]:
-    method = getattr(HybridWorker, name)
+    method = getattr(PolicyWorker, name)
 
     @wraps(method)
     def timed(self: SlowWorker, *arguments: Any) -> Any:
@@ -110,7 +110,7 @@ class StandIns(Cluster):
 
     def workers(self, name: str, cls: Any, count: int, arguments: Any, **options: Any) -> Any:
         """As gerl's, with another class."""
-        if cls is not HybridWorker:
+        if cls is not PolicyWorker:
             return super().workers(name, cls, count, arguments, **options)
         if self.cls is Echo:
             return super().workers(name, Echo, count, lambda rank: (rank, self.pace), **options)

@@ -37,7 +37,7 @@ from gerl.preflight.sizing.ledger import CPU_ATTENTION
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
-from gerl.workers.worker import HybridWorker, batches_of
+from gerl.workers.worker import PolicyWorker, batches_of
 
 RESULTS = Path(__file__).parent.parent / "gerl" / "assets" / "sizing"
 RECIPES = Path(__file__).parent.parent / "configs" / "experiment"
@@ -303,7 +303,7 @@ def real_run(config: Config) -> Real:
 
     Bytes are those of torch's allocator, as its profiler records them; operations those of torch's FlopCounterMode.
     """
-    worker = HybridWorker(config, 0, "cpu", torch.get_num_threads(), 1)
+    worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
     worker.policy = build_policy(config, torch.float32, None)
     worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
     worker.algorithm = build_algorithm(config)

@@ -31,6 +31,7 @@ from typing import Any
 
 import suite
 import torch
+from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from sections import write_section
 from torch.utils._pytree import tree_leaves
 
@@ -41,7 +42,6 @@ from gerl.errors import TrainingError
 from gerl.run.card import hardware, now, software
 from gerl.timeline import Stopwatch
 from gerl.trainer.credit import Metrics
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from gerl.trainer.rollouts import Drawn
 from gerl.utils.dataset import load_prompts
 from gerl.utils.files import finite

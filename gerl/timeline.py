@@ -1,4 +1,4 @@
-"""What each worker did from when to when, as the driver sees it, and the time that the parts of a step take.
+"""The work of each worker from when to when, as the driver sees it, and the time that the parts of a step take.
 
 Calls begin when they are submitted and end when their end is noticed, and a worker does one after the other.
 """

@@ -4,10 +4,12 @@ from __future__ import annotations  # of torch, which the driver of a run may do
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import ConfigError, RewardError
+from gerl.objects import PREFIX
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import SCORERS, Scorer, build_scorer, known_scorer, scorer_class
 from gerl.rewards.total import applies
@@ -39,6 +41,19 @@ def differentiated(config: Config) -> list[str]:
     """The scorers whose gradient is used; raises `ConfigError` where the algorithm needs one that has none."""
     # beside a policy gradient, which learns from all scorers, those without a gradient may stay
     return differentiable_scorers(config.reward, all_of_them=not config.algorithm.scores_steps)
+
+
+def with_scorers_found(config: Config) -> Config:
+    """`config` for workers that build scorers: files of scorers by paths that are the same in any current directory."""
+    if not config.algorithm.differentiates:
+        return config
+    scorers = {
+        name: scorer
+        if scorer.path is None or scorer.path.startswith(PREFIX)
+        else dataclasses.replace(scorer, path=str(Path(scorer.path).expanduser().absolute()))
+        for name, scorer in config.reward.scorers.items()
+    }
+    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, scorers=scorers))
 
 
 def _of_gerl() -> list[str]:

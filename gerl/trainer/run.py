@@ -29,6 +29,7 @@ from gerl.data.columns import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
+from gerl.rewards.gradients import with_scorers_found
 from gerl.rewards.manager import RewardManager, given
 from gerl.rewards.total import described
 from gerl.rewards.trial import try_scorers
@@ -50,7 +51,6 @@ from gerl.trainer.validation import validate
 from gerl.workers.calibration import calibrate
 from gerl.workers.checkpointing import CheckpointWriter, Held
 from gerl.workers.fleet import LocalFleet, fleet_of
-from gerl.workers.setup import with_scorers_found
 from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)

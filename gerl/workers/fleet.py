@@ -119,7 +119,7 @@ class LocalFleet:
     # --- train
 
     def on_trajectories(self, function: Callable[[PolicyWorker, int], R]) -> list[R]:
-        """What `function` of a worker and a task id returns where the trajectory of each task of the step is."""
+        """Call `function` of a worker and a task id where the trajectory of each task of the step is, all at once."""
         pending, copies = list[Pending[R]](), list[tuple[int, int]]()
         for tasks, placement in self.held:
             for i, task in enumerate(tasks):

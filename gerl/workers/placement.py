@@ -34,10 +34,10 @@ class Placement:
 
     def padded(self, number: int) -> list[int]:
         """The processes that repeat micro-batch `number` as padding."""
-        return [process for padded, process in self.padding if padded == number]
+        return self._padded.get(number, [])
 
     def copies_after(self, number: int) -> Iterator[tuple[int, int, bool]]:
-        """What else is called after micro-batch `number`: (micro-batch, process, whether it is padding).
+        """The further calls after micro-batch `number`: (micro-batch, process, whether it is padding).
 
         Context-parallel peers make the same call; padding follows the last micro-batch of a lockstep group.
         """
@@ -50,6 +50,13 @@ class Placement:
     def _firsts(self) -> dict[int, int]:
         """Last micro-batch of a lockstep group -> its first, which is repeated."""
         return {members[-1]: members[0] for members in self.groups}
+
+    @cached_property
+    def _padded(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, process in self.padding:
+            found.setdefault(number, []).append(process)
+        return found
 
 
 def place(kinds: Sequence[Hashable], config: Config, processes: int) -> Placement:

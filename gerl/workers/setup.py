@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from gerl.model.prompts import PromptCache, folder_of
 from gerl.model.quantisation import check_quantisation
 from gerl.model.speed import check_attention
 from gerl.model.teacher_pipelines import check_teachers, load_teachers
-from gerl.objects import PREFIX, Function, offer
+from gerl.objects import Function, offer
 from gerl.protocol import ModelFacts
 from gerl.rewards.gradients import TensorReward, differentiated
 from gerl.utils.files import reason
@@ -118,19 +117,6 @@ def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Funct
         return
     offer(functions)
     algorithm.reward = TensorReward(algorithm.config.reward, differentiated(algorithm.config), device)
-
-
-def with_scorers_found(config: Config) -> Config:
-    """`config` for workers that build scorers: files of scorers by paths that are the same in any current directory."""
-    if not config.algorithm.differentiates:
-        return config
-    scorers = {
-        name: scorer
-        if scorer.path is None or scorer.path.startswith(PREFIX)
-        else replace(scorer, path=str(Path(scorer.path).expanduser().absolute()))
-        for name, scorer in config.reward.scorers.items()
-    }
-    return replace(config, reward=replace(config.reward, scorers=scorers))
 
 
 def without_decoder(algorithm: Algorithm) -> None:

@@ -1,12 +1,14 @@
 """The state of a worker: snapshots, checkpoints, and weights on their way to samplers."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +23,9 @@ from gerl.model.whole import class_of, kept_in_fp32
 from gerl.run.state import FROZEN, PARTS, WorkerState
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import ADAMW, OPTIMIZER, Actor
-from gerl.workers.worker import PolicyWorker, State
+
+if TYPE_CHECKING:
+    from gerl.workers.worker import PolicyWorker, State
 
 PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # diffusers' name for the files of a model
 TRAINED = "trained"
@@ -234,7 +238,7 @@ class _Stored:
     in_fp32: frozenset[str]  # keys
 
     @classmethod
-    def of(cls, name: str, denoiser: ModelMixin, policy: Policy) -> "_Stored":
+    def of(cls, name: str, denoiser: ModelMixin, policy: Policy) -> _Stored:
         kept = {id(p) for module in kept_in_fp32(denoiser) for p in module.parameters()}
         found = {}
         for key, value in denoiser.state_dict().items():

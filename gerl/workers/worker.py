@@ -246,7 +246,7 @@ class PolicyWorker:
         return {i: credit.get(i, nothing.expand(len(self.trajectories[i].task.samples), -1)) for i in own}
 
     def batches(self, credit: Credit, pooled: Pooled | None = None, kl: KLWeight | None = None) -> list[Batch]:
-        """What is trained of the trajectories here for their `credit`."""
+        """The parts of the trajectories here that are trained for their `credit`."""
         own = [(self.trajectories[i], values, kl.of(i) if kl else None) for i, values in credit.items()]
         return [batch for kept, values, weights in own for batch in batches_of(kept, values, pooled, weights)]
 

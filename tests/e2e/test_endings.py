@@ -18,11 +18,11 @@ from drills import ALL
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.run.report import write_report
-from gerl.trainer import recovery
 from gerl.trainer.main_flowgrpo import main
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.trainer.recovery import save_last_step
+from gerl.trainer.run import Run
 from gerl.utils.dataset import load_prompts
-from gerl.workers.worker import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 STEPS = 8
 SETTINGS = "checkpoint.every=0 actor.lr=0.01 rollout.micro_batch_size=2 cluster.num_workers=2".split()
@@ -90,7 +90,7 @@ def left(place: Path) -> list[str]:
 # Ray's own processes, without which a new Ray is started
 OF_RAY = ("raylet/raylet", *(["gcs_server"] if ALL else []))
 # the process that is killed where none may be replaced, and how long after a step
-KILLS = (("gcs_server", 0, 0.0), *([("raylet/raylet", 0, 0.0), ("ray::HybridWorker", 1, 0.3)] if ALL else []))
+KILLS = (("gcs_server", 0, 0.0), *([("raylet/raylet", 0, 0.0), ("ray::PolicyWorker", 1, 0.3)] if ALL else []))
 
 
 def test_a_run_survives_the_death_of_each_of_its_processes(
@@ -206,13 +206,12 @@ def test_a_signal_while_a_failed_run_is_saved_hides_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (workplace / "leaves.py").write_text(RAISING)
-    save = recovery.save_from_any
 
-    def interrupted(*args: Any) -> str:
+    def interrupted(run: Run) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
-        return save(*args)
+        return save_last_step(run)
 
-    monkeypatch.setattr("gerl.trainer.durable.save_from_any", interrupted)
+    monkeypatch.setattr("gerl.trainer.run.save_last_step", interrupted)
     own = ["reward.scorers.bright.kwargs={raises: SystemExit}", "reward.retries=0", "reward.on_error=stop"]
     run = tmp_path / "run"
     assert main(arguments(run, *HERE, *own, trainer__steps=4, scorer="leaves.py")) == 128 + signal.SIGTERM
@@ -230,7 +229,7 @@ def test_a_signal_while_the_report_is_written_leaves_a_finished_run(
         os.kill(os.getpid(), signal.SIGTERM)
         write_report(folder)
 
-    monkeypatch.setattr("gerl.trainer.run.write_report", interrupted)
+    monkeypatch.setattr("gerl.trainer.extensions.report.write_report", interrupted)
     run = tmp_path / "run"
     with caplog.at_level("INFO", logger="gerl"):
         assert main(arguments(run, trainer__steps=2, logger__report="true")) == 128 + signal.SIGTERM
@@ -246,10 +245,10 @@ def test_every_worker_has_the_same_checkpoint(arguments: Callable[..., list[str]
     config = compose_run(arguments(tmp_path / "run", *HERE, trainer__steps=1)).config
     prompts = load_prompts(config.data.train)
     with Cluster(config.cluster) as cluster:
-        trainer = RayDiffusionTrainer(config, tmp_path / "run", cluster, prompts, [], {})
-        trainer.fit()
-        after = trainer.workers.run(HybridWorker.finished, 1)
-        trainer.workers.run(HybridWorker.step, 1)  # of the next step, and only its first optimizer step
-        assert after[0] == after[1] == trainer.workers.run(HybridWorker.finished, 1)[1]
-        trainer.workers.run(HybridWorker.finish_step, 2)
-        assert trainer.workers.run(HybridWorker.finished, 2)[1] != after[1]
+        run = Run(config, tmp_path / "run", cluster, prompts, [], {})
+        run.fit()
+        after = run.fleet.workers.run(PolicyWorker.checkpoint, 1)
+        run.fleet.workers.run(PolicyWorker.step, 1)  # of the next step, and only its first optimizer step
+        assert after[0] == after[1] == run.fleet.workers.run(PolicyWorker.checkpoint, 1)[1]
+        run.fleet.workers.run(PolicyWorker.finish_step, 2)
+        assert run.fleet.workers.run(PolicyWorker.checkpoint, 2)[1] != after[1]

@@ -21,7 +21,7 @@ from gerl.export.command import main
 from gerl.model.paths import WEIGHTS
 from gerl.run.checkpoint import save_checkpoint
 from gerl.utils.tensors import pack_tensors
-from gerl.workers.worker import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 RANK, ALPHA = 3, 7.5  # not 1 by one another, so that a reader that forgets alpha is found out
 MODEL = "diffusion_pytorch_model.safetensors"
@@ -42,7 +42,7 @@ class Place:
     name: str
     model: Path
     run: Path
-    worker: HybridWorker
+    worker: PolicyWorker
     latents: dict[str, torch.Tensor]
 
     def stock(self, folder: Path | None = None) -> Any:
@@ -62,7 +62,7 @@ class Place:
         return out
 
 
-def checkpoint(worker: HybridWorker, run: Path, step: int, val_reward: float | None = None) -> Path:
+def checkpoint(worker: PolicyWorker, run: Path, step: int, val_reward: float | None = None) -> Path:
     tensors, numbers = worker.actor.state()
     state = {"step": step, "val_reward": val_reward, "worker": asdict(numbers)}
     return save_checkpoint(run / "checkpoints", step, {"state.safetensors": pack_tensors(tensors)}, state)
@@ -80,7 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Place]:
         tiny.build(CASES[name]).save_pretrained(root / "model")
         model = ModelConfig(path=str(root / "model"), lora_rank=RANK, lora_alpha=ALPHA, lora_targets=targets)
         config = Config(model=model, sampling=SamplingConfig(kernel=CASES[name].kernel))
-        worker = HybridWorker(config, rank=0, device="cpu", threads=1, total_updates=1)
+        worker = PolicyWorker(config, rank=0, device="cpu", threads=1, total_updates=1)
         worker.setup()
         policy = worker.policy
         torch.manual_seed(1)

@@ -16,7 +16,7 @@ from gerl.export.command import main as export
 from gerl.model.shards import Shards
 from gerl.rewards.rows import TOTAL
 from gerl.run.settings import read_config
-from gerl.run.state import STATE
+from gerl.run.state import PARTS
 from gerl.run.usage import usage
 from gerl.run.validation import load_validations
 
@@ -37,7 +37,7 @@ RANKS = "cluster.launcher=ray model.shard=all cluster.num_workers=1 cluster.rank
 
 
 def tensors(run: Any, step: int) -> dict[str, torch.Tensor]:
-    shards = Shards(run.checkpoint(step) / STATE)
+    shards = Shards(run.checkpoint(step) / PARTS)
     return {name: shards.whole(name) for name in shards.shapes()}
 
 
@@ -86,7 +86,7 @@ def test_a_run_carries_on_exactly(alone: Any, fit: Callable[..., Any]) -> None:
 
 
 def test_two_ranks_train_as_one_process(alone: Any, divided: Any) -> None:
-    assert len(list((divided.checkpoint(3) / STATE).iterdir())) == 2
+    assert len(list((divided.checkpoint(3) / PARTS).iterdir())) == 2
     assert_close(divided, alone)
     first, last = tensors(alone, 1), tensors(alone, 3)
     weights = [name for name in first if name.startswith("weights/") and "norm" not in name]

@@ -12,8 +12,8 @@ import pytest
 from gerl.run.checkpoint import find_checkpoint
 from gerl.run.guard import read_guard
 from gerl.run.validation import load_validation
+from gerl.trainer.launch import launch_steps
 from gerl.trainer.main_flowgrpo import main
-from gerl.trainer.run import each_step
 from gerl.trainer.run_folder import open_run
 
 # the brightness is trained, and the darkness watched
@@ -92,7 +92,7 @@ def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(
     folder = open_run(stopped)
     assert folder is not None
     seen = list[int]()
-    with folder, contextlib.closing(each_step(folder)) as steps:
+    with folder, contextlib.closing(launch_steps(folder)) as steps:
         while seen == sorted(set(seen)):  # until it has gone back, and trained a step
             seen.append(next(steps).state.step)
     if seen[-1] > target:

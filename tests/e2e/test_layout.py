@@ -13,8 +13,8 @@ from drills import more
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
-from gerl.run.state import STATE
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.run.state import PARTS
+from gerl.trainer.run import Run
 from gerl.utils.dataset import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,9 +67,9 @@ def test_workers_that_only_train_keep_all_but_the_denoiser_off_their_device(
 ) -> None:
     config = compose_run(arguments(tmp_path / "run", *settings)).config
     with Cluster(config.cluster) as cluster:
-        trainer = RayDiffusionTrainer(config, tmp_path / "run", cluster, load_prompts(config.data.train), [], {})
-        trainer.start()
-        pipes = [worker.policy.pipe for worker in trainer.workers.workers]
+        whole = Run(config, tmp_path / "run", cluster, load_prompts(config.data.train), [], {})
+        whole.start()
+        pipes = [worker.policy.pipe for worker in whole.fleet.workers.workers]
     for part in ("vae", "text_encoder"):
         assert [bool(getattr(pipe, part)._forward_pre_hooks) for pipe in pipes] == away
 
@@ -82,7 +82,7 @@ def test_over_ray_workers_of_both_kinds_may_die(
     settings = ["trainer.staleness=1", "cluster.max_restarts=20"]
     both = run(tmp_path / "both", *settings)
     (tmp_path / "kills").mkdir()
-    calls = ["accumulate.0.2", "generate.1.3", "hand_over.2.4"]
+    calls = ["accumulate.0.2", "sample.1.3", "release.2.4"]
     for call in calls:
         (tmp_path / "kills" / call).write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))  # the workers inherit both
@@ -100,7 +100,7 @@ def test_ranks_with_a_part_of_trained_weights_send_it_to_the_same_ranks(run: Tra
     whole = run(tmp_path / "whole", *full, "cluster.num_workers=2")
     ranks = {"cluster__launcher": "ray", "cluster__ranks_per_worker": 2}
     parts = run(tmp_path / "parts", *full, *split(1, 1), "model.shard=denoiser", **ranks)
-    found, expected = (Shards(one.checkpoint(STEPS) / STATE) for one in (parts, whole))
+    found, expected = (Shards(one.checkpoint(STEPS) / PARTS) for one in (parts, whole))
     assert found.shapes().keys() == expected.shapes().keys()
     for name in found.shapes():
         assert torch.allclose(found.whole(name), expected.whole(name), rtol=1e-3, atol=2e-5), name

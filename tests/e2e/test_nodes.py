@@ -31,7 +31,7 @@ def workers(node):  # of the run, which are children of the node's raylet
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            count += parent == raylet and (folder / "cmdline").read_bytes().startswith(b"ray::HybridWorker")
+            count += parent == raylet and (folder / "cmdline").read_bytes().startswith(b"ray::PolicyWorker")
         except OSError:
             pass
     return count

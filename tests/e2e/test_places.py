@@ -59,7 +59,8 @@ from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
-from gerl.trainer.recovery import Recovery, Roles
+from gerl.timeline import Timeline
+from gerl.workers.fleet import RayFleet
 
 class Rank:
     def leave(self):
@@ -81,16 +82,16 @@ os.environ["RAY_ADDRESS"] = nodes.address
 batches = [[Sample(Prompt(i, "a"), 0, 0, 1)] for i in range(4)]
 with Cluster(ClusterConfig(num_workers=1, device="cuda", patience=1.0)) as cluster:
     workers = cluster.workers("worker", Rank, 2, lambda rank: (), gpus=1.0)
-    recovery = Recovery(Config(cluster=cluster.config), Roles(workers, workers, workers))
+    recovery = RayFleet(Config(cluster=cluster.config), cluster, workers, Timeline()).recovery
     lost = [node for node in others if node.node_id == workers.run(Rank.node)[1]]
     nodes.remove_node(lost[0], allow_graceful=False)  # which Ray does not know at once
     others.remove(lost[0])
     assert recovery.restart([1]) == [] and len(workers) == 1
     assert [group["state"] for group in placement_group_table().values()].count("CREATED") == 1
     assert all(group["state"] in ("CREATED", "REMOVED") for group in placement_group_table().values())
-    assert recovery.take_in(ask=False) == [] and recovery.take_in() == []  # asked for, and not there
+    assert recovery.admit(ask=False) == [] and recovery.admit() == []  # asked for, and not there
     others.append(nodes.add_node(num_cpus=1, num_gpus=1))
-    while not (found := recovery.take_in()):
+    while not (found := recovery.admit()):
         time.sleep(0.1)
     assert found == [1] and len(set(workers.run(Rank.node))) == 2
     ray.kill(workers.workers[1])

@@ -36,7 +36,7 @@ def test_ranks_with_a_part_of_the_weights_train_as_whole_workers(
     ranks = {"cluster__launcher": "ray", "cluster__num_workers": 1, "cluster__ranks_per_worker": 2}
     (tmp_path / "kills").mkdir()
     if ALL:
-        (tmp_path / "kills" / "generate.1.1").write_text(str(int(signal.SIGKILL)))
+        (tmp_path / "kills" / "sample.1.1").write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
     parts = train(tmp_path / "parts", *UNEVEN, "model.shard=all", **ranks, **keys)

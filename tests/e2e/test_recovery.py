@@ -17,10 +17,12 @@ from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
 from gerl.run.control import ask, asked
-from gerl.run.state import STATE
+from gerl.run.state import PARTS
 from gerl.run.tracking import read_metrics
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
+from gerl.trainer.recovery import bring_together
+from gerl.trainer.run import Run
 from gerl.utils.dataset import load_prompts
+from gerl.workers.fleet import RayFleet
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -63,7 +65,7 @@ def disturbed(train: Callable[..., Any], workplace: Path, tmp_path: Path, monkey
 PHASES = "accumulate.0.6 accumulate.1.6"
 if ALL:
     PHASES += " setup.1.0 reduce_gradient.0.2 validate.0.3 finish_step.1.5"
-STANDS_STILL = "finished.0.4"
+STANDS_STILL = "checkpoint.0.4"
 
 
 def test_workers_may_die_or_hang_in_every_phase(
@@ -89,9 +91,9 @@ def test_trained_weights_are_saved_by_a_worker_that_lives(
     full = ["model.train=full", "actor.full_lr=0.003", "actor.eps=1e-4", "checkpoint.every=0"]
     keys = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt"}
     whole = train(tmp_path / "whole", *SETTINGS, *full, **keys)
-    run = disturbed({"generate.0.3": signal.SIGKILL}, *full)
+    run = disturbed({"sample.0.3": signal.SIGKILL}, *full)
     assert "continuing from step 2 with 1 new process(es)" in caplog.text and "returning to step" not in caplog.text
-    found, expected = (Shards(one.checkpoint(STEPS) / STATE) for one in (run, whole))
+    found, expected = (Shards(one.checkpoint(STEPS) / PARTS) for one in (run, whole))
     assert found.shapes().keys() == expected.shapes().keys()
     for name in found.shapes():
         assert torch.allclose(found.whole(name), expected.whole(name), rtol=1e-3, atol=2e-5), name
@@ -103,15 +105,16 @@ def test_workers_that_died_are_still_counted_where_the_run_goes_back(
     folder = tmp_path / "run"
     config = compose_run(arguments(folder, trainer__steps=3, checkpoint__every=2)).config
     with Cluster(config.cluster) as cluster:
-        trainer = RayDiffusionTrainer(config, folder, cluster, load_prompts(config.data.train), [], {})
-        trainer.fit()
+        run = Run(config, folder, cluster, load_prompts(config.data.train), [], {})
+        run.fit()
         shutil.rmtree(folder / "checkpoints" / "step_3")
         rows = read_metrics(folder / "metrics.jsonl")
         rows[-1] |= {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         ask(folder, "stop")
-        trainer.bring_together((), None)
+        run.fleet = RayFleet(config, cluster, run.fleet.workers, run.timeline)
+        bring_together(run, (), None)
         assert asked(folder) == ["stop"]
-        assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-1] == trainer.state.step == 2
-        assert trainer.recovery.metrics() == {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
-        assert trainer.recovery.metrics() == {}
+        assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-1] == run.state.step == 2
+        assert run.fleet.lost_metrics() == {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
+        assert run.fleet.lost_metrics() == {}

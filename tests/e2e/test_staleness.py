@@ -65,7 +65,7 @@ def test_a_resumed_run_draws_again_what_was_on_its_way(
 def test_over_ray_a_worker_may_die_with_what_was_on_its_way(
     whole: Any, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "generate.0.4").write_text(str(int(signal.SIGKILL)))
+    (tmp_path / "sample.0.4").write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(tmp_path))  # the workers inherit both
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
     more = {"cluster__launcher": "ray", "trainer__steps": STEPS, "trainer__staleness": 2}

@@ -19,9 +19,10 @@ from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
 from gerl.errors import WorkerDied
 from gerl.protocol import Images, Prompt, RolloutTask, Sample
 from gerl.rewards.manager import RewardManager
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
-from gerl.trainer.recovery import Roles
-from gerl.trainer.rollouts import Drawn, Rollouts, meanwhile
+from gerl.timeline import Timeline
+from gerl.trainer.rollouts import PendingRollout, serve_in_background
+from gerl.workers.fleet import RoundRobin, fleet_of
+from gerl.workers.placement import Placement
 
 STEPS = 2
 # Brightness, with a log of when it was called and what it saw.
@@ -101,32 +102,35 @@ def test_one_and_two_workers_draw_and_learn_the_same(run: Callable[..., Any], tw
 
 
 def meeting_class() -> type[Any]:
-    """A worker that answers once it knows that the other one is asked; a local class, which Ray sends as a whole."""
+    """A worker that is asked anything; a local class, which Ray sends as a whole."""
 
     class Meeting:
         def __init__(self, rank: int, folder: Path) -> None:
             self.rank, self.folder = rank, folder
 
-        def kl_to_base(self, task_id: int) -> list[float]:
-            (self.folder / f"rank{self.rank}").touch()
-            deadline = time.monotonic() + 60
-            while not (self.folder / f"rank{1 - self.rank}").exists():
-                assert time.monotonic() < deadline, "the other worker was not asked"
-                time.sleep(0.05)
-            return [10.0 * task_id + self.rank]
+        def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+            return function(self, *arguments)
 
     return Meeting
 
 
 def test_all_workers_compute_distances_to_the_base_model_at_once(tmp_path: Path) -> None:
     """One after the other, each would wait in vain for its colleague."""
+
+    def distances(worker: Any, task_id: int) -> list[float]:
+        """An answer once the other worker is asked as well."""
+        (worker.folder / f"rank{worker.rank}").touch()
+        deadline = time.monotonic() + 60
+        while not (worker.folder / f"rank{1 - worker.rank}").exists():
+            assert time.monotonic() < deadline, "the other worker was not asked"
+            time.sleep(0.05)
+        return [10.0 * task_id + worker.rank]
+
     with Cluster(ClusterConfig(num_workers=2, device="cpu")) as machines:
-        trainer = RayDiffusionTrainer(Config(), tmp_path, machines, [], [], {})
-        trainer.roles = Roles.of(
-            machines.workers("worker", meeting_class(), 2, lambda rank: (rank, tmp_path)), machines
-        )
-        found = trainer.kl_to_base(Drawn([RolloutTask(i, [], ()) for i in range(4)], [1, 0, 1, 0]))
-    assert found == [1.0, 10.0, 21.0, 30.0]
+        workers: Any = machines.workers("worker", meeting_class(), 2, lambda rank: (rank, tmp_path))
+        fleet = fleet_of(Config(), machines, workers, Timeline())
+        fleet.held.append(([RolloutTask(i, [], ()) for i in range(4)], Placement([1, 0, 1, 0])))
+        assert fleet.on_trajectories(distances) == [[1.0], [10.0], [21.0], [30.0]]
 
 
 @pytest.fixture
@@ -283,10 +287,10 @@ def test_scorers_go_on_while_something_else_is_waited_for(tmp_path: Path) -> Non
     with Cluster(ClusterConfig(num_workers=1, device="cpu")) as cluster:
         manager = RewardManager(config, cluster)
         drawn = [Pending("worker", value=Images(i, np.zeros((1, 4, 4, 3), np.uint8), 0.0)) for i in range(4)]
-        rollouts = Rollouts(manager, batches, drawn.__getitem__, [0] * 4, ahead=1)
+        rollout = PendingRollout(manager, batches, RoundRobin(drawn.__getitem__, 1, 4), ahead=1)
         deadline = time.monotonic() + 60
-        with meanwhile(manager, [rollouts]):
+        with serve_in_background(manager, [rollout]):
             while manager.load["a"].calls < 3 and time.monotonic() < deadline:  # the last one may still be at work
                 time.sleep(0.05)
         assert manager.load["a"].calls >= 3
-        assert [scores.totals for scores in rollouts.finish()] == [[float(i)] for i in range(4)]
+        assert [scores.totals for scores in rollout.finish()] == [[float(i)] for i in range(4)]

@@ -1,4 +1,4 @@
-"""What a run can do without: each in a file of its own, called by the training loop at fixed points.
+"""Parts that a run can do without: each in a file of its own, called by the training loop at fixed points.
 
 An extension sees the public attributes of `Run` and nothing else. Without its file and its line in `EXTENSIONS` the
 trainer still trains.
@@ -138,7 +138,7 @@ class Extension:
         """The checkpoint of `step` was written into `folder`."""
 
     def state(self) -> Any:
-        """What a resumed run must know, as JSON; None: nothing."""
+        """The state that a resumed run must know, as JSON; None: nothing."""
 
     def load_state(self, state: Any) -> None:
         """Continue from what `state` returned."""

@@ -54,18 +54,18 @@ class Trackers(Extension):
                 sink.alert(step, sentence)
 
     def returning(self, run: Run) -> None:
-        self._close(failed=False)
+        self._close(run, failed=False)
 
     def ended(self, run: Run, error: BaseException | None) -> None:
         """Write out what is buffered. While another error ends the run, none is raised here."""
-        self._close(failed=error is not None)
+        self._close(run, failed=error is not None)
 
-    def _close(self, failed: bool) -> None:
+    def _close(self, run: Run, failed: bool) -> None:
         ending, sinks, self.sinks = sys.exception(), self.sinks, []
         try:
-            with contextlib.ExitStack() as stack:
+            with writing(run.run_dir / METRICS), contextlib.ExitStack() as stack:
                 for sink in reversed(sinks):  # the first one is closed first
                     stack.callback(sink.close, failed=failed)
-        except (GerlError, OSError):
+        except GerlError:
             if ending is None:
                 raise

@@ -1,13 +1,19 @@
-"""GARDO's gate: against a twin in plain Python, and its share from step to step."""
+"""GARDO's gate: against a twin in plain Python, its share from step to step, and what it does in a run."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
+from crediting import Crediting, config, scored
 
+<<<<<<<< HEAD:tests/unit/algorithms/test_gardo.py
 from gerl.algorithms.gardo import LEAST, MOST, Gate, doubts, held
+========
+>>>>>>>> coretests:tests/unit/trainer/extensions/test_gardo.py
 from gerl.errors import CheckpointError
+from gerl.trainer.extensions.gardo import LEAST, MOST, Gate, KLGate, doubts, held
 
 REWARDS = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3])
 AGREES, OPPOSES = REWARDS**3, -REWARDS
@@ -83,5 +89,26 @@ def test_a_gate_continues_where_it_was() -> None:
     assert one.state() == two.state()
     two.load_state(None)
     assert two.state() == {"share": 0.2, "past": []}
-    with pytest.raises(CheckpointError, match=r"algorithm\.gate"):
+    with pytest.raises(CheckpointError, match=r"extensions\.gardo"):
         two.load_state({"share": "much", "past": [math.pi]})
+
+
+def test_the_kl_counts_for_the_images_that_watched_scorers_doubt() -> None:
+    crediting = Crediting(config(kl_coef=0.5, kl_share=0.5))
+    step = crediting.step(scored(crediting.config, [1.0, 3.0, None, 6.0, 5.0, 5.0, 7.0, 8.0]))
+    assert step.kl_weight is not None and len(step.kl_weight) == 8
+    assert not step.kl_weight[[2, 3]].any()  # a failed group has none
+    assert set(step.kl_weight.tolist()) == {0.0, 1.0}
+    assert step.metrics["group/kl_share"] == pytest.approx(float(step.kl_weight.sum()) / 6)
+    assert step.metrics["group/kl_share_of_doubted"] == 0.5
+    without = Crediting(config(kl_coef=0.5))
+    assert without.step(scored(without.config, [1.0, 3.0, 5.0, 6.0])).kl_weight is None
+
+
+def test_a_resumed_run_continues_with_the_share() -> None:
+    one, other = (KLGate(config(kl_coef=0.1, kl_share=0.5)) for _ in range(2))
+    one.gate.choose(REWARDS, OPPOSES[:, None])
+    one.gate.choose(REWARDS, torch.stack([OPPOSES, AGREES], 1))
+    assert one.gate.share != 0.5
+    other.load_state(json.loads(json.dumps(one.state())))
+    assert (other.gate.share, other.gate.past) == (one.gate.share, one.gate.past)

@@ -18,7 +18,7 @@ from gerl.algorithms.planning import plan_samples
 from gerl.config import DataConfig
 from gerl.model.lora import lora_disabled
 from gerl.protocol import GivenImage, Prompt
-from gerl.trainer.update import actor_metrics, image_credit
+from gerl.trainer.update import actor_metrics, dataset_credit
 from gerl.utils.seeding import derive_seed, sample_generators
 
 KEYS: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ def test_images_beside_reinforcement_learning_add_their_own_mean(prompts: list[P
     _, trajectory = training.rollout.generate(task, training.algorithm)
     credit = chain_credit([1.0, -1.0, 0.5, -0.5])
     alone, stats = training.gradient(credit)
-    added = image_credit([task], stats.pairs, credit, c)[50]
+    added = dataset_credit([task], stats.pairs, credit, c)[50]
     training.tasks.append((task, np.zeros(0), trajectory.tapes))
     both, together = training.gradient(torch.cat([credit, added]), stats.pairs)
     imitation = Training(regularising(c), samples=given)

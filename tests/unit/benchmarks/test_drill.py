@@ -33,7 +33,7 @@ def test_kills_are_counted_by_process_and_phase() -> None:
 
 
 def test_what_went_wrong_is_said() -> None:
-    text = drill.table(results(bitwise_equal=False, processes_left=["ray::HybridWorker"], files_left=["/tmp/a"]))
+    text = drill.table(results(bitwise_equal=False, processes_left=["ray::PolicyWorker"], files_left=["/tmp/a"]))
     assert "are NOT those" in text and "1 processes and 1 files" in text
 
 

@@ -3,9 +3,9 @@ from profiling import OTHERS, OUTSIDE, REST, part_of, seconds_by_part, table
 
 LIBRARIES = "/a b/lib/python3.11/site-packages"
 RUN = 'process 1:"python -m gerl.trainer.main_flowgrpo";main (/x/gerl/trainer/main_flowgrpo.py:9)'
-WORKER = f'{RUN};process 22:"ray::HybridWorker";Worker.main_loop ({LIBRARIES}/ray/_private/worker.py:1)'
-DRAWS = f"{WORKER};HybridWorker.generate (/x/gerl/workers/worker.py:168)"
-VALIDATES = f"{WORKER};HybridWorker.validate (/x/gerl/workers/worker.py:203)"
+WORKER = f'{RUN};process 22:"ray::PolicyWorker";Worker.main_loop ({LIBRARIES}/ray/_private/worker.py:1)'
+DRAWS = f"{WORKER};PolicyWorker.generate (/x/gerl/workers/worker.py:168)"
+VALIDATES = f"{WORKER};PolicyWorker.validate (/x/gerl/workers/worker.py:203)"
 SD3 = f"{LIBRARIES}/diffusers/models/transformers/transformer_sd3.py"
 
 
@@ -18,13 +18,13 @@ SD3 = f"{LIBRARIES}/diffusers/models/transformers/transformer_sd3.py"
         (f"{DRAWS};AutoencoderKL.decode ({LIBRARIES}/diffusers/models/autoencoders/autoencoder_kl.py:3)", 2, False),
         (f"{DRAWS};X.encode_prompt ({LIBRARIES}/diffusers/pipelines/x.py:3);f ({LIBRARIES}/torch/x.py:1)", 3, False),
         (
-            f"{WORKER};HybridWorker.step (/x/gerl/workers/worker.py:9);A.step ({LIBRARIES}/torch/optim/a.py:1)",
+            f"{WORKER};PolicyWorker.step (/x/gerl/workers/worker.py:9);A.step ({LIBRARIES}/torch/optim/a.py:1)",
             4,
             False,
         ),
         (f"{RUN};process 3:x;RewardWorker.score (/x/gerl/rewards/worker.py:60);f (/x/y.py:1)", 5, False),
         (f"{DRAWS};record (/x/gerl/engine/record.py:79)", 6, False),
-        (f"{WORKER};HybridWorker.setup (/x/gerl/workers/worker.py:110);forward ({SD3}:300)", 7, False),
+        (f"{WORKER};PolicyWorker.setup (/x/gerl/workers/worker.py:110);forward ({SD3}:300)", 7, False),
     ],
 )
 def test_a_stack_belongs_to_a_part(stack: str, part: int, validates: bool) -> None:

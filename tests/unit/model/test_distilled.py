@@ -11,7 +11,7 @@ from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import experiments
 from gerl.config import Config, ModelConfig, SamplingConfig, algorithm_config
 from gerl.model.distilled import distilled_warnings, few_steps, guidance_notes
-from gerl.workers.setup import facts_of, loaded_policy
+from gerl.workers.setup import load_worker_policy, model_facts
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 FEW = """
@@ -68,7 +68,7 @@ def test_no_recipe_is_warned_of() -> None:
 def test_a_loaded_model_tells_of_itself(tmp_path: Path) -> None:
     tiny.sd3().save_pretrained(tmp_path / "sd3-turbo")
     c = Config(model=ModelConfig(path=str(tmp_path / "sd3-turbo"), lora_rank=2), algorithm=algorithm_config("awm"))
-    facts = facts_of(loaded_policy(c, "cpu", None), c, ["a"])
+    facts = model_facts(load_worker_policy(c, "cpu", None), c, ["a"])
     assert facts.notes == ["a"] and len(facts.warnings) == 1 and "sd3-turbo" in facts.warnings[0]
     assert guidance_notes({"sd3": tiny.sd3().transformer, "unknown": torch.nn.Linear(1, 1)}) == []
     (note,) = guidance_notes({"transformer": tiny.flux().transformer})

@@ -12,7 +12,7 @@ from gerl.errors import ConfigError, ModelError
 from gerl.model.drawing_weights import DrawingWeights, check_drawing, quantised
 from gerl.model.lora import add_lora
 from gerl.model.sharding import repeated_blocks
-from gerl.workers.setup import loaded_policy
+from gerl.workers.setup import load_worker_policy
 
 
 def denoiser_of(name: str = "sd3", rank: int = 4) -> Any:
@@ -54,7 +54,7 @@ def test_the_frozen_layers_of_the_blocks_are_swapped_and_put_back() -> None:
 def test_a_policy_draws_with_them_and_only_then() -> None:
     sampling = SamplingConfig(height=32, width=96, guidance_scale=1.0)
     config = Config(model=ModelConfig(lora_rank=4), sampling=sampling, rollout=RolloutConfig(quantize="int8"))
-    policy = loaded_policy(config, "cpu", None)
+    policy = load_worker_policy(config, "cpu", None)
     assert policy.drawing is not None
     layer = policy.drawing.copies[0][0]
     own = layer.weight

@@ -22,7 +22,7 @@ from gerl.model.lora_weights import Lora
 from gerl.model.policy import Policy
 from gerl.model.teacher_pipelines import check_teachers, load_teachers
 from gerl.model.teachers import adapted_layers
-from gerl.workers.setup import loaded_policy
+from gerl.workers.setup import load_worker_policy
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_pipeline_teaches_with_the_students_noise_levels(
         algorithm=algorithm_config("opd", teachers=[{"path": str(tmp_path)}, {"data_source": "a", "guidance": 2}]),
     )
     with caplog.at_level(logging.INFO, logger="gerl"):
-        policy = loaded_policy(c, "cpu", None)
+        policy = load_worker_policy(c, "cpu", None)
     assert f"teacher: {tmp_path}" in caplog.text
     assert "teacher: the base model, guidance_scale=2.0 for prompts of a" in caplog.text
     (pipe, none) = (t.pipe for t in policy.teachers)
@@ -114,7 +114,7 @@ def test_a_pipeline_teaches_with_the_students_noise_levels(
     with policy.teacher(1) as found:
         assert found is policy.pipe
     whole = replace(c, model=replace(c.model, train="full", dtype="float32"))
-    assert [t.pipe is None for t in loaded_policy(whole, "cpu", None).teachers] == [False, True]
+    assert [t.pipe is None for t in load_worker_policy(whole, "cpu", None).teachers] == [False, True]
 
 
 def test_what_cannot_teach_is_found_before_weights_are_loaded(

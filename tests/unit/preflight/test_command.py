@@ -16,23 +16,23 @@ from gerl.preflight.bench import Bench, TooLarge, further_runs
 from gerl.preflight.command import trained_share
 from gerl.preflight.findings import Report
 from gerl.protocol import Prompt
-from gerl.workers.worker import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> HybridWorker:
+def worker(tmp_path_factory: pytest.TempPathFactory) -> PolicyWorker:
     """Of a configuration with micro-batches of 8 = 2 groups of 4."""
     folder = tmp_path_factory.mktemp("model")
     tiny.sd3(layers=1).save_pretrained(folder)
     c = config("awm", timesteps=1)
     model = ModelConfig(path=str(folder), lora_rank=2)
     whole = Config(model=model, sampling=c.sampling, rollout=c.rollout, algorithm=c.algorithm)
-    worker = HybridWorker(whole, 0, "cpu", 1, 10)
+    worker = PolicyWorker(whole, 0, "cpu", 1, 10)
     worker.setup()
     return worker
 
 
-def full(worker: HybridWorker, drawing: int, training: int) -> RemovableHandle:
+def full(worker: PolicyWorker, drawing: int, training: int) -> RemovableHandle:
     """While entered, memory runs out for batches of more than so many rows, without gradient and with it."""
 
     def check(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ def full(worker: HybridWorker, drawing: int, training: int) -> RemovableHandle:
     return worker.policy.denoisers["transformer"].register_forward_pre_hook(check, with_kwargs=True)
 
 
-def test_a_micro_batch_that_does_not_fit_is_halved(worker: HybridWorker) -> None:
+def test_a_micro_batch_that_does_not_fit_is_halved(worker: PolicyWorker) -> None:
     bench, report = Bench(worker, Prompt(0, "a red fox")), Report("tiny", "awm")
     first = bench.run(1, 1)
     with full(worker, drawing=5, training=2):
@@ -53,14 +53,14 @@ def test_a_micro_batch_that_does_not_fit_is_halved(worker: HybridWorker) -> None
     assert not worker.drawn and all(p.grad is None for p in worker.policy.trained.values())
 
 
-def test_one_image_that_does_not_fit_ends_it(worker: HybridWorker) -> None:
+def test_one_image_that_does_not_fit_ends_it(worker: PolicyWorker) -> None:
     bench = Bench(worker, Prompt(0, "a red fox"))
     with full(worker, drawing=8, training=0), pytest.raises(TooLarge, match=r"the update of a micro-batch of 1: use"):
         bench.run(1, 1)
 
 
 def test_memory_of_two_sizes_is_measured_where_the_configured_one_is_the_smallest(
-    worker: HybridWorker, monkeypatch: pytest.MonkeyPatch
+    worker: PolicyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(worker, Prompt(0, "a red fox"))
     first = bench.run(8, 8)

@@ -16,7 +16,7 @@ from gerl.preflight.faithful import judge_faithful, parts_difference, stock_diff
 from gerl.preflight.findings import Report
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
-from gerl.workers.worker import HybridWorker
+from gerl.workers.worker import PolicyWorker
 
 
 class StepsItsOwnWay(diffusers.StableDiffusion3Pipeline):
@@ -37,21 +37,21 @@ class StepsItsOwnWay(diffusers.StableDiffusion3Pipeline):
             self.scheduler.step = own
 
 
-def worker_of(cls: type = diffusers.StableDiffusion3Pipeline, mixes: bool = False) -> HybridWorker:
+def worker_of(cls: type = diffusers.StableDiffusion3Pipeline, mixes: bool = False) -> PolicyWorker:
     policy, config = training.new_policy(), training.config("flow_grpo")
     policy.pipe = cls(**policy.pipe.components)
     policy.pipe.set_progress_bar_config(disable=True)
     if mixes:
         layer = policy.pipe.transformer.transformer_blocks[0].attn.to_q
         layer.register_forward_hook(lambda m, args, out: out + 0.5 * out[:1])  # every sample sees the first one
-    worker = HybridWorker(config, 0, "cpu", 1, 1)
+    worker = PolicyWorker(config, 0, "cpu", 1, 1)
     worker.policy, worker.algorithm = policy, build_algorithm(config)
     worker.rollout = Rollout(policy, config.sampling, ValidationConfig())
     worker.actor = Actor(policy, config.actor, worker.algorithm, 1)
     return worker
 
 
-def measured(worker: HybridWorker) -> tuple[float, float]:
+def measured(worker: PolicyWorker) -> tuple[float, float]:
     task = worker.algorithm.plan(plan_samples(worker.config, training.PROMPTS, 1, 0)[:4])[0]
     return stock_difference(worker.rollout, task.samples), parts_difference(worker, task)
 

@@ -16,7 +16,8 @@ from gerl.rewards.asking import LATE, Asleep, occasions
 from gerl.rewards.checks import without_people
 from gerl.rewards.manager import RewardManager
 from gerl.rewards.trial import try_scorers
-from gerl.trainer.rollouts import Rollouts, advance
+from gerl.trainer.rollouts import PendingRollout, advance
+from gerl.workers.fleet import RoundRobin
 
 GROUPS, N = 3, 4
 BATCHES = [[Sample(Prompt(g, f"prompt {g}"), k, 10 * g + k, 1) for k in range(N)] for g in range(GROUPS)]
@@ -33,15 +34,15 @@ def drawing(i: int) -> Pending[Images]:
     return Pending("worker", value=Images(i, pixels, 0.0))
 
 
-def rollouts(found: RewardManager, held_out: bool = False) -> Rollouts:
-    return Rollouts(found, BATCHES, drawing, [0] * GROUPS, held_out=held_out)
+def sampled(found: RewardManager, held_out: bool = False) -> PendingRollout:
+    return PendingRollout(found, BATCHES, RoundRobin(drawing, 1, GROUPS), held_out=held_out)
 
 
 def test_all_groups_are_asked_about_while_the_first_is_waited_for(tmp_path: Path) -> None:
     """And for longer than the time-out of a call, at which nothing is restarted."""
     with service(tmp_path) as (url, ballots, _):
         people = manager(url)
-        waiting = rollouts(people)
+        waiting = sampled(people)
 
         def answer() -> None:
             while len(ballots.open()) < GROUPS:
@@ -73,7 +74,7 @@ def test_an_outage_of_the_service_is_said_once_and_waited_for(tmp_path: Path, ca
     over = threading.Event()
     thread = threading.Thread(target=come_back, daemon=True)
     thread.start()
-    scores = rollouts(people).finish()
+    scores = sampled(people).finish()
     over.set()
     thread.join(20)
     assert all(s.failures == [[]] * N for s in scores)
@@ -84,7 +85,7 @@ def test_an_outage_of_the_service_is_said_once_and_waited_for(tmp_path: Path, ca
 def test_a_refusal_is_a_failure_of_the_group(tmp_path: Path) -> None:
     with service(tmp_path, ["anna"]) as (url, _, _):
         people = manager(url)
-        (first, *_) = rollouts(people).finish()
+        (first, *_) = sampled(people).finish()
     assert first.totals == [None] * N and "401" in first.failures[0][0].reason
 
 
@@ -94,9 +95,9 @@ def test_held_out_images_are_not_shown_to_people(tmp_path: Path) -> None:
     )
     watched = ScorerConfig(0.0, str(tmp_path / "one.py"))
     with service(tmp_path / "votes") as (url, ballots, _):
-        found = rollouts(manager(url, one=watched), held_out=True).finish()
+        found = sampled(manager(url, one=watched), held_out=True).finish()
         assert ballots.ballots == {}
-        counted = rollouts(manager(url, one=ScorerConfig(2.0, watched.path)), held_out=True).finish()
+        counted = sampled(manager(url, one=ScorerConfig(2.0, watched.path)), held_out=True).finish()
     assert [(s.totals, s.failures, s.by_scorer) for s in found] == [([None] * N, [[]] * N, {"one": [1.0] * N})] * GROUPS
     assert [s.totals for s in counted] == [[2.0] * N] * GROUPS
 
@@ -104,8 +105,8 @@ def test_held_out_images_are_not_shown_to_people(tmp_path: Path) -> None:
 def test_calls_that_were_given_up_are_asked_no_more(tmp_path: Path) -> None:
     with service(tmp_path) as (url, _, _):
         people = manager(url)
-        begun = rollouts(people)
-        begun.wait_until_drawn()
+        begun = sampled(people)
+        begun.wait_until_sampled()
         while len(people.asleep) < GROUPS:
             advance([begun])
         assert begun.scoring.left == GROUPS

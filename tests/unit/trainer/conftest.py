@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from resumed_runs import KEYS, Made, add, composition
 
-from gerl.trainer.folder import CURRENT
+from gerl.trainer.run_folder import CURRENT
 
 
 @pytest.fixture

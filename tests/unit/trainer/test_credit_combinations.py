@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crediting import Crediting
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig, algorithm_config
 from gerl.protocol import Prompt, ScorerFailure, Scores
-from gerl.trainer.credit import Scored, credit_step
+from gerl.trainer.step import ScoreTable
 
 PROMPTS, N = 3, 3
 WEIGHTS = {"a": 2.0, "c": -1.0}
@@ -94,7 +94,7 @@ def twin(
     return {i: min(max(a, -o["advantage_clip"]), o["advantage_clip"]) for i, a in found.items()}, gate
 
 
-def step_of(o: dict[str, Any], scores: dict[str, list[float]]) -> tuple[Config, Scored]:
+def step_of(o: dict[str, Any], scores: dict[str, list[float]]) -> tuple[Config, ScoreTable]:
     keys = {name: o[name] for name in ("adv_estimator", "advantage_std", "advantage_clip")}
     scorers = {
         "a": ScorerConfig(weight=WEIGHTS["a"], scale=3.0, offset=-0.5, clip=o["clip"], normalise=o["normalise"]),
@@ -102,14 +102,16 @@ def step_of(o: dict[str, Any], scores: dict[str, list[float]]) -> tuple[Config, 
         "c": ScorerConfig(weight=WEIGHTS["c"]),
     }
     config = Config(
-        algorithm=algorithm_config(kl_coef=KL_COEF, kl_share=SHARE if o["gate"] else 1.0, **keys),
+        algorithm=algorithm_config(
+            kl_coef=KL_COEF, kl_in_reward=o["paid"], kl_share=SHARE if o["gate"] else 1.0, **keys
+        ),
         sampling=SamplingConfig(num_inference_steps=2),
         rollout=RolloutConfig(prompts_per_step=PROMPTS, n=N),
         reward=RewardConfig(scorers),
     )
     failed = [i // N == o["dropped"] and i % N == 1 for i in range(PROMPTS * N)]  # one image takes its group with it
     totals = [WEIGHTS["a"] * shaped(o, a) + WEIGHTS["c"] * c for a, c in zip(scores["a"], scores["c"], strict=True)]
-    found = Scored()
+    found = ScoreTable()
     found.add(
         plan_samples(config, [Prompt(i, f"prompt {i}") for i in range(PROMPTS)], 1, 0),
         Scores(
@@ -130,7 +132,9 @@ def test_the_credit_equals_its_naive_twin(o: dict[str, Any]) -> None:
     scores = {name: draw.normal(size=PROMPTS * N).astype(np.float32).astype(float).tolist() for name in "awc"}
     kl = draw.uniform(size=PROMPTS * N).tolist()
     config, scored = step_of(o, scores)
-    _, credit, gate = credit_step(config, build_algorithm(config), scored, kl if o["paid"] else None)
+    step = Crediting(config).step(scored, kl)
+    credit, gate = step.credit, step.kl_weight
+    assert credit is not None
     advantages, held = twin(o, scores, kl)
     for i, row in enumerate(credit.tolist()):
         if i in advantages:

@@ -7,7 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = """
 import sys
-import gerl.trainer.main_flowgrpo, gerl.trainer.run, gerl.trainer.ray_diffusion_trainer, gerl.trainer.rescue
+import gerl.trainer.main_flowgrpo, gerl.trainer.launch, gerl.trainer.run, gerl.trainer.recovery
+import gerl.trainer.extensions as extensions
+from importlib import import_module
+[import_module(f'gerl.trainer.extensions.{name.partition(":")[0]}') for name in extensions.EXTENSIONS]
 import gerl.algorithms, gerl.run.card, gerl.run.report
 print(*sys.modules)
 """
@@ -18,5 +21,5 @@ WITHOUT = "diffusers transformers peft accelerate torch._dynamo torch.distribute
 def test_the_driver_imports_torch_and_no_library_of_models() -> None:
     done = subprocess.run([sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, check=True)
     found = set(done.stdout.split())
-    assert {"torch", "ray", "gerl.workers.hybrid"} <= found
+    assert {"torch", "ray", "gerl.workers.worker"} <= found
     assert [name for name in WITHOUT if name in found] == []

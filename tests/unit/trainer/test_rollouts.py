@@ -1,20 +1,20 @@
-"""Drawing and scoring at the same time, in this process; over Ray it is in tests/e2e."""
+"""Sampling and scoring at the same time, in this process; over Ray it is in tests/e2e."""
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
+from executing import executed
 
 from gerl.cluster import Cluster, Pending
 from gerl.config import ClusterConfig, RewardConfig, ScorerConfig
 from gerl.errors import ModelError
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
-from gerl.trainer.owners import Owners
-from gerl.trainer.rollouts import Rollouts, advance
+from gerl.trainer.rollouts import PendingRollout, advance
+from gerl.workers.fleet import RoundRobin
 
 BATCHES = [[Sample(Prompt(i, f"p{i}", {"value": float(i)}), 0, 0, 1)] for i in range(20)]
 
@@ -34,13 +34,23 @@ def drawing(submitted: list[int]) -> Callable[[int], Pending[Images]]:
     return draw
 
 
+def sampled(
+    manager: RewardManager,
+    batches: Sequence[Sequence[Sample]],
+    call: Callable[[int], Pending[Images]],
+    workers: int,
+    **more: Any,
+) -> PendingRollout:
+    return PendingRollout(manager, batches, RoundRobin(call, workers, len(batches)), **more)
+
+
 def test_every_micro_batch_is_drawn_once_and_scored_in_its_place(manager: RewardManager) -> None:
     submitted: list[int] = []
-    rollouts = Rollouts(manager, BATCHES, drawing(submitted), [i % 3 for i in range(len(BATCHES))])
-    rollouts.wait_until_drawn()
+    rollout = sampled(manager, BATCHES, drawing(submitted), 3)
+    rollout.wait_until_sampled()
     assert submitted == list(range(20))
-    assert [s.totals for s in rollouts.finish()] == [[float(i)] for i in range(20)]
-    assert [image.result().task_id for image in rollouts.images] == list(range(20))
+    assert [s.totals for s in rollout.finish()] == [[float(i)] for i in range(20)]
+    assert [image.result().task_id for image in rollout.images] == list(range(20))
 
 
 def test_what_drawing_raised_is_raised(manager: RewardManager) -> None:
@@ -48,7 +58,7 @@ def test_what_drawing_raised_is_raised(manager: RewardManager) -> None:
         raise ModelError("out of memory")
 
     with pytest.raises(ModelError, match="out of memory"):
-        Rollouts(manager, BATCHES[:1], lambda _: Pending("worker", call=fail), [0]).finish()
+        sampled(manager, BATCHES[:1], lambda _: Pending("worker", call=fail), 1).finish()
 
 
 def test_scorers_go_on_after_drawing_failed(manager: RewardManager) -> None:
@@ -57,78 +67,53 @@ def test_scorers_go_on_after_drawing_failed(manager: RewardManager) -> None:
     def fail() -> Images:
         raise ModelError("lost its peer")
 
-    failing = Rollouts(manager, BATCHES[:3], lambda _: Pending("worker", call=fail), [0, 1, 2])
+    failing = sampled(manager, BATCHES[:3], lambda _: Pending("worker", call=fail), 3)
     with pytest.raises(ModelError, match="lost its peer"):
         failing.finish()
     manager.give_up()
     manager.submit()
     assert len(manager.pools["a"].idle) + len(manager.running) == 1
-    rollouts = Rollouts(manager, BATCHES, drawing([]), [0] * len(BATCHES))
-    assert [s.totals for s in rollouts.finish()] == [[float(i)] for i in range(20)]
+    rollout = sampled(manager, BATCHES, drawing([]), 1)
+    assert [s.totals for s in rollout.finish()] == [[float(i)] for i in range(20)]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_drawing_pauses_while_scorers_lag_behind(manager: RewardManager, ahead: int) -> None:
     """What is drawn and not scored stays bounded, later for steps ahead; here every call ends when it is submitted."""
     submitted: list[int] = []
-    rollouts = Rollouts(manager, BATCHES, drawing(submitted), [0] * len(BATCHES), ahead=ahead)
-    advance([rollouts])
+    rollout = sampled(manager, BATCHES, drawing(submitted), 1, ahead=ahead)
+    advance([rollout])
     assert submitted == [0, 1]  # no more are on their way to a worker at once
     (process,) = manager.pools["a"].idle
     manager.pools["a"].idle.clear()  # as while the process is at work
     for _ in range(10):
-        advance([rollouts])
+        advance([rollout])
     assert submitted == list(range(4 if ahead == 0 else 6))
     manager.pools["a"].idle.append(process)
-    assert [s.totals for s in rollouts.finish()] == [[float(i)] for i in range(20)]
+    assert [s.totals for s in rollout.finish()] == [[float(i)] for i in range(20)]
     assert submitted == list(range(20))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_no_worker_has_more_than_two_micro_batches_at_once(manager: RewardManager, workers: int) -> None:
     submitted: list[int] = []
-    rollouts = Rollouts(manager, BATCHES, drawing(submitted), [i % workers for i in range(len(BATCHES))])
+    rollout = sampled(manager, BATCHES, drawing(submitted), workers)
 
     def on_their_way(worker: int) -> Sequence[int]:
-        return [i for i in submitted if i % workers == worker and i not in rollouts.drawn]
+        return [i for i in submitted if i % workers == worker and i not in rollout.sampled]
 
-    while len(rollouts.drawn) < len(BATCHES):
-        rollouts.submit()
+    while len(rollout.sampled) < len(BATCHES):
+        rollout.submit()
         assert max(len(on_their_way(worker)) for worker in range(workers)) <= 2
-        advance([rollouts])
-
-
-def executed(work: Callable[[], object]) -> int:
-    """Lines of gerl that `work` executes; a comprehension counts once for each of its items."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> object:
-        nonlocal count
-        count += event == "line"
-        return trace if "/gerl/" in frame.f_code.co_filename else None
-
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(None)
-    return count
+        advance([rollout])
 
 
 def test_the_work_grows_with_the_number_of_micro_batches_and_not_with_its_square(manager: RewardManager) -> None:
     def score(count: int) -> None:
         groups = [min(i, count - 1 - i) for i in range(count)]  # the halves of a group are far from each other
         batches = [[Sample(Prompt(g, f"p{g}", {"value": 1.0}), i, 0, 1)] for i, g in enumerate(groups)]
-        rollouts = Rollouts(manager, batches, drawing([]), [i % 2 for i in range(count)])
-        assert len(rollouts.finish()) == count
+        rollout = sampled(manager, batches, drawing([]), 2)
+        assert len(rollout.finish()) == count
 
     score(10)
     assert executed(lambda: score(400)) < 5 * executed(lambda: score(100))
-
-
-def test_repetitions_are_found_without_a_search() -> None:
-    def find(count: int) -> None:
-        found = Owners(list(range(count)), [[i] for i in range(count)], [(i, 0) for i in range(count)])
-        assert [found.repeated_after(i) for i in range(count)] == [[(i, 0)] for i in range(count)]
-
-    assert executed(lambda: find(400)) < 5 * executed(lambda: find(100))

@@ -1,24 +1,22 @@
 """What the driver decides of an update by itself; whole runs are in tests/e2e."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from gerl.algorithms import build_algorithm
-from gerl.cluster import Cluster
-from gerl.config import ActorConfig, ClusterConfig, Config, algorithm_config
+from gerl.config import ActorConfig, Config, algorithm_config
 from gerl.errors import TrainingError
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.state import RunState
 from gerl.trainer.update import Update, actor_metrics, off_policy_metrics
-from gerl.workers.hybrid import HybridWorker
 
 
 def update(half_precision: bool = False, **actor: float) -> Update:
     config = Config(actor=ActorConfig(**actor))  # type: ignore[arg-type]
-    with Cluster(ClusterConfig(launcher="local", device="cpu")) as cluster:
-        nobody = cluster.workers("worker", HybridWorker, 0, lambda rank: ())
+    nobody: Any = None
     return Update(config, build_algorithm(config), nobody, RunState(), half_precision)
 
 
@@ -48,25 +46,6 @@ def test_an_update_without_any_signal_is_decided_by_the_driver() -> None:
     assert not decided.has_signal(credit) and decided.has_signal(torch.tensor([[0.0, -1.0]]))
     decided.algorithm = build_algorithm(Config(algorithm=algorithm_config(kl_coef=0.1)))
     assert decided.has_signal(credit) and not decided.has_signal(credit[1:])  # there is a KL
-
-
-def test_the_reference_is_reset_by_time_or_by_its_distance() -> None:
-    decided = update()
-    far = UpdateStats(4, {"kl": 0.4})
-    assert not decided.due_reset(far)
-    algorithm = algorithm_config(kl_coef=0.1, kl_reset_every=3, kl_reset_above=0.2)
-    decided.config = Config(algorithm=algorithm)
-    decided.algorithm = build_algorithm(decided.config)
-    due = []
-    for decided.state.step in range(7):
-        due.append(decided.due_reset(far if decided.state.step == 3 else UpdateStats(4, {"kl": 0.2})))
-        far = UpdateStats(4, {"kl": 1.0})
-        if due[-1]:
-            decided.algorithm.reference_step = decided.state.step + 1
-    assert due == [False, False, True, True, False, False, True]
-    again = build_algorithm(decided.config)
-    again.load_state(decided.algorithm.state())
-    assert again.reference_step == 7 and decided.algorithm.state()["reference_step"] == 7
 
 
 def test_a_nan_among_the_ratios_is_not_lost() -> None:

@@ -1,10 +1,11 @@
 import json
+import pickle
 
 import pytest
 import torch
 
 from gerl.errors import CheckpointError
-from gerl.utils.tensors import pack_tensors, unpack_tensors
+from gerl.utils.tensors import PackedTensors, pack_tensors, unpack_tensors
 
 
 def test_tensors_round_trip_bitwise() -> None:
@@ -35,3 +36,15 @@ def test_equal_tensors_are_equal_bytes() -> None:
     size = int.from_bytes(content[:8], "little")
     assert size % 8 == 0 and json.loads(content[8 : 8 + size])["__metadata__"] == metadata
     assert unpack_tensors(pack_tensors({}, metadata)) == {}
+
+
+def test_rows_travel_as_one() -> None:
+    """Also where they are parts of one tensor: pickle would take all of it along with each of them."""
+    whole = torch.randn(1000, 8)
+    rows = PackedTensors(zip(range(5, 505), whole.split(2), strict=True))
+    pickled = pickle.dumps(rows)
+    assert len(pickled) < 1.2 * whole.nbytes
+    back = pickle.loads(pickled)
+    assert list(back) == list(rows) and all(torch.equal(back[i], values) for i, values in rows.items())
+    back[5].add_(1)  # they may be written
+    assert pickle.loads(pickle.dumps(PackedTensors())) == {}

@@ -11,7 +11,7 @@ import training
 
 from gerl.model.failures import MemoryFull
 from gerl.workers.actor import Actor
-from gerl.workers.hybrid import batches_of, peak_memory
+from gerl.workers.worker import batches_of, peak_memory
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def test_a_rollout_is_drawn_in_smaller_calls(name: str) -> None:
     t = training.Training(training.config(name, **keys))
     (task, pixels, tapes), *_ = t.tasks
     said: list[str] = []
-    t.rollout.ways.say = said.append
+    t.rollout.format.say = said.append
     with room_for(t.policy.denoisers["transformer"], 2) as calls:
         again, parts = t.rollout.generate(task, t.algorithm)
         assert np.abs(again.astype(int) - pixels).max() <= 1 and len(parts.tapes) > len(tapes)
@@ -67,7 +67,7 @@ def test_an_update_adds_the_same_gradient_in_smaller_parts(name: str) -> None:
 
     def added() -> torch.Tensor:
         t.actor.optimizer.zero_grad(set_to_none=True)
-        t.actor.fitting(batches, lambda: t.actor.accumulate(batches, 32))
+        t.actor.retry_on_oom(batches, lambda: t.actor.accumulate(batches, 32))
         return t.actor.flat_gradient()
 
     whole = added()
@@ -83,11 +83,11 @@ def test_what_cannot_be_halved_is_an_error() -> None:
     credit = credit_of(t)
     batches = [b for task, _, tapes in t.tasks for b in t.batches(task, tapes, credit)]
     with room_for(t.policy.denoisers["transformer"], 1), pytest.raises(torch.OutOfMemoryError):
-        t.actor.fitting(batches, lambda: t.actor.accumulate(batches, 32))
+        t.actor.retry_on_oom(batches, lambda: t.actor.accumulate(batches, 32))
     assert t.actor.most == 4 and torch.equal(t.actor.flat_gradient(), torch.zeros_like(t.actor.flat_gradient()))
     with room_for(t.policy.denoisers["transformer"], 1), pytest.raises(MemoryFull, match="rollout of 8 images"):
         t.rollout.generate(t.tasks[0][0], t.algorithm)
-    t.rollout.ways.divides = t.actor.divides = False  # as in lockstep
+    t.rollout.format.divides = t.actor.divides = False  # as in lockstep
     with room_for(t.policy.denoisers["transformer"], 1), pytest.raises(MemoryFull):
         t.rollout.validate(t.tasks[0][0].samples)
 

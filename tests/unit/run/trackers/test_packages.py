@@ -18,11 +18,11 @@ from apart import find_trackers
 from drills import more
 from http_service import Answer, HttpService
 from PIL import Image
+from tracked import TrackedLog
 
 from gerl.config import LoggerConfig
 from gerl.run.trackers import REMOTE
 from gerl.run.trackers.process import TrackerProcess
-from gerl.run.tracking import Tracker
 
 CONFIG = """
 algorithm:
@@ -85,9 +85,9 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, patch: pytest.MonkeyPatch)
     config = LoggerConfig(trackers=["wandb", "trackio", "mlflow", "swanlab"], project="paint", tags=["mine"])
     records, left = [], watch_service(patch, here / "staging")
     for start in (-1, 2):
-        tracker = Tracker(folder, config, start_step=start)
+        tracker = TrackedLog(folder, config, start_step=start)
         for step in range(max(start, 0) + 1, max(start, 0) + 3):
-            tracker.images(step, "train", Image.new("RGB", (8, 4), RED))
+            tracker.image(step, "train", Image.new("RGB", (8, 4), RED))
             tracker.log(step, {"reward/mean": REWARDS[step]})
         if start < 0:
             tracker.alert(2, WARNING)
@@ -293,7 +293,7 @@ def test_a_server_that_cannot_be_reached_costs_a_warning_and_seconds(
     service.stop()  # its port is closed from now on
     online(service.url)
     started = time.perf_counter()
-    tracker = Tracker(tmp_path, LoggerConfig(trackers=[*REMOTE]))  # type: ignore[list-item]
+    tracker = TrackedLog(tmp_path, LoggerConfig(trackers=[*REMOTE]))  # type: ignore[list-item]
     for step in range(1, 4):
         tracker.log(step, {"x": step})
     writing = time.perf_counter() - started
@@ -313,7 +313,7 @@ def test_a_server_that_fails_in_every_call_costs_a_warning(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     try:
         online(service.url)
-        tracker = Tracker(tmp_path, LoggerConfig(trackers=["mlflow"]))
+        tracker = TrackedLog(tmp_path, LoggerConfig(trackers=["mlflow"]))
         for step in range(1, 4):
             tracker.log(step, {"x": step})
         tracker.close()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from tracked import TrackedLog
 
 from gerl.config import LoggerConfig
 from gerl.errors import ConfigError
 from gerl.run.trackers import check_trackers, process
-from gerl.run.tracking import Tracker
 
 CONFIG = LoggerConfig(trackers=["trackio"])
 PACKAGE = """
@@ -85,9 +85,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
 def write_run(folder: Path, start: int = -1) -> float:
     """A run of three steps; returns the seconds that it took."""
     began = time.perf_counter()
-    tracker = Tracker(folder, CONFIG, start_step=start)
+    tracker = TrackedLog(folder, CONFIG, start_step=start)
     for step in range(1, 4):
-        tracker.images(step, "train", Image.new("RGB", (2, 2)))
+        tracker.image(step, "train", Image.new("RGB", (2, 2)))
         tracker.log(step, {"x": step})
     tracker.checkpoint(3, {"lora/a": b"1", "lora/b": b"2"})
     tracker.alert(3, "careful")
@@ -180,7 +180,7 @@ def test_one_that_says_nothing_for_long_is_left_out(
     package: Package, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "SILENCE", 0.2)
-    tracker = Tracker(package("time.sleep(60)"), CONFIG)
+    tracker = TrackedLog(package("time.sleep(60)"), CONFIG)
     time.sleep(0.3)
     tracker.log(1, {"x": 1})
     (message,) = warned(caplog)
@@ -192,7 +192,7 @@ def test_what_waits_for_a_tracker_is_bounded(
     package: Package, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "BYTES", 2**20)
-    tracker = Tracker(package("time.sleep(60)"), CONFIG)
+    tracker = TrackedLog(package("time.sleep(60)"), CONFIG)
     for step in range(3):
         tracker.checkpoint(step, {"lora/a": bytes(2**19)})
     (message,) = warned(caplog)
@@ -204,8 +204,8 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from gerl.config import LoggerConfig
-from gerl.run.tracking import Tracker
-tracker = Tracker(Path(sys.argv[1]), LoggerConfig(trackers=["trackio"]))
+from tracked import TrackedLog
+tracker = TrackedLog(Path(sys.argv[1]), LoggerConfig(trackers=["trackio"]))
 tracker.log(1, {"x": 1})
 time.sleep(60)
 """

@@ -13,7 +13,7 @@ from gerl.commandline.composition import compose_run
 from gerl.config import keys
 from gerl.config.changes import FIXED, changes, settings_of, unknown_keys
 from gerl.errors import CheckpointError, DataError
-from gerl.trainer.folder import CURRENT
+from gerl.trainer.run_folder import CURRENT
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -14,8 +14,7 @@ from gerl.errors import CheckpointError, ConfigError
 from gerl.run.checkpoint import save_checkpoint
 from gerl.run.lock import NAME
 from gerl.run.state import RunState
-from gerl.trainer.folder import CURRENT, configuration_at
-from gerl.trainer.resuming import open_run
+from gerl.trainer.run_folder import CURRENT, configuration_at, open_run
 
 pytestmark = pytest.mark.usefixtures("here")
 

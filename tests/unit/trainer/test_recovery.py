@@ -6,7 +6,7 @@ import pytest
 
 from gerl.errors import GerlError, Interrupted
 from gerl.run.checkpoint import save_checkpoint
-from gerl.trainer.rescue import interruption_said, say_how_to_go_on
+from gerl.trainer.recovery import add_resume_notes, interruption_logged
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from gerl.trainer.rescue import interruption_said, say_how_to_go_on
 def test_a_run_that_was_interrupted_says_how_to_go_on(tmp_path: Path, steps: int, finished: bool, remedy: str) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path / "checkpoints", step, {}, {"finished": finished and step == 2})
-    with pytest.raises(Interrupted) as caught, interruption_said(tmp_path, steps):
+    with pytest.raises(Interrupted) as caught, interruption_logged(tmp_path, steps):
         raise Interrupted(15)
     (note,) = caught.value.__notes__
     assert str(tmp_path / "checkpoints" / "step_2") in note and f"{remedy}{tmp_path}" in note
@@ -29,7 +29,7 @@ def test_a_run_that_was_interrupted_says_how_to_go_on(tmp_path: Path, steps: int
 def test_a_damaged_checkpoint_is_not_the_end_of_a_run(tmp_path: Path) -> None:
     path, error = save_checkpoint(tmp_path / "checkpoints", 2, {}, {"finished": True}), GerlError("no")
     (path / "state.json").write_text("{")
-    say_how_to_go_on(error, tmp_path, 2)
+    add_resume_notes(error, tmp_path, 2)
     assert "checkpoint.resume=" in error.__notes__[0]
 
 
@@ -38,5 +38,5 @@ def test_a_reason_is_given_once(tmp_path: Path) -> None:
     for cause, said in ((full, "(for the same reason)"), (ValueError("x"), "No space left on device")):
         error = GerlError("metrics.jsonl cannot be written")
         error.__cause__ = cause
-        say_how_to_go_on(error, tmp_path, 3, 2, "step_2 cannot be written: No space left on device; nothing was kept")
+        add_resume_notes(error, tmp_path, 3, 2, "step_2 cannot be written: No space left on device; nothing was kept")
         assert said in error.__notes__[0]

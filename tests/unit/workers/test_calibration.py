@@ -11,7 +11,7 @@ from gerl.algorithms.signal_checks import probe_warnings
 from gerl.engine import ReplayedStep
 from gerl.engine.kernels import FlowRule
 from gerl.protocol import Prompt
-from gerl.workers.probing import probe, rounded_otherwise
+from gerl.workers.calibration import probe, rounded_otherwise
 from gerl.workers.rollout import Rollout
 
 PROMPT = [Prompt(0, "a red fox")]

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gerl.workers import looks
-from gerl.workers.looks import looks_of, spectrum, unlikeness
+from gerl.workers import image_statistics as module
+from gerl.workers.image_statistics import image_statistics, spectrum, unlikeness
 
 
 def test_noise_has_more_fine_detail_than_a_ramp_and_a_pattern_stands_out_of_the_spectrum() -> None:
@@ -25,11 +25,11 @@ def test_the_share_of_fine_detail_of_white_noise_is_that_of_its_frequencies() ->
 def test_every_image_has_its_numbers_whatever_its_size() -> None:
     generator = np.random.default_rng(0)
     images = [generator.integers(0, 255, size, dtype=np.uint8) for size in ((16, 24, 3), (600, 700, 3), (3, 16, 16, 3))]
-    found = looks_of(images)
+    found = image_statistics(images)
     assert {values.shape[0] for values in found.values()} == {3} and found["thumbnail"].shape == (3, 16, 16, 3)
     assert all(np.isfinite(values).all() for values in found.values())
     assert found["red"][0] == pytest.approx(images[0][..., 0].mean() / 255, rel=1e-5)
-    middle = looks_of([images[1][44:556, 94:606], images[2][1]])
+    middle = image_statistics([images[1][44:556, 94:606], images[2][1]])
     for name in ("sharpness", "grid", "blue"):  # the middle of a large image, and of a video
         assert list(middle[name]) == pytest.approx([found[name][1], found[name][2]])
 
@@ -46,7 +46,7 @@ def test_unlikeness_is_the_mean_distance_within_and_between_prompts() -> None:
 
 @pytest.mark.parametrize("each", [1, 3, 40])
 def test_of_many_images_some_are_compared(monkeypatch: pytest.MonkeyPatch, each: int) -> None:
-    monkeypatch.setattr(looks, "COMPARED", 20)
+    monkeypatch.setattr(module, "COMPARED", 20)
     thumbnails = np.random.default_rng(0).integers(0, 256, (120, 16, 16, 3), dtype=np.uint8)
     ids = [i // each for i in range(120)]
     own, others = unlikeness(thumbnails, ids)

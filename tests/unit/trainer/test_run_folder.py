@@ -10,7 +10,7 @@ from resumed_runs import Made, opened, refused
 
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.lock import RunLock
-from gerl.trainer.resuming import open_run
+from gerl.trainer.run_folder import open_run
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -6,7 +6,7 @@ import pytest
 
 from gerl.config import ClusterConfig, Config, ModelConfig
 from gerl.errors import WorkerDied
-from gerl.trainer.saving import Saving, writers
+from gerl.workers.checkpointing import CheckpointWriter, writers
 
 
 def test_the_ranks_of_one_worker_write_where_they_divide_the_weights() -> None:
@@ -17,20 +17,20 @@ def test_the_ranks_of_one_worker_write_where_they_divide_the_weights() -> None:
 
 
 def test_who_waits_for_a_checkpoint_asks_whether_its_writers_hang() -> None:
-    go_on, asked, saving = threading.Event(), list[int](), Saving()
+    go_on, asked, writer = threading.Event(), list[int](), CheckpointWriter()
 
     def ask() -> None:
         asked.append(len(asked))
         if len(asked) == 3:
             raise WorkerDied("no answer of worker 0")
 
-    saving.start(lambda: assert_set(go_on), ask, 0.01)
+    writer.start(lambda: assert_set(go_on), ask, 0.01)
     with pytest.raises(WorkerDied, match="no answer of worker 0"):
-        saving.finish()
+        writer.finish()
     assert asked == [0, 1, 2]
     go_on.set()
-    saving.start(lambda: None, ask, 60.0)  # the next one comes after it
-    saving.finish()
+    writer.start(lambda: None, ask, 60.0)  # the next one comes after it
+    writer.finish()
     assert len(asked) == 3
 
 
