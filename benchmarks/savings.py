@@ -21,7 +21,7 @@ from gerl.algorithms.base import Rewards, batches_of
 from gerl.algorithms.planning import plan_samples
 from gerl.commandline.composition import compose_run
 from gerl.engine import Trajectory
-from gerl.model.libraries import quiet_libraries
+from gerl.model.denoisers import quiet_libraries
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout

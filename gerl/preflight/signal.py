@@ -21,7 +21,7 @@ from gerl.config import Config
 from gerl.config.algorithms import WeightedConfig
 from gerl.config.blocks import StepWeighting
 from gerl.errors import ConfigError, TrainingError
-from gerl.model.failures import model_errors
+from gerl.model.errors import model_errors
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve
 from gerl.preflight.agreement import clearly_above, combined, cosine, inner_products

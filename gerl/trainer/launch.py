@@ -19,9 +19,8 @@ from gerl.model.paths import local_lora, resolve
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.rewards.gradients import differentiated
-from gerl.run.log import RunLog
-from gerl.run.redaction import secrets
-from gerl.run.session import session
+from gerl.run.card import secrets
+from gerl.run.session import RunLog, session
 from gerl.run.trackers import check_trackers
 from gerl.run.usage import usage
 from gerl.run.validation import held_out_words, load_validations, mean

@@ -17,12 +17,11 @@ from gerl.algorithms.base import Pooled, StepGradients, flat_copy, pooled_sum, s
 from gerl.algorithms.core_algos import decay_at
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError, ConfigError
-from gerl.model.ema import EMA
-from gerl.model.failures import is_full, release
-from gerl.model.policy import Policy
+from gerl.model.errors import is_full, release
+from gerl.model.policy import EMA, Policy
 from gerl.model.shards import local
 from gerl.protocol import StepResult, UpdateStats
-from gerl.run.state import ScheduleState, WorkerState
+from gerl.run.checkpoint import ScheduleState, WorkerState
 from gerl.workers.collective import Ranks
 from gerl.workers.rollout import half
 

@@ -16,10 +16,9 @@ from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
 from gerl.errors import ConfigError, ModelError
-from gerl.model.hub import Downloads
+from gerl.model.paths import Downloads
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, StepEnd, StepResult, UpdateStats
-from gerl.run.checkpoint import Checkpoint
-from gerl.run.state import WorkerState
+from gerl.run.checkpoint import Checkpoint, WorkerState
 from gerl.timeline import Timeline
 from gerl.utils.seeding import seed_everything
 from gerl.workers.checkpointing import Held, hold_parts, writers

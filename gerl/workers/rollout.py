@@ -23,7 +23,7 @@ from gerl.engine.record import InitialNoise, branch_plan, record_plan
 from gerl.engine.transitions import SamplingPlan, check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
-from gerl.model.failures import CallRefused, is_full, model_errors, pipeline_errors, release
+from gerl.model.errors import CallRefused, is_full, model_errors, pipeline_errors, release
 from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
@@ -369,7 +369,7 @@ class Rollout:
         prompts are kept on disk.
         """
         # in here: the driver of a run does without transformers
-        from gerl.model.overlong import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
+        from gerl.model.prompts import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
 
         found = kept_readings(folder)
         if found is None:

@@ -20,7 +20,7 @@ from gerl.data.sources import may_have_pictures
 from gerl.errors import GerlError, ModelError
 from gerl.model.lora import ADAPTER
 from gerl.model.policy import Policy
-from gerl.model.quantisation import stored_bytes
+from gerl.model.quantization import stored_bytes
 from gerl.model.sharding import layers, repeated_blocks
 from gerl.preflight.bench import TEXT, Bench, with_pictures
 from gerl.preflight.forecast import rows_of

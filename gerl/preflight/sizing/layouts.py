@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gerl.config.blocks import Quantisation
-from gerl.model.quantisation import quantised_bytes
+from gerl.model.quantization import quantised_bytes
 from gerl.preflight.forecast import SPARE
 from gerl.preflight.sizing.facts import FP32, Facts, Part
 from gerl.preflight.sizing.hardware import Gpu

@@ -17,12 +17,9 @@ from gerl.config import ClusterConfig, Config
 from gerl.config.algorithms import Teacher
 from gerl.engine import record, replay
 from gerl.errors import ConfigError, ModelError
-from gerl.model.fake import fake_active, is_fake
-from gerl.model.lora import lora_disabled
-from gerl.model.lora_files import Layers
-from gerl.model.lora_weights import Halves
+from gerl.model.lora import Halves, Layers, lora_disabled
 from gerl.model.policy import Policy
-from gerl.model.teachers import adapter_active, attach_teachers
+from gerl.model.teachers import adapter_active, attach_teachers, fake_active, is_fake
 from gerl.protocol import Prompt, Sample
 
 OCR, COLOUR = "ocr", "colour"

@@ -20,10 +20,9 @@ from gerl.config.algorithms import BY_NAME, DownSampledConfig
 from gerl.config.rules import SAVINGS, saving_notes
 from gerl.engine import replay
 from gerl.errors import ConfigError
-from gerl.model.drawing_weights import DrawingWeights
+from gerl.model.placement import DrawingWeights, channels_last, compile_blocks, set_attention
 from gerl.model.policy import Policy
 from gerl.model.prompts import PromptCache
-from gerl.model.speed import channels_last, compile_blocks, set_attention
 from gerl.workers.rollout import Rollout
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ import pytest
 from resumed_runs import Made, opened, refused
 
 from gerl.errors import CheckpointError, ConfigError
-from gerl.run.lock import RunLock
+from gerl.run.checkpoint import RunLock
 from gerl.trainer.run_folder import open_run
 
 pytestmark = pytest.mark.usefixtures("here")

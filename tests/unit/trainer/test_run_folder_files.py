@@ -11,9 +11,7 @@ from resumed_runs import KEYS, WORKER, Made, add, content, opened, refused, said
 
 from gerl.commandline.composition import compose_run
 from gerl.errors import CheckpointError, ConfigError
-from gerl.run.checkpoint import save_checkpoint
-from gerl.run.lock import NAME
-from gerl.run.state import RunState
+from gerl.run.checkpoint import NAME, RunState, save_checkpoint
 from gerl.trainer.run_folder import CURRENT, configuration_at, open_run
 
 pytestmark = pytest.mark.usefixtures("here")

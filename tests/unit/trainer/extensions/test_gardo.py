@@ -8,10 +8,6 @@ import pytest
 import torch
 from crediting import Crediting, config, scored
 
-<<<<<<<< HEAD:tests/unit/algorithms/test_gardo.py
-from gerl.algorithms.gardo import LEAST, MOST, Gate, doubts, held
-========
->>>>>>>> coretests:tests/unit/trainer/extensions/test_gardo.py
 from gerl.errors import CheckpointError
 from gerl.trainer.extensions.gardo import LEAST, MOST, Gate, KLGate, doubts, held
 
