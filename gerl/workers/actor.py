@@ -22,8 +22,8 @@ from gerl.model.policy import EMA, Policy
 from gerl.model.shards import local
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.checkpoint import ScheduleState, WorkerState
+from gerl.workers.call_format import half
 from gerl.workers.collective import Ranks
-from gerl.workers.rollout import half
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -234,8 +234,8 @@ class Actor:
             self.most = known
             return False
         self.say(
-            f"not enough memory to update {rows} images at once: {self.most} at a time from here on, which adds up "
-            "to the same gradient; set actor.micro_batch_size to that to skip this search"
+            f"out of memory in the update of {rows} images: continuing with actor.micro_batch_size={self.most}, "
+            "which gives the same gradient; set it to skip this search"
         )
         return True
 

@@ -20,14 +20,12 @@ class HackingGuard(Extension):
     """Warns, stops the run, or returns it to the best earlier checkpoint."""
 
     log: GuardLog
-    trends: TrainingTrends
     peaks: dict[str, Validation]
     best: Validation | None  # with the highest reward after the first one
 
     def starting(self, run: Run) -> None:
         self.log = GuardLog(run.run_dir, run.state.step)
         self.peaks, self.best = {}, None
-        self.trends = TrainingTrends(read_metrics(run.run_dir / METRICS))
         for earlier in validation_steps(run.run_dir):
             if earlier <= run.state.step and (found := load_scores(run.run_dir, earlier)) is not None:
                 self._remember(found)
@@ -36,20 +34,18 @@ class HackingGuard(Extension):
         raise_peaks(self.peaks, found)
         self.best = best_of([found] if self.best is None else [self.best, found], found.step + 1)
 
-    def due(self, run: Run, step: Step) -> bool:
-        self.trends.add({"step": step.number, **step.metrics})
-        return False
-
     def validated(self, run: Run, step: Step) -> None:
         """Log the signs; with guard.action=rollback a validation that shows some has no reward."""
         guard, found, first = self.config.guard, step.validation, run.first_validation
         if guard.action == "off" or first is None or found is None:
             return
+        trends = TrainingTrends(read_metrics(run.run_dir / METRICS))
+        trends.add({"step": step.number, **step.metrics})
+        trends.validated = [number for number in validation_steps(run.run_dir) if number <= step.number]
         moves = self.config.algorithm.moves_reference
         fired = signals(first, found, asdict(self.config), self.peaks, guard.importance)
-        fired += trend_signals(self.trends, first, self.best or first, found, not moves)
+        fired += trend_signals(trends, first, self.best or first, found, not moves)
         self._remember(found)
-        self.trends.validated.append(found.step)
         if first.step >= found.step:
             return
         step.signals = [signal for signal in fired if guard.counts(signal.name, signal.column)]
