@@ -1,4 +1,4 @@
-"""The actor worker: tapes and credit in, an update of the LoRA or of weights out."""
+"""The actor of a worker: trajectories and credit in, an update of the LoRA or of all weights out."""
 
 import importlib.util
 import logging
@@ -38,7 +38,7 @@ PACKAGE = "bitsandbytes"
 
 
 def check_optimizer(config: ActorConfig, device: str) -> None:
-    """Raise `ConfigError` if there is no `config.optimizer` on `device`: two steps of it are tried."""
+    """Raise `ConfigError` if `config.optimizer` does not work on `device`: a step of it is tried."""
     if config.optimizer == "adamw":
         return
     given = f"actor.optimizer={config.optimizer}"
@@ -63,7 +63,7 @@ def check_optimizer(config: ActorConfig, device: str) -> None:
 
 
 def build_optimizer(config: ActorConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW of `config`; for `adamw8bit` that of bitsandbytes (Dettmers et al. 2021, blockwise 8-bit moments)."""
+    """Build AdamW, or for `adamw8bit` that of bitsandbytes (Dettmers et al. 2021, blockwise 8-bit moments)."""
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW
     if config.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit  # an optional package
@@ -79,14 +79,14 @@ def build_optimizer(config: ActorConfig, parameters: Sequence[torch.nn.Parameter
 
 
 def gradient_of(p: torch.nn.Parameter) -> torch.Tensor:
-    """Its gradient, zeros where there is none."""
+    """The gradient of `p`, zeros if it has none."""
     return p.grad if p.grad is not None else torch.zeros_like(p)
 
 
 def clip_gradients(
     parameters: Sequence[torch.nn.Parameter], limit: float, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Clip the norm of the gradients of `parameters` to `limit`; returns it as it was.
+    """Clip the norm of the gradients of `parameters` to `limit`; returns the norm before clipping.
 
     `group`: the processes of which each has a part of every parameter; it is then a collective call, and says the same
     on all of them.
@@ -107,7 +107,7 @@ def clip_gradients(
 
 
 def state_of(optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """The tensors that `optimizer` keeps, as `KEY/NAME` by the names of `lora`; none before the first update."""
+    """The state tensors of `optimizer`, as `KEY/NAME` by the names of `lora`; none before the first update."""
     return {
         f"{key}/{name}": value if torch.is_tensor(value) else torch.tensor(float(value))
         for name, p in lora.items()
@@ -118,7 +118,7 @@ def state_of(optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Param
 def expected_state(
     config: ActorConfig, lora: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors of the shapes and types that `state_of` gives, as far as `found` has any of a parameter."""
+    """Tensors with the shapes and types of `state_of`, for the parameters of which `found` has any."""
     expected: dict[str, torch.Tensor] = {}
     for name, p in lora.items():
         moments = {key: torch.zeros((), dtype=torch.float32) if key == "step" else p for key in _keys(config)}
@@ -135,7 +135,7 @@ def expected_state(
 def restore(
     optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Parameter], found: Mapping[str, torch.Tensor]
 ) -> None:
-    """Give `optimizer` what `state_of` returned, checked by `expected_state`."""
+    """Load into `optimizer` what `state_of` returned, checked by `expected_state`."""
     counts = not isinstance(optimizer, torch.optim.AdamW)  # where the number of updates is a number, not a tensor
     for name, p in lora.items():
         own = {key: found[f"{key}/{name}"] for key in (*ADAMW, *ADAMW8BIT, *QUANTISED) if f"{key}/{name}" in found}
@@ -151,7 +151,7 @@ def _keys(config: ActorConfig) -> tuple[str, ...]:
 
 
 class Actor:
-    """Accumulates the algorithm's gradient of a whole update, then takes one optimizer step."""
+    """Accumulates the gradient of an update, then takes one optimizer step."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Actor:
         group: dist.ProcessGroup | None = None,
         staleness: int = 0,
     ) -> None:
-        """`ranks`: those that this one is in lockstep with, if any.
+        """`ranks`: those in lockstep with this one, if any.
 
         `group`: the ranks among which the trained weights are divided; None: they are whole. `staleness`: so many steps
         are drawn ahead.
@@ -191,7 +191,7 @@ class Actor:
             policy.reference = EMA(policy.trained, 1.0)
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
-        """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs in all.
+        """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs.
 
         Dividing by the whole update's size makes the gradient the same for any micro-batch size and any number of
         workers. `by_step`: say how much the first micro-batch of each trained step adds, of a LoRA: of all weights
@@ -205,7 +205,7 @@ class Actor:
                 new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
                 meter = StepGradients(self.parameters, self._squared_norm) if new else None
                 found = algorithm.train(self.policy, batch, rows, num_pairs, meter)
-                stats += found if algorithm is self.algorithm else beside(found)
+                stats += found if algorithm is self.algorithm else as_regularization_stats(found)
                 if meter is not None:
                     measured = meter.end() | measured
             for blank, rows in idle:
@@ -213,7 +213,7 @@ class Actor:
         return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
 
     def retry_on_oom(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
-        """`work`, which trains on all `batches` of an update, or pools them.
+        """Run `work`, which trains on all `batches` of an update, or pools them.
 
         Where the memory does not hold it, it is begun anew, from no gradient, with half as many rows in a replay.
         """
@@ -227,7 +227,7 @@ class Actor:
             self.optimizer.zero_grad(set_to_none=True)
 
     def _halve(self, batches: Sequence[Batch]) -> bool:
-        """Train on half as many rows at a time; whether that makes the largest part of `batches` smaller."""
+        """Halve the micro-batches; False if that leaves the largest one of `batches` as it is."""
         rows, known = self._largest(batches), self.most
         self.most = half(rows)
         if self._largest(batches) == rows:
@@ -243,7 +243,7 @@ class Actor:
         return max((len(rows) for batch in batches for rows in self._parts(batch)[0]), default=0)
 
     def pool(self, batches: Sequence[Batch]) -> Pooled:
-        """The part of `batches` in the losses of the others of their groups."""
+        """The contribution of `batches` to the group sums that losses need."""
         found: list[Pooled] = []
         for batch in batches:
             if self.algorithm.of(batch.samples) is not self.algorithm:
@@ -255,10 +255,7 @@ class Actor:
         return pooled_sum(found)
 
     def _parts(self, batch: Batch) -> tuple[list[list[int]], list[tuple[Batch, list[int]]]]:
-        """The rows of `batch` that are trained together, and what makes up for the parts that another rank has more of.
-
-        That are a batch and rows of it, of which nothing counts.
-        """
+        """Micro-batches of `batch` as row indices, and zero-weight padding so that all ranks run equally many."""
         parts = list(self.algorithm.of(batch.samples).micro_batches(batch, self.most))
         more = 0 if self.ranks is None else self.ranks.most(len(parts)) - len(parts)
         if not more:
@@ -270,9 +267,9 @@ class Actor:
         return squared_norm(gradients if self.ranks is None else self.ranks.whole(gradients))
 
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
-        """The gradient of `batches` as `accumulate` adds it up, by trained step, each one vector on the CPU.
+        """The gradient that `accumulate` adds for `batches`, by trained step, each one vector on the CPU.
 
-        Any gradient that was accumulated before is dropped, and none is left.
+        A gradient that was accumulated before is dropped, and none is left.
         """
         found: dict[int, torch.Tensor] = {}
         for batch in batches:
@@ -288,7 +285,7 @@ class Actor:
         return found
 
     def flat_gradient(self) -> torch.Tensor:
-        """All gradients in one vector, zeros where there is none."""
+        """All gradients as one vector, zeros where there is none."""
         return torch.cat([local(gradient_of(p)).flatten() for p in self.parameters])
 
     def set_flat_gradient(self, flat: torch.Tensor) -> None:
@@ -326,7 +323,7 @@ class Actor:
         return StepResult(norm, lr, finite, largest, rms)
 
     def _name_idle(self) -> None:
-        """Name the layers of the LoRA without a gradient. Their B tells: A has none either where B is zero."""
+        """Name the layers of the LoRA without a gradient, by their B: A has none either where B is zero."""
         second = {name: p for name, p in self.policy.trained.items() if ".lora_B." in name}
         idle = [name for name, p in second.items() if not local(gradient_of(p)).any()]
         if idle:
@@ -338,7 +335,7 @@ class Actor:
             )
 
     def finish_step(self, step: int, resets: bool = False) -> None:
-        """End of trainer step `step`: the old policies follow the trained one; `resets`: the reference, too."""
+        """End trainer step `step`: update the averaged policies; `resets`: the reference as well."""
         policy = self.policy
         if resets:
             policy.move_reference()
@@ -351,16 +348,16 @@ class Actor:
 
     @property
     def kind(self) -> str:
-        """The beginning of the names of the trained tensors in a checkpoint."""
+        """Prefix of the names of the trained tensors in a checkpoint."""
         return "weights" if self.policy.whole else "lora"
 
     @property
     def file(self) -> str:
-        """The part of a checkpoint that has the tensors."""
+        """Name of the file or folder of a checkpoint that holds the tensors."""
         return "state" if self.policy.whole else "state.safetensors"
 
     def state(self) -> tuple[dict[str, torch.Tensor], WorkerState]:
-        """Tensors and numbers from which `load_state` continues exactly."""
+        """The exact state as tensors and numbers, for `load_state`."""
         tensors = {f"{self.kind}/{name}": p.detach() for name, p in self.policy.trained.items()}
         averages = self.policy.averages()
         for kind, average in averages.items():
@@ -389,7 +386,7 @@ class Actor:
         self.load_numbers(numbers)
 
     def load_numbers(self, numbers: WorkerState) -> None:
-        """The part of `load_state` that is no tensors."""
+        """Load the numbers of a state."""
         for kind, average in self.policy.averages().items():
             average.updates = numbers.averages[kind]
         self.policy.old_is_current = numbers.old_is_current
@@ -428,8 +425,8 @@ class Actor:
             raise CheckpointError(f"{self.file} has an unexpected tensor {extra[0]}")
 
 
-def beside(found: UpdateStats) -> UpdateStats:
-    """The measurements of images that are imitated beside the algorithm, whose averages are not over their pairs."""
+def as_regularization_stats(found: UpdateStats) -> UpdateStats:
+    """The statistics of imitated dataset images, which do not enter the averages over the algorithm's pairs."""
     return UpdateStats(sums={"data_error": found.sums["squared_error"], "data_pairs": float(found.pairs)})
 
 

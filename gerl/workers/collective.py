@@ -1,4 +1,4 @@
-"""The process groups: that of all workers, for the all-reduce, and that of the ranks of a worker."""
+"""Process groups: of all workers, for the all-reduce, and of the ranks of a worker."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 
 class Meeting:
-    """Where the workers meet: rank 0 opens it and tells the others its address, then all of them join.
+    """Rendezvous of the workers: rank 0 opens it and tells the others its address, then all join.
 
     It listens where Ray reaches the machine, which in an embedded Ray is the loopback, and nowhere else: who reaches it
     can write into it. The machine's own name may stand for another address, or on each machine for that machine.
@@ -54,7 +54,7 @@ class Meeting:
 
 
 class Ranks:
-    """The ranks that this process is in lockstep with; made by all processes of all workers at once.
+    """The ranks in lockstep with this process; created by all processes of all workers at once.
 
     `context`: so many of them share the tokens of a call of the denoiser.
     """
@@ -72,13 +72,13 @@ class Ranks:
             self.context = mesh["ring", "ulysses"]
 
     def most(self, count: int) -> int:
-        """The largest of the numbers that the ranks call this with; a collective call."""
+        """The maximum of `count` over the ranks; a collective call."""
         largest = torch.tensor(count, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.mesh.get_group())
         return int(largest)
 
     def whole(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The sums of gradients over the ranks that share the tokens of a call; a collective call."""
+        """Sum gradients over context-parallel ranks; a collective call."""
         if self.context is None:
             return gradients
         flat = torch.cat([gradient.flatten() for gradient in gradients])

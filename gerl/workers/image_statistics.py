@@ -1,4 +1,4 @@
-"""How images look, in numbers that need no model: what the guard compares with the base model's images."""
+"""Statistics of images that need no model, by which the guard compares them with the base model's."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ def _statistics(still: np.ndarray) -> dict[str, float]:
 
 
 def spectrum(luma: np.ndarray) -> tuple[float, float]:
-    """Two numbers of the power spectrum of a luminance `[H, W]` in [0, 1], with a Hann window.
+    """Two statistics of the power spectrum of a luminance `[H, W]` in [0, 1], with a Hann window.
 
     `high_frequency`: the share of the power, but for the mean, that lies beyond half of the highest frequency: noise
     raises it. `grid`: the common logarithm of the largest power of a single frequency beyond a quarter of the highest
@@ -66,7 +66,7 @@ def spectrum(luma: np.ndarray) -> tuple[float, float]:
 
 
 def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """How unlike an image is to others of its prompt, and to those of other prompts, `[B]` each; NaN without others.
+    """Dissimilarity of each image to others of its prompt, and to those of other prompts, `[B]`; NaN without others.
 
     Root mean square differences of `thumbnails` `[B, 16, 16, 3]` uint8, in parts of the range of a pixel. All pairs are
     compared: of more than `COMPARED` images, only those of evenly spread prompts, and the others are NaN.
@@ -79,7 +79,7 @@ def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, 
 
 
 def _spread(ids: np.ndarray) -> np.ndarray:
-    """The images, at most `COMPARED`, of prompts at equal distances."""
+    """Indices of at most `COMPARED` images, of evenly spaced prompts."""
     prompts = np.unique(ids)
     count = max(1, min(len(prompts), COMPARED * len(prompts) // max(len(ids), 1)))
     kept = prompts[np.arange(count) * len(prompts) // count]

@@ -1,4 +1,4 @@
-"""The rollout worker: prompts in, images and trajectories out."""
+"""The rollout of a worker: prompts in, images and trajectories out."""
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
@@ -39,9 +39,10 @@ T = TypeVar("T")
 
 
 def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """The first sample of each kind, and for each sample the position of its kind among these.
+    """Find samples with the same prompt and initial noise: they share a prefix, which is computed once.
 
-    Samples with initial noise of their own (`init_seed` is None) are alike with no other.
+    Returns the first sample of each distinct prefix, and for each sample the position of its own among these. Samples
+    with initial noise of their own (`init_seed` is None) share nothing.
     """
     kinds: dict[tuple[int, int | None], int] = {}
     first: list[int] = []
@@ -56,10 +57,10 @@ def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
 
 
 class Rollout:
-    """Draws samples with the current LoRA (training) or its average (validation).
+    """Samples with the current weights (training) or their average (validation).
 
-    `shares`: samples that begin alike are denoised once up to where they part. `lockstep`: other ranks have to make as
-    many calls of the model, whatever their samples share.
+    `shares`: samples share a prefix where they can, see `shared_prefixes`. `lockstep`: other ranks have to make as many
+    calls of the model, whatever their samples share.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Rollout:
         self.shares, self.lockstep = shares and sampling.init_noise_spread == 0, lockstep
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
-        """Images `[B, H, W, 3]` uint8 of the samples of `task`, and their trajectory for training with `algorithm`.
+        """Sample `task`: images `[B, H, W, 3]` uint8, and their trajectory for training with `algorithm`.
 
         `owner`: rank of this worker.
         """
@@ -114,7 +115,7 @@ class Rollout:
     def draw(
         self, task: RolloutTask, old: bool = False, divisible: bool = True
     ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
-        """Images `[B, H, W, 3]` uint8 of the samples of `task`, the whole tapes of the segments of a task, and it.
+        """Sample `task`: images `[B, H, W, 3]` uint8, the complete tape of each segment, and the task as sampled.
 
         Its segments are smaller where the pipeline takes one prompt a call, or where the memory does not hold more and
         the task is `divisible`. `old`: the old policy draws.
@@ -162,7 +163,7 @@ class Rollout:
             return self._record(samples, segment, form)
 
     def _record(self, samples: Sequence[Sample], segment: Segment, form: CallFormat) -> tuple[BaseOutput | None, Tape]:
-        """`segment`, whose rows are `samples`, from their prompts on."""
+        """Record `segment`, whose rows are `samples`, from the prompts on."""
         seeds = [s.init_seed for s in samples if s.init_seed is not None]
         spread = self.sampling.init_noise_spread if seeds else 0.0
         initial = InitialNoise(sample_generators(seeds) if seeds else None, spread)
@@ -178,7 +179,7 @@ class Rollout:
         return output, tape
 
     def _read(self, samples: Sequence[Sample], call: dict[str, object]) -> tuple[BaseOutput, Tape]:
-        """The images that are given, and a tape that ends at their latents."""
+        """Read dataset images, and record a tape that ends at their latents."""
         from diffusers import ImagePipelineOutput  # in here: the driver of a run does without diffusers
 
         pipe, several = self.policy.pipe, len(samples) > 1
@@ -195,7 +196,7 @@ class Rollout:
         return {True: record_probe(pipe, call, [0]), False: record_probe(pipe, call, [0, 0])}
 
     def _branch(self, tape: Tape, step: int, rows: Sequence[int], segment: Segment) -> tuple[BaseOutput | None, Tape]:
-        """`segment`, whose rows go on from step `step` of the samples `rows` of `tape`."""
+        """Record `segment`, whose rows branch off at step `step` of the samples `rows` of `tape`."""
         generators = sample_generators(list(segment.seeds))
         found = branch_plan(self.policy.pipe, tape, step, rows, self._plan(segment), generators)
         if tape.probe is not None:
@@ -203,7 +204,7 @@ class Rollout:
         return found
 
     def _plan(self, segment: Segment) -> SamplingPlan:
-        """How the steps of `segment` are taken."""
+        """How the denoising steps of `segment` are taken."""
         sampling, cache = self.sampling, self.cache
         return SamplingPlan(
             sampling.kernel,
@@ -217,7 +218,7 @@ class Rollout:
         )
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Images `[B, H, W, 3]` uint8 of the plain pipeline (ODE sampling), with the averaged LoRA."""
+        """Sample with the plain pipeline (ODE) and the averaged weights: images `[B, H, W, 3]` uint8."""
         names = ("height", "width", "num_inference_steps", "guidance_scale")
         overrides = {name: getattr(self.validation, name) for name in names}
 
@@ -242,7 +243,7 @@ class Rollout:
             return self.format.attempt("validation", len(samples), drawn)
 
     def _note_size(self, images: np.ndarray, height: int | None = None, width: int | None = None) -> None:
-        """Say once where images `[B, H, W, 3]` have another size than was asked for; None: that of the rollout."""
+        """Warn once if images `[B, H, W, 3]` do not have the requested size; None: that of the rollout."""
         wanted = height or self.sampling.height, width or self.sampling.width
         drawn = images.shape[-3], images.shape[-2]
         if all(w in (None, d) for w, d in zip(wanted, drawn, strict=True)) or wanted in self._sizes:
@@ -256,7 +257,7 @@ class Rollout:
         )
 
     def cut_prompts(self, prompts: Sequence[str], like: Prompt, folder: Path | None) -> CutPrompts:
-        """Which of `prompts` the tokenizers cut. `like` has the pictures that a call needs; `folder`: where encoded
+        """Which of `prompts` the tokenizers truncate. `like` has the images that a call needs; `folder`: where encoded
         prompts are kept on disk.
         """
         # in here: the driver of a run does without transformers
@@ -286,10 +287,10 @@ class Rollout:
         block: str = "sampling",
         **overrides: object,
     ) -> T:
-        """`draw` of the pipeline's arguments for samples that are drawn together, which have the same pictures if any.
+        """Call `draw` with the pipeline's arguments for samples of one call, which share their images, if any.
 
-        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if the pipeline does not
-        draw with them.
+        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if the pipeline refuses
+        them.
         """
         pipe, sampling = self.policy.pipe, self.sampling
         prompts = [sample.prompt.text for sample in samples]
@@ -303,10 +304,10 @@ class Rollout:
     def _pictured(
         self, draw: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]
     ) -> T:
-        """`draw` of `call` and the pictures of the samples.
+        """Call `draw` with `call` and the images that the samples are conditioned on.
 
-        Some pipelines want a batch's picture once, others once for each prompt: where one is refused, the other is
-        tried, and kept to.
+        Some pipelines take a batch's image once, others once per prompt: where one is refused, the other is tried and
+        kept.
         """
         pipe, count = self.policy.pipe, len(samples)
         given = picture_arguments(pipe, samples[0].prompt)
@@ -324,7 +325,7 @@ class Rollout:
 
 
 def reads_of(algorithm: Algorithm, segment: Segment) -> Reads:
-    """The parts of the tape of `segment` that `algorithm` reads."""
+    """The tensors of the tape of `segment` that a replay for `algorithm` needs."""
     return Reads(
         frozenset(segment.trained),
         means=algorithm.reads_means,
@@ -336,7 +337,7 @@ def reads_of(algorithm: Algorithm, segment: Segment) -> Reads:
 
 
 def to_uint8(output: BaseOutput) -> np.ndarray:
-    """Images `[B, H, W, 3]` or videos `[B, F, H, W, 3]` of a pipeline output with `output_type="np"`, as uint8.
+    """Convert a pipeline output with `output_type="np"` to images `[B, H, W, 3]` or videos `[B, F, H, W, 3]` of uint8.
 
     Rounds as diffusers does. A video of one frame is an image; the sound of a video is left out. Raises `ModelError`
     where the output has no images, or several things that could be.
@@ -353,7 +354,7 @@ def to_uint8(output: BaseOutput) -> np.ndarray:
 
 
 def count_blank(images: Sequence[np.ndarray] | np.ndarray) -> int:
-    """How many images `[..., 3]` have a single colour, as those of a decoder that overflowed."""
+    """Number of images `[..., 3]` of a single colour, as a decoder makes them that overflowed."""
     return sum(_is_blank(image.reshape(-1, image.shape[-1])) for image in images)
 
 
@@ -363,7 +364,7 @@ def _is_blank(colours: np.ndarray) -> bool:
 
 
 def pictures_in(output: BaseOutput) -> np.ndarray:
-    """The array of an output that has the images, whatever its name."""
+    """Find the array of an output that holds the images, whatever its name."""
     given = {name: np.asarray(value) for name, value in output.items() if value is not None}
     for name in ("images", "frames"):
         if name in given:

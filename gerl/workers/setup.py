@@ -1,4 +1,4 @@
-"""Load what a worker works with, and check before what can be known of it."""
+"""Load the policy of a worker, and check beforehand what can be checked without its weights."""
 
 import inspect
 from collections.abc import Mapping
@@ -61,13 +61,13 @@ def check_start(config: Config, device: str) -> None:
 
 
 def encoded_folder(config: Config, device: str) -> Path | None:
-    """The folder inside `data.cache` with what the text encoders say; None without one."""
+    """The folder inside `data.cache` with the outputs of the text encoders; None without a cache."""
     cache, model = config.data.cache, config.model
     return None if cache is None else folder_of(Path(cache), model, precision(model, device))
 
 
 def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
-    """The policy on `device`; `ranks`: those that this one is in lockstep with.
+    """Load the policy on `device`; `ranks`: those in lockstep with this one.
 
     Where the ranks hold parts of the text encoders, they have to call them equally often, so nothing is kept.
     """
@@ -95,7 +95,7 @@ def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Poli
 
 
 def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
-    """The facts of a policy that was loaded for `config`; `notes`: what was logged by it."""
+    """Describe a loaded policy to the driver; `notes`: what was logged while it was loaded."""
     unheeded = unguided(type(policy.pipe), config.sampling)
     replaced = replaced_scheduler(policy.pipe, config.model.path)
     warnings = distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__)
@@ -114,7 +114,7 @@ def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
 
 
 def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Function]) -> None:
-    """Give `algorithm` its reward, if it differentiates one; `functions`: those of the driver's program, by name.
+    """Give `algorithm` its differentiable reward, if it needs one; `functions`: scorers of the driver by name.
 
     Scorers load their models when they are first called.
     """
@@ -125,7 +125,7 @@ def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Funct
 
 
 def without_decoder(algorithm: Algorithm) -> None:
-    """Let `algorithm` differentiate something of its latents in place of a reward, if it differentiates one.
+    """Let `algorithm` differentiate a function of the latents in place of a reward, if it needs one.
 
     For a model without weights, of which only the denoiser is run.
     """
