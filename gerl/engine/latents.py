@@ -275,7 +275,7 @@ def record_loop(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape:
     arguments = {name: value for name, value in call.items() if name != "generator"}
     tape = Tape(select_call(arguments, range(n)), n)
     recorder = _Loop(tape, SamplingPlan("ode", 0.0, window=frozenset()), None)
-    recorder.schedule = StructureOnly(ENDLESS)
+    recorder.skipping = StructureOnly(ENDLESS)
     given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
     with _decoding(pipe, lambda z: None):
         recorder.run(pipe, select_call(arguments, range(n)), given)

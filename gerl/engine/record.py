@@ -26,8 +26,9 @@ from gerl.engine.feature_cache import NO_CACHE, CachedDenoisers, FeatureCache
 from gerl.engine.guidance import is_guided
 from gerl.engine.hooks import StopPipeline, routed
 from gerl.engine.kernels import gaussian_log_prob
+from gerl.engine.skipping import Compression, Skipping, StructureOnly
 from gerl.engine.tape import Answer, CompanionStep, ComponentCall, Reads, Tape, TapeStep
-from gerl.engine.transitions import ONE_STEP, OdeSolver, SamplingPlan, Span, Timestep, Transitions, advance
+from gerl.engine.transitions import ONE_STEP, OdeSolver, SamplingPlan, Timestep, Transitions, advance
 from gerl.errors import ModelError, ReplayError
 from gerl.protocol import RolloutTask
 
@@ -152,9 +153,7 @@ def record_structure(
     call, n = {**select_call(tape.call, index), **changed}, len(index)
     found = Tape(call, n)
     recorder = Recorder(found, SamplingPlan("ode", 0.0, window=frozenset()), None)
-    from gerl.engine.skipping import StructureOnly
-
-    recorder.schedule = StructureOnly(len(tape.steps) if steps is None else steps)
+    recorder.skipping = StructureOnly(len(tape.steps) if steps is None else steps)
     given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
     recorder.run(pipe, select_call(call, range(n)), given)
     return found
@@ -178,33 +177,6 @@ def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Se
     return generators
 
 
-class EveryStep:
-    """The schedule of a plain rollout, which skips nothing."""
-
-    last: int | None = None  # the number of steps after which the pipeline is left
-
-    def begin(self, count_steps: Callable[[], int]) -> None:
-        """The pipeline is about to take its first step."""
-
-    def span(self, step: int) -> Span:
-        """From which sigma to which step `step` goes, in steps of the scheduler."""
-        return ONE_STEP
-
-    def skips(self, step: int) -> bool:
-        """Whether step `step` leaves the latents as they are."""
-        return False
-
-    def same_call_before(self, tape: Tape, name: str) -> ComponentCall | None:
-        """The call at the last step of `tape` that corresponds to the one `name` is about to make."""
-        k = len(tape.steps)
-        nth = sum((c.step, c.component) == (k, name) for c in tape.component_calls)
-        before = [c for c in tape.component_calls if (c.step, c.component) == (k - 1, name)]
-        return before[nth] if nth < len(before) else None
-
-    def finish(self, taken: int) -> None:
-        """Raise `ModelError` if the pipeline has not taken as many steps as were expected."""
-
-
 class Recorder:
     """The head of a rollout: see `hooks.Head`."""
 
@@ -220,11 +192,9 @@ class Recorder:
         self.window, self.stop = plan.window, plan.stop
         self.transitions, self.solver = Transitions(plan), OdeSolver(plan.solver)
         self.transitions_at = {k: Transitions(replace(plan, noise_level=n)) for k, n in plan.noise_at.items()}
-        self.schedule = EveryStep()
+        self.skipping: Skipping | None = None  # None: every step is taken
         if plan.compression < 1 and plan.window:  # after "all but the last" only one step is left
-            from gerl.engine.skipping import Compression  # a rare feature
-
-            self.schedule = Compression(plan.window, plan.compression)
+            self.skipping = Compression(plan.window, plan.compression)
         self.caches = Caches()
         self.cached: CachedDenoisers | None = None
         self.depth = 0  # nesting of answered methods: only the outermost is answered in a replay
@@ -276,7 +246,7 @@ class Recorder:
         if self.depth:  # a replay answers the method around it, and never comes here
             return forward(*args, **kwargs)
         k = len(self.tape.steps)
-        earlier = self.schedule.same_call_before(self.tape, name) if self.schedule.skips(k) else None
+        earlier = None if self.skipping is None else self.skipping.answer(self.tape, name)
         if earlier is not None:  # the step does not use it: what was said last has the right shape
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
@@ -301,7 +271,8 @@ class Recorder:
         written = before.to(sample.dtype) != sample if edited else None
         stochastic = None if self.window is None else k in self.window
         transitions = self.transitions_at.get(k, self.transitions)
-        rule = transitions.next_rule(scheduler, timestep, stochastic, self.schedule.span(k))
+        span = ONE_STEP if self.skipping is None else self.skipping.span(k)
+        rule = transitions.next_rule(scheduler, timestep, stochastic, span)
         mean, log_prob = None, None
         if rule.std > 0:
             mean = rule.mean(x, model_output)
@@ -309,12 +280,13 @@ class Recorder:
             log_prob = gaussian_log_prob(x_next, mean, rule.std)
             self.solver.observe(scheduler, rule, x, model_output)
         else:
-            x_next = x if self.schedule.skips(k) else self.solver.step(scheduler, rule, x, model_output)
+            skipped = self.skipping is not None and self.skipping.skips(k)
+            x_next = x if skipped else self.solver.step(scheduler, rule, x, model_output)
         self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers), written))
         if written is not None:
             self._leave_out_overwritten(k - 1)
         self.carried[id(scheduler)] = x_next
-        if len(self.tape.steps) == self.schedule.last:
+        if self.skipping is not None and len(self.tape.steps) == self.skipping.last:
             raise StopPipeline
         return x_next
 
@@ -329,7 +301,8 @@ class Recorder:
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         taken = len(self.tape.steps)
-        x, span = self._carried_to(scheduler, sample), self.schedule.span(taken - 1)
+        x = self._carried_to(scheduler, sample)
+        span = ONE_STEP if self.skipping is None else self.skipping.span(taken - 1)
         rule = self.transitions.next_rule(scheduler, timestep, False, span)
         x_next = x if span[0] > 0 else self.solver.step(scheduler, rule, x, model_output)
         self.tape.companions.append(CompanionStep(taken, x, x_next))
@@ -354,10 +327,10 @@ class Recorder:
         """Prepare for step `k`, whoever takes it: drop large outputs, plan the compression, stop where asked to."""
         self._check_mixed()
         self._drop_large_outputs(k, MAX_KEPT_OUTPUT * sample.numel())
-        if k == 0:
-            self.schedule.begin(lambda: self.transitions.num_steps(scheduler, timestep))
+        if k == 0 and self.skipping is not None:
+            self.skipping.begin(lambda: self.transitions.num_steps(scheduler, timestep))
         if k == self.stop:
-            if self.schedule.skips(k):
+            if self.skipping is not None and self.skipping.skips(k):
                 raise ModelError(f"compression skips step {k}: stop at a step that is taken")
             raise StopPipeline
 
@@ -372,7 +345,8 @@ class Recorder:
             raise ModelError(f"the rollout should stop at step {self.stop}, but the pipeline took {taken} steps")
         if self.window is not None and self.window - set(range(taken)):
             raise ModelError(f"the window contains steps {sorted(self.window)}, but the pipeline took {taken} steps")
-        self.schedule.finish(taken)
+        if self.skipping is not None:
+            self.skipping.finish(taken)
         self._leave_out_overwritten(taken - 1)
         # what runs after the last step (VAE, safety checker) is not replayed
         self.tape.component_calls = [c for c in self.tape.component_calls if c.step < taken]

@@ -10,12 +10,41 @@ import math
 from collections.abc import Callable
 from itertools import pairwise
 
-from gerl.engine.record import EveryStep
+from gerl.engine.tape import ComponentCall, Tape
 from gerl.engine.transitions import ONE_STEP, Span
 from gerl.errors import ModelError
 
 
-class Compression(EveryStep):
+class Skipping:
+    """Which steps are skipped; a rollout without it takes every step."""
+
+    last: int | None = None  # the number of steps after which the pipeline is left
+
+    def begin(self, count_steps: Callable[[], int]) -> None:
+        """The pipeline is about to take its first step."""
+
+    def span(self, step: int) -> Span:
+        """From which sigma to which step `step` goes, in steps of the scheduler."""
+        return ONE_STEP
+
+    def skips(self, step: int) -> bool:
+        """Whether step `step` leaves the latents as they are."""
+        return False
+
+    def answer(self, tape: Tape, name: str) -> ComponentCall | None:
+        """The call at the last step of `tape` that answers the one `name` is about to make; None: it has to run."""
+        k = len(tape.steps)
+        if not self.skips(k):
+            return None
+        nth = sum((c.step, c.component) == (k, name) for c in tape.component_calls)
+        before = [c for c in tape.component_calls if (c.step, c.component) == (k - 1, name)]
+        return before[nth] if nth < len(before) else None
+
+    def finish(self, taken: int) -> None:
+        """Raise `ModelError` if the pipeline has not taken as many steps as were expected."""
+
+
+class Compression(Skipping):
     """Takes only a part of the steps after the window, each as far as several (MixGRPO-Flash, arXiv 2507.21802)."""
 
     def __init__(self, window: frozenset[int], share: float) -> None:
@@ -41,7 +70,7 @@ class Compression(EveryStep):
             )
 
 
-class StructureOnly(EveryStep):
+class StructureOnly(Skipping):
     """Skips all steps but the first, and leaves the pipeline after `last` of them."""
 
     def __init__(self, last: int) -> None:
