@@ -43,8 +43,8 @@ from sections import write_section
 
 from gerl.algorithms import batches_of, count_pairs
 from gerl.errors import GerlError
-from gerl.model.failures import REFUSALS
-from gerl.model.libraries import quiet_libraries
+from gerl.model.denoisers import quiet_libraries
+from gerl.model.errors import REFUSALS
 from gerl.preflight.bench import TEXT, Bench, attempt
 from gerl.preflight.forecast import rows_of
 from gerl.preflight.measure import Usage, measured

@@ -23,10 +23,9 @@ from gerl.commandline.composition import compose_run
 from gerl.config import Config
 from gerl.errors import GerlError
 from gerl.model import loading
-from gerl.model.drawing_weights import check_drawing
-from gerl.model.failures import check_backend
+from gerl.model.errors import check_backend
 from gerl.model.loading import precision, prepare
-from gerl.model.speed import check_attention
+from gerl.model.placement import check_attention, check_drawing
 from gerl.preflight.sizing import build, layouts
 from gerl.preflight.sizing.build import architectures, build_part
 from gerl.preflight.sizing.command import configured

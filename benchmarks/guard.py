@@ -26,7 +26,7 @@ from typing import Any
 from sections import write_section
 
 from gerl.run.card import hardware, now, software
-from gerl.run.statistics import share_interval
+from gerl.run.validation import share_interval
 from gerl.utils.files import write_file
 
 HERE = Path(__file__).resolve().parent

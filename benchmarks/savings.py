@@ -21,7 +21,7 @@ from gerl.algorithms.base import Rewards, batches_of
 from gerl.algorithms.planning import plan_samples
 from gerl.commandline.composition import compose_run
 from gerl.engine import Trajectory
-from gerl.model.libraries import quiet_libraries
+from gerl.model.denoisers import quiet_libraries
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
@@ -143,6 +143,7 @@ class Worker:
         """The gradient of a step."""
         self.actor.optimizer.zero_grad(set_to_none=True)
         steps = self.config.sampling.num_inference_steps
+        replay = import_module("gerl.engine.replay")  # the package has a function of that name
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
         replay = import_module("gerl.engine.replay")  # the package has a function of that name

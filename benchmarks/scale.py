@@ -30,7 +30,7 @@ from scale_standin import PHASES, EchoTrainer, Ledger, SlowWorker, StandIns, imp
 
 from gerl.commandline.composition import compose_run
 from gerl.config import Config
-from gerl.model.libraries import quiet_libraries
+from gerl.model.denoisers import quiet_libraries
 from gerl.rewards.checks import read_prompts
 from gerl.trainer.run_folder import identity
 from gerl.workers.worker import PolicyWorker

@@ -26,7 +26,7 @@ from gerl.algorithms import build_algorithm, count_pairs
 from gerl.commandline.composition import compose_run
 from gerl.config import Config, sources
 from gerl.errors import GerlError
-from gerl.model.libraries import quiet_libraries
+from gerl.model.denoisers import quiet_libraries
 from gerl.model.paths import resolve
 from gerl.preflight.bench import TEXT, Bench
 from gerl.preflight.sizing.build import build_pipeline, build_policy

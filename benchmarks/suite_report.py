@@ -14,7 +14,7 @@ from scipy import stats
 from suite import FINAL, TUNE, Run, best_run, evaluations, last_reward, other_groups
 
 from gerl.commandline.experiments import algorithm_of
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "algorithm_benchmark.md"

@@ -25,9 +25,8 @@ from zoo.checks import call_for
 from gerl.engine import ReplayedStep, Tape, replay
 from gerl.engine.guidance import CfgMode
 from gerl.errors import ModelError
-from gerl.model.context import divide_context
 from gerl.model.lora import add_lora
-from gerl.model.sharding import shard
+from gerl.model.sharding import divide_context, shard
 
 Found = dict[str, torch.Tensor]
 

@@ -10,8 +10,7 @@ import pytest
 from gerl.commandline.composition import Composed, compose_run
 from gerl.config.changes import settings_of
 from gerl.errors import ConfigError
-from gerl.run.checkpoint import save_checkpoint
-from gerl.run.state import RunState, ScheduleState, WorkerState
+from gerl.run.checkpoint import RunState, ScheduleState, WorkerState, save_checkpoint
 from gerl.trainer.run_folder import RunFolder, identity, open_run
 
 COMMAND = "experiment=signs algorithm=flow_grpo trainer.steps=10 actor.lr=1e-3 +reward.scorers.mine={path: mine.py}"

@@ -9,9 +9,9 @@ import tiny
 import torch
 
 from gerl.algorithms import Algorithm, Batch, Rewards, build_algorithm, count_pairs, row_credit
+from gerl.algorithms.base import Pooled
 from gerl.algorithms.forward_process import Noised
 from gerl.algorithms.planning import plan_samples
-from gerl.algorithms.pooling import Pooled
 from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.config import (
     ActorConfig,
@@ -24,11 +24,9 @@ from gerl.config import (
 )
 from gerl.engine import Tape
 from gerl.engine.kernels import FlowRule
-from gerl.model.ema import EMA
-from gerl.model.fake import add_fake, fake_parameters
 from gerl.model.lora import add_lora
-from gerl.model.policy import Policy
-from gerl.model.teachers import TeacherModel
+from gerl.model.policy import EMA, Policy
+from gerl.model.teachers import TeacherModel, add_fake, fake_parameters
 from gerl.protocol import Prompt, RolloutTask, Sample, UpdateStats
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
-from gerl.run.live import LiveImage, save_live
-from gerl.run.timeline import append_spans
+from gerl.run.live import LiveImage, append_spans, save_live
 from gerl.run.validation import save_validation
 from gerl.timeline import Span
 from gerl.watch.folders import Folders

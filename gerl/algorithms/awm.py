@@ -15,8 +15,8 @@ import torch
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
 from gerl.config import Config
-from gerl.config.choices import LikelihoodWeighting
-from gerl.config.noised_images import AWMConfig
+from gerl.config.algorithms import AWMConfig
+from gerl.config.blocks import LikelihoodWeighting
 
 EPSILON = 1e-10
 POWER = 0.25

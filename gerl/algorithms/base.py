@@ -1,14 +1,11 @@
-"""The decisions of an algorithm: which trajectories to draw, what credit their rewards give, and how to learn from it.
-
-The driver plans and credits; the workers train. An algorithm never knows which model it trains.
-"""
+"""The decisions of an algorithm: which trajectories to draw, their credit, and the losses and gradients of a step."""
 
 from __future__ import annotations  # of the model, which the driver of a run does not have
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, assert_never
 
 import torch
 
@@ -17,19 +14,24 @@ from gerl.algorithms.core_algos import (
     decoupled_advantages,
     group_advantages,
     largest_of_groups,
+    scaled_by_diversity,
+    shaped_by_diversity,
 )
 from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde_window
-from gerl.algorithms.pooling import Pooled
-from gerl.algorithms.shaping import scaled_by_diversity, shaped_by_diversity
-from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
-from gerl.config.algorithm_keys import AlgorithmConfig, DownSampledConfig, NormalisedConfig, ShapedConfig
+from gerl.config.algorithms import AlgorithmConfig, DownSampledConfig, NormalisedConfig, ShapedConfig
 from gerl.engine import ReplayedStep, Tape, Trajectory, replay
 from gerl.errors import CheckpointError
 from gerl.protocol import Group, RolloutTask, Sample, Segment, StepFacts, UpdateStats
 
 if TYPE_CHECKING:
     from gerl.model.policy import Policy
+
+
+# --- The decisions of an algorithm: which trajectories to draw, what credit their rewards give, and how to learn from
+# it.
+#
+# The driver plans and credits; the workers train. An algorithm never knows which model it trains.
 
 
 @dataclass(frozen=True)
@@ -303,3 +305,91 @@ def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:
         for task, credit in tasks
         for segment in task.segments
     )
+
+
+# --- Losses over groups whose images are not all in one micro-batch.
+#
+# A group may be larger than what fits into a backward pass, or lie on several workers. What the other images contribute
+# to an image's loss (the weight of DGPO, the mean of CRD, the other half of a pair) is a constant there: a first pass
+# without gradient over the whole group finds it, as the sum of a number, or of several, per image at each noise level.
+
+# group and noise level -> sum over its images (of a number each, or of n: fp64 [n]), their number
+Pooled = dict[tuple[Group, int], tuple[float | torch.Tensor, int]]
+Sums = tuple[torch.Tensor, torch.Tensor]  # [B] or [B, n] sum over the group of each row, [B] number of its rows
+
+
+def pooled_sum(parts: Iterable[Pooled]) -> Pooled:
+    """The sums over micro-batches and workers."""
+    found: Pooled = {}
+    for part in parts:
+        for key, (total, count) in part.items():
+            before, known = found.get(key, (0.0, 0))
+            found[key] = before + total, known + count
+    return found
+
+
+def pooled_rows(values: torch.Tensor, samples: Sequence[Sample], level: int) -> Pooled:
+    """The sums of the values `[B]` or `[B, n]` of samples at noise level `level`, in fp64."""
+    values = values.double().cpu()
+    rows = zip(samples, values.tolist() if values.ndim == 1 else values, strict=True)
+    return pooled_sum({(sample.group, level): (value, 1)} for sample, value in rows)
+
+
+def group_sums(pooled: Pooled, samples: Sequence[Sample], level: int, like: torch.Tensor) -> Sums:
+    """For each sample the sum over its group, `[B]` or `[B, n]`, and the number of images in it, `[B]`, as `like`."""
+    sums, counts = zip(*(pooled[sample.group, level] for sample in samples), strict=True)
+    totals = torch.stack([torch.as_tensor(total, dtype=torch.float64) for total in sums])
+    return totals.to(like), like.new_tensor(counts)
+
+
+# --- The gradient of a replay by trained steps
+
+T = TypeVar("T")
+
+
+class StepGradients(Generic[T]):
+    """Finds what each trained step of one replay adds to the gradients of `parameters`, as `reduce` tells it.
+
+    A replay goes back through the denoiser of a step before that of the next one runs. So what a step adds is the
+    difference between the gradients where the next one begins, or the replay has ended, and those where it began. They
+    are only read: training goes on as if nobody had looked.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], reduce: Callable[[Sequence[torch.Tensor]], T]) -> None:
+        self.parameters, self.reduce = parameters, reduce
+        self._found: dict[int, T] = {}
+        self._step: int | None = None
+        self._before: list[torch.Tensor | None] = []
+
+    def begin(self, step: int) -> None:
+        """To be called where the loss of `step` is computed."""
+        self._close()
+        self._step = step
+        self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+
+    def end(self) -> dict[int, T]:
+        """Return the parts by step; to be called when the replay has ended."""
+        self._close()
+        return self._found
+
+    def _close(self) -> None:
+        if self._step is None:
+            return
+        added = []
+        for p, before in zip(self.parameters, self._before, strict=True):
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            added.append(grad if before is None else grad - before)
+        self._found[self._step] = self.reduce(added)
+        self._step, self._before = None, []
+
+
+def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of all values, a scalar on their device, which nothing waits for."""
+    return torch.nn.utils.get_total_norm(gradients).square()
+
+
+def flat_copy(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All values as one fp32 vector on the CPU."""
+    from gerl.model.shards import local  # in here: the driver of a run does without torch.distributed.tensor
+
+    return torch.cat([local(gradient).detach().float().cpu().flatten() for gradient in gradients])

@@ -24,7 +24,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
 from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, pooled_mean
-from gerl.config.noised_images import CRDConfig
+from gerl.config.algorithms import CRDConfig
 
 LOWEST_KL = 1e-4  # weight of the KL of the worst image, with `kl_by_reward`
 

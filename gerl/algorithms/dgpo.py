@@ -16,7 +16,7 @@ import torch
 
 from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, per_sample, pooled_mean
 from gerl.config import Config
-from gerl.config.noised_images import DGPOConfig
+from gerl.config.algorithms import DGPOConfig
 
 
 class DGPO(ForwardProcess):

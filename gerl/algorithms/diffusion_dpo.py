@@ -16,7 +16,7 @@ from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import preference_pairs
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
 from gerl.config import Config
-from gerl.config.noised_images import DiffusionDPOConfig
+from gerl.config.algorithms import DiffusionDPOConfig
 
 
 class DiffusionDPO(ForwardProcess):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.config.noised_images import DiffusionNFTConfig
+from gerl.config.algorithms import DiffusionNFTConfig
 
 SMALLEST_WEIGHT = 1e-5
 

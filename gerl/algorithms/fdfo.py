@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards
-from gerl.algorithms.step_gradients import StepGradients
+from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.config import Config
-from gerl.config.policy_gradients import FDFOConfig
+from gerl.config.algorithms import FDFOConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.engine.batching import unwritten
 from gerl.protocol import RolloutTask, Sample, UpdateStats

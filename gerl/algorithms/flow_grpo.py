@@ -1,7 +1,4 @@
-"""Flow-GRPO (arXiv 2505.05470): every image has a trajectory of its own, whose stochastic steps share its advantage.
-
-Flow-GRPO-Fast, DanceGRPO, MixGRPO and DDPO differ in how they sample (`configs/algorithm/`) and are this class.
-"""
+"""Flow-GRPO and its variants that change the ratio or its bound: GRPO-Guard and Flow-DPPO."""
 
 from __future__ import annotations  # of the model, which the driver of a run does not have
 
@@ -11,15 +8,22 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from gerl.algorithms.base import Batch, Rewards
+from gerl.algorithms.core_algos import gaussian_kl, guard_log_ratio, masked_policy_loss, ratio_spread
 from gerl.algorithms.planning import drawn_steps
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config import Config
-from gerl.config.policy_gradients import ChainConfig, FlowGRPOConfig
+from gerl.config.algorithms import ChainConfig, FlowDPPOConfig, FlowGRPOConfig, GRPOGuardConfig
 from gerl.engine import ReplayedStep, Tape, replay
+from gerl.engine.kernels import Rule
 from gerl.errors import CheckpointError
 
 if TYPE_CHECKING:
     from gerl.model.policy import Policy
+
+
+# --- Flow-GRPO (arXiv 2505.05470): every image has a trajectory of its own, whose stochastic steps share its advantage.
+#
+# Flow-GRPO-Fast, DanceGRPO, MixGRPO and DDPO differ in how they sample (`configs/algorithm/`) and are this class.
 
 
 class FlowGRPO(PolicyGradient):
@@ -85,3 +89,54 @@ class FlowGRPO(PolicyGradient):
             self.past = TypeAdapter(dict[int, list[float]]).validate_python(state.get("past", {}))
         except ValidationError:
             raise CheckpointError("state.json has no usable algorithm.past: prompt -> its latest rewards") from None
+
+
+# --- GRPO-Guard (arXiv 2510.22319): a ratio whose mean and variance are the same at every step.
+#
+# With log-probabilities averaged over dimensions the mean log-ratio is -KL / D < 0 and its spread differs from step to
+# step by an order of magnitude, so that the clip range rarely holds back samples with positive advantages. Guard adds
+# the missing KL and multiplies by the step's std: log ratio = mean(z (mu - mu_old)). Each step's loss is divided by
+# |dt| (`timestep_weights: inverse_dt`; `inverse_jacobian` is Precise's choice, arXiv 2605.23522).
+
+
+class GRPOGuard(FlowGRPO):
+    """Flow-GRPO with the regulated ratio."""
+
+    settings: GRPOGuardConfig
+    scores_means = True
+
+    def gain(self, rule: Rule) -> float:
+        return rule.jacobian  # the ratio is multiplied by std
+
+    def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
+        if self.settings.cfg == "off":  # see PolicyGradient.log_ratio
+            old_log_prob, old_mean = step.log_prob.detach(), step.mean.detach()
+        else:
+            assert step.recorded_log_prob is not None and step.recorded_mean is not None
+            old_log_prob, old_mean = step.recorded_log_prob, step.recorded_mean
+        return guard_log_ratio(step.log_prob, old_log_prob, step.mean, old_mean, step.std)
+
+
+# --- Flow-DPPO: a trust region by divergence rather than by ratio.
+#
+# The Gaussian steps of a flow have a KL in closed form, ||mu - mu_old||^2 / (2 std^2). A sample whose KL to the
+# rollout's policy has reached `kl_threshold` stops learning in the direction that leads further away; below it nothing
+# is clipped, so that a single unlikely noise draw does not stop a step that has hardly moved.
+
+
+class FlowDPPO(FlowGRPO):
+    """Flow-GRPO with the divergence mask in place of the clip."""
+
+    settings: FlowDPPOConfig
+    scores_means = True
+
+    def policy_loss(
+        self, step: ReplayedStep, advantages: torch.Tensor, proximal: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        assert proximal is None, "it clips nothing"
+        log_ratio = self.log_ratio(step)
+        old_mean = step.mean.detach() if self.settings.cfg == "off" else step.recorded_mean
+        assert old_mean is not None
+        kl, threshold = gaussian_kl(step.mean.detach(), old_mean, step.std), self.settings.kl_threshold
+        losses, metrics = masked_policy_loss(log_ratio, torch.zeros_like(log_ratio), advantages, kl, threshold)
+        return losses, metrics | ratio_spread(log_ratio, kl >= threshold)

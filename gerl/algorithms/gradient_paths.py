@@ -1,37 +1,41 @@
-"""The published reward gradients: where each looks, and through which steps it goes back.
+"""The published reward gradients: where each looks, and through which steps it goes back."""
 
-Sources, with what is not as published: `configs/algorithm/` and `docs/algorithms.md`.
-"""
+from __future__ import annotations  # of the model, which the driver of a run does not have
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from gerl.algorithms.base import Batch, KLWeight, Rewards, StepGradients
+from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.reward_gradient import (
     Hop,
     LeadsTo,
     Look,
     RewardGradient,
+    Score,
     chain,
-    flow_rule,
-    handed_on_clean,
-    mean,
-    predicted,
-)
-from gerl.algorithms.surrogates import (
     drawn_length,
     evenly_spread,
+    flow_rule,
     generator,
+    handed_on_clean,
     lagrange_weights,
     late_biased,
+    mean,
     parted_steps,
+    predicted,
     scale_up,
     split_count,
     spread_supports,
     two_steps,
 )
-from gerl.config.reward_gradients import (
+from gerl.config import Config
+from gerl.config.algorithms import (
     DRaFTConfig,
     DRaFTLVConfig,
     DRTuneConfig,
@@ -39,12 +43,23 @@ from gerl.config.reward_gradients import (
     FlowBPLagrangeConfig,
     FlowBPSparseConfig,
     LeapAlignConfig,
+    MixedGradientConfig,
     ReFLConfig,
+    SRPOConfig,
 )
 from gerl.engine import ReplayedStep, Tape
 from gerl.engine.kernels import FlowRule, leap
-from gerl.protocol import Sample
+from gerl.errors import ReplayError
+from gerl.protocol import Prompt, Sample, StepFacts, UpdateStats
 from gerl.utils.seeding import derive_seed, sample_generators
+
+if TYPE_CHECKING:
+    from gerl.model.policy import Policy
+
+
+# --- The published reward gradients: where each looks, and through which steps it goes back.
+#
+# Sources, with what is not as published: `configs/algorithm/` and `docs/algorithms.md`.
 
 
 class DRaFT(RewardGradient):
@@ -267,3 +282,159 @@ def drawn_noise(like: torch.Tensor, seeds: Sequence[tuple[int | str, ...]]) -> t
     shape = (len(like) // len(seeds), *like.shape[1:])
     drawn = [torch.randn(shape, generator=g) for g in sample_generators([derive_seed(*seed) for seed in seeds])]
     return torch.cat(drawn).to(like.device)
+
+
+# --- A policy gradient and a reward gradient in one update, by weights.
+#
+# The policy gradient (Flow-GRPO) learns from all scorers by their advantages; the scorers that have a gradient give it
+# besides, through the last steps (DRaFT). A scorer without one, such as OCR, counts by the former alone.
+
+
+class MixedGradient(DRaFT):
+    """Flow-GRPO on the stochastic steps, and DRaFT-K on the last ones."""
+
+    settings: MixedGradientConfig
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.policy_gradient = FlowGRPO(config)
+        self.reads_means = self.policy_gradient.reads_means
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        return tuple(sorted({*self.policy_gradient.trained_steps(window, step), *self.drawn(step)}))
+
+    def credit(self, rewards: Rewards) -> torch.Tensor:
+        return self.policy_gradient.credit(rewards)
+
+    def state(self) -> dict[str, Any]:
+        return self.policy_gradient.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.policy_gradient.load_state(state)
+
+    def set_kl_weight(self, pull: KLWeight | None) -> None:
+        super().set_kl_weight(pull)
+        self.policy_gradient.set_kl_weight(pull)
+
+    def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
+        return self.policy_gradient.log_ratio(step)
+
+    def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
+        return self.policy_gradient.kl_to_base(policy, replace(batch, trained=stochastic(batch)))
+
+    def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
+        return self.policy_gradient.step_facts(tape, tuple(k for k in trained if tape.steps[k].rule.std > 0))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        return super().looks(tape, self.drawn(samples[0].step), samples)
+
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
+        settings, images = self.settings, num_pairs / len(batch.trained)
+        own = replace(batch, trained=self.drawn(batch.samples[0].step))
+        pairs = images * len(own.trained) / settings.gradient_weight
+        by_reward = super().train(policy, own, rows, pairs)
+        noisy = replace(batch, trained=stochastic(batch))
+        pairs = images * len(noisy.trained) / settings.policy_weight
+        by_ratio = self.policy_gradient.train(policy, noisy, rows, pairs, meter)  # which measures this part
+        return together(by_ratio, by_reward)
+
+    def _stay_near(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
+        return {}  # the policy gradient does
+
+
+def stochastic(batch: Batch) -> tuple[int, ...]:
+    """The trained steps that drew noise."""
+    return tuple(k for k in batch.trained if batch.tape.steps[k].rule.std > 0)
+
+
+def together(by_ratio: UpdateStats, by_reward: UpdateStats) -> UpdateStats:
+    """The averages of both over the pairs of the first; their losses are told apart."""
+    share = by_ratio.pairs / by_reward.pairs
+    sums = {name.replace("loss", "reward_loss"): value * share for name, value in by_reward.sums.items()}
+    return replace(by_ratio, sums=by_ratio.sums | sums)
+
+
+# --- SRPO (arXiv 2509.06942): finished images noised again, one step, and the clean image recovered by the known noise.
+#
+# The noise is the one that the image was drawn from. One step denoises to a noise level from a higher one, another
+# inverts to it from a lower one; both are undone by the known noise, so that early levels have a sharp image too. The
+# reward is relative: with a wanted word before the prompt less that with an unwanted one, and the other way round where
+# a step inverts. What moves both, as shifts in style that a reward model likes whatever the prompt, cancels.
+
+PURE = 0.99  # noise level from which on the first latents are the noise
+
+
+class SRPO(RewardGradient):
+    """A step of denoising and one of inversion to the same noise level, drawn anew each trainer step."""
+
+    settings: SRPOConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        return tuple(range(self.config.sampling.num_inference_steps))  # two of them, by noise levels: see `starts`
+
+    def starts(self, sigmas: Sequence[float], step: int) -> tuple[int, int]:
+        """The steps that a trainer step denoises and inverts from, of the noise levels `sigmas`."""
+        (low, high), span = self.settings.levels, self.settings.span
+        within = [k for k, sigma in enumerate(sigmas) if low - 1e-3 <= sigma <= high + 1e-3]
+        if len(within) < 2:
+            shown = ", ".join(f"{sigma:.3f}" for sigma in sigmas)
+            raise ReplayError(
+                f"algorithm.levels=[{low}, {high}]: it contains fewer than two of the noise levels of this run "
+                f"({shown}); widen it, or raise sampling.num_inference_steps"
+            )
+        pairs = [
+            (a, min(within[i + 1 :], key=lambda b: abs(sigmas[a] - sigmas[b] - 2 * span)))
+            for i, a in enumerate(within[:-1])
+        ]
+        level = generator(self.config.trainer.seed, step).uniform(low, high)
+        return min(pairs, key=lambda pair: abs(middle(sigmas, pair) - level))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+        settings, step = self.settings, samples[0].step
+        rules = [flow_rule(tape, k, settings.name) for k in trained]
+        sigmas = [rule.sigma for rule in rules]
+        above, below = self.starts(sigmas, step)
+        goal = middle(sigmas, (above, below))
+        finished = tape.steps[-1].x_next
+        noise = tape.steps[0].x
+        if tape.steps[0].rule.sigma < PURE:  # it begins from a picture
+            noise = drawn_noise(finished, [("srpo", s.seed) for s in samples])
+        draw = generator(self.config.trainer.seed, step, "words")
+        wanted, unwanted = (str(draw.choice(words)) for words in (settings.positive, settings.negative))
+        looks = []
+        for k, strength, words in (
+            (above, settings.strength, (wanted, unwanted)),
+            (below, settings.inverted_strength, (unwanted, wanted)),
+        ):
+            counts = 1 + float(np.interp(min(sigmas[k], goal), settings.levels, strength))
+            recover = partial(recovered, leap(rules[k], goal), noise)
+            hop = Hop(trained[k], recover, latents=rules[k].noised(finished, noise))
+            looks.append(Look((hop,), at=hop, weights=0.5, score=self._relative(counts, *words)))
+        return looks
+
+    def _relative(self, counts: float, first: str, second: str) -> Score:
+        """`counts` times the reward of a prompt after the one word, less that after the other."""
+
+        def score(images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
+            one, other = ([worded(prompt, word) for prompt in prompts] for word in (first, second))
+            return counts * self.reward(images, one) - self.reward(images, other)
+
+        return score
+
+
+def middle(sigmas: Sequence[float], pair: tuple[int, int]) -> float:
+    """The noise level halfway between those of two steps."""
+    return (sigmas[pair[0]] + sigmas[pair[1]]) / 2
+
+
+def worded(prompt: Prompt, word: str) -> Prompt:
+    """`prompt` with a word before its text."""
+    return replace(prompt, text=f"{word}. {prompt.text}")
+
+
+def recovered(rule: FlowRule, noise: torch.Tensor, step: ReplayedStep) -> torch.Tensor:
+    """The clean latents of those that `rule` leads to, of which the noise is known."""
+    s = rule.sigma_next
+    return (by_rule(rule, step) - s * noise) / (1 - s)

@@ -13,10 +13,9 @@ import math
 
 import torch
 
-from gerl.algorithms.base import Rewards
+from gerl.algorithms.base import Pooled, Rewards, Sums
 from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.algorithms.pooling import Pooled, Sums
-from gerl.config.noised_images import KTOConfig
+from gerl.config.algorithms import KTOConfig
 from gerl.protocol import Sample
 
 

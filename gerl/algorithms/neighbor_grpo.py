@@ -30,11 +30,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.planning import drawn_steps, group_ids
-from gerl.algorithms.step_gradients import StepGradients
-from gerl.config.policy_gradients import NeighborGRPOConfig
+from gerl.config.algorithms import NeighborGRPOConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.protocol import UpdateStats
 from gerl.utils.seeding import derive_seed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gerl.algorithms.base import Algorithm, Batch
+from gerl.algorithms.base import Algorithm, Batch, StepGradients
 from gerl.algorithms.core_algos import (
     RELATIVE_WEIGHTS,
     clipped_policy_loss,
@@ -19,9 +19,8 @@ from gerl.algorithms.core_algos import (
     ratio_spread,
     step_weights,
 )
-from gerl.algorithms.step_gradients import StepGradients
 from gerl.config import Config
-from gerl.config.policy_gradients import PolicyGradientConfig
+from gerl.config.algorithms import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
 from gerl.engine.kernels import Rule, with_noise
 from gerl.protocol import StepFacts, UpdateStats
@@ -115,10 +114,9 @@ class PolicyGradient(Algorithm):
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
         credit = batch.credit[rows].to(tape.steps[0].x.device)
         compared = settings.cfg != "off"  # else the ratio is that to the same forward pass, and 1 by construction
-        stats = UpdateStats()
+        found: list[UpdateStats] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-            nonlocal stats
             if meter is not None:
                 meter.begin(k)
             clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
@@ -134,11 +132,11 @@ class PolicyGradient(Algorithm):
                 total, measured = total + value, measured | named
             measured = {"loss": float(total.detach())} | measured
             sums = {name: value * len(rows) for name, value in measured.items()}
-            stats += UpdateStats(len(rows), sums, deviation if compared else None)
+            found.append(UpdateStats(len(rows), sums, deviation if compared else None))
             return total * (len(rows) / num_pairs)
 
         replay(policy.pipe, tape, on_step, **options)
-        return stats
+        return sum(found, UpdateStats())
 
     def distance(self, base: ReplayedStep, step: ReplayedStep) -> torch.Tensor:
         """KL `[B]` of a step to that of the base model, over the latents that reach the images."""
@@ -159,7 +157,8 @@ class PolicyGradient(Algorithm):
         kind, steps = self.settings.step_weighting, trained
         if kind in RELATIVE_WEIGHTS:
             # a step that the compression after the window leaves out has neither length nor weight
-            steps = tuple(k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt)
+            lengths = [step.rule.dt for step in tape.steps]
+            steps = tuple([k for k in range(*self.config.sampling.steps_range) if lengths[k]])
         rules = [_stochastic(self.config, tape, k) for k in steps]
         weights = step_weights(kind, [r.std for r in rules], [r.dt for r in rules], [r.jacobian for r in rules])
         return [weights[steps.index(k)] for k in trained]

@@ -14,8 +14,8 @@ from gerl.commandline.experiments import SUFFIXES, own_file
 from gerl.commandline.hydra_options import spelled
 from gerl.config import LISTED, did_you_mean, is_foreign, keys, nearest_key
 from gerl.config.reading import refusal
-from gerl.config.translation import OPEN
-from gerl.config.translation import plain as spelt
+from gerl.config.suggestions import OPEN
+from gerl.config.suggestions import plain as spelt
 from gerl.errors import ConfigError, DataError
 from gerl.objects import PREFIX
 from gerl.utils.files import write_file

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from gerl.commandline.files import either, near_names, read_yaml
-from gerl.config.translation import other_value
+from gerl.config.suggestions import other_value
 from gerl.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]

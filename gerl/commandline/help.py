@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import experiments, shipped
 from gerl.config import keys
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 
 Field = dataclasses.Field[Any]
 

@@ -3,29 +3,39 @@
 The tree is flat: one dataclass a block, composed by Hydra (`configs/`), checked here before any work is done.
 """
 
-from gerl.config.algorithm import AnyAlgorithm, algorithm_config
-from gerl.config.algorithm_keys import AlgorithmConfig
+from gerl.config.algorithms import AlgorithmConfig, AnyAlgorithm, algorithm_config
 from gerl.config.blocks import (
     ActorConfig,
     CheckpointConfig,
     ClusterConfig,
+    DataConfig,
+    GuardConfig,
     LoggerConfig,
+    ModelConfig,
     RewardConfig,
     RolloutConfig,
+    SamplingConfig,
     ScorerConfig,
+    Source,
     TrainerConfig,
     ValidationConfig,
+    sources,
 )
 from gerl.config.configuration import MOST_IMAGES, Config
-from gerl.config.data import DataConfig, Source, sources
-from gerl.config.elsewhere import absent
-from gerl.config.guard import GuardConfig
-from gerl.config.model import ModelConfig
-from gerl.config.names import LISTED, answered, did_you_mean, is_foreign, keys, nearest_key, other_name, readers
+from gerl.config.other_programs import absent
 from gerl.config.reading import expected, from_mapping
-from gerl.config.sampling import SamplingConfig
 from gerl.config.schema import shown
-from gerl.config.translation import Answer
+from gerl.config.suggestions import (
+    LISTED,
+    Answer,
+    answered,
+    did_you_mean,
+    is_foreign,
+    keys,
+    nearest_key,
+    other_name,
+    readers,
+)
 
 __all__ = [
     "LISTED",

@@ -1,13 +1,215 @@
-"""The other blocks: rollout, actor, reward, validation, checkpoint, cluster, logger, trainer."""
+"""The blocks of the configuration: a dataclass each, with every key, its default, its range and its explanation."""
 
+import math
 import re
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from gerl.config.choices import DrawingPrecision, LrSchedule, Optimizer, RewardNormalisation, RunParts, TrackerName
-from gerl.config.data import Given, sources
+from pydantic import PlainValidator
+
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
+
+# --- The choices that keys offer, each listed once: what treats them one by one imports its list from here
+
+KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
+SolverName = Literal["euler", "dpm2"]
+FeatureCacheName = Literal["none", "first_block", "taylorseer"]
+SigmaSpacing = Literal["scheduler", "linear"]
+WindowSchedule = Literal["random", "geometric", "progressive", "decay"]
+WindowScope = Literal["step", "group"]
+
+CfgMode = Literal["joint", "detach_uncond", "off"]
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce_pp", "gdpo"]
+StdKind = Literal["group", "batch", "none"]
+NodeStdKind = Literal["depth", "leaves"]
+StepDistance = Literal["gaussian", "mean", "velocity"]
+KLKind = Literal["gaussian", "flow_grpo", "velocity", "k1", "k2", "k3"]
+StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian", "pcpo", "std2_over_jacobian"]
+StepLikelihood = Literal["gaussian", "squared_error"]
+LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+DiversityShaping = Literal["none", "scale", "add"]
+LevelDraw = Literal["spread", "step", "sample"]
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Offload = Literal["none", "encoders", "blocks"]
+Quantisation = Literal["none", "int8", "fp8", "nf4"]
+DrawingPrecision = Literal["none", "int8", "fp8"]
+Optimizer = Literal["adamw", "adamw8bit"]
+LrSchedule = Literal["constant", "linear", "cosine"]
+RewardNormalisation = Literal["none", "group", "batch", "rank"]
+RunPart = Literal["training", "validation"]  # of which a scorer looks at the images
+RunParts = Literal["both", "training", "validation"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
+Overlong = Literal["truncate", "drop", "error"]  # what becomes of prompts that no tokenizer reads to their end
+TrainedImages = Literal["drawn", "files"]  # what the algorithm learns from
+
+
+# --- The block `data`, and the sources of prompts that `data.train` and `validation.data` name
+
+HUB = "hf:"  # how the sources begin that the package `datasets` reads
+HUB_FORM = "hf:owner/name[split], or hf:owner/name/config[split]"
+ENTRY = ("path", "weight", "prompt_key", "columns", "stream", "data_source")
+Given = Annotated[str | list[Any], PlainValidator(lambda value: value)]  # checked by `sources`
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, list or data set with prompts. None: as the block `data` has it, no weight, no data_source of its own."""
+
+    path: str
+    weight: float | None = None
+    prompt_key: str | None = None
+    columns: Mapping[str, str] | None = None
+    stream: int | None = None
+    data_source: str | None = None
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether the package `datasets` reads it."""
+        return self.path.startswith(HUB)
+
+
+def sources(given: object, name: str, weighted: bool = True) -> list[Source]:
+    """The sources that the value of the key `name` stands for; without `weighted` none may have a weight.
+
+    Raises `ConfigError` for anything but a text, or a list of texts and of mappings with `path`.
+    """
+    entries = [given] if isinstance(given, str) else given
+    if not isinstance(entries, list | tuple) or not entries:
+        raise ConfigError(
+            f"{name}={shown(given)}: expected a string, or a list such as [a.txt, {{path: "
+            f"b.txt{', weight: 2' * weighted}}}]"
+        )
+    found = [_source(entry, name, weighted) for entry in entries]
+    paths = [source.path for source in found]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise ConfigError(f"{name} has {twice} twice: name each source once, with a weight")
+    return found
+
+
+def _source(entry: object, name: str, weighted: bool) -> Source:
+    values = {"path": entry} if isinstance(entry, str) else entry
+    known = ENTRY if weighted else tuple(k for k in ENTRY if k != "weight")
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name}={shown(entry)}: an entry must be a string or a mapping, such as {{path: a.txt}}")
+    for k in values:
+        if k not in known:
+            why = ": held-out prompts have no weights, each is sampled once" if k == "weight" else ""
+            raise ConfigError(f"{name} has an entry with {k}{why}; allowed are {', '.join(known)}")
+    for k in ("path", "prompt_key", "data_source"):
+        value = values.get(k)
+        if (k == "path" or value is not None) and not (isinstance(value, str) and value.strip()):
+            raise ConfigError(f"{name} has an entry with {k}={shown(value)}: it must be a non-empty string")
+    weight, stream, where = values.get("weight"), values.get("stream"), f"{name} has an entry with"
+    if weight is not None and not (_is_number(weight) and math.isfinite(weight) and 0 < weight < 1e9):
+        raise ConfigError(f"{where} weight={shown(weight)}: it must be a number above 0")
+    if stream is not None and (not isinstance(stream, int) or isinstance(stream, bool) or stream < 1):
+        raise ConfigError(f"{where} stream={shown(stream)}: it must be an integer of at least 1")
+    if values.get("columns") is not None:
+        check_columns(values["columns"], f"{where} columns", values.get("prompt_key"))
+    given: dict[str, Any] = dict(values)
+    source = Source(**given)
+    if source.on_hub:
+        hub_parts(source.path, name)
+    return source
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_columns(columns: object, name: str, prompt_key: object = None) -> None:
+    """Raise `ConfigError` if `columns` is no mapping of gerl's names to those of a table."""
+    if not isinstance(columns, Mapping) or not all(
+        isinstance(part, str) and part.strip() for pair in columns.items() for part in pair
+    ):
+        raise ConfigError(
+            f"{name}={shown(columns)}: expected gerl's name and the table's, such as {{text: caption_text}}"
+        )
+    if "prompt" in columns and prompt_key in (None, "prompt"):
+        raise ConfigError(
+            f"{name} has prompt: the prompt column is set by data.prompt_key={columns['prompt']}, remove it"
+        )
+
+
+@dataclass(frozen=True)
+class HubParts:
+    """The parts of `hf:PATH[split]`: a data set of the hub, its configuration and revision, or a local folder."""
+
+    path: str
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    local: bool = False
+
+
+def hub_parts(source: str, name: str) -> HubParts:
+    """The parts of `hf:owner/name[/config][@revision][[split]]`, or of `hf:./folder[[split]]`; raises `ConfigError`.
+
+    What begins with a dot, a slash or ~ is a local folder. `name` is the key for messages.
+    """
+    match = re.fullmatch(r"hf:([^\[\]\s]+)(?:\[((?:[^\[\]]|\[[^\[\]]*\])+)\])?", source)
+    if match is None:
+        raise ConfigError(f"{name}={source:.200}: write {HUB_FORM}")
+    place, split = match[1], match[2]
+    if place.startswith((".", "/", "~")):
+        return HubParts(place, None, split, None, local=True)
+    place, _, revision = place.partition("@")
+    parts = place.split("/")
+    if len(parts) not in (2, 3) or not all(re.fullmatch(r"[\w.-]+", part) for part in parts):
+        raise ConfigError(
+            f"{name}={source:.200}: a data set of the Hub is owner/name, so write {HUB_FORM}; a local folder "
+            "begins with ./ or /"
+        )
+    return HubParts("/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split, revision or None)
+
+
+@dataclass(frozen=True)
+class DataConfig(Block):
+    train: Given = main_key(
+        "signs_train",
+        "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a built-in list, or "
+        "'hf:owner/name[split]'; several: '[a.txt, {path: b.txt, weight: 2}]', docs/data.md",
+    )
+    train_on: TrainedImages = key(
+        "drawn",
+        "what to train on: images that are sampled for the prompts and scored; or files: existing images named in "
+        "the rows of data.train, whose ranks or labels replace rewards, docs/preferences.md",
+    )
+    regularise: Given | None = key(
+        None,
+        "existing images to imitate alongside reinforcement learning, with the weight algorithm.data_coef (DDRL): "
+        "a file as for data.train_on=files; null: none",
+    )
+    regularise_images: int | None = key(None, "number of them per trainer step; null: as many as it has prompts", low=1)
+    shuffle: bool = key(True, "shuffle the prompts every epoch")
+    prompt_key: str = key(
+        "prompt", "column of the prompt in .jsonl, .csv and .parquet rows and in data sets; other columns are metadata"
+    )
+    columns: dict[str, str] = key(
+        {}, "gerl's name -> the table's, such as {text: caption_text}, or {image: photo} for images of a data set"
+    )
+    stream: int | None = key(
+        None, "read only this many first rows of a data set of the Hub, without downloading all of it; null: all", low=1
+    )
+    overlong: Overlong = key(
+        "truncate",
+        "prompts too long for every tokenizer of the pipeline: truncate, skip, or raise an error; the log reports "
+        "their number",
+    )
+    cache: str | None = key(
+        None, "folder for prompt embeddings: a run that finds all its prompts there never loads the text encoders"
+    )
+    cache_gb: float = key(2.0, "memory per worker for prompt embeddings, in GB", low=0)
+
+    def check(self) -> None:
+        sources(self.train, "data.train")
+        check_columns(self.columns, "data.columns", self.prompt_key)
+
+
+# --- The other blocks: rollout, actor, reward, validation, checkpoint, cluster, logger, trainer
 
 FULL = 10  # a LoRA's learning rate is so many times that of the weights themselves
 
@@ -354,3 +556,327 @@ class TrainerConfig(Block):
         high=16,
     )
     seed: int = main_key(0, "seed of all random numbers: LoRA, prompt order, noise, windows", low=0)
+
+
+# --- The block `model`: which pipeline, what of it is trained, and how its weights are kept and computed with
+
+
+@dataclass(frozen=True)
+class ModelConfig(Block):
+    path: str = main_key("signs", "diffusers pipeline: Hub id, folder, or 'signs' (the small SD3 that ships with gerl)")
+    dtype: Dtype = main_key(
+        "auto",
+        "precision of the frozen weights; auto is bfloat16 on a GPU and float32 on a CPU; LoRA is always float32",
+    )
+    train: str = key(
+        "lora",
+        "what to train: lora; full, all weights of the denoisers; or those whose name (denoiser.parameter) matches "
+        "this regular expression. Weights trained this way are float32, whatever model.dtype",
+    )
+    lora_rank: int = main_key(32, "LoRA rank", low=1, high=2**16)
+    lora_alpha: float = main_key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)
+    lora_targets: str | None = main_key(
+        None, "regular expression on names of linear layers; null: attention and feed-forward of the repeated blocks"
+    )
+    shard: Literal["none", "denoiser", "all"] = key(
+        "none",
+        "frozen weights sharded among the ranks of a worker (cluster.ranks_per_worker): those of the denoiser, or "
+        "of the text encoders as well",
+    )
+    lora: str | None = key(
+        None,
+        "a LoRA to start from: Hub id, file, folder or checkpoint, in a layout of gerl.export; the trained LoRA is "
+        "initialised from it, with rank at most model.lora_rank",
+    )
+    merge_lora: bool = key(False, "merge model.lora into the base model, and train a new LoRA on top of it")
+    quantize: Quantisation = key(
+        "none",
+        "frozen weights of the denoisers in 8 or 4 bits: int8 and fp8 (torchao), nf4 (bitsandbytes, GPU only); "
+        "layers compute in model.dtype, and the LoRA stays float32",
+    )
+    quantize_encoders: Quantisation = key("none", "the same for the text encoders")
+    offload: Offload = key(
+        "none",
+        "encoders: text encoders and VAE are on the GPU only while in use, one at a time: some seconds more per "
+        "micro-batch of the rollout; blocks: the denoiser's blocks as well: slow, for when nothing else fits",
+    )
+    gradient_checkpointing: bool = main_key(False, "recompute activations in the backward pass: less memory, more time")
+    compile: str | None = key(
+        None, "torch.compile backend for the repeated blocks of the denoiser, such as inductor; null: not compiled"
+    )
+    attention: str | None = key(
+        None, "attention backend of diffusers for the denoiser, such as flash or _flash_3_hub; null: torch's own"
+    )
+    channels_last: bool = key(False, "store the VAE's convolutions channels-last, which is faster on GPUs")
+
+    def check(self) -> None:
+        if self.merge_lora and self.lora is None:
+            raise ConfigError("model.merge_lora=true: there is no model.lora to merge; set one, or use false")
+        if self.merge_lora and self.quantize != "none":
+            raise ConfigError(
+                f"model.quantize={self.quantize}: weights are quantised on loading, so nothing can be merged into "
+                "them; use model.merge_lora=false, or a folder with the merged model as model.path"
+            )
+        if self.train != "lora":
+            self._check_train()
+        if self.offload == "blocks":
+            self._check_blocks()
+        if self.shard != "none":
+            self._check_shards()
+        self._check_expression("lora_targets", self.lora_targets or "", "null")
+        self._check_expression("train", self.train, "lora or full")
+
+    def _check_expression(self, name: str, value: str, other: str) -> None:
+        try:
+            re.compile(value)
+        except re.error as error:
+            hint = "write '.*' for any text and a backslash before literal brackets and stars"
+            raise ConfigError(
+                f"model.{name}={value!r} is not a valid regular expression ({error}): {hint}, or use {other}"
+            ) from None
+
+    def _check_train(self) -> None:
+        given, remedy = f"model.train={self.train}", "or model.train=lora"
+        if not self.train:
+            raise ConfigError("model.train='': use lora, full, or a regular expression on the names of weights")
+        if self.lora_targets is not None:
+            raise ConfigError(
+                f"model.lora_targets={self.lora_targets}: with {given} there is no LoRA; remove it, and select the "
+                f"weights with model.train, {remedy}"
+            )
+        if self.lora is not None and not self.merge_lora:
+            raise ConfigError(
+                f"model.lora={self.lora}: with {given} there is no LoRA to initialise from it; use "
+                f"model.merge_lora=true, {remedy}"
+            )
+        if self.quantize != "none":
+            raise ConfigError(
+                f"model.quantize={self.quantize}: with {given} the weights are trained, which quantised ones do "
+                f"not support; use model.quantize=none, {remedy}"
+            )
+        if self.offload == "blocks":
+            raise ConfigError(
+                f"model.offload=blocks: with {given} the weights change, but not their copies on the CPU; use "
+                f"model.offload=encoders, {remedy}"
+            )
+        if self.compile is not None and (self.dtype != "float32" or self.shard != "none"):
+            raise ConfigError(
+                f"model.compile={self.compile}: with {given} only unsharded float32 weights can be compiled; use "
+                "model.dtype=float32 and model.shard=none, or model.compile=null"
+            )
+
+    def _check_shards(self) -> None:
+        for name, value in (("quantize", self.quantize), ("quantize_encoders", self.quantize_encoders)):
+            if value == "nf4":
+                raise ConfigError(
+                    f"model.{name}=nf4: bitsandbytes stores the scales of a weight separately, so they cannot be "
+                    f"sharded; use model.{name}=int8 or fp8, or model.shard=none"
+                )
+
+    def _check_blocks(self) -> None:
+        if self.quantize != "none":
+            raise ConfigError(
+                f"model.offload=blocks: weights with model.quantize={self.quantize} cannot be moved while a "
+                "gradient needs them; use model.offload=encoders, or model.quantize=none"
+            )
+        if self.compile is not None:
+            raise ConfigError(
+                f"model.offload=blocks: model.compile={self.compile} would compile the denoiser without the moves of "
+                "its blocks; use model.offload=encoders, or model.compile=null"
+            )
+
+    def carried_on(self) -> "ModelConfig":
+        """The model of a resumed run, which does not read the LoRA it began with: its checkpoint has what became."""
+        return self if self.merge_lora else replace(self, lora=None)
+
+
+# --- The block `sampling`: how trajectories are drawn
+
+# kernels whose noise is in proportion to the noise that is left: where a schedule ends at 0, the std of their last
+# stochastic step is 0.001 to 0.01, and 1 / std makes nearly all of a gradient its own
+FADING_KERNELS: tuple[KernelName, ...] = ("cps", "precise", "dance_precise")
+
+
+@dataclass(frozen=True)
+class SamplingConfig(Block):
+    height: int | None = main_key(None, "image height in pixels; null: the pipeline's own default", low=8, high=2**15)
+    width: int | None = main_key(None, "image width in pixels; null: the pipeline's own default", low=8, high=2**15)
+    num_inference_steps: int = main_key(10, "denoising steps of a training rollout", low=2, high=10**4)
+    guidance_scale: float | None = main_key(None, "passed to the pipeline; null: the pipeline's own default", low=0)
+    sigmas: SigmaSpacing = key(
+        "scheduler", "noise levels of a training rollout: the scheduler's own, or linspace(1, 1/steps) before its shift"
+    )
+    kernel: KernelName = main_key(
+        "flow_sde",
+        "transition kernel of the stochastic steps; ddim also for epsilon-prediction DDIM; ode: no step is stochastic",
+    )
+    noise_level: float = main_key(0.7, "noise of the stochastic steps (eta of the kernel's paper)", low=0)
+    solver: SolverName = key("euler", "ODE solver of the other steps; dpm2: DPM-Solver++(2M)")
+    compression: float = key(
+        1.0,
+        "share of the steps after the window that are taken, each correspondingly longer (MixGRPO-Flash)",
+        above=0,
+        high=1,
+    )
+    cache: FeatureCacheName = key(
+        "none",
+        "feature cache of the denoiser at the non-stochastic steps, which makes them cheaper and approximate: "
+        "blocks after the first skipped, or attention extrapolated; stochastic steps stay exact",
+    )
+    cache_threshold: float = key(
+        0.05, "first_block: change of the first block's residual below which the others are skipped", above=0
+    )
+    cache_interval: int = key(2, "taylorseer: attention is computed every this many steps", low=2)
+    same_init_noise: bool = key(False, "the images of a group start from the same noise (DanceGRPO)")
+    init_noise_spread: float = key(
+        0.0,
+        "distance of a group's initial noises from the one of same_init_noise: 0 equal to it, 1 anywhere",
+        low=0,
+        high=1,
+    )
+    window_size: int | None = main_key(
+        None, "number of consecutive stochastic (trained) steps; null: all of sampling.window_range", low=1
+    )
+    window_range: list[int | None] | None = main_key(
+        None,
+        "[first, end) of the steps that a window may cover or a noise level may come from; null: all but the last "
+        "step, with the kernels cps, precise and dance_precise all but the last two; [0, null]: all with ode, all "
+        "but the last with other kernels",
+    )
+    window_stride: int | None = key(
+        None, "steps by which a moving window advances; null: its size; 0: it stays at the first steps", low=0
+    )
+    window_schedule: WindowSchedule = key(
+        "random", "random; early ones more likely (TreeGRPO); shift by window_stride; shift faster over time (MixGRPO)"
+    )
+    window_every: int = key(1, "trainer steps for which a window keeps its position", low=1)
+    window_per: WindowScope = key("step", "one random window per trainer step, or per group")
+    call: dict[str, Any] = key({}, "further keyword arguments of the pipeline's __call__, such as max_sequence_length")
+
+    def check(self) -> None:
+        if self.kernel == "cps" and self.noise_level > 1:
+            raise ConfigError(f"sampling.noise_level={self.noise_level}: cps takes at most 1, which re-noises fully")
+        drawn = self.window_schedule in ("random", "geometric")
+        if not drawn and (self.window_size is None or self.window_per == "group"):
+            raise ConfigError(
+                f"sampling.window_schedule={self.window_schedule}: a moving window needs a sampling.window_size "
+                "and window_per=step"
+            )
+        if self.init_noise_spread > 0 and not self.same_init_noise:
+            raise ConfigError(
+                f"sampling.init_noise_spread={self.init_noise_spread}: it is the distance from a noise that the "
+                "images of a group share; set sampling.same_init_noise=true as well"
+            )
+        if self.compression < 1 and self.solver == "euler":
+            raise ConfigError(
+                f"sampling.compression={self.compression}: longer steps need the second-order sampling.solver=dpm2"
+            )
+        if self.window_range is not None:
+            self._check_range(shown(list(self.window_range)))
+        if self.window_size is not None:
+            first, end = self.steps_range
+            if self.window_size > end - first:
+                raise ConfigError(
+                    f"sampling.window_size={self.window_size}: only {end - first} steps lie in [{first}, {end}) "
+                    f"({self._left_out}); lower it or widen sampling.window_range"
+                )
+
+    def _check_range(self, given: str) -> None:
+        last = self.num_inference_steps - 1
+        if self.window_range is None or len(self.window_range) != 2 or self.window_range[0] is None:
+            raise ConfigError(f"sampling.window_range={given}: expected [first, end) with 0 <= first < end")
+        first, end = self.steps_range
+        if end > self.num_inference_steps:
+            raise ConfigError(
+                f"sampling.window_range={given}: there are {self.num_inference_steps} steps, end at "
+                f"{last if self.kernel != 'ode' else last + 1} or before"
+            )
+        if not 0 <= first < end:
+            raise ConfigError(f"sampling.window_range={given}: expected [first, end) with 0 <= first < end")
+        if end > last and self.kernel != "ode":  # noise levels to train at need no noise of the rollout
+            raise ConfigError(
+                f"sampling.window_range={given}: it covers step {last}, the last of "
+                f"{self.num_inference_steps}, which has no noise and no log-probability; end at {last} or before"
+            )
+
+    @property
+    def steps_range(self) -> tuple[int, int]:
+        """[first, end) of the steps that may be stochastic, or of the noise levels that may be trained."""
+        left_out = 2 if self.kernel in FADING_KERNELS else 1
+        first, end = self.window_range or (0, max(1, self.num_inference_steps - left_out))
+        whole = self.num_inference_steps - (self.kernel != "ode")  # the last step has no noise
+        return first or 0, whole if end is None else end
+
+    @property
+    def _left_out(self) -> str:
+        """In words, which steps are left out where no range is given."""
+        if self.window_range is None and self.kernel in FADING_KERNELS:
+            return f"the last step is deterministic, the one before it has almost no noise with kernel={self.kernel}"
+        return "the last step is deterministic"
+
+    @property
+    def trained_steps(self) -> int:
+        """Number of stochastic steps of a rollout."""
+        first, end = self.steps_range
+        return self.window_size or end - first
+
+
+# --- The guard block: how a run reacts to signs of reward hacking
+
+SIGNALS = ("watched", "disagreement", "looks", "diversity", "kl", "no_signal")
+
+
+@dataclass(frozen=True)
+class GuardConfig(Block):
+    action: Literal["off", "warn", "kl", "rollback", "stop"] = key(
+        "warn",
+        "response when held-out images indicate reward hacking or collapse (docs/guard.md): warn logs it; kl also "
+        "raises the weight of the KL; rollback returns to the best earlier checkpoint and continues with that "
+        "weight raised; stop ends the run with a checkpoint; off: no comparison",
+    )
+    ignored: list[str] = key(
+        [],
+        "signals to ignore: watched, disagreement, looks, diversity, kl, no_signal, or a single column, such as "
+        "looks/red",
+    )
+    importance: float = key(
+        0.0,
+        "watched and disagreement: drops of a scorer by less than this times its standard deviation over the "
+        "held-out prompts of the first validation are no signal, however significant; 0: every significant drop is "
+        "a signal",
+        low=0,
+    )
+    kl_start: float = key(
+        0.01, "kl and rollback: the weight of the KL after the first signals, if algorithm.kl_coef is lower", above=0
+    )
+    kl_factor: float = key(2.0, "kl and rollback: factor for the weight of the KL at later signals", above=1)
+    kl_most: float = key(1.0, "kl and rollback: upper limit of the weight of the KL", above=0)
+    rollbacks: int = key(3, "maximum number of rollbacks; signals after that end the run", low=1)
+
+    def check(self) -> None:
+        for name in self.ignored:
+            if name.partition("/")[0] not in SIGNALS:
+                raise ConfigError(
+                    f"guard.ignored: there is no signal {name!r}, only {', '.join(SIGNALS)}, and their columns, "
+                    "such as looks/red"
+                )
+        if self.kl_start > self.kl_most:
+            raise ConfigError(
+                f"guard.kl_start={self.kl_start}: it exceeds the limit guard.kl_most={self.kl_most}; raise that, "
+                "or lower this"
+            )
+
+    @property
+    def raises_kl(self) -> bool:
+        """Whether signals raise the weight of the KL."""
+        return self.action in ("kl", "rollback")
+
+    def raised(self, coef: float) -> float:
+        """The weight of the KL after signals, where it was `coef`."""
+        if coef < self.kl_start:
+            return self.kl_start
+        return max(coef, min(self.kl_most, coef * self.kl_factor))
+
+    def counts(self, signal: str, column: str) -> bool:
+        """Whether the signal is not ignored."""
+        return not {signal, f"{signal}/{column}"} & set(self.ignored)

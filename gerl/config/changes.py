@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gerl.config import Config, keys
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 
 Settings = dict[str, Any]  # block -> key -> value
 

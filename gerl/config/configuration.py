@@ -1,33 +1,30 @@
-"""The whole configuration: a block for each dataclass, and what keys of several blocks must have in common."""
+"""The whole configuration: a block for each dataclass, what their keys must have in common, and a run in one line."""
 
 from dataclasses import dataclass, field
 
 from pydantic import ConfigDict
 
-from gerl.config.algorithm import AnyAlgorithm
+from gerl.config.algorithms import AnyAlgorithm, AWMConfig, FlowGRPOConfig, RewardGradientConfig
 from gerl.config.blocks import (
     ActorConfig,
     CheckpointConfig,
     ClusterConfig,
+    DataConfig,
+    GuardConfig,
     LoggerConfig,
+    ModelConfig,
     RewardConfig,
     RolloutConfig,
+    SamplingConfig,
     ScorerConfig,
     TrainerConfig,
     ValidationConfig,
+    sources,
 )
-from gerl.config.data import DataConfig, sources
-from gerl.config.given import check_given
-from gerl.config.guard import GuardConfig
-from gerl.config.model import ModelConfig
-from gerl.config.noised_images import AWMConfig
-from gerl.config.policy_gradients import FlowGRPOConfig
-from gerl.config.remedies import check_remedies
-from gerl.config.reward_gradients import RewardGradientConfig
-from gerl.config.sampling import SamplingConfig
-from gerl.config.savings import check_savings
-from gerl.config.trained import check_trained
+from gerl.config.rules import check_given, check_remedies, check_savings, check_trained
 from gerl.errors import ConfigError
+
+# --- The whole configuration: a block for each dataclass, and what keys of several blocks must have in common
 
 MOST_IMAGES = 10**6  # of a trainer step, which is planned, drawn and kept as a whole
 
@@ -205,3 +202,29 @@ class Config:
                 f"{actor.said}: with algorithm.off_policy=false the ratio is 1 even in later updates, which are "
                 "off-policy; use 1, or off_policy=true"
             )
+
+
+# --- A run in one line: what is trained, how and by which reward
+
+
+def described(config: Config, preset: str = "") -> str:
+    """Model, algorithm, size, steps, guidance, what is trained and the reward, such as the log has at the start.
+
+    `preset`: the name that the algorithm was chosen by.
+    """
+    sampling, model = config.sampling, config.model
+    own = "the pipeline's own"
+    sides = [own if side is None else str(side) for side in (sampling.height, sampling.width)]
+    size = f"{own} size" if sampling.height is sampling.width is None else " x ".join(sides) + " (height x width)"
+    guidance = f"{own} guidance" if sampling.guidance_scale is None else f"guidance {sampling.guidance_scale:g}"
+    layers = model.lora_targets or "the attention layers"
+    trained = f"LoRA rank {model.lora_rank} on {layers}" if model.train == "lora" else f"model.train={model.train}"
+    scorers = config.reward.scorers.items()
+    reward = " + ".join(name if s.weight == 1 else f"{s.weight:g} {name}" for name, s in scorers if s.weight)
+    if config.data.train_on == "files":
+        reward = "none, the images of data.train"
+    images = f"{config.rollout.prompts_per_step} prompts of {config.rollout.n} images per step"
+    return (
+        f"{preset or config.algorithm.name} on {model.path}: {size}, {sampling.num_inference_steps} steps, "
+        f"{guidance}, {trained}, {images}, {config.trainer.steps} trainer steps, reward {reward or 'none'}"
+    )

@@ -9,12 +9,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME, FlowGRPOConfig
 from gerl.config.configuration import Config
-from gerl.config.names import LISTED, answered, did_you_mean, is_foreign, keys, other_name, readers
-from gerl.config.policy_gradients import FlowGRPOConfig
 from gerl.config.schema import fits, kind_words, shown
-from gerl.config.translation import other_value
+from gerl.config.suggestions import LISTED, answered, did_you_mean, is_foreign, keys, other_name, other_value, readers
 from gerl.errors import ConfigError
 
 

@@ -1,18 +1,35 @@
-"""Values of other programs that take more than a table to translate, such as sizes that are quotients of others.
-
-Each rule has a value and all keys that are given, and returns what is to be written: gerl's keys with their values, a
-text `KEY=VALUE` that may be empty, a `Why`, or None to leave it to the tables.
-"""
+"""Checks of a whole configuration: keys that need or exclude each other, and values of other programs to compute."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import yaml
 
-from gerl.config.elsewhere import MEANING, ends, known_as
-from gerl.config.other_values import VALUES, Why
+from gerl.config.algorithms import AlgorithmConfig, ShapedConfig
+from gerl.config.blocks import (
+    ActorConfig,
+    ClusterConfig,
+    DataConfig,
+    GuardConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScorerConfig,
+    TrainerConfig,
+    ValidationConfig,
+    sources,
+)
+from gerl.config.other_programs import MEANING, VALUES, Why, ends, known_as
+from gerl.config.schema import shown
+from gerl.errors import ConfigError
+
+# --- Values of other programs that take more than a table to translate, such as sizes that are quotients of others.
+#
+# Each rule has a value and all keys that are given, and returns what is to be written: gerl's keys with their values, a
+# text `KEY=VALUE` that may be empty, a `Why`, or None to leave it to the tables.
 
 
 @dataclass(frozen=True)
@@ -349,3 +366,323 @@ _BY_RULE: dict[Rule, str] = {
     _dynamic: "filter_groups filter_groups.enable use_dynamic_sampling",
 }
 RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
+
+
+# --- The whole configuration as the checks in modules of their own see it, which `Config` itself imports
+
+
+class Settings(Protocol):
+    """The parts of a `Config` that are looked at."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def sampling(self) -> SamplingConfig: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def actor(self) -> ActorConfig: ...
+    @property
+    def reward(self) -> RewardConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def validation(self) -> ValidationConfig: ...
+    @property
+    def guard(self) -> GuardConfig: ...
+    @property
+    def cluster(self) -> ClusterConfig: ...
+    @property
+    def trainer(self) -> TrainerConfig: ...
+    @property
+    def lockstep(self) -> bool: ...
+
+
+# --- Checks of a configuration that trains on images of files
+
+FILES = "data.train_on=files"
+
+
+def check_given(config: Settings) -> None:
+    """Raise `ConfigError` where images of files and the other keys contradict each other."""
+    algorithm = config.algorithm
+    _check_regularise(config)
+    if config.data.train_on == "drawn":
+        config.reward.check_weights()
+        if algorithm.needs_files:
+            raise ConfigError(
+                f"algorithm.name={algorithm.name}: it imitates existing images; set {FILES} and data.train to a "
+                "file that lists them, or use algorithm=best_of_n, which imitates the best sampled ones"
+            )
+        return
+    if algorithm.replays_latents:
+        raise ConfigError(
+            f"{FILES}: {algorithm.name} learns from the sampling steps of an image, which a file does not have; "
+            "use algorithm=diffusion_dpo_offline, kto or sft, or another that learns from noised images"
+        )
+    if algorithm.dynamic_sampling:
+        raise ConfigError(
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling}: it samples replacements for images without "
+            f"a signal, and with {FILES} none are sampled; remove it"
+        )
+    if algorithm.kl_share < 1 or getattr(algorithm, "diversity", "none") != "none":
+        raise ConfigError(
+            f"{FILES}: algorithm.kl_share and algorithm.diversity need scores of the training images, and those "
+            "from files are not scored; remove them"
+        )
+    if config.trainer.staleness:
+        raise ConfigError(
+            f"trainer.staleness={config.trainer.staleness}: with {FILES} no images are sampled; remove it"
+        )
+    if config.cluster.layout == "split":
+        raise ConfigError(f"cluster.layout=split: with {FILES} no worker has anything to sample; use hybrid")
+    if config.lockstep:
+        raise ConfigError(
+            f"{FILES}: each rank encodes images independently, which model.shard={config.model.shard} and "
+            f"cluster.context={config.cluster.context} do not support yet; use cluster.context=1 and "
+            "model.shard=none"
+        )
+
+
+def _check_regularise(config: Settings) -> None:
+    given, coef = config.data.regularise, config.algorithm.data_coef
+    if given is None:
+        return
+    sources(given, "data.regularise", weighted=False)
+    if not coef:
+        raise ConfigError(
+            "data.regularise: the images have no weight in the loss, since algorithm.data_coef=0; set it, such as "
+            "algorithm.data_coef=0.01, or remove data.regularise"
+        )
+    if config.data.train_on == "files":
+        raise ConfigError(
+            f"data.regularise: it is for runs that sample, and with {FILES} nothing is sampled; remove it"
+        )
+    if config.algorithm.subtracts_kl and config.algorithm.kl_coef > 0:
+        raise ConfigError("data.regularise: algorithm.kl_in_reward would penalise images from files as well; use false")
+    if config.trainer.staleness or config.lockstep or config.cluster.layout == "split":
+        raise ConfigError(
+            "data.regularise: images from files are not supported yet with trainer.staleness, "
+            "cluster.layout=split, cluster.context and model.shard; remove these"
+        )
+
+
+# --- Checks of a configuration that trains all weights or parts of them, or a second LoRA
+
+
+def check_trained(config: Settings) -> None:
+    """Raise `ConfigError` where what is trained does not go with the rest."""
+    based = any(teacher.is_base for teacher in config.algorithm.taught_by)
+    if config.model.train != "lora" and config.algorithm.moves_reference and based:
+        raise ConfigError(
+            f"model.train={config.model.train}: the initial model is kept once, and a moving KL reference would "
+            "need another copy; use algorithm.kl_reset_every=0 and kl_reset_above=null, or model.train=lora"
+        )
+    if config.model.train != "lora" and config.algorithm.imitates:
+        raise ConfigError(
+            f"model.train={config.model.train}: {config.algorithm.name} trains a second LoRA next to the first; "
+            "use model.train=lora"
+        )
+    if config.algorithm.imitates and config.lockstep:
+        raise ConfigError(
+            f"cluster.ranks_per_worker={config.cluster.ranks_per_worker}: {config.algorithm.name} does not support "
+            "sharded weights or tokens yet; use 1"
+        )
+    if config.model.train != "lora" and (taught := [t for t in config.algorithm.taught_by if t.lora is not None]):
+        raise ConfigError(
+            f"algorithm.teachers: lora={taught[0].lora} would be a LoRA next to the trained one, and with "
+            f"model.train={config.model.train} there is none; use model.train=lora, or merge it into its own "
+            "pipeline and give that as path"
+        )
+    if config.model.train != "lora" and config.cluster.context > 1:
+        raise ConfigError(
+            f"cluster.context={config.cluster.context}: tokens split among ranks do not support "
+            f"model.train={config.model.train} yet; use cluster.context=1, or model.train=lora"
+        )
+    if config.model.train != "lora" and config.actor.optimizer != "adamw":
+        raise ConfigError(
+            f"actor.optimizer={config.actor.optimizer}: it supports a LoRA only, and "
+            f"model.train={config.model.train}; use actor.optimizer=adamw, or model.train=lora"
+        )
+
+
+# --- The keys against reward hacking and what they work with: a KL, watched scorers, held-out prompts
+
+
+def check_remedies(config: Settings) -> None:
+    """Raise `ConfigError` where a remedy lacks what it works with."""
+    algorithm, guard = config.algorithm, config.guard
+    if guard.raises_kl and config.validation.data is None:
+        raise ConfigError(
+            f"guard.action={guard.action}: it acts on held-out images, and validation.data=null; set held-out "
+            "prompts, or use guard.action=warn"
+        )
+    given = {"kl_share": algorithm.kl_share < 1, "kl_reset_every": algorithm.kl_reset_every > 0}
+    given["kl_reset_above"] = algorithm.kl_reset_above is not None
+    for name, asked in given.items():
+        if asked and algorithm.kl_coef == 0 and not guard.raises_kl:
+            raise ConfigError(
+                f"algorithm.{name}={getattr(algorithm, name)}: there is no KL, since algorithm.kl_coef=0; set a "
+                "weight, such as algorithm.kl_coef=0.04, or remove it"
+            )
+    if algorithm.kl_share < 1:
+        doubters(algorithm, config.reward.scorers)
+    held_out = [name for name, scorer in config.reward.scorers.items() if scorer.during == "validation"]
+    if held_out and config.validation.data is None:
+        raise ConfigError(
+            f"reward.scorers.{held_out[0]}.during=validation: there are no held-out prompts; set validation.data, "
+            "or remove it"
+        )
+    if isinstance(algorithm, ShapedConfig) and algorithm.diversity != "none":
+        name = algorithm.diversity_scorer
+        if name.split("/")[0] in held_out:
+            raise ConfigError(
+                f"algorithm.diversity={algorithm.diversity}: {name} runs during validation only; remove "
+                f"reward.scorers.{name.split('/')[0]}.during"
+            )
+        if name.split("/")[0] not in config.reward.scorers:
+            raise ConfigError(
+                f"algorithm.diversity={algorithm.diversity}: there is no scorer {name!r} to measure dissimilarity; "
+                f"add one, such as +reward.scorers.{name.split('/')[0]}.weight=0, or name it in "
+                "algorithm.diversity_scorer"
+            )
+
+
+def doubters(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerConfig]) -> Sequence[str]:
+    """The watched scorers that `algorithm.kl_share` asks; raises `ConfigError` if there are none, or no such ones."""
+    watched = [name for name, scorer in scorers.items() if scorer.weight == 0 and scorer.during != "validation"]
+    for name in algorithm.kl_doubters:
+        if name in scorers and scorers[name].during == "validation":
+            raise ConfigError(
+                f"algorithm.kl_doubters: {name} must score training images, and "
+                f"reward.scorers.{name}.during=validation; remove that"
+            )
+        if name not in watched:
+            there = ", ".join(watched) or "none"
+            raise ConfigError(
+                f"algorithm.kl_doubters: {name!r} is not a scorer with weight 0, of which there are {there}; name "
+                f"those, or add it with +reward.scorers.{name}.weight=0"
+            )
+    if not watched:
+        raise ConfigError(
+            f"algorithm.kl_share={algorithm.kl_share}: the images are selected by the scores of watched scorers in "
+            "training, and none has weight 0; add one, such as +reward.scorers.aesthetic.weight=0, or use "
+            "algorithm.kl_share=1"
+        )
+    return algorithm.kl_doubters or watched
+
+
+# --- The keys that save time: their effect on results, and where they cannot be used.
+#
+# exact: the same numbers, bit for bit. rounding: the same but for the order of sums. images: other images are drawn, by
+# a cheaper approximation, and what is trained on is computed as without. policy: other weights draw than those that are
+# trained, and the recorded log-probabilities, which are theirs, correct for it. gradient: another gradient, on purpose.
+
+Effect = Literal["exact", "rounding", "images", "policy", "gradient"]
+
+
+def _no_refusal(_: Settings) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A key that saves time: a value that does so, its effect, and why a configuration cannot have it, if so."""
+
+    key: str
+    example: str
+    effect: Effect
+    saves: str
+    refusal: Callable[[Settings], str | None] = _no_refusal
+
+    def value(self, config: Settings) -> object:
+        """The key's value in `config`; None where the algorithm has no such key."""
+        block, name = self.key.split(".")
+        return getattr(getattr(config, block), name, None)
+
+
+def _of_cache(config: Settings) -> str | None:
+    if config.sampling.cache == "none":
+        return None
+    if config.algorithm.replays_latents and config.sampling.kernel == "ode":
+        return f"{config.algorithm.name} trains at steps without noise, which must be exact"
+    if config.model.compile is not None:
+        return (
+            f"it is switched on and off between steps, which would recompile with model.compile={config.model.compile}"
+        )
+    if config.lockstep:
+        return "ranks that work in lockstep must run the same blocks"
+    return None
+
+
+def _of_step_batch(config: Settings) -> str | None:
+    if config.actor.step_batch > 1 and config.algorithm.cfg == "detach_uncond":
+        return "algorithm.cfg=detach_uncond runs the halves of each step separately; use cfg=joint"
+    if config.actor.step_batch > 1 and config.algorithm.differentiates and not config.algorithm.scores_steps:
+        return f"{config.algorithm.name} backpropagates from one step to the one before"
+    return None
+
+
+def _of_drawing(config: Settings) -> str | None:
+    if config.rollout.quantize == "none":
+        return None
+    algorithm, model = config.algorithm, config.model
+    if algorithm.replays_latents and not (algorithm.scores_steps and algorithm.cfg != "off"):
+        why = "with algorithm.cfg=off it" if algorithm.scores_steps else algorithm.name
+        return f"{why} has no ratio to the sampling policy, which would correct for different weights"
+    if model.train != "lora":
+        return f"with model.train={model.train} the copies would have to be updated with the weights"
+    if model.quantize != "none" or model.offload == "blocks":
+        return "it makes copies of weights on the device; use model.quantize=none and model.offload=none or encoders"
+    if config.lockstep:
+        return "it does not support sharded weights or tokens yet"
+    return None
+
+
+SAVINGS = (
+    Saving("data.cache_gb", "2", "rounding", "text encoding: each prompt once"),
+    Saving("data.cache", "FOLDER", "exact", "text encoding and loading of the encoders, across runs"),
+    Saving("sampling.same_init_noise", "true", "rounding", "denoising steps that the images of a group share"),
+    Saving("actor.step_batch", "3", "rounding", "denoiser calls in the update", _of_step_batch),
+    Saving("model.compile", "inductor", "rounding", "time per call: compiled blocks"),
+    Saving("model.attention", "native", "rounding", "time per call: another kernel"),
+    Saving("model.channels_last", "true", "rounding", "VAE time"),
+    Saving("sampling.solver", "dpm2", "images", "steps: better images for the same number"),
+    Saving("sampling.compression", "0.5", "images", "steps after the noisy ones"),
+    Saving("sampling.cache", "first_block", "images", "denoiser blocks at steps without noise", _of_cache),
+    Saving("rollout.quantize", "int8", "policy", "time per call in the rollout: 8-bit products", _of_drawing),
+    Saving("algorithm.cfg", "detach_uncond", "gradient", "backward pass of the unconditional half of guidance"),
+    Saving("algorithm.train_share", "0.5", "gradient", "the update of images with small advantages"),
+)
+
+
+def check_savings(config: Settings) -> None:
+    """Raise `ConfigError` where a key that saves time cannot be used with the rest."""
+    for saving in SAVINGS:
+        if reason := saving.refusal(config):
+            value = shown(saving.value(config)).strip("'")
+            raise ConfigError(f"{saving.key}={value}: {reason}; remove it")
+
+
+def saving_notes(config: Settings) -> list[str]:
+    """Sentences for the log of a run whose images or policy are not those it would have without."""
+    sampling, found = config.sampling, []
+    if sampling.cache != "none":
+        exact = "noisy steps are computed in full" if sampling.kernel != "ode" else "training computes in full"
+        found.append(
+            f"sampling.cache={sampling.cache}: images are sampled with approximate denoising steps, {exact}; the "
+            "images of a batch together decide what is skipped"
+            if sampling.cache == "first_block"
+            else f"sampling.cache={sampling.cache}: images are sampled with approximate denoising steps, {exact}"
+        )
+        if config.algorithm.replays_latents and sampling.window_size is None and not config.algorithm.branches:
+            found.append(
+                f"sampling.cache={sampling.cache} has little effect: all denoising steps but the last are noisy; "
+                "set a sampling.window_size"
+            )
+    if config.rollout.quantize != "none":
+        corrected = "their ratio corrects for it" if config.algorithm.scores_steps else "training learns from images"
+        found.append(f"rollout.quantize={config.rollout.quantize}: images are sampled with 8-bit weights, {corrected}")
+    return found

@@ -26,7 +26,7 @@ from huggingface_hub.utils import httpx
 from PIL import Image
 
 from gerl.commandline.waiting import waiting
-from gerl.config.data import HubParts, hub_parts
+from gerl.config.blocks import HubParts, hub_parts
 from gerl.data.tables import MOST_ROWS, Row, split_row
 from gerl.errors import DataError
 from gerl.protocol import Prompt

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, get_args
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.config.choices import FeatureCacheName
+from gerl.config.blocks import FeatureCacheName
 from gerl.engine.batching import Tree, shapes
 from gerl.errors import ModelError
 

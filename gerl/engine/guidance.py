@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.config.choices import CfgMode
+from gerl.config.blocks import CfgMode
 from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
 from gerl.engine.hooks import StopPipeline, routed, unguided
 from gerl.engine.tape import CompanionsFromTape, ComponentCall, Tape

@@ -14,7 +14,7 @@ from typing import get_args
 
 import torch
 
-from gerl.config.choices import KernelName
+from gerl.config.blocks import KernelName
 from gerl.engine.batching import unwritten
 from gerl.errors import ReplayError
 

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gerl.engine.batching import Tree, batch_size, detached_copy, materialised, select_call
 from gerl.engine.hooks import StopPipeline, _put, routed
 from gerl.engine.record import Recorder
+from gerl.engine.skipping import StructureOnly
 from gerl.engine.tape import CompanionsFromTape, Tape
-from gerl.engine.transitions import Sampler, Timestep, advance
+from gerl.engine.transitions import SamplingPlan, Timestep, advance
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:
@@ -273,8 +274,8 @@ def record_loop(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape:
     n = batch_size(call)
     arguments = {name: value for name, value in call.items() if name != "generator"}
     tape = Tape(select_call(arguments, range(n)), n)
-    recorder = _Loop(tape, Sampler("ode", 0.0), (), None)
-    recorder.structure = ENDLESS
+    recorder = _Loop(tape, SamplingPlan("ode", 0.0, window=frozenset()), None)
+    recorder.schedule = StructureOnly(ENDLESS)
     given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
     with _decoding(pipe, lambda z: None):
         recorder.run(pipe, select_call(arguments, range(n)), given)

@@ -27,7 +27,7 @@ from gerl.engine.guidance import is_guided
 from gerl.engine.hooks import StopPipeline, routed
 from gerl.engine.kernels import gaussian_log_prob
 from gerl.engine.tape import Answer, CompanionStep, ComponentCall, Reads, Tape, TapeStep
-from gerl.engine.transitions import ONE_STEP, OdeSolver, Sampler, Span, Timestep, Transitions, advance, compressed_spans
+from gerl.engine.transitions import ONE_STEP, OdeSolver, SamplingPlan, Span, Timestep, Transitions, advance
 from gerl.errors import ModelError, ReplayError
 from gerl.protocol import RolloutTask
 
@@ -65,7 +65,7 @@ def record(
     one prompt a call. `kernel`, `noise_level`: the
     transition kernel of the stochastic steps, see `kernels.coefficients`; `window`: their indices, None: all but the
     last. `solver`: how the other steps are taken, see `transitions.OdeSolver`; `compression`: which part of those after
-    the window is taken at all, see `transitions.compressed_spans` (an empty window compresses nothing).
+    the window is taken at all, see `skipping.compressed_spans` (an empty window compresses nothing).
 
     `generators`: one `torch.Generator` per sample, from which its initial latents and then its step noise are drawn;
     None: the global generator. `init_generators`: others for the initial latents, and whatever else the pipeline draws;
@@ -85,16 +85,36 @@ def record(
     or `window` or `stop` name a step that cannot be, and with `init_spread` where the pipeline draws no noise that can
     be mixed.
     """
+    stochastic = None if window is None else frozenset(window)
+    plan = SamplingPlan(kernel, noise_level, solver, compression, cache, stochastic, stop, noise_at or {})
+    return record_plan(pipe, call, plan, generators, probe, InitialNoise(init_generators, init_spread))
+
+
+@dataclass(frozen=True)
+class InitialNoise:
+    """Where the initial latents come from: generators of their own, and how much of the others is mixed in."""
+
+    generators: Sequence[torch.Generator] | None = None
+    spread: float = 0.0
+
+
+def record_plan(
+    pipe: DiffusionPipeline,
+    call: Mapping[str, object],
+    plan: SamplingPlan,
+    generators: Sequence[torch.Generator] | None = None,
+    probe: Tape | bool = True,
+    initial: InitialNoise = InitialNoise(),
+) -> tuple[BaseOutput | None, Tape]:
+    """As `record`, with its options in values."""
     check_single(pipe)
     n = batch_size(call)
     arguments = {name: value for name, value in call.items() if name != "generator"}
     tape = Tape(select_call(arguments, range(n)), n)
-    sampler = Sampler(kernel, noise_level, solver, compression, cache)
-    recorder = Recorder(tape, sampler, window, check_generators(generators, n), stop, noise_at)
-    recorder.init_spread = init_spread
+    recorder = Recorder(tape, plan, check_generators(generators, n), initial.spread)
     # fresh lists both times: some pipelines write into theirs
     arguments = select_call(arguments, range(n))
-    output = recorder.run(pipe, arguments, check_generators(init_generators, n) or generators)
+    output = recorder.run(pipe, arguments, check_generators(initial.generators, n) or generators)
     if isinstance(probe, Tape):
         tape.probe = probe
     elif probe and n > 1:
@@ -111,7 +131,7 @@ def record_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Seq
     arguments = select_call(call, index)
     if "generator" in inspect.signature(type(pipe).__call__).parameters:
         arguments["generator"] = torch.Generator().manual_seed(0)  # leaves the global generator as it is
-    Recorder(tape, Sampler("ode", 0.0), (), None, stop=0).run(pipe, arguments, None)
+    Recorder(tape, SamplingPlan("ode", 0.0, window=frozenset(), stop=0), None).run(pipe, arguments, None)
     return tape.start()
 
 
@@ -131,8 +151,10 @@ def record_structure(
     """
     call, n = {**select_call(tape.call, index), **changed}, len(index)
     found = Tape(call, n)
-    recorder = Recorder(found, Sampler("ode", 0.0), (), None)
-    recorder.structure = len(tape.steps) if steps is None else steps
+    recorder = Recorder(found, SamplingPlan("ode", 0.0, window=frozenset()), None)
+    from gerl.engine.skipping import StructureOnly
+
+    recorder.schedule = StructureOnly(len(tape.steps) if steps is None else steps)
     given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
     recorder.run(pipe, select_call(call, range(n)), given)
     return found
@@ -156,32 +178,58 @@ def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Se
     return generators
 
 
+class EveryStep:
+    """The schedule of a plain rollout, which skips nothing."""
+
+    last: int | None = None  # the number of steps after which the pipeline is left
+
+    def begin(self, count_steps: Callable[[], int]) -> None:
+        """The pipeline is about to take its first step."""
+
+    def span(self, step: int) -> Span:
+        """From which sigma to which step `step` goes, in steps of the scheduler."""
+        return ONE_STEP
+
+    def skips(self, step: int) -> bool:
+        """Whether step `step` leaves the latents as they are."""
+        return False
+
+    def same_call_before(self, tape: Tape, name: str) -> ComponentCall | None:
+        """The call at the last step of `tape` that corresponds to the one `name` is about to make."""
+        k = len(tape.steps)
+        nth = sum((c.step, c.component) == (k, name) for c in tape.component_calls)
+        before = [c for c in tape.component_calls if (c.step, c.component) == (k - 1, name)]
+        return before[nth] if nth < len(before) else None
+
+    def finish(self, taken: int) -> None:
+        """Raise `ModelError` if the pipeline has not taken as many steps as were expected."""
+
+
 class Recorder:
     """The head of a rollout: see `hooks.Head`."""
 
     def __init__(
         self,
         tape: Tape,
-        sampler: Sampler,
-        window: Iterable[int] | None,
+        plan: SamplingPlan,
         generators: Sequence[torch.Generator] | None,
-        stop: int | None = None,
-        noise_at: Mapping[int, float] | None = None,
+        init_spread: float = 0.0,
     ) -> None:
-        self.tape, self.sampler, self.generators, self.stop = tape, sampler, generators, stop
-        self.window = None if window is None else frozenset(window)
-        self.transitions, self.solver = Transitions(sampler), OdeSolver(sampler.solver)
-        levels = (noise_at or {}).items()
-        self.transitions_at = {k: Transitions(replace(sampler, noise_level=level)) for k, level in levels}
+        """`init_spread`: how much of `generators` is mixed into what the pipeline samples."""
+        self.tape, self.plan, self.generators, self.init_spread = tape, plan, generators, init_spread
+        self.window, self.stop = plan.window, plan.stop
+        self.transitions, self.solver = Transitions(plan), OdeSolver(plan.solver)
+        self.transitions_at = {k: Transitions(replace(plan, noise_level=n)) for k, n in plan.noise_at.items()}
+        self.schedule = EveryStep()
+        if plan.compression < 1 and plan.window:  # after "all but the last" only one step is left
+            from gerl.engine.skipping import Compression  # a rare feature
+
+            self.schedule = Compression(plan.window, plan.compression)
         self.caches = Caches()
         self.cached: CachedDenoisers | None = None
         self.depth = 0  # nesting of answered methods: only the outermost is answered in a replay
         self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
-        self.spans: dict[int, Span] = {}  # of the steps that compression changes
-        self.expected: int | None = None  # number of steps that the spans rely on
-        self.structure: int | None = None  # number of steps of which only the structure is recorded
-        self.init_spread = 0.0  # how much of `generators` is mixed into what the pipeline draws
-        self.mixed = False  # whether it was
+        self.mixed = False  # whether initial noise was mixed
 
     def run(
         self, pipe: DiffusionPipeline, arguments: dict[str, object], generators: Sequence[torch.Generator] | None
@@ -192,8 +240,8 @@ class Recorder:
             arguments = {**arguments, "generator": generators[0] if one else list(generators)}
         self.caches.belong_to(pipe)
         cached: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if self.sampler.cache.name != "none":
-            cached = self.cached = CachedDenoisers(pipe, self.sampler.cache)
+        if self.plan.cache.name != "none":
+            cached = self.cached = CachedDenoisers(pipe, self.plan.cache)
         with cached, torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
             output = pipe(**arguments)
             self._finish()
@@ -228,7 +276,7 @@ class Recorder:
         if self.depth:  # a replay answers the method around it, and never comes here
             return forward(*args, **kwargs)
         k = len(self.tape.steps)
-        earlier = self._same_call_before(name) if self._is_skipped(k) else None
+        earlier = self.schedule.same_call_before(self.tape, name) if self.schedule.skips(k) else None
         if earlier is not None:  # the step does not use it: what was said last has the right shape
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
@@ -236,7 +284,7 @@ class Recorder:
         if self.cached is None:
             output = forward(*args, **kwargs)
         else:
-            exact = self.window is None or k in self.window or k == self.stop or k in self.sampler.cache.exact
+            exact = self.window is None or k in self.window or k == self.stop or k in self.plan.cache.exact
             output = self.cached.run(name, self._calls_before(k, name), exact, forward, *args, **kwargs)
         self.caches.note(k, (args, kwargs), held, output)
         self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output), shapes((args, kwargs))))
@@ -253,7 +301,7 @@ class Recorder:
         written = before.to(sample.dtype) != sample if edited else None
         stochastic = None if self.window is None else k in self.window
         transitions = self.transitions_at.get(k, self.transitions)
-        rule = transitions.next_rule(scheduler, timestep, stochastic, self.spans.get(k, ONE_STEP))
+        rule = transitions.next_rule(scheduler, timestep, stochastic, self.schedule.span(k))
         mean, log_prob = None, None
         if rule.std > 0:
             mean = rule.mean(x, model_output)
@@ -261,12 +309,12 @@ class Recorder:
             log_prob = gaussian_log_prob(x_next, mean, rule.std)
             self.solver.observe(scheduler, rule, x, model_output)
         else:
-            x_next = x if self._is_skipped(k) else self.solver.step(scheduler, rule, x, model_output)
+            x_next = x if self.schedule.skips(k) else self.solver.step(scheduler, rule, x, model_output)
         self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers), written))
         if written is not None:
             self._leave_out_overwritten(k - 1)
         self.carried[id(scheduler)] = x_next
-        if len(self.tape.steps) == self.structure:
+        if len(self.tape.steps) == self.schedule.last:
             raise StopPipeline
         return x_next
 
@@ -281,7 +329,7 @@ class Recorder:
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         taken = len(self.tape.steps)
-        x, span = self._carried_to(scheduler, sample), self.spans.get(taken - 1, ONE_STEP)
+        x, span = self._carried_to(scheduler, sample), self.schedule.span(taken - 1)
         rule = self.transitions.next_rule(scheduler, timestep, False, span)
         x_next = x if span[0] > 0 else self.solver.step(scheduler, rule, x, model_output)
         self.tape.companions.append(CompanionStep(taken, x, x_next))
@@ -306,28 +354,12 @@ class Recorder:
         """Prepare for step `k`, whoever takes it: drop large outputs, plan the compression, stop where asked to."""
         self._check_mixed()
         self._drop_large_outputs(k, MAX_KEPT_OUTPUT * sample.numel())
-        if self.sampler.compression < 1 and k == 0:
-            self._compress(self.window, self.transitions.num_steps(scheduler, timestep))
+        if k == 0:
+            self.schedule.begin(lambda: self.transitions.num_steps(scheduler, timestep))
         if k == self.stop:
-            if self._is_skipped(k):
+            if self.schedule.skips(k):
                 raise ModelError(f"compression skips step {k}: stop at a step that is taken")
             raise StopPipeline
-
-    def _compress(self, window: frozenset[int] | None, total: int) -> None:
-        if window:  # after "all but the last" only one step is left
-            self.spans = compressed_spans(max(window) + 1, total, self.sampler.compression)
-            self.expected = total
-
-    def _is_skipped(self, k: int) -> bool:
-        """Whether step `k` leaves the latents as they are, for which no new output of the denoiser is needed."""
-        return self.spans.get(k, ONE_STEP)[0] > 0 or (self.structure is not None and k > 0)
-
-    def _same_call_before(self, name: str) -> ComponentCall | None:
-        """The call at the last step that corresponds to the one `name` is about to make."""
-        k = len(self.tape.steps)
-        nth = self._calls_before(k, name)
-        before = [c for c in self.tape.component_calls if (c.step, c.component) == (k - 1, name)]
-        return before[nth] if nth < len(before) else None
 
     def _calls_before(self, step: int, name: str) -> int:
         """How often `step` has called the component `name` so far."""
@@ -338,15 +370,9 @@ class Recorder:
         taken = len(self.tape.steps)
         if self.stop is not None:
             raise ModelError(f"the rollout should stop at step {self.stop}, but the pipeline took {taken} steps")
-        if self.structure is not None:
-            raise ModelError(f"the pipeline took {taken} steps, {self.structure} with other arguments")
         if self.window is not None and self.window - set(range(taken)):
             raise ModelError(f"the window contains steps {sorted(self.window)}, but the pipeline took {taken} steps")
-        if self.expected not in (None, taken):
-            raise ModelError(
-                f"compression expected {self.expected} steps of one scheduler, but the pipeline took {taken}: set "
-                "sampling.compression=1"
-            )
+        self.schedule.finish(taken)
         self._leave_out_overwritten(taken - 1)
         # what runs after the last step (VAE, safety checker) is not replayed
         self.tape.component_calls = [c for c in self.tape.component_calls if c.step < taken]
@@ -494,8 +520,22 @@ def branch(
     Raises `ReplayError` where `tape` cannot be branched at `step` or the pipeline does not do what it did in the
     recording, `ModelError` where `window` or `stop` name a step that cannot be.
     """
+    stochastic = None if window is None else frozenset(window)
+    plan = SamplingPlan(kernel, noise_level, solver, compression, cache, stochastic, stop, noise_at or {})
+    return branch_plan(pipe, tape, step, index, plan, generators)
+
+
+def branch_plan(
+    pipe: DiffusionPipeline,
+    tape: Tape,
+    step: int,
+    index: Sequence[int],
+    plan: SamplingPlan,
+    generators: Sequence[torch.Generator] | None = None,
+) -> tuple[BaseOutput | None, Tape]:
+    """As `branch`, with its options in a value."""
     check_fork(tape, step, index)
-    window = None if window is None else frozenset(window)
+    window, stop = plan.window, plan.stop
     if min(window or (), default=step) < step or (stop is not None and stop < step):
         raise ModelError(f"a branch at step {step} has no window {sorted(window or ())} and no stop {stop} before it")
     whole = tuple(index) == tuple(range(tape.batch_size))
@@ -504,8 +544,7 @@ def branch(
     check_generators(generators, len(index))
     parents = tape.rows(index)
     child = Tape(select_call(tape.call, index), len(index), probe=parents.probe)
-    sampler = Sampler(kernel, noise_level, solver, compression, cache)
-    recorder = BranchRecorder(parents, step, child, sampler, window, generators, stop, noise_at)
+    recorder = BranchRecorder(parents, step, child, plan, generators)
     return recorder.run(pipe, select_call(tape.call, index), generators), child
 
 
@@ -530,13 +569,10 @@ class BranchRecorder(Recorder):
         parents: Tape,
         fork: int,
         tape: Tape,
-        sampler: Sampler,
-        window: Iterable[int] | None,
+        plan: SamplingPlan,
         generators: Sequence[torch.Generator] | None,
-        stop: int | None,
-        noise_at: Mapping[int, float] | None,
     ) -> None:
-        super().__init__(tape, sampler, window, generators, stop, noise_at)
+        super().__init__(tape, plan, generators)
         self.parents, self.fork = parents, fork
         calls = parents.component_calls
         self.looped = {c.component for c in calls if c.step > 0}

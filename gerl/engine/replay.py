@@ -366,7 +366,8 @@ class ReplayedStep:
         """Log-probability of the recorded `x_next` over the latents that reach the images, `[B]` fp32, with graph."""
         if self.x_next is None or self.std == 0:
             raise ReplayError("only stochastic steps with their recorded latents have a log-probability")
-        return gaussian_log_prob(self.x_next, self.mean, self.std, self.overwritten)
+        std = self.std
+        return gaussian_log_prob(self.x_next, self.mean, std, self.overwritten)
 
 
 Cut = list[tuple[torch.Tensor, torch.Tensor]]  # an output of the denoiser, and the leaf that stands for it
@@ -403,6 +404,7 @@ class Player(CompanionsFromTape):
                     f"{list(tape.steps[k].x.shape)}: expected one row per replayed sample"
                 )
         self.start: dict[int, Tree] = {}  # answers that start at the caller's latents, by position
+        self.overwrites = any([step.written is not None for step in tape.steps])
         self.step = 0
         self.answered = 0
         self.looped = tape.looped_components()
@@ -568,7 +570,7 @@ class Player(CompanionsFromTape):
             None if given else value for value in (recorded.x_next, recorded.log_prob, recorded.mean)
         )
         output = model_output.float()
-        overwritten = None if given else self.tape.overwritten(k)
+        overwritten = None if given or not self.overwrites else self.tape.overwritten(k)
         loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, output, written, overwritten))
         if loss is not None:
             latest = self.cuts[-1][0]  # those of earlier steps are there where several run in one forward pass

@@ -7,14 +7,13 @@ from __future__ import annotations  # of diffusers, which the driver of a run do
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from gerl.config.choices import SolverName
+from gerl.config.blocks import SolverName
 from gerl.engine.feature_cache import NO_CACHE, FeatureCache
 from gerl.engine.kernels import DDIMRule, DenoisedRule, EDMRule, FlowMapRule, FlowRule, Rule, coefficients
 from gerl.errors import ModelError
@@ -39,23 +38,6 @@ SOLVERS: tuple[str, ...] = get_args(SolverName)
 
 Span = tuple[int, int]  # of step k: from the sigma of step k + start to that of step k + end
 ONE_STEP: Span = (0, 1)
-
-
-def compressed_spans(first: int, total: int, compression: float) -> dict[int, Span]:
-    """How far the steps `first` to `total - 1` go if only `ceil(compression * m)` of these m are taken.
-
-    The steps that are taken are spread evenly, begin with `first`, and each goes as far as the next one begins, the
-    last to the end. The others have length 0, at the sigma that the one before them reached (MixGRPO-Flash, arXiv
-    2507.21802).
-    """
-    m = total - first
-    taken = max(math.ceil(compression * m - 1e-9), 1)  # 0.55 * 100 is 55.00000000000001
-    starts = [first + round(j * m / taken) for j in range(taken + 1)]
-    return {
-        k: (0 if k == here else following - k, following - k)
-        for here, following in pairwise(starts)
-        for k in range(here, following)
-    }
 
 
 class OdeSolver:
@@ -103,14 +85,21 @@ def _log_snr(sigma: float) -> float:
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """How a rollout takes its steps, but for which of them are stochastic: the options of `record`."""
+class SamplingPlan:
+    """How a rollout takes its denoising steps; the arguments are explained in `record`.
+
+    Example: `SamplingPlan("flow_sde", 0.7, window=frozenset({1, 2}))` adds noise at steps 1 and 2 of the schedule and
+    takes the scheduler's own Euler steps elsewhere.
+    """
 
     kernel: str
     noise_level: float
     solver: str = "euler"
     compression: float = 1.0
     cache: FeatureCache = NO_CACHE
+    window: frozenset[int] | None = None  # stochastic steps; None: all but the last
+    stop: int | None = None  # leave the pipeline where it is about to take this step
+    noise_at: Mapping[int, float] = field(default_factory=dict)  # noise levels of single steps
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS:
@@ -122,8 +111,8 @@ class Sampler:
 class Transitions:
     """Gives the rule of each scheduler step of one pipeline call, and advances the scheduler's own step index."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler = sampler
+    def __init__(self, plan: SamplingPlan) -> None:
+        self.plan = plan
         self._tables: dict[int, tuple[torch.Tensor, list[float]]] = {}
         self._rules: dict[int, tuple[SchedulerMixin, Callable[..., Rule]]] = {}  # of each scheduler, by id
 
@@ -132,11 +121,12 @@ class Transitions:
     ) -> Rule:
         """The rule of the step `scheduler` is about to take at `timestep`.
 
-        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `compressed_spans`. Raises
-        `ModelError` for schedulers without a transition kernel and for noise on the last step, which has no density.
+        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `skipping.compressed_spans`.
+        Raises `ModelError` for schedulers without a transition kernel and for noise on the last step, which has no
+        density.
         """
         if id(scheduler) not in self._rules:
-            check_scheduler(scheduler, self.sampler)
+            check_scheduler(scheduler, self.plan)
             self._rules[id(scheduler)] = scheduler, self._rule_of(scheduler)
         return self._rules[id(scheduler)][1](scheduler, timestep, stochastic, span)
 
@@ -174,7 +164,7 @@ class Transitions:
                 "(sampling.window_range), or, if the pipeline takes fewer steps than sampling.num_inference_steps, "
                 "as when starting from an image with strength < 1, end the window before its last one"
             )
-        return self.sampler.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
+        return self.plan.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
 
     def _flow(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span
@@ -189,18 +179,18 @@ class Transitions:
             s, s_next, s_one = 1 - s, 1 - s_next, 1 - s_one
         s = min(s, 1.0)
         noise = self._noise(stochastic, last=s_next <= 0)
-        kappa, std = coefficients(self.sampler.kernel, s, s_next, noise, s_one)
+        kappa, std = coefficients(self.plan.kernel, s, s_next, noise, s_one)
         return FlowRule(s, s_next, kappa, std, inverted)
 
     def _edm(self, c: float, c_next: float, c_one: float, stochastic: bool | None) -> tuple[float, float]:
         """Kappa and std of a step along the sigmas of EDM: see `EDMRule`."""
-        if self.sampler.solver != "euler":
+        if self.plan.solver != "euler":
             raise ModelError(
-                f"sampling.solver={self.sampler.solver} is for sigmas in [0, 1], those of this scheduler go up to "
+                f"sampling.solver={self.plan.solver} is for sigmas in [0, 1], those of this scheduler go up to "
                 f"{c_one:.3g} and beyond: use euler"
             )
         s, s_next, s_one = (value / (1 + value) for value in (c, c_next, c_one))
-        kappa, std = coefficients(self.sampler.kernel, s, s_next, self._noise(stochastic, last=c_next in (0, c)), s_one)
+        kappa, std = coefficients(self.plan.kernel, s, s_next, self._noise(stochastic, last=c_next in (0, c)), s_one)
         return kappa, (1 + c_next) * std
 
     def _denoised(
@@ -225,7 +215,7 @@ class Transitions:
         end = torch.ones(()) if is_lcm(scheduler) else scheduler.alphas_cumprod[0]
         alpha_next = end if last else scheduler.alphas_cumprod[times[i + span[1]]]
         s_next = float((1 - alpha_next) ** 0.5)
-        kappa, std = coefficients(self.sampler.kernel, 1.0, s_next, self._noise(stochastic, last=last), 1.0)
+        kappa, std = coefficients(self.plan.kernel, 1.0, s_next, self._noise(stochastic, last=last), 1.0)
         boundary = (0.0, 1.0)
         if is_lcm(scheduler):
             boundary = scheduler.get_scalings_for_boundary_condition_discrete(times[here])
@@ -258,7 +248,7 @@ class Transitions:
         times = self._table(scheduler.timesteps)
         t, t_next = times[i + span[0]], times[i + span[1]]
         s, s_next = math.sin(t), math.sin(t_next)
-        kappa, std = coefficients(self.sampler.kernel, s, s_next, self._noise(stochastic, last=s_next <= 0), s)
+        kappa, std = coefficients(self.plan.kernel, s, s_next, self._noise(stochastic, last=s_next <= 0), s)
         scale = float(scheduler.config.sigma_data)
         return DDIMRule(
             sigma=s,
@@ -273,7 +263,7 @@ class Transitions:
         )
 
     def _ddim(self, scheduler: DDIMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
-        kernel, config, timestep = self.sampler.kernel, scheduler.config, int(timestep)
+        kernel, config, timestep = self.plan.kernel, scheduler.config, int(timestep)
         here, previous = (self._ddim_timestep(scheduler, timestep, steps) for steps in span)
         noise = 0.0 if kernel == "ode" else self._noise(stochastic, last=previous < 0)
         alpha, alpha_next = (
@@ -306,11 +296,11 @@ class Transitions:
         return self._tables[id(schedule)][1]
 
 
-def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
-    """Raise `ModelError` if `scheduler` has no transition kernel, or not that of `sampler`."""
-    name, given = type(scheduler).__name__, f"sampling.kernel={sampler.kernel} with sampling.solver={sampler.solver}"
+def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
+    """Raise `ModelError` if `scheduler` has no transition kernel, or not that of `plan`."""
+    name, given = type(scheduler).__name__, f"sampling.kernel={plan.kernel} with sampling.solver={plan.solver}"
     if is_consistency(scheduler):
-        if sampler.kernel not in ("cps", "ode") or sampler.solver != "euler":
+        if plan.kernel not in ("cps", "ode") or plan.solver != "euler":
             raise ModelError(
                 f"{given} is incompatible with the {name} of this consistency model pipeline: use cps "
                 f"(noise_level={int(noises_anew(scheduler))} is its own sampler) and euler"
@@ -321,24 +311,24 @@ def check_scheduler(scheduler: SchedulerMixin, sampler: Sampler) -> None:
         if scheduler.config.get("stochastic_sampling", False):
             raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
     elif is_edm(scheduler):
-        if sampler.solver != "euler":
+        if plan.solver != "euler":
             raise ModelError(
-                f"sampling.solver={sampler.solver} is for sigmas in [0, 1], those of this pipeline's {name} go far "
+                f"sampling.solver={plan.solver} is for sigmas in [0, 1], those of this pipeline's {name} go far "
                 "beyond: use euler"
             )
     elif is_flow_map(scheduler):
-        if (sampler.kernel != "ode" and sampler.noise_level > 0) or sampler.solver != "euler":
+        if (plan.kernel != "ode" and plan.noise_level > 0) or plan.solver != "euler":
             raise ModelError(
                 f"{given} is incompatible with this pipeline's {name}, whose model jumps between noise levels by "
                 "an average velocity and does not model the noise in between: use ode and euler, with an algorithm "
                 "that needs no noise (neighbor_grpo), or train the model that it was distilled from"
             )
     else:
-        _check_ddim(scheduler, sampler)
+        _check_ddim(scheduler, plan)
 
 
-def _check_ddim(scheduler: SchedulerMixin, sampler: Sampler) -> None:
-    """Raise `ModelError` if `scheduler` is no DDIM with the kernel of `sampler`."""
+def _check_ddim(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
+    """Raise `ModelError` if `scheduler` is no DDIM with the kernel of `plan`."""
     config, name = scheduler.config, type(scheduler).__name__
     from diffusers import DDIMScheduler  # in here: the driver of a run does without diffusers
 
@@ -347,13 +337,13 @@ def _check_ddim(scheduler: SchedulerMixin, sampler: Sampler) -> None:
             f"the pipeline's scheduler is {name}, which has no transition kernel: set "
             "pipe.scheduler to FlowMatchEulerDiscreteScheduler or DDIMScheduler .from_config(pipe.scheduler.config)"
         )
-    if sampler.kernel not in ("ddim", "ode"):
+    if plan.kernel not in ("ddim", "ode"):
         raise ModelError(
-            f"sampling.kernel={sampler.kernel} is for flow matching: this pipeline has a DDIMScheduler, use ddim"
+            f"sampling.kernel={plan.kernel} is for flow matching: this pipeline has a DDIMScheduler, use ddim"
         )
-    if sampler.solver != "euler":
+    if plan.solver != "euler":
         raise ModelError(
-            f"sampling.solver={sampler.solver} is for flow matching: this pipeline has a DDIMScheduler, use euler"
+            f"sampling.solver={plan.solver} is for flow matching: this pipeline has a DDIMScheduler, use euler"
         )
     if config.thresholding:
         raise ModelError(

@@ -19,8 +19,7 @@ from gerl.evaluate.suites import Pinned, deviations, listing, names, pin
 from gerl.model.paths import resolve
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, without_people
-from gerl.rewards.rows import check_any_scored, check_columns, stop_at_failure
-from gerl.rewards.total import looking_always
+from gerl.rewards.total import check_any_scored, check_columns, looking_always, stop_at_failure
 from gerl.run.progress import Progress
 
 if TYPE_CHECKING:

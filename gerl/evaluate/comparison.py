@@ -7,8 +7,8 @@ from gerl.algorithms.planning import validation_seed
 from gerl.evaluate.names import BASE
 from gerl.pages.images import thumbnail
 from gerl.protocol import Images, Sample, Scores
-from gerl.rewards.rows import TOTAL, row_of
-from gerl.run.statistics import Estimate, estimate
+from gerl.rewards.total import TOTAL, row_of
+from gerl.run.validation import Estimate, estimate
 from gerl.utils.condition_images import pictures_of
 
 FEW_PROMPTS = 20  # with fewer the percentile interval is clearly too narrow

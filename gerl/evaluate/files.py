@@ -19,8 +19,8 @@ from gerl.evaluate.comparison import (
 from gerl.evaluate.names import BASE, COLUMNS
 from gerl.pages.images import thumbnail
 from gerl.pages.page import Card, Line, Picture, Sheet, card_page, show
-from gerl.rewards.rows import TOTAL, distinct_columns
-from gerl.run.statistics import CONFIDENCE, RESAMPLES, Estimate
+from gerl.rewards.total import TOTAL, distinct_columns
+from gerl.run.validation import CONFIDENCE, RESAMPLES, Estimate
 from gerl.utils.condition_images import read_picture
 from gerl.utils.files import csv_text, finite, write_file
 

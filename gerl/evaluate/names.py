@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from gerl.errors import ConfigError, ModelError
 from gerl.model.paths import WEIGHTS
-from gerl.rewards.rows import TOTAL
+from gerl.rewards.total import TOTAL
 from gerl.run.checkpoint import MANIFEST, find_checkpoint, models_in
 from gerl.utils.files import reason
 

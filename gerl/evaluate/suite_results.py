@@ -12,7 +12,7 @@ from gerl.evaluate.names import BASE
 from gerl.evaluate.suites import Column, Pinned, Suite
 from gerl.pages.page import Sheet, show
 from gerl.protocol import Prompt
-from gerl.run.statistics import Estimate, bootstrap_groups
+from gerl.run.validation import Estimate, bootstrap_groups
 
 HEAD = ("measured here", "variant", "prompts", "mean", "95 % interval", "vs base", "95 % interval")
 Place = tuple[int, int]  # prompt and image

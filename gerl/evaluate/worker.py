@@ -15,16 +15,12 @@ from gerl.config import Config
 from gerl.evaluate.comparison import Drawn, Task, drawn, plan
 from gerl.evaluate.names import BASE
 from gerl.model.call import unguided
-from gerl.model.denoisers import find_denoisers
-from gerl.model.ema import EMA
-from gerl.model.failures import check_backend, model_errors
-from gerl.model.hub import Downloads
-from gerl.model.libraries import quiet_libraries
+from gerl.model.denoisers import find_denoisers, quiet_libraries
+from gerl.model.errors import check_backend, model_errors
 from gerl.model.loading import load_pipeline
-from gerl.model.lora_variants import attach, switch
-from gerl.model.policy import Policy
-from gerl.model.speed import compile_blocks
-from gerl.model.weight_variants import WeightVariants
+from gerl.model.paths import Downloads
+from gerl.model.placement import compile_blocks
+from gerl.model.policy import EMA, Policy, WeightVariants, attach, switch
 from gerl.protocol import CutPrompts, Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
 from gerl.run.checkpoint import models_in

@@ -15,7 +15,7 @@ from huggingface_hub.utils import httpx
 from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.model.paths import SHIPPED, resolve
-from gerl.run.redaction import redact
+from gerl.run.card import redact
 from gerl.utils.files import reason
 
 logger = logging.getLogger("gerl")

@@ -14,12 +14,19 @@ from gerl.errors import ConfigError, GerlError
 from gerl.export.base_model import BaseModel, public
 from gerl.export.pictures import prompt_grid, reward_curve, shown_prompts
 from gerl.model.paths import SHIPPED, WEIGHTS
-from gerl.run.before_after import BeforeAfter
 from gerl.run.card import CARD, read_sessions, version_of
 from gerl.run.settings import changes, get
 from gerl.run.tracking import read_metrics
 from gerl.run.usage import ASSETS, program
-from gerl.run.validation import Drawing, Validation, load_validation, load_validations, mean, standard_error
+from gerl.run.validation import (
+    BeforeAfter,
+    Drawing,
+    Validation,
+    load_validation,
+    load_validations,
+    mean,
+    standard_error,
+)
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 HIDDEN = ("checkpoint", "cluster", "logger")  # blocks that say nothing about the LoRA

@@ -20,7 +20,7 @@ from gerl.run.checkpoint import Checkpoint, find_checkpoint, models_in
 from gerl.utils.files import reason, write_atomically
 
 if TYPE_CHECKING:
-    from gerl.model.lora_weights import Lora
+    from gerl.model.lora import Lora
 
 logger = logging.getLogger("gerl")
 
@@ -109,9 +109,9 @@ def run(request: Request) -> list[Path]:
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     with importing():
         from gerl.export.files import lora_files, merged_pipeline, write_files
-        from gerl.model.fake import is_fake
-        from gerl.model.libraries import quiet_libraries
-        from gerl.model.lora_weights import collect_loras
+        from gerl.model.denoisers import quiet_libraries
+        from gerl.model.lora import collect_loras
+        from gerl.model.teachers import is_fake
         from gerl.utils.tensors import unpack_tensors
 
     quiet_libraries()

@@ -14,14 +14,20 @@ from safetensors.torch import load
 from gerl.config import ModelConfig
 from gerl.errors import ModelError
 from gerl.export.base import Base
-from gerl.model import skeletons
+from gerl.model import denoisers as skeletons
 from gerl.model.denoisers import find_denoisers
-from gerl.model.lora_check import check_loads
-from gerl.model.lora_converters import convert
-from gerl.model.lora_layouts import diffusers_file, kohya_file, merge, peft_files
-from gerl.model.lora_weights import Lora, check_fit
+from gerl.model.lora import (
+    Lora,
+    check_fit,
+    check_loads,
+    convert,
+    diffusers_file,
+    kohya_file,
+    merge,
+    merge_start,
+    peft_files,
+)
 from gerl.model.paths import WEIGHTS, resolve
-from gerl.model.start_lora import merge_start
 
 logger = logging.getLogger(__name__)
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -14,8 +14,7 @@ from gerl.export.base_model import BaseModel, base_model, is_hub_id, public
 from gerl.export.card import Comfy, RunFacts, model_card, pictures, read_run
 from gerl.export.comfyui import workflow
 from gerl.export.files import skeleton
-from gerl.model.lora_layouts import diffusers_file, kohya_file
-from gerl.model.lora_weights import Lora, check_fit
+from gerl.model.lora import Lora, check_fit, diffusers_file, kohya_file
 from gerl.model.paths import SHIPPED, WEIGHTS
 from gerl.run.card import version_of
 from gerl.run.settings import get, read_config

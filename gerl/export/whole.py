@@ -12,10 +12,9 @@ import torch
 from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.export.files import merged_pipeline
-from gerl.model.lora_weights import Lora
+from gerl.model.lora import Lora
 from gerl.model.shards import Shards
-from gerl.run.checkpoint import Checkpoint, models_in
-from gerl.run.state import PARTS
+from gerl.run.checkpoint import PARTS, Checkpoint, models_in
 
 KINDS = {"ema": "ema/", "raw": "weights/"}  # how the names in it begin
 EXACT = 1024  # rows or columns up to which the whole decomposition takes no time

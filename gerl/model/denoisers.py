@@ -1,11 +1,16 @@
-"""The denoisers among the components of a pipeline, and whether one in memory can be trained."""
+"""The denoisers of a pipeline, with and without their weights, and the warnings of the libraries they come from."""
 
+import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+import accelerate
+import diffusers
 import torch
+import transformers
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline
 from diffusers.models.attention_processor import Attention
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -14,6 +19,8 @@ from gerl.config import ModelConfig
 from gerl.engine.record import stateful_hooks
 from gerl.errors import ModelError
 from gerl.model.lora import remove_lora
+
+# --- The denoisers among the components of a pipeline, and whether one in memory can be trained
 
 logger = logging.getLogger(__name__)
 DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for those that do not show what they are
@@ -135,3 +142,103 @@ def _is_adapter(module: torch.nn.Module) -> bool:
 def has_adapter(denoiser: torch.nn.Module) -> bool:
     """Whether an adapter of PEFT is on it, trained or not: a LoRA or any other kind."""
     return any(isinstance(module, BaseTunerLayer) for module in denoiser.modules())
+
+
+# --- The denoisers of a pipeline without their weights: what can be known about layers before anything is loaded
+
+
+def skeleton(folder: str, name: str, index: Mapping[str, object] | None = None) -> ModelMixin:
+    """The component `name` of the pipeline in `folder`: layers on the meta device, from its configuration.
+
+    `index`: its model_index.json, read if not given. Raises `ModelError` if the pipeline has no such model of
+    diffusers.
+    """
+    entries = DiffusionPipeline.load_config(folder) if index is None else index
+    kind = model_class(entries.get(name))
+    if kind is None:
+        raise ModelError(f"the pipeline in {folder} has no {name} that is a diffusers model")
+    with accelerate.init_empty_weights():
+        return kind.from_config(kind.load_config(folder, subfolder=name))
+
+
+def skeletons(folder: str) -> dict[str, ModelMixin] | None:
+    """The models of diffusers among the components of a pipeline; None if it comes with code of its own.
+
+    Autoencoders are left out, for which building takes time and which are no denoisers.
+    """
+    index = DiffusionPipeline.load_config(folder)
+    if isinstance(index["_class_name"], list) or any(list((Path(folder) / n).glob("*.py")) for n in _folders(index)):
+        return None
+    kinds = {name: model_class(entry) for name, entry in index.items()}
+    return {
+        name: skeleton(folder, name, index)
+        for name, kind in kinds.items()
+        if kind is not None and not hasattr(kind, "decode")
+    }
+
+
+def model_class(entry: object) -> type[ModelMixin] | None:
+    """The class that an entry `[library, class]` of a model_index.json names, if it is a model of diffusers."""
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
+        return None
+    kind = getattr(diffusers, str(entry[1]), None)
+    return kind if isinstance(kind, type) and issubclass(kind, ModelMixin) else None
+
+
+def _folders(index: Mapping[str, object]) -> list[str]:
+    return [name for name, entry in index.items() if isinstance(entry, list)]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """A block in which modules are made in `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# --- The libraries that models come from: their warnings about a user's input reach the run's log, once each
+
+# warnings about how gerl itself calls the libraries, or that it gives in a sentence of its own
+NOISE = re.compile(
+    "was truncated because|sequence length is longer than"  # gerl.model.prompts counts them over all prompts
+    "|true_cfg_scale is passed as"  # gerl.model.call.unguided names the keys
+    "|passed to [A-Za-z]*Scheduler, but are not expected"  # of the scheduler that takes the pipeline's place
+    r"|kept in float32: \[\]|requires torchvision|Guiders are currently|deprecated"
+)
+
+
+class _Relay(logging.Handler):
+    """Passes each message on once, under the name of its library."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.passed: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = " ".join(record.getMessage().split())
+        if message not in self.passed and not NOISE.search(message):
+            self.passed.add(message)
+            logger.warning("%s: %s", record.name.partition(".")[0], message)
+
+
+def relay_warnings() -> None:
+    """Let diffusers and transformers warn in gerl's log, and say nothing else."""
+    for library in (diffusers, transformers):
+        library.logging.set_verbosity_warning()
+        library.logging.disable_default_handler()
+        known = logging.getLogger(library.__name__)
+        known.propagate = False
+        for handler in [handler for handler in known.handlers if isinstance(handler, _Relay)]:
+            known.removeHandler(handler)  # of an earlier run in this process: this one hears of everything too
+        known.addHandler(_Relay())
+
+
+def quiet_libraries() -> None:
+    """Show no progress bars of diffusers and transformers, and their warnings in gerl's log alone."""
+    relay_warnings()
+    for library in (diffusers.logging, transformers.logging):
+        library.disable_progress_bar()

@@ -13,10 +13,8 @@ from gerl.config import ModelConfig
 from gerl.engine.batching import batch_size
 from gerl.engine.latents import Inverse, record_loop
 from gerl.errors import ModelError
-from gerl.model.hub import fetch
-from gerl.model.paths import resolve
-from gerl.model.prompt_files import identity
-from gerl.model.prompts import PromptCache
+from gerl.model.paths import fetch, resolve
+from gerl.model.prompts import PromptCache, identity
 from gerl.utils.condition_images import read_picture
 from gerl.utils.seeding import derive_seed
 

@@ -1,23 +1,37 @@
-"""LoRA on any denoiser: where it goes, switching it off, and its file in diffusers' format."""
+"""LoRA on any denoiser: its layers and matrices, the files and layouts it is read from and written to."""
+
+from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import accelerate
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from diffusers.loaders import PeftAdapterMixin
-from diffusers.utils import recurse_remove_peft_layers
+from diffusers.loaders import PeftAdapterMixin, lora_pipeline
+from diffusers.models.normalization import AdaLayerNormContinuous
+from diffusers.utils import convert_unet_state_dict_to_peft, recurse_remove_peft_layers
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 
-from gerl.errors import ModelError
-from gerl.model.lora_weights import METADATA, check_components, inject, read_lora
-from gerl.model.paths import WEIGHTS
+from gerl.config import ModelConfig
+from gerl.errors import CheckpointError, ModelError
+from gerl.model.paths import WEIGHTS, fetch_lora, local_lora
+from gerl.utils.files import reason
 from gerl.utils.tensors import pack_tensors
+
+# --- LoRA on any denoiser: where it goes, switching it off, and its file in diffusers' format
 
 # what in a repeated block is neither attention nor feed-forward: modulation, embeddings, resnets, routers
 NOT_TRAINED = re.compile(r"norm|embed|(?<![a-z])mod(?![a-z])|modulat|time|resnet|router|adaln", re.IGNORECASE)
@@ -176,3 +190,726 @@ def load_lora(pipe: DiffusionPipeline, path: Path) -> None:
     check_components(loras, pipe, file)
     for denoiser, lora in loras.items():
         inject(pipe.components[denoiser], lora, ADAPTER)
+
+
+# --- The matrices of a LoRA: read from a file or a checkpoint, checked against a model, and put on it
+
+METADATA = "lora_adapter_metadata"  # where diffusers keeps the LoRA's configuration in the header of its file
+KEY = re.compile(r"(?P<denoiser>\w+)\.(?P<layer>.+)\.lora_(?P<half>[AB])(\.default)?\.weight")
+# what a LoRA of peft may be besides B A times alpha / rank
+VARIANTS = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save")
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The LoRA of one layer: its update is `scale * b @ a`, with `a [rank, in]` and `b [out, rank]`."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The rank, which other layers of the same LoRA need not have."""
+        return len(self.a)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The LoRA of one denoiser: by layer, `A [rank, in]` and `B [out, rank]`; a layer's update is `scale * B @ A`."""
+
+    layers: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        """The rank, the same in all layers."""
+        return next(iter(self.layers.values()))[0].shape[0]
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank (Hu et al. 2021, section 4.1)."""
+        return self.alpha / self.rank
+
+    @property
+    def halves(self) -> dict[str, Halves]:
+        """The LoRA of each layer by itself."""
+        return {layer: Halves(a, b, self.scale) for layer, (a, b) in self.layers.items()}
+
+    @property
+    def targets(self) -> str:
+        """Its layers for peft: an expression, since peft takes the names of a list for the ends of names."""
+        return "|".join(map(re.escape, self.layers))
+
+
+def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str, Lora]:
+    """The LoRA of each denoiser from its matrices, named as in `Policy.trained` or in a file of diffusers.
+
+    Raises `CheckpointError` for a tensor that is no such matrix, or one without its other half.
+    """
+    halves: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+    for name, value in sorted(tensors.items()):
+        match = KEY.fullmatch(name)
+        if match is None or value.ndim != 2:
+            raise CheckpointError(
+                f"{name!r} {list(value.shape)} is not a LoRA of a linear layer: only a LoRA can be exported"
+            )
+        halves.setdefault(match["denoiser"], {}).setdefault(match["layer"], {})[match["half"]] = value
+    for denoiser, layers in halves.items():
+        for layer, pair in layers.items():
+            if set(pair) != {"A", "B"}:
+                raise CheckpointError(f"the LoRA of {denoiser}.{layer} has only its matrix {', '.join(pair)}")
+    return {
+        denoiser: Lora({layer: (pair["A"], pair["B"]) for layer, pair in layers.items()}, alpha)
+        for denoiser, layers in halves.items()
+    }
+
+
+def read_lora(file: Path) -> dict[str, Lora] | None:
+    """The LoRA of each denoiser in a file that gerl wrote; None for one in another layout.
+
+    Raises `ModelError` if it is no safetensors file, or a damaged one.
+    """
+    damaged = f"{file} is not a readable LoRA ({{}}): give a complete .safetensors file"
+    try:
+        with safe_open(file, "pt") as opened:
+            header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise ModelError(damaged.format(reason(error))) from None
+    if not isinstance(header, dict):
+        raise ModelError(damaged.format(f"its {METADATA} is not a JSON object"))
+    try:
+        loras = collect_loras(tensors, alpha=0.0)
+    except CheckpointError:
+        return None
+    alphas = {name: header.get(f"{name}.lora_alpha") for name in loras}
+    if None in alphas.values() or any(header.get(f"{name}.{variant}") for name in loras for variant in VARIANTS):
+        return None
+    for name, lora in loras.items():
+        if fault := _fault(lora, alphas[name]):
+            raise ModelError(damaged.format(f"{name}: {fault}"))
+    return {name: replace(lora, alpha=float(header[f"{name}.lora_alpha"])) for name, lora in loras.items()} or None
+
+
+def _fault(lora: Lora, alpha: object) -> str | None:
+    """The first thing in it that no file written by gerl has; None for a sound LoRA."""
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
+        return f"lora_alpha is {alpha!r:.40}"
+    for layer, (a, b) in lora.layers.items():
+        if not a.shape[0] == b.shape[1] == lora.rank > 0:
+            return f"{layer} has the ranks {a.shape[0]} and {b.shape[1]}, the first layer {lora.rank}"
+        if not (a.is_floating_point() and b.is_floating_point()):
+            return f"{layer} has numbers of type {a.dtype} and {b.dtype}"
+        if not (a.float().isfinite().all() and b.float().isfinite().all()):
+            return f"{layer} has non-finite values"
+    return None
+
+
+def check_fit(lora: Lora | Mapping[str, Halves], denoiser: torch.nn.Module, where: str) -> None:
+    """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or has it in another size."""
+    linear = {name: module for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)}
+    for layer, halves in (lora.halves if isinstance(lora, Lora) else lora).items():
+        a, b = halves.a, halves.b
+        if layer not in linear:
+            raise ModelError(
+                f"the LoRA does not fit {where}: it has no linear layer {layer}; use the model it was trained on"
+            )
+        sizes, expected = (a.shape[1], b.shape[0]), (linear[layer].in_features, linear[layer].out_features)
+        if sizes != expected:
+            raise ModelError(
+                f"the LoRA does not fit {where}: {layer} has {expected[0]} inputs and {expected[1]} outputs, the "
+                f"LoRA {sizes[0]} and {sizes[1]}; use the model it was trained on"
+            )
+
+
+def check_components(loras: Mapping[str, Lora], pipe: DiffusionPipeline, file: Path) -> None:
+    """Raise `ModelError` if `pipe` has no denoiser for one of the LoRAs of `file`, or one that it does not fit."""
+    for denoiser, lora in loras.items():
+        if denoiser not in pipe.components:
+            raise ModelError(f"{file} has a LoRA of {denoiser}, which {type(pipe).__name__} does not have")
+        check_fit(lora, pipe.components[denoiser], f"{denoiser} of {type(pipe).__name__} ({file})")
+
+
+@torch.no_grad()
+def inject(denoiser: ModelMixin, lora: Lora, name: str) -> None:
+    """Put a LoRA on `denoiser` as the adapter `name`; its layers compute in fp32 as `gerl.model.lora.add_lora`'s do."""
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets)
+    inject_adapter_in_model(config, denoiser, name)
+    for layer, halves in lora.layers.items():
+        adapted = denoiser.get_submodule(layer)
+        for part, values in zip((adapted.lora_A[name], adapted.lora_B[name]), halves, strict=True):
+            part.weight.data = values.to(part.weight.device, torch.float32)
+
+
+# --- The files of a LoRA, read: those of diffusers, PEFT and kohya, and the layouts that diffusers converts
+
+Layers = dict[str, Halves]  # by name of the layer
+Denoisers = Mapping[str, torch.nn.Module]
+PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+KOHYA = "lora_unet_"
+# what a LoRA of peft may be that is no sum of two matrices' product and the weights
+OTHER = ("use_dora", "lora_bias", "modules_to_save", "fan_in_fan_out")
+KINDS = "a file or folder of diffusers, PEFT or kohya, or another layout that diffusers reads"
+
+
+def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
+    """The LoRA of each denoiser in a file or folder; of `denoisers` only names, classes and sizes are read.
+
+    Raises `ModelError` for anything but LoRAs of linear layers of these denoisers.
+    """
+    found: dict[str, Layers] = {}
+    for file in _files(path):
+        for name, layers in _read(file, denoisers).items():
+            if name not in denoisers:
+                raise ModelError(f"{file} has a LoRA of {name}, and gerl trains {' and '.join(denoisers)}")
+            if name in found:
+                raise ModelError(f"{path} has two LoRAs of {name}: give one of the files")
+            found[name] = layers
+    for name, layers in found.items():
+        _check_numbers(name, layers)
+    if not any(found.values()):
+        raise ModelError(f"{path} has no LoRA: give {KINDS}")
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files that make up the LoRA in `path`."""
+    if path.is_file():
+        return [path]
+    for file in (path / WEIGHTS, path / "lora" / WEIGHTS, path / PEFT_WEIGHTS):  # the second one: of a checkpoint
+        if file.is_file():
+            return [file]
+    several = sorted(path.glob(f"*/{PEFT_WEIGHTS}")) or sorted(path.glob("lora_*.safetensors"))
+    others = sorted(path.glob("*.safetensors"))
+    if several or len(others) == 1:
+        return several or others
+    what = f"has {len(others)} .safetensors files: give one of them" if others else f"has no {WEIGHTS}: give {KINDS}"
+    raise ModelError(f"{path} {what}")
+
+
+def _read(file: Path, denoisers: Denoisers) -> dict[str, Layers]:
+    try:
+        with safe_open(file, "pt") as opened:
+            header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        if not isinstance(header, dict):
+            raise ValueError(f"its {METADATA} is not a JSON object")
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read ({reason(error)}): give a complete .safetensors file") from None
+    try:
+        if all(key.startswith(KOHYA) for key in tensors):
+            name = _denoiser_of(file.stem.removeprefix("lora_"), denoisers)
+            if in_layout(tensors, denoisers[name]):
+                return {name: kohya_halves(tensors, denoisers[name])}
+        if all(key.startswith(PEFT_PREFIX) for key in tensors):
+            name = _denoiser_of(file.parent.name, denoisers)
+            config = _peft_config(file.with_name(PEFT_CONFIG))
+            return _of_peft({f"{name}.{k.removeprefix(PEFT_PREFIX)}": v for k, v in tensors.items()}, {name: config})
+        names = {key.partition(".")[0] for key in tensors}
+        if not names <= denoisers.keys() or not all(KEY.fullmatch(key) for key in tensors):
+            name = _denoiser_of(file.stem, denoisers)
+            return _of_peft(*convert(tensors, denoisers[name], name))
+        configs = {n: {k.removeprefix(f"{n}."): v for k, v in header.items() if k.startswith(f"{n}.")} for n in names}
+        return _of_peft(tensors, configs)
+    except ModelError as error:
+        raise ModelError(f"{file} is not a LoRA that gerl can train on: {error}") from None
+
+
+def _denoiser_of(name: str, denoisers: Denoisers) -> str:
+    """The denoiser that a file is for, by the name of the file or its folder, or because there is only one."""
+    if name in denoisers:
+        return name
+    if len(denoisers) > 1:
+        raise ModelError(
+            "it does not say which denoiser it belongs to: name it lora_NAME.safetensors (kohya), or its folder "
+            f"NAME (PEFT), with NAME one of {', '.join(denoisers)}"
+        )
+    return next(iter(denoisers))
+
+
+def _peft_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} next to it, which has the LoRA's alpha, cannot be read ({reason(error)})") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} next to it is not a JSON object")
+    return config
+
+
+def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Layers]:
+    """The layers of tensors `DENOISER.LAYER.lora_A.weight`; of `configs` alpha and what gives layers another one."""
+    pairs: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        match = KEY.fullmatch(key)
+        if match is None or value.ndim != 2:
+            raise ModelError(f"its {key} {list(value.shape)} is not a matrix of a LoRA of a linear layer")
+        pairs.setdefault((match["denoiser"], match["layer"]), {})[match["half"]] = value
+    found: dict[str, Layers] = {}
+    for (name, layer), pair in pairs.items():
+        if set(pair) != {"A", "B"}:
+            raise ModelError(f"{name}.{layer} has only its matrix {', '.join(pair)}")
+        scale = _scale(configs.get(name, {}), layer, len(pair["A"]))
+        found.setdefault(name, {})[layer] = Halves(pair["A"], pair["B"], scale)
+    return found
+
+
+def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
+    """alpha / rank of a layer, or alpha / sqrt(rank) of a rank-stabilised LoRA; 1 where no alpha is given."""
+    if other := next((name for name in OTHER if config.get(name)), None):
+        raise ModelError(f"it was trained with {other}, which gerl's LoRA does not have")
+    pattern = config.get("alpha_pattern") or {}
+    alpha = pattern.get(get_pattern_key(list(pattern), layer), config.get("lora_alpha", rank))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
+        raise ModelError(f"its lora_alpha is {alpha!r:.40}")
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _check_numbers(name: str, layers: Layers) -> None:
+    for layer, halves in layers.items():
+        if not len(halves.a) == halves.b.shape[1] > 0:
+            raise ModelError(f"{name}.{layer} has the ranks {len(halves.a)} and {halves.b.shape[1]}")
+        if not all(half.is_floating_point() and half.float().isfinite().all() for half in (halves.a, halves.b)):
+            raise ModelError(f"{name}.{layer} has non-finite values")
+
+
+# --- A trained LoRA as files of diffusers, PEFT and kohya (whose layout ComfyUI reads), or merged into the weights
+
+
+def _qkv(attention: str) -> tuple[str, ...]:
+    return tuple(f"{attention}.to_{x}" for x in "qkv")
+
+
+def _added_qkv(attention: str) -> tuple[str, ...]:
+    return tuple(f"{attention}.add_{x}_proj" for x in "qkv")
+
+
+# How kohya files call the layers of a family: as its original code does, dots as underscores. Original name -> layers
+# of diffusers, `*` is the number of a block. Several layers lie on top of each other in one of the original.
+LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "SD3Transformer2DModel": {
+        "joint_blocks.*.x_block.attn.qkv": _qkv("transformer_blocks.*.attn"),
+        "joint_blocks.*.x_block.attn.proj": ("transformer_blocks.*.attn.to_out.0",),
+        "joint_blocks.*.x_block.attn2.qkv": _qkv("transformer_blocks.*.attn2"),
+        "joint_blocks.*.x_block.attn2.proj": ("transformer_blocks.*.attn2.to_out.0",),
+        "joint_blocks.*.x_block.mlp.fc1": ("transformer_blocks.*.ff.net.0.proj",),
+        "joint_blocks.*.x_block.mlp.fc2": ("transformer_blocks.*.ff.net.2",),
+        "joint_blocks.*.context_block.attn.qkv": _added_qkv("transformer_blocks.*.attn"),
+        "joint_blocks.*.context_block.attn.proj": ("transformer_blocks.*.attn.to_add_out",),
+        "joint_blocks.*.context_block.mlp.fc1": ("transformer_blocks.*.ff_context.net.0.proj",),
+        "joint_blocks.*.context_block.mlp.fc2": ("transformer_blocks.*.ff_context.net.2",),
+        "joint_blocks.*.x_block.adaLN_modulation.1": ("transformer_blocks.*.norm1.linear",),
+        "joint_blocks.*.context_block.adaLN_modulation.1": ("transformer_blocks.*.norm1_context.linear",),
+        "context_embedder": ("context_embedder",),
+        "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
+        "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
+        "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
+        "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+        "final_layer.adaLN_modulation.1": ("norm_out.linear",),
+        "final_layer.linear": ("proj_out",),
+    },
+    "FluxTransformer2DModel": {
+        "double_blocks.*.img_attn.qkv": _qkv("transformer_blocks.*.attn"),
+        "double_blocks.*.img_attn.proj": ("transformer_blocks.*.attn.to_out.0",),
+        "double_blocks.*.img_mlp.0": ("transformer_blocks.*.ff.net.0.proj",),
+        "double_blocks.*.img_mlp.2": ("transformer_blocks.*.ff.net.2",),
+        "double_blocks.*.img_mod.lin": ("transformer_blocks.*.norm1.linear",),
+        "double_blocks.*.txt_attn.qkv": _added_qkv("transformer_blocks.*.attn"),
+        "double_blocks.*.txt_attn.proj": ("transformer_blocks.*.attn.to_add_out",),
+        "double_blocks.*.txt_mlp.0": ("transformer_blocks.*.ff_context.net.0.proj",),
+        "double_blocks.*.txt_mlp.2": ("transformer_blocks.*.ff_context.net.2",),
+        "double_blocks.*.txt_mod.lin": ("transformer_blocks.*.norm1_context.linear",),
+        "single_blocks.*.linear1": (*_qkv("single_transformer_blocks.*.attn"), "single_transformer_blocks.*.proj_mlp"),
+        "single_blocks.*.linear2": ("single_transformer_blocks.*.proj_out",),
+        "single_blocks.*.modulation.lin": ("single_transformer_blocks.*.norm.linear",),
+    },
+    "QwenImageTransformer2DModel": {},
+    "ZImageTransformer2DModel": {
+        f"{blocks}.*.attention.{original}": layers
+        for blocks in ("layers", "noise_refiner", "context_refiner")
+        for original, layers in {
+            "qkv": _qkv(f"{blocks}.*.attention"),
+            "out": (f"{blocks}.*.attention.to_out.0",),
+        }.items()
+    },
+    "WanTransformer3DModel": {
+        f"blocks.*.{original}": (f"blocks.*.{layer}",)
+        for original, layer in {
+            **{f"self_attn.{x}": f"attn1.to_{x}" for x in "qkv"},
+            "self_attn.o": "attn1.to_out.0",
+            **{f"cross_attn.{x}": f"attn2.to_{x}" for x in "qkv"},
+            "cross_attn.o": "attn2.to_out.0",
+            "cross_attn.k_img": "attn2.add_k_proj",
+            "cross_attn.v_img": "attn2.add_v_proj",
+            "ffn.0": "ffn.net.0.proj",
+            "ffn.2": "ffn.net.2",
+        }.items()
+    },
+    # kohya trains it under the names of diffusers
+    "UNet2DConditionModel": {},
+}
+BLOCK = re.compile(r"(?<=\.)\d+(?=\.)")
+# whose other layers have the same name in both
+SAME_NAMES = ("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "UNet2DConditionModel")
+
+
+def diffusers_file(
+    loras: Mapping[str, Lora], base: str | None = None, facts: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
+    """A safetensors file of diffusers: a LoRA under each prefix, rank and alpha in the file's header.
+
+    `base`: what it was trained on, for the header, which has `facts` too.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    header: dict[str, object] = {}
+    for prefix, lora in loras.items():
+        for layer, (a, b) in lora.layers.items():
+            tensors |= {f"{prefix}.{layer}.lora_A.weight": a, f"{prefix}.{layer}.lora_B.weight": b}
+        config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.layers)}
+        header |= {f"{prefix}.{key}": value for key, value in config.items()}
+    return pack_tensors(tensors, {"format": "pt", METADATA: json.dumps(header, indent=2), **_note(base), **facts})
+
+
+def _note(base: str | None) -> dict[str, str]:
+    return {} if base is None else {"base_model": base}
+
+
+def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
+    """The files of a folder for `PeftModel.from_pretrained(denoiser, folder)`; `base` is noted as the base model."""
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.targets,
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+    return {
+        "adapter_config.json": json.dumps(config.to_dict(), indent=2, sort_keys=True).encode(),
+        "adapter_model.safetensors": diffusers_file({"base_model.model": lora}),
+    }
+
+
+def kohya_file(
+    lora: Lora, denoiser: torch.nn.Module, base: str | None = None, facts: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
+    """A safetensors file in kohya's layout: `lora_unet_NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`.
+
+    Only the class and the sizes of `denoiser` are read, so it may be on the meta device. `base`, `facts`: as in
+    `diffusers_file`. Where several layers are one in the original code, their LoRAs become the blocks of one LoRA,
+    whose rank is the sum of theirs.
+
+    Raises:
+        ModelError: kohya's layout of this class is not known, or has no name for a layer.
+    """
+    family = type(denoiser).__name__
+    if family not in LAYOUTS:
+        raise ModelError(
+            f"format=kohya: its layout for {family} is unknown, only for {', '.join(LAYOUTS)}; use diffusers, peft "
+            "or merged"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for original, parts in dict(_original(layer, family) for layer in lora.layers).items():
+        trained = [part for part in parts if part in lora.layers]
+        rows = [len(denoiser.get_parameter(f"{part}.weight")) for part in parts]
+        down = torch.cat([lora.layers[part][0] for part in trained])
+        up = down.new_zeros(sum(rows), len(down))
+        for i, part in enumerate(trained):
+            b = _halves_swapped(lora.layers[part][1], part, denoiser)
+            top = sum(rows[: parts.index(part)])
+            up[top : top + len(b), i * lora.rank : (i + 1) * lora.rank] = b
+        name = "lora_unet_" + original.replace(".", "_")
+        # readers divide alpha by the rank they find, that of all blocks together
+        alpha = torch.tensor(lora.scale * len(down))
+        tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
+    return pack_tensors(tensors, {"format": "pt", **_note(base), **facts})
+
+
+def in_layout(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> bool:
+    """Whether `kohya_halves` knows all modules of a file for the class of `denoiser`."""
+    return type(denoiser).__name__ in LAYOUTS and {n.split(".")[0] for n in tensors} <= _kohya_names(denoiser).keys()
+
+
+def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> dict[str, Halves]:
+    """The LoRA of each layer of `denoiser` in the tensors of a file in kohya's layout, see `kohya_file`.
+
+    Where several layers are one in the original code, each gets the rows of its own, and the part of the rank that
+    they use: exactly the LoRAs that `kohya_file` was given. Only the class and the sizes of `denoiser` are read.
+
+    Raises:
+        ModelError: kohya's layout of this class is not known, or the file has something else.
+    """
+    originals = _kohya_names(denoiser)
+    found: dict[str, Halves] = {}
+    modules = sorted({name.split(".")[0] for name in tensors})
+    for module in modules:
+        halves = [tensors.get(f"{module}.{part}.weight") for part in ("lora_down", "lora_up")]
+        alpha = tensors.get(f"{module}.alpha")
+        down, up = halves
+        known = {f"{module}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")}
+        if unread := sorted({name for name in tensors if name.split(".")[0] == module} - known):
+            raise ModelError(f"its {unread[0]} is not part of a LoRA, and would be ignored")
+        if module not in originals or down is None or up is None or not down.ndim == up.ndim == 2:
+            raise ModelError(f"its {module} is not a LoRA of a linear layer of {type(denoiser).__name__}")
+        scale = 1.0 if alpha is None else float(alpha) / len(down)
+        top, parts = 0, originals[module]
+        for part in parts:
+            rows = len(denoiser.get_parameter(f"{part}.weight"))
+            own = _halves_swapped(up[top : top + rows], part, denoiser)
+            top += rows
+            used = own.any(0).nonzero().flatten()
+            if len(parts) == 1:
+                found[part] = Halves(down, own, scale)
+            elif len(used):
+                columns = slice(int(used[0]), int(used[-1]) + 1)
+                found[part] = Halves(down[columns], own[:, columns], scale)
+        if top != len(up):
+            raise ModelError(f"its {module} has {len(up)} rows, and {type(denoiser).__name__} {top} in its place")
+    return found
+
+
+def _halves_swapped(up: torch.Tensor, layer: str, denoiser: torch.nn.Module) -> torch.Tensor:
+    """The rows in the other order where the layer's original outputs first the shift, then the scale, and diffusers'
+    the scale first: `AdaLayerNormContinuous`, as in its converter of SD3's original code (`swap_scale_shift`).
+    """
+    if not isinstance(denoiser.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous):
+        return up
+    return torch.cat(up.chunk(2)[::-1])
+
+
+def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """The layers of `denoiser` that make up each module of a kohya file, by the module's name."""
+    family = type(denoiser).__name__
+    if family not in LAYOUTS:
+        raise ModelError(
+            f"kohya's layout for {family} is unknown, only for {', '.join(LAYOUTS)}: use a diffusers or PEFT file"
+        )
+    names: dict[str, tuple[str, ...]] = {}
+    for layer, module in denoiser.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            try:
+                original, parts = _original(layer, family)
+            except ModelError:  # kohya has no name for it
+                continue
+            names["lora_unet_" + original.replace(".", "_")] = parts
+    return names
+
+
+def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
+    """The original name of a layer, and all layers of diffusers that make it up, from top to bottom."""
+    number = BLOCK.search(layer)
+    block = number[0] if number else ""
+    pattern = BLOCK.sub("*", layer, count=1)
+    for original, parts in LAYOUTS[family].items():
+        if pattern in parts:
+            return original.replace("*", block), tuple(part.replace("*", block) for part in parts)
+    if family not in SAME_NAMES:
+        raise ModelError(
+            f"format=kohya: it has no name for the layer {layer} of {family}; use diffusers, peft or merged"
+        )
+    return layer, (layer,)
+
+
+def merge(lora: Lora, denoiser: torch.nn.Module) -> None:
+    """Add the LoRA to the weights of `denoiser`: computed in fp32, rounded once to the precision of the weights."""
+    merge_halves(lora.halves, denoiser)
+
+
+@torch.no_grad()
+def merge_halves(layers: Mapping[str, Halves], denoiser: torch.nn.Module) -> None:
+    """As `merge`, for a LoRA whose layers may have a rank and a scale each."""
+    for layer, halves in layers.items():
+        weight = denoiser.get_parameter(f"{layer}.weight")
+        update = (halves.b.float() @ halves.a.float()).to(weight.device)
+        weight.copy_(weight.float() + halves.scale * update)
+
+
+# --- `model.lora`: the LoRA that training starts from, as the beginning of the trained one or merged into the base
+
+logger = logging.getLogger(__name__)
+
+
+def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
+    """The LoRA of `model.lora` by denoiser; a LoRA of the hub is fetched into its cache.
+
+    `denoisers`: those of the pipeline, or their skeletons. Raises `ModelError` if it cannot be read, or does not fit
+    them, or, where it is not merged, `model.lora_rank` and `model.lora_targets`.
+    """
+    assert config.lora is not None
+    try:
+        found = read_layers(place_of(config.lora), denoisers)
+        for name, layers in found.items():
+            check_fit(layers, denoisers[name], name)
+    except ModelError as error:
+        text = str(error)
+        raise ModelError(text if text.startswith("model.lora=") else f"model.lora={config.lora!r}: {text}") from None
+    if not config.merge_lora:
+        for name, layers in found.items():
+            _check_keys(config, layers, denoisers[name])
+    return found
+
+
+def place_of(source: str) -> Path:
+    """The file or folder of a LoRA; one of the hub is fetched into its cache."""
+    return local_lora(source) or fetch_lora(source)
+
+
+def _check_keys(config: ModelConfig, layers: Layers, denoiser: torch.nn.Module) -> None:
+    """Raise `ModelError` if the trained LoRA cannot hold these layers."""
+    given, instead = f"model.lora={config.lora!r}", "or train a new one on top of it with model.merge_lora=true"
+    rank = max(halves.rank for halves in layers.values())
+    if rank > config.lora_rank:
+        raise ModelError(
+            f"{given} has rank {rank}, which does not fit in a LoRA of model.lora_rank={config.lora_rank}: use "
+            f"model.lora_rank={rank}, {instead}"
+        )
+    targets = set(find_targets(denoiser, config.lora_targets))
+    if outside := [layer for layer in layers if layer not in targets]:
+        raise ModelError(
+            f"{given} has weights for {outside[0]}, which is not among the layers that "
+            f"model.lora_targets={config.lora_targets or 'null'} trains: use an expression that matches its layers "
+            f"too, {instead}"
+        )
+
+
+@torch.no_grad()
+def begin_with(start: Mapping[str, Layers], denoisers: Denoisers) -> None:
+    """Let the LoRAs just added to `denoisers` begin as `start`: the model then computes what it does with that.
+
+    A layer of a lower rank than `model.lora_rank` gets it in its first rows, what remains of A is drawn and of B zero;
+    B takes up the difference of the scales. With the same rank and alpha the matrices are those of the file.
+    """
+    for name, layers in start.items():
+        for layer, halves in layers.items():
+            adapted = denoisers[name].get_submodule(layer)
+            a, b, scale = (getattr(adapted, part)[ADAPTER] for part in ("lora_A", "lora_B", "scaling"))
+            a.weight[: halves.rank] = halves.a.to(a.weight)
+            b.weight[:, : halves.rank] = halves.b.to(b.weight) * (halves.scale / scale)
+
+
+def merge_start(config: ModelConfig, denoisers: Denoisers) -> None:
+    """Add `model.lora` to the weights of `denoisers`: computed in fp32, rounded once to their precision."""
+    for name, layers in read_start(config, denoisers).items():
+        merge_halves(layers, denoisers[name])
+    logger.info("%s is merged into the base model", config.lora)
+
+
+# --- Whether plain diffusers reads the whole of a LoRA file: on a skeleton of the model, before it counts as written
+
+CHECK_ADAPTER = "check"
+_SOUND: set[tuple[object, ...]] = set()  # classes with the tensors that they took, in this process
+
+
+def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> None:
+    """Raise `ModelError` unless a plain model of each class takes all tensors of a file in diffusers' format.
+
+    Only classes and configurations of `denoisers`, by the name that begins their tensors, are read. Diffusers itself
+    only warns of tensors that it has no layer for. Classes that load no LoRA are left out.
+    """
+    tensors = load(content)
+    for name, denoiser in denoisers.items():
+        if not (isinstance(denoiser, PeftAdapterMixin) and isinstance(denoiser, ModelMixin)):
+            continue
+        own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+        known = (type(denoiser), str(denoiser.config), *((key, value.shape) for key, value in sorted(own.items())))
+        if known in _SOUND:
+            continue
+        with accelerate.init_empty_weights():
+            plain = type(denoiser).from_config(denoiser.config)
+        try:
+            plain.load_lora_adapter(own, prefix=None, adapter_name=CHECK_ADAPTER, low_cpu_mem_usage=True)
+        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ModelError(f"plain diffusers does not load the LoRA of {name}: {reason}") from error
+        loaded = get_peft_model_state_dict(plain, adapter_name=CHECK_ADAPTER)
+        wrong = sorted(own.keys() ^ loaded.keys()) or [k for k, v in own.items() if loaded[k].shape != v.shape]
+        if wrong:
+            raise ModelError(
+                f"a plain {type(denoiser).__name__} does not accept {len(wrong)} tensors of the LoRA of {name}, "
+                f"such as {wrong[0]}: train the pipeline without additional or fused layers"
+            )
+        _SOUND.add(known)
+
+
+# --- LoRA files in the layouts that other trainers and interfaces write, converted by diffusers' own readers
+
+SUFFIX = "LoraLoaderMixin"
+# the tensors that a LoRA consists of, however they are called: two matrices per layer, and alpha
+MATRIX = re.compile(r"(?P<layer>.+?)[._]lora(_linear_layer)?[._](?P<half>A|B|down|up)(\.default)?\.weight")
+ALPHA = re.compile(r"(?P<layer>.+?)(\.lora)?\.alpha")
+Tensors = Mapping[str, torch.Tensor]
+
+
+def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a file as diffusers reads them, `name.LAYER.lora_A.weight`, and the configuration of each layer.
+
+    Only class and sizes of `denoiser`, which is `name` in its pipeline, are read. Raises `ModelError` for a layout
+    that diffusers cannot read, and for a tensor that would be left out: the images would be those of another LoRA.
+    """
+    for key, value in tensors.items():
+        if not (MATRIX.fullmatch(key) or ALPHA.fullmatch(key)):
+            raise ModelError(f"its {key} {list(value.shape)} is not a matrix of a LoRA of a linear layer")
+    reader = _reader(denoiser)
+    if reader is None:
+        raise ModelError(
+            f"its {next(iter(tensors))} is not named as in diffusers files, and diffusers converts no other layout "
+            f"for {type(denoiser).__name__}: save it with pipe.save_lora_weights"
+        )
+    unet = {"unet_config": denoiser.config} if "StableDiffusion" in reader.__name__ else {}
+    try:
+        read = reader.lora_state_dict(dict(tensors), return_lora_metadata=True, **unet)
+        found, alphas = read[0], read[1] if len(read) == 3 else None
+        if not all("lora_A" in key or "lora_B" in key for key in found):
+            found = convert_unet_state_dict_to_peft(found)
+    except (ValueError, KeyError, RuntimeError, IndexError, TypeError, AttributeError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"diffusers cannot read its layout for {type(denoiser).__name__} ({first:.200})") from None
+    if others := sorted({key.partition(".")[0] for key in found} - {name}):
+        raise ModelError(f"it has a LoRA of {' and '.join(others)}, and gerl trains {name}: use a file of {name} alone")
+    config = _alphas(alphas or {}, name)
+    before, after = _squared_norm(tensors, {}), _squared_norm(found, config.get("alpha_pattern", {}))
+    if not abs(after - before) <= 1e-3 * before:
+        raise ModelError(
+            f"diffusers reads only {after / before if before else 0:.1%} of it for {type(denoiser).__name__}: use "
+            "the model it was trained on"
+        )
+    return found, {name: config}
+
+
+def _reader(denoiser: torch.nn.Module) -> type[Any] | None:
+    """The mixin of diffusers' pipelines that reads LoRAs of this class, the one with the longest common name."""
+    family = type(denoiser).__name__
+    if family == "UNet2DConditionModel":
+        large = getattr(denoiser.config, "addition_embed_type", None) == "text_time"
+        family = "StableDiffusionXL" if large else "StableDiffusion"
+    known = [name for name in vars(lora_pipeline) if name.endswith(SUFFIX) and name != SUFFIX]
+    fitting = [name for name in known if family.startswith(name.removesuffix(SUFFIX))]
+    return getattr(lora_pipeline, max(fitting, key=len)) if fitting else None
+
+
+def _alphas(alphas: Mapping[str, float], name: str) -> dict[str, Any]:
+    """The alpha of each layer, which diffusers gives by the name of its first matrix, as in a configuration of PEFT."""
+    renamed = convert_unet_state_dict_to_peft({key.removesuffix(".alpha"): value for key, value in alphas.items()})
+    layers = {key.removeprefix(f"{name}.").split(".lora_")[0]: float(value) for key, value in renamed.items()}
+    return {"alpha_pattern": {f"^{re.escape(layer)}$": alpha for layer, alpha in layers.items()}} if layers else {}
+
+
+def _squared_norm(tensors: Tensors, pattern: Mapping[str, float]) -> float:
+    """The sum of the squares of all updates `alpha / rank * B @ A`: what splitting a layer by rows leaves alone."""
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    alphas: dict[str, float] = {}
+    for key, value in tensors.items():
+        if match := MATRIX.fullmatch(key):
+            half = {"down": "A", "up": "B"}.get(match["half"], match["half"])
+            pairs.setdefault(match["layer"], {})[half] = value.flatten(1).double()
+        elif match := ALPHA.fullmatch(key):
+            alphas[match["layer"]] = float(value)
+    total = 0.0
+    for layer, pair in pairs.items():
+        if set(pair) != {"A", "B"} or len(pair["A"]) != pair["B"].shape[1]:
+            raise ModelError(f"{layer} has only one of its two matrices, or two of different ranks")
+        given = [alpha for name, alpha in pattern.items() if re.search(name, layer.partition(".")[2])]
+        scale = (given[0] if given else alphas.get(layer, len(pair["A"]))) / len(pair["A"])
+        a, b = pair["A"] @ pair["A"].T, pair["B"].T @ pair["B"]
+        total += scale**2 * float((a * b.T).sum())
+    return total

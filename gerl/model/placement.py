@@ -1,16 +1,31 @@
-"""Where the frozen parts of a pipeline are, and in which precision they compute."""
+"""Placement and precision of the frozen parts of a pipeline: offloading, 8-bit copies, compiled blocks."""
 
-from collections.abc import Collection, Iterable
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import accelerate
 import torch
+import transformers
 from diffusers import DiffusionPipeline, ModelMixin
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
-from gerl.config.choices import Offload
+from gerl.config import ModelConfig
+from gerl.config.blocks import DrawingPrecision, Offload
 from gerl.engine.batching import Arguments
+from gerl.errors import ConfigError, ModelError
+from gerl.model.quantization import quantisation_config, text_encoders
 from gerl.model.sharding import repeated_blocks
+from gerl.utils.files import reason
+
+# --- Where the frozen parts of a pipeline are, and in which precision they compute
 
 DECODER = ("post_quant_conv", "decoder")  # the parts of a VAE that make images of latents
 
@@ -161,3 +176,223 @@ def _in_fp32(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str
         lambda v: v.float() if torch.is_tensor(v) and v.is_floating_point() else v, (args, kwargs)
     )
     return cast
+
+
+# --- 8-bit copies of frozen weights that only draw: rollouts in int8 or fp8, updates with the weights as they are.
+#
+# Unlike `model.quantize`, which keeps weights small and computes in the model's precision, these layers compute in 8
+# bits, inputs included. The policy that draws is then another than the one that is trained, close to it.
+
+MULTIPLE = 16  # of which the widths of a layer have to be for 8-bit kernels
+
+
+class DrawingWeights:
+    """8-bit copies of the frozen linear weights in the repeated blocks of denoisers.
+
+    Raises `ModelError` for denoisers without such layers, and `ConfigError` as `check_drawing`.
+    """
+
+    def __init__(self, denoisers: Mapping[str, ModelMixin], kind: DrawingPrecision) -> None:
+        layers = {
+            id(layer): layer
+            for denoiser in denoisers.values()
+            for block in repeated_blocks(denoiser)
+            for layer in block.modules()
+            if isinstance(layer, torch.nn.Linear) and _fits(layer)
+        }
+        if not layers:
+            raise ModelError(
+                f"rollout.quantize={kind}: the denoiser has no frozen linear layers with widths that are multiples of "
+                f"{MULTIPLE}; use none"
+            )
+        self.copies = [(layer, quantised(layer.weight, kind)) for layer in layers.values()]
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The layers compute with the copies."""
+        own = [layer.weight for layer, _ in self.copies]
+        try:
+            for layer, copy in self.copies:
+                layer.weight = copy
+            yield
+        finally:
+            for (layer, _), weight in zip(self.copies, own, strict=True):
+                layer.weight = weight
+
+
+def check_drawing(kind: DrawingPrecision, device: str, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` where the package for `kind` is missing, or layers cannot compute so on `device`."""
+    weight = torch.eye(2 * MULTIPLE, dtype=dtype, device=device)
+    try:
+        with torch.no_grad():
+            torch.nn.functional.linear(weight, quantised(weight, kind))
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.quantize={kind}: layers cannot compute in this format on {device} ({reason(error)}); use "
+            "int8, or none"
+        ) from error
+
+
+def quantised(weight: torch.Tensor, kind: DrawingPrecision) -> torch.nn.Parameter:
+    """A copy of a linear layer's `weight` that computes in 8 bits, with a scale for each row and each input vector."""
+    try:
+        from torchao.quantization import (  # an optional package
+            Float8DynamicActivationFloat8WeightConfig,
+            Int8DynamicActivationInt8WeightConfig,
+            PerRow,
+            quantize_,
+        )
+    except ImportError:
+        raise ConfigError(
+            f"rollout.quantize={kind} needs the package torchao: pip install 'gerl[quantize]', or use none"
+        ) from None
+    rows, columns = weight.shape
+    layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    config = (
+        Int8DynamicActivationInt8WeightConfig()
+        if kind == "int8"
+        else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+    )
+    quantize_(layer, config)
+    layer.weight.requires_grad_(False)
+    return layer.weight
+
+
+def _fits(layer: torch.nn.Linear) -> bool:
+    divisible = layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
+    return divisible and not layer.weight.requires_grad and layer.weight.is_floating_point()
+
+
+# --- How a pipeline computes, not what: compiled blocks, attention kernels, the layout of a VAE's weights
+
+# relative error of half-precision attention; a kernel with 8-bit products is off by more
+CLOSE = 2e-2
+# of one function: all blocks have the same code, with and without gradient, for one row and for several
+RECOMPILATIONS = 64
+
+
+def compile_blocks(denoiser: ModelMixin, backend: str) -> None:
+    """Let torch.compile compile the repeated blocks of `denoiser`, which have one graph, rather than all of it.
+
+    What lies around the blocks is small. The hooks of divided weights (`model.shard`) stay outside.
+    """
+    torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, torch._dynamo.config.recompile_limit)
+    for block in repeated_blocks(denoiser):
+        block.compile(backend=backend)
+
+
+def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` unless the attention backend `name` of diffusers can train here.
+
+    It has to exist, run on `device` with `dtype`, and give what torch's own gives, with a gradient: kernels for
+    inference (sage) give none, which a denoiser would not show, since the gradient goes around its attention.
+    """
+    given = f"model.attention={name}"
+    known = [backend.value for backend in AttentionBackendName]
+    if name not in known:
+        raise ConfigError(f"{given}: diffusers has no such attention backend, only {', '.join(known)}")
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 128, 2, 64, generator=generator).to(device, dtype) for _ in range(4)]
+
+    def computed(backend: str) -> list[torch.Tensor]:
+        inputs = [v.clone().requires_grad_() for v in drawn[:3]]
+        with attention_backend(backend):
+            output = dispatch_attention_fn(*inputs)
+        return [output, *torch.autograd.grad(output, inputs, drawn[3])]
+
+    try:
+        found, expected = computed(name), computed("native")
+    except (RuntimeError, ValueError, TypeError, ImportError, AttributeError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"{given} does not work here, or has no gradient ({reason[0]}): use another, or null for torch's own"
+        ) from None
+    if any((a - b).float().norm() > CLOSE * b.float().norm() for a, b in zip(found, expected, strict=True)):
+        raise ConfigError(f"{given} differs numerically from torch's own attention: use another, or null")
+
+
+def set_attention(denoisers: Mapping[str, ModelMixin], name: str) -> None:
+    """Let `denoisers` compute their attention with the backend `name`; raises `ModelError` where one has no choice."""
+    with attention_backend(name):  # which puts back what other models of this process compute with
+        for component, denoiser in denoisers.items():
+            denoiser.set_attention_backend(name)
+            processors = [getattr(module, "processor", None) for module in denoiser.modules()]
+            if not any(getattr(processor, "_attention_backend", None) for processor in processors):
+                raise ModelError(
+                    f"model.attention={name}: {component} ({type(denoiser).__name__}) has no attention with a "
+                    "selectable backend; use null"
+                )
+
+
+def channels_last(pipe: DiffusionPipeline) -> None:
+    """Keep the convolutions of VAEs in the memory layout in which GPUs compute them fastest."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for component in pipe.components.values():
+        if isinstance(component, ModelMixin) and hasattr(component, "decode"):
+            for p in component.parameters():
+                if p.ndim in layouts:
+                    p.data = p.data.to(memory_format=layouts[p.ndim])
+
+
+# --- Text encoders that are read when they are first needed: where all prompts are kept encoded, never
+
+logger = logging.getLogger(__name__)
+
+
+class LateEncoder(torch.nn.Module):
+    """Stands for a text encoder, and reads it when it is called or something inside it is asked for."""
+
+    def __init__(self, skeleton: torch.nn.Module, read: Callable[[], torch.nn.Module], dtype: torch.dtype) -> None:
+        """`skeleton`: the encoder without its weights; `read`: the encoder, on the CPU."""
+        super().__init__()
+        # past `torch.nn.Module`: a pipeline takes the device of its first weights for its own
+        self.__dict__ |= {"skeleton": skeleton, "read": read}
+        self.__dict__["known"] = {"dtype": dtype, "device": torch.device("cpu"), "config": skeleton.config}
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """The encoder's answer."""
+        return self.loaded()(*args, **kwargs)
+
+    def loaded(self) -> torch.nn.Module:
+        """The encoder, read now if it was not."""
+        if "encoder" not in self._modules:
+            self.encoder = self.read().requires_grad_(False).eval().to(self.known["device"])
+        return self.encoder
+
+    def to(self, device: Any, *_: object, **__: object) -> LateEncoder:  # type: ignore[override]
+        """Where the encoder will be."""
+        self.known["device"] = torch.device(device)
+        return super().to(device)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "encoder" not in self._modules and (name in self.known or not hasattr(self.skeleton, name)):
+                if name in self.known:
+                    return self.known[name]
+                raise
+        return getattr(self.loaded(), name)
+
+
+def late_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> dict[str, LateEncoder]:
+    """The text encoders of the pipeline in `folder`, none of them read, which will be as diffusers reads them."""
+    index = DiffusionPipeline.load_config(folder)
+    encoders_only = ModelConfig(path=config.path, quantize_encoders=config.quantize_encoders)
+    quantised = quantisation_config(encoders_only, folder, dtype, lambda _: {})
+
+    def late(name: str) -> LateEncoder:
+        kind = getattr(transformers, index[name][1])
+        options = {} if quantised is None else {"quantization_config": quantised.quant_mapping[name]}
+
+        def read() -> torch.nn.Module:
+            logger.info("loading %s, for a prompt whose embedding is not cached", name)
+            encoder: torch.nn.Module = kind.from_pretrained(Path(folder) / name, dtype=dtype, **options)
+            return encoder
+
+        with accelerate.init_empty_weights():
+            skeleton = kind(kind.config_class.from_pretrained(Path(folder) / name))
+        return LateEncoder(skeleton, read, dtype)
+
+    return {name: late(name) for name in text_encoders(folder) if name.startswith("text_encoder")}

@@ -1,18 +1,86 @@
-"""The policy: a pipeline, the weights of it that are trained, and copies of these at other times."""
+"""The policy: a pipeline, the weights of it that are trained, their averages, and variants of them."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from diffusers import DiffusionPipeline, ModelMixin
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from gerl.model.drawing_weights import DrawingWeights
-from gerl.model.ema import EMA
-from gerl.model.fake import fake_active
+from gerl.errors import ModelError
 from gerl.model.latents import ImageLatents
-from gerl.model.lora import lora_disabled, lora_file
-from gerl.model.teachers import TeacherModel, adapter_active
+from gerl.model.lora import check_components, inject, lora_disabled, lora_file, read_lora
+from gerl.model.placement import DrawingWeights
+from gerl.model.sharding import blocks_to_gather
+from gerl.model.shards import local
+from gerl.model.teachers import TeacherModel, adapter_active, fake_active
+from gerl.utils.files import reason
+
+# --- Exponential moving averages of the trained weights: what validation draws with, and the old policies
+
+
+class EMA:
+    """`e <- d e + (1 - d) p`, where `n`, the number of updates so far, gives `d`.
+
+    `decay`: a number, warmed up as `d = min((1 + n) / (10 + n), decay)`, or the function `n -> d` itself. With 0 the
+    average is the weights themselves.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float | Callable[[int], float]) -> None:
+        self.parameters = parameters
+        self.decay = decay
+        self.updates = 0
+        # clones: `detach().cpu()` would alias the weights on a CPU, and a swap would destroy them
+        self.average = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @property
+    def next_decay(self) -> float:
+        """The decay of the next update."""
+        if callable(self.decay):
+            return self.decay(self.updates)
+        return min((1 + self.updates) / (10 + self.updates), self.decay)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the current weights into the average."""
+        d = self.next_decay
+        for name, p in self.parameters.items():
+            local(self.average[name]).lerp_(local(p), 1 - d)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def swapped_in(self, average: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
+        """The model computes with the averaged weights; the trained ones come back unchanged.
+
+        `average`: a copy of them from an earlier moment, to be taken in their place.
+        """
+        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self._copy(self.average if average is None else average)
+        try:
+            yield
+        finally:
+            self._copy(kept)
+
+    def load(self, average: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Restore a saved average; names must be the same."""
+        for name, value in self.average.items():
+            value.copy_(average[name])
+        self.updates = updates
+
+    @torch.no_grad()
+    def _copy(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, p in self.parameters.items():
+            local(p).copy_(local(values[name]))
+
+
+# --- The policy: a pipeline, the weights of it that are trained, and copies of these at other times
 
 
 @dataclass
@@ -134,3 +202,210 @@ class Policy:
         """
         with self.ema.swapped_in(average):
             return lora_file(self.denoisers)
+
+
+# --- Training weights of the denoisers themselves: which they are, and how their fp32 values become those computed
+# with.
+#
+# The trained weights are fp32 in any precision of the model. Where that is half, or where several ranks have a part
+# each, FSDP2 (`torch.distributed.fsdp.fully_shard`) makes of the fp32 parts the whole weights of a block while it
+# computes.
+
+Modules = Mapping[str, torch.nn.Module]
+
+
+def chosen(train: str, denoisers: Modules) -> list[str]:
+    """The names `denoiser.parameter` of the weights that `model.train` asks for; skeletons will do.
+
+    Raises `ModelError` if there are none.
+    """
+    names = [
+        f"{name}.{key}"
+        for name, denoiser in denoisers.items()
+        for key, p in denoiser.named_parameters()
+        if p.is_floating_point()
+    ]
+    found = [name for name in names if train == "full" or re.search(train, name)]
+    if not found:
+        raise ModelError(
+            f"model.train={train!r} matches none of the {len(names)} weights of {' and '.join(denoisers)}, whose "
+            f"names look like {', '.join(names[:3])}: use lora, full, or a regular expression that does"
+        )
+    return found
+
+
+def parameters_of(denoisers: Modules, names: Iterable[str]) -> dict[str, torch.nn.Parameter]:
+    """The parameters of these names `denoiser.parameter`."""
+    parts = {name: name.partition(".") for name in names}
+    return {name: denoisers[denoiser].get_parameter(key) for name, (denoiser, _, key) in parts.items()}
+
+
+def alone(device: str) -> DeviceMesh:
+    """This process by itself, as the ranks among which weights are divided."""
+    kind = device.partition(":")[0]
+    if not dist.is_initialized():
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return DeviceMesh.from_group(group, kind)
+
+
+def divide(denoisers: Modules, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Divide the fp32 weights of `denoisers` among the ranks of `mesh`; blocks compute with them in `dtype`.
+
+    A rank's gradients are its part of the sum over the ranks, in fp32. Layers that a model's class keeps in fp32
+    compute in that. Raises `ModelError` for a denoiser without repeated blocks.
+    """
+    half = dtype != torch.float32
+    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
+    mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if half else plain
+    for name, denoiser in denoisers.items():
+        blocks = blocks_to_gather(denoiser, f"model.train: {name}", "model.dtype=float32 and model.shard=none")
+        kept = kept_in_fp32(denoiser) if half else []
+        for module in (*kept, *blocks, denoiser):
+            fully_shard(module, mesh=mesh, mp_policy=plain if module in kept else mixed, reshard_after_forward=True)
+            assert isinstance(module, FSDPModule)
+            module.set_gradient_divide_factor(1.0)  # the loss is divided by the number of all samples already
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+        denoiser.to(mesh.device_type)  # what is left: buffers
+        if half:
+            _halve_buffers(denoiser, dtype)
+            _say_dtype(denoiser, dtype)
+
+
+def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of `denoiser` that diffusers loads in fp32 whatever precision it is asked for, outermost ones."""
+    names = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())
+    found: list[torch.nn.Module] = []
+    inside: set[int] = set()
+    for name, module in denoiser.named_modules():
+        if names & {name.rpartition(".")[2]} and id(module) not in inside and any(True for _ in module.parameters()):
+            found.append(module)
+            inside |= {id(part) for part in module.modules()}
+    return found
+
+
+def _halve_buffers(denoiser: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let the buffers that are saved with the weights be as diffusers loads them for `dtype`."""
+    kept = {id(b) for module in kept_in_fp32(denoiser) for b in module.buffers()}
+    saved = denoiser.state_dict().keys()
+    for name, buffer in denoiser.named_buffers():
+        if name in saved and buffer.is_floating_point() and id(buffer) not in kept:
+            buffer.data = buffer.data.to(dtype)
+
+
+def class_of(denoiser: torch.nn.Module) -> type[torch.nn.Module]:
+    """Its class, without what dividing its weights has made of that."""
+    classes = (cls for cls in type(denoiser).__mro__ if issubclass(cls, torch.nn.Module))
+    return next(cls for cls in classes if not issubclass(cls, FSDPModule))
+
+
+def _say_dtype(denoiser: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let `denoiser.dtype`, by which pipelines make its inputs, be what it computes in, not that of its parameters."""
+    kind = type(denoiser)
+    denoiser.__class__ = type(kind.__name__, (kind,), {"dtype": property(lambda self: dtype)})
+
+
+# --- Several sets of weights for the denoisers of one pipeline, of which one at a time takes the place of its own
+
+Values = list[tuple[torch.Tensor, torch.Tensor]]  # a weight of the pipeline, and what it shall be
+
+
+class WeightVariants:
+    """Trained denoisers, a folder of each, by the name they are to have together; the pipeline computes as it is.
+
+    Only what differs from the pipeline's own weights is kept, in main memory. Raises `ModelError` for denoisers that
+    cannot be read or are not those of the pipeline.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline, folders: Mapping[str, Mapping[str, Path]]) -> None:
+        self._values = {name: _differing(pipe, models) for name, models in folders.items()}
+        changed = {id(own): own for values in self._values.values() for own, _ in values}
+        self._base: Values = [(own, own.detach().to("cpu", copy=True)) for own in changed.values()]
+        self._present: str | None = None
+
+    @torch.no_grad()
+    def switch(self, name: str | None) -> None:
+        """Let the pipeline compute with the weights `name`; None, or another name: with its own."""
+        wanted = name if name in self._values else None
+        if wanted == self._present:
+            return
+        for own, value in (*self._base, *(self._values[wanted] if wanted is not None else ())):
+            own.copy_(value)
+        self._present = wanted
+
+
+def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
+    found: Values = []
+    for name, folder in models.items():
+        model = pipe.components.get(name)
+        if not isinstance(model, ModelMixin):
+            raise ModelError(f"{folder} is a {name}, which {type(pipe).__name__} does not have")
+        try:
+            given = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{folder} cannot be loaded as {type(model).__name__}: {reason(error)}") from None
+        own = model.state_dict()
+        fits = own.keys() == given.keys() and all(own[key].shape == value.shape for key, value in given.items())
+        if not fits:
+            raise ModelError(f"{folder} has weights of another model than {name} of the pipeline: use matching ones")
+        found += [(own[key], value) for key, value in given.items() if not torch.equal(own[key].cpu(), value)]
+    return found
+
+
+# --- Several LoRAs on one pipeline, of which one at a time, or none, takes part
+
+
+def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
+    """Put the LoRAs in `files`, by the name each is to have, on the components of `pipe`, all of them switched off.
+
+    A file that gerl wrote is computed in fp32 on a base of any precision, as in training: its images are those of the
+    run to the bit. Any other is read by the pipeline's own `load_lora_weights`. Raises `ModelError` for a file that
+    cannot be read or does not fit the pipeline.
+    """
+    plain = {name: read_lora(file) for name, file in files.items()}
+    for name, file in files.items():  # all of them, before the first one changes the layers
+        check_components(plain[name] or {}, pipe, file)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several LoRAs on a model are meant
+        for name, file in files.items():
+            loras = plain[name]
+            if loras is None:
+                _load(pipe, file, _adapter(name))
+            else:
+                for denoiser, lora in loras.items():
+                    inject(pipe.components[denoiser], lora, _adapter(name))
+    switch(pipe, None)
+
+
+def switch(pipe: DiffusionPipeline, name: str | None) -> None:
+    """Let the LoRA `name` take part and no other; None: the base model alone."""
+    for layer in _layers(pipe):
+        layer.enable_adapters(name is not None)
+        if name is not None:  # a layer that this LoRA does not have computes without one
+            layer.set_adapter([_adapter(name)], inference_mode=True)
+
+
+def _adapter(name: str) -> str:
+    """A name for a LoRA that peft takes: torch takes no dot in the name of a module."""
+    return "variant_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in name)
+
+
+def _load(pipe: DiffusionPipeline, file: Path, name: str) -> None:
+    load = getattr(pipe, "load_lora_weights", None)
+    if load is None:
+        raise ModelError(f"{file} was not written by gerl, and {type(pipe).__name__} has no load_lora_weights")
+    try:
+        load(str(file.parent), weight_name=file.name, adapter_name=name, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, IndexError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"{file} cannot be loaded as a LoRA of {type(pipe).__name__} ({reason}): use the model it was trained on"
+        ) from error
+    if not any(name in layer._all_available_adapter_names() for layer in _layers(pipe)):
+        raise ModelError(f"{file} has no weights for {type(pipe).__name__}: use the model it was trained on")
+
+
+def _layers(pipe: DiffusionPipeline) -> list[BaseTunerLayer]:
+    models = [c for c in pipe.components.values() if isinstance(c, torch.nn.Module)]
+    return [module for model in models for module in model.modules() if isinstance(module, BaseTunerLayer)]

@@ -1,28 +1,42 @@
-"""Prompts encoded once: what a pipeline's `encode_*` methods said of a prompt is kept in memory, and on disk if asked.
+"""Prompts encoded once and kept in memory or on disk, and prompts that are longer than a tokenizer reads."""
 
-Each prompt (with its negative prompt) is encoded alone, and the answers are put together as the pipeline does it for a
-batch. How that is done is found by comparing the two once, for each method and set of its other arguments; where no way
-gives the same, the method is called as ever. So a number never depends on what was kept before.
-"""
+from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial, update_wrapper
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
+import diffusers
 import torch
+import transformers
 from diffusers import DiffusionPipeline
+from safetensors import SafetensorError, safe_open
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedTokenizerBase
 
 from gerl.config import ModelConfig
 from gerl.engine.batching import Tree, detached_copy, tensor_bytes
-from gerl.model.hub import fetch
-from gerl.model.paths import resolve
-from gerl.model.prompt_files import identity, read_answer, write_answer
+from gerl.model.paths import fetch, resolve
+from gerl.protocol import CutPrompts
+from gerl.utils.files import reason
+from gerl.utils.tensors import pack_tensors
+
+# --- Prompts encoded once: what a pipeline's `encode_*` methods said of a prompt is kept in memory, and on disk if
+# asked.
+#
+# Each prompt (with its negative prompt) is encoded alone, and the answers are put together as the pipeline does it for
+# a batch. How that is done is found by comparing the two once, for each method and set of its other arguments; where no
+# way gives the same, the method is called as ever. So a number never depends on what was kept before.
 
 logger = logging.getLogger(__name__)
 ENCODES = re.compile(r"_?encode_(prompt|text)")
@@ -250,3 +264,239 @@ def _lengths(parts: Sequence[Tree]) -> list[int]:
             if len(set(lengths)) > 1:
                 return list(lengths)
     return [0] * len(parts)
+
+
+# --- Encoded prompts on disk: a safetensors file each, and the identity of what encoded them
+
+SAMPLE, PLACES = 2**12, 16  # bytes at so many places of a file that tell it from another
+
+
+def identity(folder: Path, parts: Iterable[str], *settings: object) -> str:
+    """A name for what encodes: the components `parts` of a pipeline's `folder`, settings, and libraries."""
+    versions = [module.__version__ for module in (torch, diffusers, transformers)]
+    digest = sha256(json.dumps([*map(str, settings), *versions]).encode())
+    for part in parts:
+        for file in sorted(path for path in (folder / part).rglob("*") if path.is_file()):
+            size = file.stat().st_size
+            digest.update(f"{file.relative_to(folder)} {size}".encode())
+            with file.open("rb") as content:
+                for place in range(PLACES):
+                    content.seek(max(0, size - SAMPLE) * place // (PLACES - 1))
+                    digest.update(content.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def read_answer(folder: Path, key: str) -> Tree | None:
+    """The answer that `write_answer` kept under `key`, on the CPU; None where there is none that can be read."""
+    file = folder / _name(key)
+    if not file.exists():
+        return None
+    try:
+        with safe_open(file, "pt") as content:
+            metadata = content.metadata() or {}
+            if metadata.get("key") == key:
+                return _restored(json.loads(metadata["tree"]), lambda name: content.get_tensor(name))
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        logger.warning("%s cannot be read, re-encoding its prompt: %s", file, error)
+    return None
+
+
+def write_answer(folder: Path, key: str, answer: Tree) -> None:
+    """Keep `answer`, of tensors, numbers, texts and None in lists, tuples and dictionaries; others are left out."""
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        tree = json.dumps(_spelled_tree(answer, tensors))
+    except TypeError:
+        return
+    file = folder / _name(key)
+    part = file.with_name(f"{uuid4().hex}.part")  # several workers may write the same
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(pack_tensors(tensors, {"key": key, "tree": tree}))
+        part.replace(file)
+    except OSError as error:
+        logger.warning("%s cannot be written, the prompt will be re-encoded next time: %s", file, reason(error))
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _name(key: str) -> str:
+    return sha256(key.encode()).hexdigest() + ".safetensors"
+
+
+def _spelled_tree(tree: Tree, tensors: dict[str, torch.Tensor]) -> object:
+    """`tree` as JSON, its tensors as names of `tensors`, which gets them; raises `TypeError` for other values."""
+    if isinstance(tree, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = tree
+        return {"tensor": name}
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [_spelled_tree(value, tensors) for value in tree]}  # type: ignore[attr-defined]
+    if type(tree) is dict:
+        return {"dict": [[name, _spelled_tree(value, tensors)] for name, value in tree.items()]}
+    if tree is None or type(tree) in (str, int, float, bool):
+        return {"value": tree}
+    raise TypeError(f"{type(tree).__name__} is not stored on disk")
+
+
+def _restored(spelled: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Tree:
+    ((kind, value),) = spelled.items()
+    match kind:
+        case "tensor":
+            return tensor(value)
+        case "list":
+            return [_restored(v, tensor) for v in value]
+        case "tuple":
+            return tuple(_restored(v, tensor) for v in value)
+        case "dict":
+            return {name: _restored(v, tensor) for name, v in value}
+        case _:
+            return value
+
+
+# --- Prompts that a pipeline's tokenizers cut, found without encoding them and without knowing the pipeline.
+#
+# One short prompt goes through the pipeline as far as the first call of the denoiser, and the calls of tokenizers are
+# noted: which one reads it, in which template, up to how many tokens. Whether it would cut another prompt is then a
+# matter of counting that one's tokens. Pipelines cut silently, or with a warning per prompt that nobody counts.
+
+PROBE = "zebra"  # a prompt that no template has in it, and that lower case and cleaning leave as it is
+FILE = "tokenizers.json"  # where the readings are kept beside encoded prompts
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the component `tokenizer` reads a prompt: `before + prompt + after`, of which `most` tokens are kept.
+
+    `most` is None where it reads any length.
+    """
+
+    tokenizer: str
+    before: str
+    after: str
+    most: int | None
+
+
+class _Reached(Exception):
+    """The denoiser is about to be called."""
+
+
+def readings(
+    pipe: DiffusionPipeline, run: Callable[[], object], call: Mapping[str, object], denoisers: Sequence[torch.nn.Module]
+) -> list[Reading]:
+    """The readings of the prompt `PROBE` in `run`, which calls `pipe` with it; `call`: its further arguments."""
+    tokenizers = {id(found): name for name, found in _tokenizers(pipe).items()}
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    default = parameters["max_sequence_length"].default if "max_sequence_length" in parameters else None
+    longest = call.get("max_sequence_length", default)
+    found: list[Reading] = []
+
+    def note(tokenizer: PreTrainedTokenizerBase, text: object, given: Mapping[str, Any]) -> None:
+        texts = [text] if isinstance(text, str) else text
+        for one in texts if isinstance(texts, list | tuple) else []:
+            if isinstance(one, str) and one.count(PROBE) == 1 and id(tokenizer) in tokenizers:
+                before, after = one.split(PROBE)
+                cuts = given.get("truncation") not in (None, False, "do_not_truncate")
+                most = (given.get("max_length") or tokenizer.model_max_length) if cuts else None
+                found.append(Reading(tokenizers[id(tokenizer)], before, after, most))
+
+    def reached(*_: object) -> None:
+        raise _Reached
+
+    hooks = [denoiser.register_forward_pre_hook(reached) for denoiser in denoisers]
+    try:
+        with _noting(note), contextlib.suppress(_Reached):
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # some tokenize a second time without limit, to warn of what was cut
+    limited = {r.tokenizer for r in found if r.most is not None}
+    kept = [r for r in dict.fromkeys(found) if r.most is not None or r.tokenizer not in limited]
+    if not isinstance(longest, int) or any(r.most == longest for r in kept):
+        return kept
+    for i, r in enumerate(kept):  # no tokenizer is given the limit: the pipeline cuts later, as far as the prompt goes
+        end = longest + _around(_tokenizers(pipe)[r.tokenizer], r)
+        kept[i] = replace(r, most=end if r.most is None else min(r.most, end))
+    return kept
+
+
+def cut_prompts(pipe: DiffusionPipeline, found: Sequence[Reading], prompts: Sequence[str]) -> CutPrompts:
+    """Which of `prompts` the tokenizers cut, as indices."""
+    by_tokenizer: dict[str, tuple[int, list[int]]] = {}
+    for reading in found:
+        if reading.most is None:
+            by_tokenizer.setdefault(reading.tokenizer, (0, []))
+            continue
+        tokenizer = _tokenizers(pipe)[reading.tokenizer]
+        around = _around(tokenizer, reading)
+        # a token is at least a byte: most prompts need not be counted
+        long = [i for i, text in enumerate(prompts) if len(text.encode()) > reading.most - around]
+        lengths = _token_lengths(tokenizer, reading.before, reading.after, [prompts[i] for i in long])
+        cut = [i for i, length in zip(long, lengths, strict=True) if length > reading.most]
+        most, before = by_tokenizer.get(reading.tokenizer, (0, []))
+        by_tokenizer[reading.tokenizer] = max(most, reading.most - around), sorted({*before, *cut})
+    return CutPrompts({name: value for name, value in by_tokenizer.items() if value[1]}, len(by_tokenizer))
+
+
+def kept_readings(folder: Path | None) -> list[Reading] | None:
+    """The readings that `keep_readings` wrote; None where there are none that can be read."""
+    try:
+        text = None if folder is None else (folder / FILE).read_text(encoding="utf-8")
+        return None if text is None else [Reading(**entry) for entry in json.loads(text)]
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def keep_readings(folder: Path | None, found: Sequence[Reading]) -> None:
+    """Keep readings beside the encoded prompts of `data.cache`, with which the text encoders need not be loaded."""
+    if folder is not None:
+        with contextlib.suppress(OSError):  # then they are found anew
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FILE).write_text(json.dumps([asdict(reading) for reading in found]), encoding="utf-8")
+
+
+def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:
+    """The tokenizers of a pipeline by component, also those inside of processors."""
+    parts = {name: getattr(part, "tokenizer", part) for name, part in pipe.components.items()}
+    found: dict[str, PreTrainedTokenizerBase] = {}
+    for name, part in parts.items():
+        if isinstance(part, PreTrainedTokenizerBase) and all(part is not other for other in found.values()):
+            found[name] = part
+    return found
+
+
+def _around(tokenizer: PreTrainedTokenizerBase, reading: Reading) -> int:
+    """The tokens of a text without a prompt in it."""
+    return _token_lengths(tokenizer, reading.before, reading.after, [""])[0]
+
+
+def _token_lengths(tokenizer: PreTrainedTokenizerBase, before: str, after: str, prompts: Sequence[str]) -> list[int]:
+    """Tokens of each prompt in its template, those that begin and end a text included."""
+    if not prompts:
+        return []
+    read = tokenizer([before + prompt + after for prompt in prompts], padding=False, truncation=False)
+    return [len(ids) for ids in read["input_ids"]]
+
+
+@contextlib.contextmanager
+def _noting(note: Callable[[PreTrainedTokenizerBase, object, Mapping[str, Any]], None]) -> Iterator[None]:
+    """A block in which `note` hears of each call of a tokenizer: its text and keyword arguments."""
+    original = PreTrainedTokenizerBase.__call__
+    inside = False
+
+    def call(self: PreTrainedTokenizerBase, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if not inside:
+            inside = True  # what is noted is counted by the same method
+            try:
+                note(self, args[0] if args else kwargs.get("text"), kwargs)
+            finally:
+                inside = False
+        return original(self, *args, **kwargs)
+
+    PreTrainedTokenizerBase.__call__ = call
+    try:
+        yield
+    finally:
+        PreTrainedTokenizerBase.__call__ = original

@@ -1,23 +1,245 @@
-"""Frozen weights in parts: each rank of a worker holds one, and gathers a block's others while the block computes.
+"""Models in parts over the ranks of a worker: frozen weights, weights still in files, and the sequence of a call."""
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) on the repeated blocks and the rest of a model. The LoRA is left out: it
-stays whole on every rank, so that optimizer, averages, all-reduce, checkpoints and export are as without.
-"""
+import contextlib
+import inspect
+import json
+import logging
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from collections import Counter
-from collections.abc import Mapping
-from typing import Literal
-
+import accelerate
+import diffusers
 import torch
-from diffusers import DiffusionPipeline
+import transformers
+from diffusers import ContextParallelConfig, DiffusionPipeline, ModelMixin
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_processor import Attention, MochiAttention
+from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import register_parametrization
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, rename_source_key
 
 from gerl.errors import ModelError
-from gerl.model.stored import Unread, fill
+from gerl.model.denoisers import default_dtype
+from gerl.model.quantization import leading_values
+
+# --- Models whose weights are still in their files: a rank reads a block's when it is about to divide them.
+#
+# Such a model is what its class's `from_pretrained` would return, down to its buffers, but each weight is a single zero
+# that stands for all of its values. Which file has a weight follows the renamings of diffusers and transformers; where
+# it does not come from one tensor of a file, the model is read whole, by its class.
+
+logger = logging.getLogger(__name__)
+NAMES = {ModelMixin: "diffusion_pytorch_model.safetensors", PreTrainedModel: "model.safetensors"}
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight in a safetensors file, and the precision in which the model has it."""
+
+    file: Path
+    key: str
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        """The weight, on the CPU; in the file's own precision its memory is the file's, mapped."""
+        with safe_open(self.file, framework="pt") as opened:
+            return self._cast(opened.get_tensor(self.key))
+
+    def leading(self, count: int) -> torch.Tensor:
+        """As `leading_values` of the whole weight, of which no more is read than these."""
+        with safe_open(self.file, framework="pt") as opened:
+            part = opened.get_slice(self.key)
+            shape = part.get_shape()
+            if not shape:
+                return leading_values(self._cast(opened.get_tensor(self.key)), count)
+            rows = math.ceil(count / max(1, math.prod(shape[1:])))
+            return leading_values(self._cast(part[: min(rows, shape[0])]), count)
+
+    def _cast(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.dtype) if values.is_floating_point() else values
+
+
+Unread = dict[torch.nn.Parameter, Stored]  # weights that are still in their files
+
+
+class _Whole(Exception):
+    """Why a model is read whole."""
+
+
+def fill(module: torch.nn.Module, unread: Unread) -> None:
+    """Read those weights of `module` that are still in their files, and take them out of `unread`."""
+    for parameter in module.parameters():
+        if (stored := unread.pop(parameter, None)) is not None:
+            parameter.data = stored.read().to(parameter.dtype)
+
+
+def unread_models(folder: Path, names: list[str], dtype: torch.dtype) -> tuple[dict[str, torch.nn.Module], Unread]:
+    """Those components `names` of the pipeline in `folder` whose weights can stay in their files, and these weights.
+
+    The others have to be read whole, for which a log line gives the reason.
+    """
+    index = DiffusionPipeline.load_config(folder)
+    models: dict[str, torch.nn.Module] = {}
+    unread: Unread = {}
+    for name in names:
+        try:
+            models[name], found = _model(_class(index[name]), folder / name, dtype)
+        except _Whole as reason:
+            logger.info("every rank reads all of %s before keeping its shard: %s", name, reason)
+        else:
+            unread |= found
+    return models, unread
+
+
+def _class(entry: list[str]) -> type[Any]:
+    library, name = entry
+    for module, base in ((diffusers, ModelMixin), (transformers, PreTrainedModel)):
+        kind = getattr(module, name, None) if library == module.__name__ else None
+        if isinstance(kind, type) and issubclass(kind, base):
+            return kind
+    raise _Whole(f"its class {library}.{name} is not from diffusers or transformers")
+
+
+def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, Unread]:
+    """A component without its weights, and where they are; raises `_Whole`."""
+    build, base = (_of_diffusers, ModelMixin) if issubclass(kind, ModelMixin) else (_of_transformers, PreTrainedModel)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("quantization_config") is not None:
+        raise _Whole("its weights are quantised in their files")
+    files = _files(folder, NAMES[base])
+    model, dtypes, keys = build(kind, folder, dtype, list(files))
+    shapes = _shapes(files)
+    wanted = model.state_dict(keep_vars=True)
+    aliases: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in wanted.items():
+        aliases[id(tensor)].append(name)
+    unread: Unread = {}
+    with torch.no_grad():
+        for names in aliases.values():
+            tensor, present = wanted[names[0]], [name for name in names if name in keys]
+            if len(present) != 1:
+                raise _Whole(f"its files contain {names[0]} {len(present)} times")
+            key = keys[present[0]]
+            if shapes[key] != tuple(tensor.shape):
+                raise _Whole(f"{key} has another shape in its file than {names[0]} in the model")
+            stored = Stored(files[key], key, dtypes[present[0]])
+            if isinstance(tensor, torch.nn.Parameter):
+                unread[tensor] = stored
+            else:
+                tensor.data = stored.read()
+    return model, _with_placeholders(model, unread)
+
+
+def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
+    """Give `model` a parameter on the CPU for each on the meta device, without memory, and return where its values are.
+
+    On the meta device nothing could be added to a layer: peft would put its matrices there as well.
+    """
+    found: Unread = {}
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in made:
+                stored = unread[parameter]
+                values = torch.zeros((), dtype=stored.dtype).expand(parameter.shape)
+                made[parameter] = torch.nn.Parameter(values, requires_grad=False)
+                found[made[parameter]] = stored
+            module._parameters[name] = made[parameter]
+    return found
+
+
+def _files(folder: Path, name: str) -> dict[str, Path]:
+    """The file of each key, of one safetensors file or several with an index; raises `_Whole`."""
+    index = folder / f"{name}.index.json"
+    if index.is_file():
+        return {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
+    if not (folder / name).is_file():
+        raise _Whole(f"it has no {name}")
+    with safe_open(folder / name, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), folder / name)
+
+
+def _shapes(files: Mapping[str, Path]) -> Shapes:
+    found: Shapes = {}
+    for file in set(files.values()):
+        with safe_open(file, framework="pt") as opened:
+            keys = opened.keys()  # it is no mapping
+            found |= {key: tuple(opened.get_slice(key).get_shape()) for key in keys}
+    return found
+
+
+Built = tuple[torch.nn.Module, dict[str, torch.dtype], dict[str, str]]  # with dtype and the file's key by name
+
+
+def _of_diffusers(kind: type[ModelMixin], folder: Path, dtype: torch.dtype, keys: list[str]) -> Built:
+    """As `ModelMixin.from_pretrained` builds it before it reads its weights."""
+    with accelerate.init_empty_weights(), default_dtype(dtype):
+        model = kind.from_config(kind.load_config(folder))
+    model.register_to_config(_name_or_path=str(folder))
+    kept = type(model)._keep_in_fp32_modules or []
+    kept = kept if isinstance(kept, list) else [kept]
+    names = {key: key for key in keys}
+    if not (folder / f"{NAMES[ModelMixin]}.index.json").is_file():
+        model._fix_state_dict_keys_on_load(names)
+    state = model.state_dict()
+    dtypes = {name: torch.float32 if not set(kept).isdisjoint(name.split(".")) else dtype for name in state}
+    return model, dtypes, names
+
+
+def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dtype, keys: list[str]) -> Built:
+    """As `PreTrainedModel.from_pretrained` builds it before it reads its weights."""
+    with accelerate.init_empty_weights():
+        model = kind._from_config(kind.config_class.from_pretrained(folder), dtype=dtype)
+    model.tie_weights()  # which gets lost in that context
+    model.config.name_or_path = str(folder)
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # it has none of its own
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    state = model.state_dict()
+    dtypes = {name: tensor.dtype for name, tensor in state.items()} | _dtypes_of_plan(model, dtype, list(state))
+    transforms = get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    names: dict[str, str] = {}
+    for key in keys:
+        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
+        if converter is not None:
+            raise _Whole(f"{name} is combined from several tensors of its files")
+        if name in state and name in names:
+            raise _Whole(f"its files contain {name} twice")
+        names[name] = key
+    return model, dtypes, names
+
+
+def _dtypes_of_plan(model: PreTrainedModel, dtype: torch.dtype, names: list[str]) -> dict[str, torch.dtype]:
+    """The weights that a model of `dtype` keeps in another precision, such as a layer of T5 in fp16."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return {}
+    pattern, groups, _ = build_glob_alternation(list(plan))
+    matches = {name: pattern.search(name) for name in names}
+    return {name: plan[groups[match.lastgroup]] for name, match in matches.items() if match}
+
+
+# --- Frozen weights in parts: each rank of a worker holds one, and gathers a block's others while the block computes.
+#
+# FSDP2 (`torch.distributed.fsdp.fully_shard`) on the repeated blocks and the rest of a model. The LoRA is left out: it
+# stays whole on every rank, so that optimizer, averages, all-reduce, checkpoints and export are as without.
 
 
 def sharded_components(
@@ -100,3 +322,135 @@ def layers(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[torch.
         for module in outside
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and uses[id(module.weight)] == 1
     ]
+
+
+# --- The sequence of a denoiser in parts: ranks compute a call together, each the tokens of its slice.
+#
+# Diffusers' context parallelism, by Ulysses: a rank has its slice of the tokens, and in an attention some of the heads
+# for all of them. Inputs and output are whole on every rank. In the backward pass a rank finds the part of the gradient
+# that its slice has in it, wherever a layer is: the sum over the ranks is the whole gradient.
+
+MASKS = ("encoder_hidden_states_mask", "encoder_attention_mask")  # arguments that say which tokens of a text count
+# denoisers whose plan does not work with the attention that it is for, in diffusers 0.42
+UNUSABLE = {
+    "LTXVideoTransformer3DModel": "its text masks and token noise levels stay whole",
+    "LTX2VideoTransformer3DModel": "its sound positions stay whole",
+}
+HEADS = ("num_attention_heads", "num_key_value_heads")  # ends of the names of numbers of heads in configurations
+
+
+def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin], ranks: int) -> None:
+    """Raise `ModelError` if `ranks` cannot divide the sequence of one of `denoisers`; skeletons will do.
+
+    `components`: names of all parts of the pipeline.
+    """
+    given = f"cluster.context={ranks}"
+    if controlnet := next((name for name in components if "controlnet" in name), None):
+        raise ModelError(
+            f"{given}: the output of the pipeline's {controlnet} is not split among ranks; use cluster.context=1"
+        )
+    for name, denoiser in denoisers.items():
+        kind = type(denoiser).__name__
+        plan = getattr(denoiser, "_cp_plan", None)
+        if not plan:
+            raise ModelError(
+                f"{given}: diffusers has no plan for splitting the sequence of {kind} ({name}) among ranks; use "
+                "cluster.context=1"
+            )
+        if why := UNUSABLE.get(kind):
+            raise ModelError(
+                f"{given}: diffusers cannot split the sequence of {kind} ({name}) among ranks, although it has a "
+                f"plan: {why}; use cluster.context=1"
+            )
+        lists = {n for n, module in denoiser.named_children() if isinstance(module, torch.nn.ModuleList)}
+        if any(entry.partition(".")[0] in lists for entry, what in plan.items() if not isinstance(what, dict)):
+            raise ModelError(  # layers between a gather and the next split would get a part of the gradient twice
+                f"{given}: {kind} ({name}) gathers its sequence in every block, where the gradient would not be "
+                "that of one rank; use cluster.context=1"
+            )
+        heads = {key: value for key, value in denoiser.config.items() if key.endswith(HEADS) and value}
+        if odd := {key: value for key, value in heads.items() if value % ranks}:
+            key, value = next(iter(odd.items()))
+            raise ModelError(
+                f"{given}: it must divide the {value} attention heads of {kind} ({name}: {key}); use a number that "
+                "does, or 1"
+            )
+
+
+def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> None:
+    """Let the ranks of `mesh`, with its dimensions ring and ulysses, share each call of `denoisers`.
+
+    After a LoRA was added and `check_context` was called, and before weights are divided. Raises `ModelError` for an
+    attention that cannot do it.
+    """
+    for name, denoiser in denoisers.items():
+        with _some_accelerator():
+            denoiser.enable_parallelism(config=ContextParallelConfig(ulysses_degree=mesh.size(), mesh=mesh))
+        for part, module in denoiser.named_modules():
+            if not isinstance(module, Attention | MochiAttention | AttentionModuleMixin):
+                continue
+            if getattr(module.processor, "_parallel_config", None) is None:  # it would attend to its slice only
+                raise ModelError(
+                    f"cluster.context={mesh.size()}: {type(module.processor).__name__} ({name}.{part}) does not "
+                    "attend to tokens of other ranks; use cluster.context=1"
+                )
+        registry = HookRegistry.check_if_exists_or_initialize(denoiser)
+        registry.register_hook(Together(denoiser, mesh.size()), "gerl_context")
+
+
+@contextlib.contextmanager
+def _some_accelerator() -> Iterator[None]:
+    """Let diffusers, which numbers devices modulo their count, do so on a CPU as well, where torch counts none."""
+    count = torch.accelerator.device_count
+    if count():
+        yield
+        return
+    torch.accelerator.device_count = lambda: 1
+    try:
+        yield
+    finally:
+        torch.accelerator.device_count = count
+
+
+class Together(ModelHook):
+    """The outermost hook of a denoiser: pads texts that have a mask, and refuses tokens that do not divide.
+
+    Pipelines cut texts to the longest one of a batch, in which ranks need not go.
+    """
+
+    def __init__(self, denoiser: ModelMixin, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        parameters, plan = inspect.signature(denoiser.forward).parameters, getattr(denoiser, "_cp_plan", None) or {}
+        divided = any("encoder_hidden_states" in what for what in plan.values() if isinstance(what, dict))
+        # the argument that says which tokens of a divided text count
+        self.mask = next((name for name in MASKS if name in parameters), None) if divided else None
+
+    def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.mask is not None:
+            kwargs |= self.padded(kwargs, self.mask)
+        try:
+            return self.fn_ref.original_forward(*args, **kwargs)
+        except AssertionError as error:
+            if "divisible by mesh" not in str(error):
+                raise
+            shapes = ", ".join(
+                f"{name} {list(value.shape)}"
+                for name, value in kwargs.items()
+                if name.endswith("hidden_states") and torch.is_tensor(value)
+            )
+            raise ModelError(
+                f"cluster.context={self.ranks}: the tokens of a call of {type(module).__name__} cannot be split "
+                f"equally among this many ranks ({shapes}): choose sampling.height and sampling.width, and "
+                "num_frames or max_sequence_length in sampling.call, that give a multiple of it, or lower it"
+            ) from None
+
+    def padded(self, given: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Text and mask with tokens that do not count, up to a number that the ranks can share."""
+        text, mask = given.get("encoder_hidden_states"), given.get(name)
+        if not torch.is_tensor(text) or not (missing := -text.shape[1] % self.ranks):
+            return {}
+        if mask is None:
+            mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        more = text.new_zeros(len(text), missing, *text.shape[2:]), mask.new_zeros(len(mask), missing)
+        return {"encoder_hidden_states": torch.cat([text, more[0]], 1), name: torch.cat([mask, more[1]], 1)}

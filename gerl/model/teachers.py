@@ -1,4 +1,4 @@
-"""The teachers of a policy: LoRAs beside the trained one, of which none takes part unless it is asked for."""
+"""The teachers of a policy, and its fake model: LoRAs beside the trained one, each used only where it is asked for."""
 
 import contextlib
 import re
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from gerl.config.teachers import NAME, Teacher
+from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
-from gerl.model.lora import ADAPTER
-from gerl.model.lora_files import Denoisers, Layers, read_layers
-from gerl.model.lora_weights import Lora, check_fit, inject
-from gerl.model.start_lora import place_of
+from gerl.model.lora import ADAPTER, Denoisers, Layers, Lora, check_fit, inject, place_of, read_layers
+from gerl.utils.seeding import derive_seed
+
+# --- The teachers of a policy: LoRAs beside the trained one, of which none takes part unless it is asked for
 
 
 @dataclass(frozen=True)
@@ -114,3 +115,64 @@ def adapter_active(denoisers: Mapping[str, torch.nn.Module], adapter: str) -> It
     finally:
         for layer in layers:
             layer.set_adapter([ADAPTER])
+
+
+# --- A second LoRA, trained to imitate the images that the trained one draws: the "fake" model of distribution
+# matching.
+#
+# Its matrices are trained weights as those of the first: they share its optimizer, averages and checkpoints. It takes
+# part only where it is asked for, and in no export.
+
+FAKE = "fake"
+
+
+def add_fake(
+    denoisers: Mapping[str, ModelMixin], scale: float, device: str, seed: int
+) -> dict[str, torch.nn.Parameter]:
+    """Add it to the layers that have the trained LoRA, with its ranks and `scale` times its alpha; at first it is 0.
+
+    Returns its parameters (fp32) by name.
+    """
+    for name, denoiser in denoisers.items():
+        first = denoiser.peft_config[ADAPTER]
+        config = LoraConfig(
+            r=first.r,
+            lora_alpha=scale * first.lora_alpha,
+            init_lora_weights="gaussian",
+            target_modules=first.target_modules,
+            exclude_modules=first.exclude_modules,
+        )
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two LoRAs on a model are meant
+            torch.manual_seed(derive_seed("fake", seed, name))
+            inject_adapter_in_model(config, denoiser, FAKE)
+    for layer in adapted_layers(denoisers):
+        layer.set_adapter([ADAPTER])
+    found = fake_parameters(denoisers)
+    for p in found.values():
+        p.data = p.data.to(device, torch.float32)
+    return found
+
+
+def fake_parameters(denoisers: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Its matrices by name, none where there is none."""
+    named = {f"{name}.{key}": p for name, denoiser in denoisers.items() for key, p in denoiser.named_parameters()}
+    return {name: p for name, p in named.items() if ".lora_" in name and is_fake(name)}
+
+
+@contextlib.contextmanager
+def fake_active(denoisers: Mapping[str, torch.nn.Module]) -> Iterator[None]:
+    """The model computes, and is trained, with the second LoRA in place of the first."""
+    layers = adapted_layers(denoisers)
+    for layer in layers:
+        layer.set_adapter([FAKE])
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_adapter([ADAPTER])
+
+
+def is_fake(name: str) -> bool:
+    """Whether a tensor of this name, as in `Policy.trained`, is one of its matrices."""
+    return f".{FAKE}." in name

@@ -15,7 +15,7 @@ from gerl.algorithms.planning import plan_samples
 from gerl.config import Config
 from gerl.data.sources import may_have_pictures, named
 from gerl.errors import GerlError
-from gerl.model.failures import CallRefused, MemoryFull
+from gerl.model.errors import CallRefused, MemoryFull
 from gerl.preflight.faithful import parts_difference, stock_difference
 from gerl.preflight.findings import Report
 from gerl.preflight.forecast import Run, rows_of, sized

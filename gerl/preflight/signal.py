@@ -12,16 +12,16 @@ from typing import cast, get_args
 import torch
 
 from gerl.algorithms import count_pairs
+from gerl.algorithms.base import Pooled
 from gerl.algorithms.core_algos import step_weights
 from gerl.algorithms.planning import plan_prompts, plan_samples
-from gerl.algorithms.pooling import Pooled
 from gerl.cluster import Cluster
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
-from gerl.config.choices import StepWeighting
-from gerl.config.policy_gradients import WeightedConfig
+from gerl.config.algorithms import WeightedConfig
+from gerl.config.blocks import StepWeighting
 from gerl.errors import ConfigError, TrainingError
-from gerl.model.failures import model_errors
+from gerl.model.errors import model_errors
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve
 from gerl.preflight.agreement import clearly_above, combined, cosine, inner_products

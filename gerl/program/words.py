@@ -14,7 +14,7 @@ from gerl.commandline.command import run_command
 from gerl.commandline.experiments import CHOICES, algorithm_of, shipped
 from gerl.commandline.hydra_options import FOLDER, MULTIRUN, SHOW, files_in
 from gerl.config import ScorerConfig, keys
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 from gerl.program.commands import COMMANDS
 from gerl.rewards.scorers import SCORERS
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
-from gerl.config.choices import RunPart
+from gerl.config.blocks import RunPart
 from gerl.data.preferences import check_groups, good_images
 from gerl.data.sources import check_mixture, given_images, held_out_of, load, named
 from gerl.errors import ConfigError, DataError, RewardError

@@ -1,30 +1,141 @@
-"""The reward manager: the processes of the scorers, and images on their way through them.
+"""The reward manager: the processes of the scorers, images on their way through them, and their first trial."""
 
-Every scorer has processes of its own (`reward.scorers.NAME.replicas`), but for those that share a model. A call that
-fails, hangs or dies with its process is repeated, then its images have a failure in place of a score. The manager only
-scores: whoever draws adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
-"""
-
+import hashlib
+import json
 import logging
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from gerl.cluster import Cluster, Pending
-from gerl.config import RewardConfig, ScorerConfig
+import numpy as np
+
+from gerl.cluster import Cluster, Pending, wait_any
+from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
-from gerl.protocol import Group, Images, ScorerFailure, Scores
-from gerl.rewards.asking import Asleep, Scorable, occasions, wait
-from gerl.rewards.load import Load
+from gerl.protocol import Group, Images, Occasion, Prompt, ScorerFailure, Scores
 from gerl.rewards.pool import Call, Job, Pool
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
 from gerl.rewards.total import applies, looking, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
 from gerl.timeline import Timeline
+
+# --- The work of a scorer since it was last asked for
+
+
+@dataclass
+class Load:
+    """The work of a scorer, in calls, images and seconds, and what went wrong."""
+
+    calls: int = 0
+    images: int = 0
+    seconds: float = 0.0
+    queued: float = 0.0
+    retries: int = 0
+    restarts: int = 0
+    warnings: int = 0
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Seconds a call took and waited, images a second, and what went wrong, of the scorer `name`."""
+        calls = max(self.calls, 1)
+        return {
+            f"scorer/{name}/latency_s": self.seconds / calls,
+            f"scorer/{name}/queue_s": self.queued / calls,
+            f"scorer/{name}/images_per_s": self.images / self.seconds if self.seconds else 0.0,
+            f"scorer/{name}/retries": float(self.retries),
+            f"scorer/{name}/restarts": float(self.restarts),
+            f"scorer/{name}/warnings": float(self.warnings),
+        }
+
+
+# --- Groups that people are asked about: what each was drawn for, and when they are asked about it again
+
+SOON, LATE, GROWTH = 0.05, 1.0, 1.5  # seconds until the second time, and at most, and from one to the next
+
+
+class Scorable(Protocol):
+    """An image that is to be scored: a `Sample`, or anything with these."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+
+class Asked(Protocol):
+    """A call that people have not answered yet, how often that was so, and when it is made again."""
+
+    scorer: str
+    polls: int
+    wake: float
+
+
+A = TypeVar("A", bound=Asked)
+
+
+class Asleep(list[A]):
+    """Calls that wait for people; they cost nothing but a short call now and then."""
+
+    said: str = ""  # what was wrong the last time
+
+    def put(self, call: A, said: str) -> None:
+        """Let a call wait; log `said` where it is something else than the last time."""
+        call.wake = time.perf_counter() + min(LATE, SOON * GROWTH ** min(call.polls, 20))
+        call.polls += 1
+        self.append(call)
+        if said != self.said:
+            logger.warning("scorer %s: %s", call.scorer, said or "people can be asked again")
+            self.said = said
+
+    def awake(self) -> list[A]:
+        """Take out those that are to be made again."""
+        now = time.perf_counter()
+        found = [call for call in self if call.wake <= now]
+        self[:] = [call for call in self if call.wake > now]
+        return found
+
+
+def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[Any]]:
+    """Those of the `pending` calls that have ended, when one has or so many seconds are over."""
+    if not pending and seconds is not None:  # nothing but people is waited for
+        time.sleep(seconds)
+    return set(wait_any(pending, seconds))
+
+
+def occasions(run: str, groups: Mapping[Group, Sequence[Scorable]]) -> dict[Group, Occasion]:
+    """The origin of each of the groups that are scored together."""
+    keys = {}
+    for group, members in groups.items():
+        named = [run, members[0].step, *group, [sample.seed for sample in members]]
+        keys[group] = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+    together = tuple(keys.values())
+    return {
+        group: Occasion(
+            keys[group], run, members[0].step, group.prompt, tuple(sample.seed for sample in members), together
+        )
+        for group, members in groups.items()
+    }
+
+
+# --- The reward manager: the processes of the scorers, and images on their way through them.
+#
+# Every scorer has processes of its own (`reward.scorers.NAME.replicas`), but for those that share a model. A call that
+# fails, hangs or dies with its process is repeated, then its images have a failure in place of a score. The manager
+# only scores: whoever draws adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
 
 logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning
@@ -336,3 +447,128 @@ class ScoringRound:
 
 def _always(arguments: tuple[object, ...]) -> Callable[[int], tuple[object, ...]]:
     return lambda _: arguments
+
+
+# --- The trial of the scorers: each is called once on grey images, before a model is loaded and anything is written.
+#
+# It happens in the process that will score later, so whatever a scorer loads is there when it is needed. Over Ray a
+# scorer that hangs or dies is ended with its process; in this process a time-out interrupts its Python code.
+
+GREY, SIZE = 128, 512  # pixel value; pixels, where the pipeline's own size is not known yet
+
+
+class Overdue(BaseException):
+    """A scorer in this process takes longer than its time-out; no `Exception`, which the scorer might catch."""
+
+
+def try_scorers(
+    manager: RewardManager, config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt] = ()
+) -> None:
+    """Call every scorer once as training will, on grey images with rows of `prompts`; nothing if `reward.trial` is off.
+
+    Those that look at validation only get rows of `held_out`.
+
+    The call has a micro-batch of images, of a groupwise scorer a group; in training's way it is repeated
+    (`reward.retries`) and checked. A scorer with weight 0 that fails is only warned of. People are not asked, only
+    whether they can be is looked at.
+
+    Raises:
+        RewardError: a scorer with a weight has no score for any image, hangs, or ends its process.
+    """
+    if not config.reward.trial:
+        return
+    for pool in {id(pool): pool for pool in manager.pools.values()}.values():
+        pool.begin(0)
+    calls: dict[str, Pending[Answer] | str] = {}
+    for name, scorer in config.reward.scorers.items():
+        known = held_out if scorer.during == "validation" else prompts
+        rows = [prompt for prompt in known if applies(scorer, prompt)]
+        if rows and name in manager.people:
+            _reach(manager.pools[name], name)
+        elif rows:
+            count = config.rollout.n if name in manager.groupwise else config.rollout.micro_batch_size
+            rows = rows[:1] * count if name in manager.groupwise else [rows[i % len(rows)] for i in range(count)]
+            calls[name] = _submit(manager.pools[name], name, rows, _grey(config, count))
+    for name, call in calls.items():  # those of a process one after the other: each waits its whole time-out
+        _conclude(manager.pools[name], name, config.reward.scorers[name], call)
+
+
+def _reach(pool: Pool, name: str) -> None:
+    """Say whether people can be asked; one may begin to wait for them before that is so."""
+    try:
+        said = pool.workers.submit(0, RewardWorker.reach, name).result()
+    except RewardError as error:
+        raise RewardError(f"reward.scorers.{name}: {error}") from None
+    if said:
+        logger.warning("scorer %s: %s", name, said)
+
+
+def _grey(config: Config, count: int) -> Images:
+    """Grey images `[B, H, W, 3]`, or videos `[B, F, H, W, 3]`, of the size that the configuration asks for."""
+    frames = config.sampling.call.get("num_frames")
+    size = (config.sampling.height or SIZE, config.sampling.width or SIZE, 3)
+    shape = (frames, *size) if isinstance(frames, int) and frames > 1 else size
+    return Images(0, np.full((count, *shape), GREY, np.uint8), 0.0)
+
+
+def _submit(pool: Pool, name: str, rows: Sequence[Prompt], images: Images) -> Pending[Answer] | str:
+    """The call of a scorer; in this process it has ended, and a hang is a sentence."""
+    texts, metadata = [row.text for row in rows], [row.metadata for row in rows]
+    places = [(0, row) for row in range(len(rows))]
+    try:
+        with _time_limit(None if pool.workers.remote else pool.timeout):
+            return pool.workers.submit(0, RewardWorker.score, name, places, texts, metadata, images)
+    except Overdue as error:
+        return f"no answer within {pool.timeout:g} s{pool.workers.workers[0].scorers[name].place(error)}"
+
+
+def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer] | str) -> None:
+    """Wait for a call and say what was wrong with it."""
+    answer = call if isinstance(call, str) else _answer(pool, call)
+    rows = [] if isinstance(answer, str) else answer.rows
+    failures = [answer] if isinstance(answer, str) else []
+    failures += [value.reason for row in rows if isinstance(value := row[name], ScorerFailure)]
+    for message in [] if isinstance(answer, str) else answer.warnings:
+        logger.warning("scorer %s: %s", name, message)
+    if not failures:
+        return
+    told = (
+        f"reward.scorers.{name} failed in a trial on grey images: {failures[0]}; fix it, or skip this trial with "
+        "reward.trial=false if it is only grey images that it cannot score"
+    )
+    if len(failures) < len(rows):
+        logger.warning("%s (%d of %d images have a score)", told, len(rows) - len(failures), len(rows))
+        return
+    if scorer.weight != 0:
+        raise RewardError(told)
+    logger.warning("%s; it is only watched, so the run continues", told)
+    if isinstance(answer, str):
+        pool.renew(0)
+
+
+def _answer(pool: Pool, call: Pending[Answer]) -> Answer | str:
+    if call not in wait_any([call], pool.timeout):
+        return f"no answer within {pool.timeout:g} s"
+    try:
+        return call.result()
+    except WorkerDied:
+        return "its process died"
+
+
+@contextmanager
+def _time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `Overdue` in the Python code that runs longer, where that is possible: in the main thread."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise Overdue
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)

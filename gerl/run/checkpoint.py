@@ -1,10 +1,7 @@
-"""Checkpoints on disk: complete or absent, verified when read, never pickle.
-
-A checkpoint is the folder `step_N` with the caller's files, `state.json` and `manifest.json` (the number of the format,
-and sha256 and size of each file).
-"""
+"""Checkpoints on disk, complete or absent and never pickle; the state in them, and the lock of a run folder."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -12,16 +9,25 @@ import math
 import os
 import re
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gerl.config.changes import flat_settings
 from gerl.errors import CheckpointError, ConfigError
-from gerl.run.lock import alive_since
 from gerl.utils.files import reason
+
+# --- Checkpoints on disk: complete or absent, verified when read, never pickle.
+#
+# A checkpoint is the folder `step_N` with the caller's files, `state.json` and `manifest.json` (the number of the
+# format, and sha256 and size of each file).
 
 log = logging.getLogger(__name__)
 
@@ -383,3 +389,171 @@ def _written_at(checkpoint: Path) -> int:
         return (checkpoint / MANIFEST).stat().st_mtime_ns
     except OSError:
         return 0
+
+
+# --- The state of a run between trainer steps: one record, which a checkpoint keeps as its `state.json`
+
+PARTS = "state"  # the folder of a checkpoint with the parts of trained weights
+FROZEN = ".frozen"  # one with parts of weights that are not trained, until the denoisers are written
+STRICT = ConfigDict(strict=True)  # a number that was written as text is damage
+
+
+@dataclass
+class ScheduleState:
+    """Where the learning-rate schedule stands; the rest of it follows from the configuration."""
+
+    __pydantic_config__ = STRICT
+
+    last_epoch: int  # optimizer steps taken, with those that were skipped
+
+
+@dataclass
+class WorkerState:
+    """The numbers of a worker's update, besides its tensors."""
+
+    __pydantic_config__ = STRICT
+
+    policy_version: int  # optimizer steps taken
+    averages: dict[str, int]  # name of an average of the weights -> its updates
+    old_is_current: bool  # the old policy holds the trained weights
+    lr_schedule: ScheduleState
+
+
+@dataclass
+class RunState:
+    """Everything a resumed run must know besides the tensors of the workers; JSON values only."""
+
+    __pydantic_config__ = STRICT
+
+    step: int = 0  # finished trainer steps
+    finished: bool = False  # there is nothing left to do
+    policy_version: int = 0  # optimizer steps taken
+    nonfinite: int = 0  # updates that were skipped because their gradient was not finite
+    val_reward: float | None = None  # of the validation after this very step, if there was one
+    unlogged: dict[str, float] = field(default_factory=dict)  # of a step that is trained, but not validated and logged
+    worker: WorkerState | None = None  # of one worker, which stands for all; None: nothing is saved yet
+    kl_coef: float | None = None  # the weight of the KL that the guard has raised; None: algorithm.kl_coef
+    rollbacks: int = 0  # times that the guard has taken the run back
+    algorithm: dict[str, Any] = field(default_factory=dict)  # see `Algorithm.state`
+    identity: dict[str, str] = field(default_factory=dict)  # digests of the prompts and of the base weights
+    extensions: dict[str, Any] = field(default_factory=dict)  # by name, see `Extension.state`
+    settings: dict[str, Any] = field(default_factory=dict)  # see `settings_of`; empty in a checkpoint of format 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as `save_checkpoint` takes it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "RunState":
+        """The record of a checkpoint; raises `CheckpointError` if something in it is missing or of another type."""
+        values = checkpoint.state
+        try:
+            worker = {"policy_version": values["worker"]["policy_version"]}  # where older checkpoints have it
+            state = TypeAdapter(cls).validate_json(json.dumps(worker | values))
+        except (KeyError, TypeError, ValidationError) as error:
+            wrong = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else "worker"
+            raise _unusable(checkpoint, wrong) from None
+        if state.worker is None:
+            raise _unusable(checkpoint, "worker")
+        if state.step != checkpoint.step or state.step < 0:
+            raise _unusable(checkpoint, "step")
+        return state
+
+
+def _unusable(checkpoint: Checkpoint, entry: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.path} cannot be resumed: its state.json has no usable {entry}; resume another one, or start "
+        "a new run with checkpoint.resume=never"
+    )
+
+
+# --- The lock of a run folder: two runs never write into the same one
+
+NAME = "run.lock"
+ATTEMPTS, PAUSE = 10, 0.02  # a look by `holder` holds the lock for an instant
+
+
+class RunLock:
+    """The right to write into a run folder, from `acquire` to `release` or the end of the process, however it ends.
+
+    It is the lock of the operating system on the file `run.lock`; what is written in the file is for messages only.
+    Processes that this one starts do not inherit it: Python's files close on exec.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / NAME
+        self._file: BinaryIO | None = None
+
+    def acquire(self) -> None:
+        """Take the lock of a folder that exists.
+
+        Raises:
+            ConfigError: another process has it; the sentence names host, process and since when.
+            OSError: the folder cannot be written.
+        """
+        for _ in range(ATTEMPTS):
+            file = self.path.open("ab")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                time.sleep(PAUSE)
+                continue
+            except OSError as error:  # some network file systems have no locks
+                log.warning(
+                    "%s cannot be locked (%s): do not start a second run in it", self.path.parent, reason(error)
+                )
+            # whoever had the lock before may have removed the file that was opened here
+            if self._is_at_path(file):
+                file.truncate(0)
+                file.write(json.dumps(_this_process()).encode())
+                file.flush()
+                self._file = file
+                return
+            file.close()
+        raise ConfigError(
+            f"{self.path.parent}: its run is still alive ({_said(self.path)}); wait for its end or stop it, or "
+            "start another run with its own hydra.run.dir and checkpoint.resume=never"
+        )
+
+    def release(self) -> None:
+        """Give the lock back and remove its file; without a lock this does nothing."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a lock file that stays is harmless
+                if self._is_at_path(self._file):
+                    self.path.unlink()
+            self._file.close()
+            self._file = None
+
+    def _is_at_path(self, file: BinaryIO) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+
+def alive_since(run_dir: Path) -> int | None:
+    """When the run that is alive in a folder started, in ns as of `st_mtime_ns`; None if none is."""
+    try:
+        with (run_dir / NAME).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        pass
+    return None
+
+
+def _this_process() -> dict[str, object]:
+    since = datetime.now().astimezone().isoformat(" ", timespec="seconds")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+
+
+def _said(path: Path) -> str:
+    """The holder of a lock, as it wrote into its file."""
+    try:
+        values = json.loads(path.read_bytes())
+        return f"process {values['pid']} on {values['host']}, since {values['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

@@ -24,18 +24,15 @@ from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.errors import GerlError
 from gerl.pages.page import page_assets, render
-from gerl.run.before_after import BeforeAfter
 from gerl.run.card import CARD, read_sessions
 from gerl.run.charts import Rows, best_step, reward_charts, series, small_charts
-from gerl.run.facts import facts
 from gerl.run.guard import read_guard
 from gerl.run.health import Health
-from gerl.run.page.frozen import frozen
+from gerl.run.page import facts, frozen
 from gerl.run.settings import changes, explanation, labels, read_config
-from gerl.run.statistics import estimate
 from gerl.run.tracking import read_metrics
 from gerl.run.usage import usage
-from gerl.run.validation import load_validations, mean, standard_error
+from gerl.run.validation import BeforeAfter, estimate, load_validations, mean, standard_error
 from gerl.utils.files import write_file
 
 log = logging.getLogger(__name__)

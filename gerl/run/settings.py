@@ -12,7 +12,7 @@ import yaml
 from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import shipped
 from gerl.config import Config, ScorerConfig
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 from gerl.config.blocks import FULL
 from gerl.errors import ConfigError
 from gerl.run.charts import Labels

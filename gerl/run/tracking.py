@@ -12,7 +12,7 @@ from PIL import Image
 
 from gerl.config import LoggerConfig
 from gerl.errors import GerlError
-from gerl.run.redaction import redact, redacted
+from gerl.run.card import redact, redacted
 from gerl.run.trackers import TrackedRun
 from gerl.utils.files import reason, write_file, writing
 

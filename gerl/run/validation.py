@@ -1,4 +1,4 @@
-"""Validations on disk: the reward of every held-out prompt, and the pictures of some of them."""
+"""Validations on disk, the first and the last side by side, and means with their confidence intervals."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,87 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gerl.errors import GerlError
-from gerl.run.statistics import Estimate, estimate
+from gerl.pages.images import thumbnail
+from gerl.pages.page import Card, Picture
 from gerl.utils.files import finite, write_file, writing
+
+# --- Means with their confidence intervals, by the bootstrap
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over `count` prompts with its 95 % confidence interval; NaN where there are too few prompts for it."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> tuple[float, float]:
+    """The percentile interval of the mean of `values` [N] (Efron and Tibshirani 1993, section 13.3).
+
+    The ends are quantiles of the means of 10,000 samples of size N drawn with replacement from `values`; the same for
+    the same values.
+    """
+    return bootstrap_groups([values], confidence, seed)
+
+
+def bootstrap_groups(
+    groups: Sequence[Sequence[float]], confidence: float = CONFIDENCE, seed: int = 0
+) -> tuple[float, float]:
+    """As `bootstrap`, of the mean of the means of `groups`, each of which is resampled by itself."""
+    generator = np.random.default_rng(seed)
+    means = np.mean([_resampled(np.asarray(group, dtype=np.float64), generator) for group in groups], axis=0)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def _resampled(data: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """The means of samples of the size of `data` [N], drawn from it with replacement [RESAMPLES]."""
+    chunk = max(1, 2**20 // len(data))  # resamples at a time, to bound the memory
+    sizes = [min(chunk, RESAMPLES - start) for start in range(0, RESAMPLES, chunk)]
+    means = [data[generator.integers(len(data), size=(size, len(data)))].mean(axis=1) for size in sizes]
+    return np.concatenate(means)
+
+
+def estimate(prompt_ids: Sequence[int], values: Sequence[float | None]) -> Estimate:
+    """Mean and interval of `values` [N], one for each image; those that are None are left out.
+
+    Images of the same prompt are averaged first: they are not independent, so prompts are what is resampled.
+    """
+    prompts: dict[int, list[float]] = {}
+    for i, value in zip(prompt_ids, values, strict=True):
+        if value is not None:
+            prompts.setdefault(i, []).append(value)
+    means = [sum(members) / len(members) for members in prompts.values()]
+    low, high = bootstrap(means) if len(means) > 1 else (math.nan, math.nan)
+    return Estimate(sum(means) / len(means) if means else math.nan, low, high, len(means))
+
+
+def share_interval(count: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The exact interval of a share of which `count` in `total` were seen (Clopper and Pearson 1934), by bisection."""
+    rare = (1 - confidence) / 2
+
+    def tail(p: float, low: int, high: int) -> float:
+        return sum(math.comb(total, k) * p**k * (1 - p) ** (total - k) for k in range(low, high + 1))
+
+    def solve(too_small: Callable[[float], bool]) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if too_small(middle) else (low, middle)
+        return low
+
+    first = 0.0 if count == 0 else solve(lambda p: tail(p, count, total) < rare)
+    last = 1.0 if count == total else solve(lambda p: tail(p, 0, count) > rare)
+    return first, last
+
+
+# --- Validations on disk: the reward of every held-out prompt, and the pictures of some of them
 
 log = logging.getLogger(__name__)
 # what JSON and numpy raise for files that are cut, overwritten or of another kind
@@ -246,3 +325,115 @@ def _read_pixels(path: Path) -> list[np.ndarray]:
 
 def _path(run_dir: Path, step: int) -> Path:
     return run_dir / "validation" / f"step_{step:06d}.json"
+
+
+# --- The first and the last validation of a run side by side: how many prompts gained, and their pictures
+
+SMALL = 256  # pixels; up to this width pictures are kept exactly and shown with sharp pixels
+EQUAL = 5e-4  # rewards that are nearer than this look the same with three digits
+FEATURED, LOSSES = 4, 5
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A held-out prompt with its rewards, means over its images; None: not scored."""
+
+    index: int  # its first image
+    prompt: str
+    before: float | None
+    after: float | None
+
+    @property
+    def value(self) -> float | None:
+        """How much the reward rose."""
+        return None if self.before is None or self.after is None else self.after - self.before
+
+    @property
+    def trend(self) -> str:
+        """up, down or flat; flat also where it is not known."""
+        return "flat" if self.value is None or abs(self.value) < EQUAL else "up" if self.value > 0 else "down"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Cards under a heading; `name` is its anchor."""
+
+    name: str
+    title: str
+    cards: Sequence[Card]
+
+
+@dataclass(frozen=True)
+class BeforeAfter:
+    """The comparison; without a `last` validation there is nothing to compare yet."""
+
+    first: Validation
+    last: Validation | None
+    gains: list[Gain] = field(init=False)  # of the prompts that both have at the same place
+    pictured: list[int] = field(init=False)  # those of them that have a picture in both
+
+    def __post_init__(self) -> None:
+        first, other = self.first, self.last or self.first
+        before, after = (one.by_prompt(one.rewards) for one in (first, other))
+        rows = zip(first.first_rows, other.first_rows, before, after, strict=False)
+        gains = [Gain(i, first.prompts[i], a, b) for i, j, a, b in rows if first.prompts[i] == other.prompts[j]]
+        object.__setattr__(self, "gains", gains)
+        shown = set(first.shown) & set(other.shown)
+        object.__setattr__(self, "pictured", [gain.index for gain in gains if gain.index in shown])
+
+    @cached_property
+    def known(self) -> list[float]:
+        """The gains of the prompts that were scored both times."""
+        return [gain.value for gain in self.gains if gain.value is not None]
+
+    @property
+    def counts(self) -> str:
+        """How many of all held-out prompts gained and lost, in words."""
+        trends = [gain.trend for gain in self.gains if gain.value is not None]
+        better, equal, worse = (trends.count(trend) for trend in ("up", "flat", "down"))
+        missing = len(self.gains) - len(trends)
+        note = f", {missing} without a reward" if missing else ""
+        return f"{better} better, {equal} equal, {worse} worse of {len(self.gains)} held-out prompts{note}"
+
+    @cached_property
+    def featured(self) -> list[Card]:
+        """Pairs for the top of the page, spread evenly over the file whatever they gained."""
+        count = min(FEATURED, len(self.pictured))
+        return [self._card(self.pictured[k * len(self.pictured) // count]) for k in range(count)]
+
+    @cached_property
+    def sections(self) -> list[Section]:
+        """All pairs with pictures: those that gained, those that lost, each the largest change first, and the rest."""
+        if self.last is None or not self.known:
+            return [Section("all", "", [self._card(i) for i in self.pictured])] if self.pictured else []
+        by_index = {gain.index: gain for gain in self.gains}
+        shown = [by_index[i] for i in self.pictured]
+        found = []
+        for trend, name in (("up", "better"), ("down", "worse"), ("flat", "equal")):
+            chosen = sorted((g for g in shown if g.trend == trend), key=lambda g: -abs(g.value or 0.0))
+            order = ", largest change first" if trend != "flat" and chosen[1:] else ""
+            if chosen:
+                title = f"{len(chosen)} {name} of the {len(shown)} shown{order}"
+                found.append(Section(name, title, [self._card(g.index) for g in chosen]))
+        return found
+
+    @cached_property
+    def losses(self) -> list[Gain]:
+        """The prompts that lost most, of all held-out ones."""
+        down = [gain for gain in self.gains if gain.trend == "down"]
+        return sorted(down, key=lambda gain: gain.value or 0.0)[:LOSSES]
+
+    def _card(self, index: int) -> Card:
+        gain = next(gain for gain in self.gains if gain.index == index)
+        validations = [v for v in (self.first, self.last) if v is not None]
+        change = "" if self.last is None or gain.value is None else f"{gain.value:+.3f}"
+        trend = gain.trend if self.last is not None else "flat"
+        return Card([_picture(v, index) for v in validations], (), gain.prompt, gain=change, trend=trend)
+
+
+def _picture(validation: Validation, index: int) -> Picture:
+    value = validation.rewards[index]
+    reward = "not scored" if value is None else f"{value:.3f}"
+    pixels = validation.pixels[validation.shown.index(index)]
+    uri = thumbnail(pixels, width=384, exact=SMALL)
+    return Picture(uri, f"{validation.prompts[index]}, reward {reward}", note=reward)

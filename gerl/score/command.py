@@ -16,9 +16,16 @@ from gerl.errors import ConfigError, DataError
 from gerl.pages.images import thumbnail
 from gerl.protocol import Images, Sample
 from gerl.rewards.checks import check_reward
-from gerl.rewards.rows import TOTAL, check_any_scored, check_columns, distinct_columns, row_of, stop_at_failure
 from gerl.rewards.scorers import SCORERS
-from gerl.rewards.total import looking_always
+from gerl.rewards.total import (
+    TOTAL,
+    check_any_scored,
+    check_columns,
+    distinct_columns,
+    looking_always,
+    row_of,
+    stop_at_failure,
+)
 from gerl.run.progress import Progress
 from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
 from gerl.score.inputs import Item, describe_groups, groups_of, picture_of, read_items

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from gerl.pages.page import Card, Line, Picture, card_page, show
-from gerl.rewards.rows import TOTAL, distinct_columns
+from gerl.rewards.total import TOTAL, distinct_columns
 from gerl.utils.files import csv_text, write_file
 
 BINS = 24

@@ -12,16 +12,15 @@ from gerl.commandline.command import PAGE, watching
 from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
+from gerl.config.configuration import described
 from gerl.config.reading import typed
-from gerl.config.summary import described
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.rewards.gradients import differentiated
-from gerl.run.log import RunLog
-from gerl.run.redaction import secrets
-from gerl.run.session import session
+from gerl.run.card import secrets
+from gerl.run.session import RunLog, session
 from gerl.run.trackers import check_trackers
 from gerl.run.usage import usage
 from gerl.run.validation import held_out_words, load_validations, mean

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from gerl.config import Config
 from gerl.errors import DataError
-from gerl.model.failures import model_errors
+from gerl.model.errors import model_errors
 from gerl.protocol import CutPrompts, Prompt
 from gerl.workers.fleet import LocalFleet
 from gerl.workers.worker import PolicyWorker

@@ -18,8 +18,7 @@ from gerl.commandline import signals
 from gerl.commandline.waiting import waiting
 from gerl.config.reading import typed
 from gerl.errors import CheckpointError, ClusterError, Interrupted, ModelError, RayDied
-from gerl.run.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint
-from gerl.run.state import RunState
+from gerl.run.checkpoint import Checkpoint, RunState, checkpoint_paths, load_checkpoint
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.trainer.run_folder import set_aside
 from gerl.workers.checkpointing import Held, writers

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from gerl.cluster import Pending, silence
 from gerl.protocol import Images, Scores
-from gerl.rewards.asking import Scorable, wait
-from gerl.rewards.manager import RewardManager
+from gerl.rewards.manager import RewardManager, Scorable, wait
 from gerl.workers.fleet import Dispatch
 
 POLL_S = 0.1  # after which the thread sees that the block has ended

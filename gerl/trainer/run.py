@@ -24,20 +24,17 @@ from gerl.commandline import signals
 from gerl.commandline.waiting import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
-from gerl.config.savings import saving_notes
+from gerl.config.rules import saving_notes
 from gerl.data.columns import unused_columns
 from gerl.errors import CheckpointError, ClusterError
-from gerl.model.hub import Downloads
+from gerl.model.paths import Downloads
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
 from gerl.rewards.gradients import with_scorers_found
-from gerl.rewards.manager import RewardManager, given
+from gerl.rewards.manager import RewardManager, given, try_scorers
 from gerl.rewards.total import described
-from gerl.rewards.trial import try_scorers
-from gerl.run.checkpoint import Checkpoint, prune, save_checkpoint
-from gerl.run.state import RunState
-from gerl.run.statistics import Estimate
+from gerl.run.checkpoint import Checkpoint, RunState, prune, save_checkpoint
 from gerl.run.tracking import MetricsLog
-from gerl.run.validation import Validation
+from gerl.run.validation import Estimate, Validation
 from gerl.timeline import Stopwatch, Timeline
 from gerl.trainer.credit import credit_of, scores_of, usable_rewards
 from gerl.trainer.extensions import Extension, RollBack, Save, Stop, build_extensions

@@ -33,14 +33,15 @@ from gerl.run.checkpoint import (
     MANIFEST,
     STATE,
     Checkpoint,
+    RunLock,
+    RunState,
+    alive_since,
     checkpoint_paths,
     find_run_to_resume,
     load_checkpoint,
     newest_checkpoint,
 )
-from gerl.run.control import clear
-from gerl.run.lock import RunLock, alive_since
-from gerl.run.state import RunState
+from gerl.run.session import clear
 from gerl.utils.files import reason, write_file
 
 logger = logging.getLogger("gerl")

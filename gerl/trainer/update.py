@@ -14,8 +14,8 @@ from gerl.algorithms.signal_checks import ratio_limit, ratio_problem
 from gerl.config import Config
 from gerl.errors import TrainingError
 from gerl.protocol import RolloutTask, StepEnd, StepResult, UpdateStats
+from gerl.run.checkpoint import RunState
 from gerl.run.health import weights_problem
-from gerl.run.state import RunState
 from gerl.trainer.step import Metrics, Step
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import PackedTensors

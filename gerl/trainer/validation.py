@@ -20,9 +20,9 @@ from gerl.pages.images import grid, still
 from gerl.protocol import Images, ModelFacts, Sample
 from gerl.rewards.checks import check_failures, unscored
 from gerl.run.progress import Progress
-from gerl.run.statistics import Estimate
 from gerl.run.validation import (
     Drawing,
+    Estimate,
     Validation,
     forget_pictures,
     held_out_words,

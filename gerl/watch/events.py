@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
-from gerl.run.page.data import RunData
+from gerl.run.page import RunData
 
 PAUSE = 0.5  # seconds between looks
 ALIVE = 15.0  # seconds after which a stream without news has a line all the same: who reads it may be gone

@@ -17,9 +17,9 @@ from starlette.routing import Route
 from gerl.commandline.gate import Gate, Visit, bearer, is_token, refused
 from gerl.errors import GerlError
 from gerl.pages.page import page_assets, render
-from gerl.run.control import COMMANDS, ask
-from gerl.run.lock import alive_since
-from gerl.run.page.data import RunData
+from gerl.run.checkpoint import alive_since
+from gerl.run.page import RunData
+from gerl.run.session import COMMANDS, ask
 from gerl.watch.events import Watcher
 from gerl.watch.folders import Folders
 

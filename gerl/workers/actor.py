@@ -13,17 +13,15 @@ import torch.distributed as dist
 from diffusers.optimization import get_scheduler
 
 from gerl.algorithms import Algorithm, Batch
+from gerl.algorithms.base import Pooled, StepGradients, flat_copy, pooled_sum, squared_norm
 from gerl.algorithms.core_algos import decay_at
-from gerl.algorithms.pooling import Pooled, pooled_sum
-from gerl.algorithms.step_gradients import StepGradients, flat_copy, squared_norm
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError, ConfigError
-from gerl.model.ema import EMA
-from gerl.model.failures import is_full, release
-from gerl.model.policy import Policy
+from gerl.model.errors import is_full, release
+from gerl.model.policy import EMA, Policy
 from gerl.model.shards import local
 from gerl.protocol import StepResult, UpdateStats
-from gerl.run.state import ScheduleState, WorkerState
+from gerl.run.checkpoint import ScheduleState, WorkerState
 from gerl.workers.collective import Ranks
 from gerl.workers.rollout import half
 

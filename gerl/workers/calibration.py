@@ -9,10 +9,10 @@ import torch
 
 from gerl.algorithms import Algorithm
 from gerl.algorithms.policy_gradient import PolicyGradient
-from gerl.config.policy_gradients import WeightedConfig
+from gerl.config.algorithms import WeightedConfig
 from gerl.engine import ReplayedStep, Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
-from gerl.model.failures import model_errors
+from gerl.model.errors import model_errors
 from gerl.protocol import SamplingProbe
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from gerl.cluster import WorkerGroup
 from gerl.config import Config
 from gerl.errors import CheckpointError
-from gerl.run.state import FROZEN, PARTS, WorkerState
+from gerl.run.checkpoint import FROZEN, PARTS, WorkerState
 from gerl.workers.worker import PolicyWorker
 
 POLL_S = 0.05  # between questions whether a file is written

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from gerl.algorithms import KLWeight, build_algorithm
-from gerl.algorithms.pooling import Pooled, pooled_sum
+from gerl.algorithms.base import Pooled, pooled_sum
 from gerl.cluster import Cluster, Pending, WorkerGroup, own_host, wait_all
 from gerl.commandline.imports import importing
 from gerl.commandline.waiting import waiting
 from gerl.config import Config
 from gerl.errors import ConfigError, ModelError
-from gerl.model.hub import Downloads
+from gerl.model.paths import Downloads
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, StepEnd, StepResult, UpdateStats
-from gerl.run.checkpoint import Checkpoint
-from gerl.run.state import WorkerState
+from gerl.run.checkpoint import Checkpoint, WorkerState
 from gerl.timeline import Timeline
 from gerl.utils.seeding import seed_everything
 from gerl.workers.checkpointing import Held, hold_parts, writers

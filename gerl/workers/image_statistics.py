@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from gerl.rewards.scorers.colourfulness import colourfulness
-from gerl.rewards.scorers.jpeg import jpeg_kilobytes
-from gerl.rewards.scorers.sharpness import LUMA, sharpness
+from gerl.rewards.scorers.simple import LUMA, colourfulness, jpeg_kilobytes, sharpness
 
 SIDE = 512  # pixels: of larger images the middle is looked at, whose noise and grids are those of the rest
 THUMBNAIL = 16  # pixels, in which images are compared with each other

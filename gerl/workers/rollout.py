@@ -8,21 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
-from gerl.engine import FeatureCache, Reads, Tape, Trajectory, branch, lean, record, record_probe
+from gerl.engine import FeatureCache, Reads, Tape, Trajectory, lean, record_probe
 from gerl.engine.batching import select_call
 from gerl.engine.hooks import noise_from
 from gerl.engine.latents import record_loop
-from gerl.engine.transitions import Sampler, check_scheduler
+from gerl.engine.record import InitialNoise, branch_plan, record_plan
+from gerl.engine.transitions import SamplingPlan, check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
-from gerl.model.failures import CallRefused, is_full, model_errors, pipeline_errors, release
+from gerl.model.errors import CallRefused, is_full, model_errors, pipeline_errors, release
 from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
@@ -179,7 +180,7 @@ class Rollout:
         lockstep: bool = False,
     ) -> None:
         self.policy, self.sampling, self.validation = policy, sampling, validation
-        check_scheduler(policy.pipe.scheduler, Sampler(sampling.kernel, sampling.noise_level, sampling.solver))
+        check_scheduler(policy.pipe.scheduler, SamplingPlan(sampling.kernel, sampling.noise_level, sampling.solver))
         check_sigmas(policy.pipe.scheduler, sampling)
         self._picture_each = False
         self._sizes: set[tuple[int | None, int | None]] = set()  # asked for, and not sampled
@@ -271,16 +272,16 @@ class Rollout:
 
     def _record(self, samples: Sequence[Sample], segment: Segment, form: CallFormat) -> tuple[BaseOutput | None, Tape]:
         """`segment`, whose rows are `samples`, from their prompts on."""
-        options = self._options(segment)
-        initial = [s.init_seed for s in samples if s.init_seed is not None]
-        options["init_generators"] = sample_generators(initial) if initial else None
-        options["init_spread"] = self.sampling.init_noise_spread if initial else 0.0
+        seeds = [s.init_seed for s in samples if s.init_seed is not None]
+        spread = self.sampling.init_noise_spread if seeds else 0.0
+        initial = InitialNoise(sample_generators(seeds) if seeds else None, spread)
         several = len(samples) > 1
 
-        def draw(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
-            return record(self.policy.pipe, call, probe=self._probes.get(several, True), **options)
+        def record(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
+            generators, probe = sample_generators(list(segment.seeds)), self._probes.get(several, True)
+            return record_plan(self.policy.pipe, call, self._plan(segment), generators, probe, initial)
 
-        output, tape = self.called(draw, samples, form, sigmas=training_sigmas(self.sampling))
+        output, tape = self.called(record, samples, form, sigmas=training_sigmas(self.sampling))
         if tape.probe is not None:
             self._probes[several] = tape.probe
         return output, tape
@@ -304,24 +305,25 @@ class Rollout:
 
     def _branch(self, tape: Tape, step: int, rows: Sequence[int], segment: Segment) -> tuple[BaseOutput | None, Tape]:
         """`segment`, whose rows go on from step `step` of the samples `rows` of `tape`."""
-        found = branch(self.policy.pipe, tape, step, rows, **self._options(segment))
+        generators = sample_generators(list(segment.seeds))
+        found = branch_plan(self.policy.pipe, tape, step, rows, self._plan(segment), generators)
         if tape.probe is not None:
             self._probes[tape.batch_size > 1] = tape.probe
         return found
 
-    def _options(self, segment: Segment) -> dict[str, Any]:
-        """The arguments that `record` and `branch` have in common."""
-        return {
-            "kernel": self.sampling.kernel,
-            "noise_level": self.sampling.noise_level,
-            "window": segment.window,
-            "generators": sample_generators(list(segment.seeds)),
-            "solver": self.sampling.solver,
-            "compression": self.sampling.compression,
-            "stop": segment.stop,
-            "noise_at": dict(segment.noise),
-            "cache": self.cache if self.cache.name == "none" else replace(self.cache, exact=self.branched_at),
-        }
+    def _plan(self, segment: Segment) -> SamplingPlan:
+        """How the steps of `segment` are taken."""
+        sampling, cache = self.sampling, self.cache
+        return SamplingPlan(
+            sampling.kernel,
+            sampling.noise_level,
+            sampling.solver,
+            sampling.compression,
+            cache if cache.name == "none" else replace(cache, exact=self.branched_at),
+            frozenset(segment.window),
+            segment.stop,
+            dict(segment.noise),
+        )
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
         """Images `[B, H, W, 3]` uint8 of the plain pipeline (ODE sampling), with the averaged LoRA."""
@@ -367,7 +369,7 @@ class Rollout:
         prompts are kept on disk.
         """
         # in here: the driver of a run does without transformers
-        from gerl.model.overlong import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
+        from gerl.model.prompts import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
 
         found = kept_readings(folder)
         if found is None:

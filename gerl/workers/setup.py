@@ -10,20 +10,25 @@ from gerl.algorithms import Algorithm
 from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.cluster.health import start_device
 from gerl.config import Config
-from gerl.config.distillation import DMDRConfig
+from gerl.config.algorithms import DMDRConfig
 from gerl.errors import ConfigError
 from gerl.model.call import unguided
-from gerl.model.distilled import distilled_warnings, guidance_notes
-from gerl.model.drawing_weights import DrawingWeights, check_drawing
-from gerl.model.ema import EMA
-from gerl.model.fake import add_fake
 from gerl.model.latents import ImageLatents, latents_folder
-from gerl.model.loading import check_model, load_policy, lora_lines, precision, replaced_scheduler
-from gerl.model.policy import Policy
+from gerl.model.loading import (
+    check_model,
+    check_teachers,
+    load_policy,
+    load_teachers,
+    lora_lines,
+    precision,
+    replaced_scheduler,
+)
+from gerl.model.placement import DrawingWeights, check_attention, check_drawing
+from gerl.model.policy import EMA, Policy
 from gerl.model.prompts import PromptCache, folder_of
-from gerl.model.quantisation import check_quantisation
-from gerl.model.speed import check_attention
-from gerl.model.teacher_pipelines import check_teachers, load_teachers
+from gerl.model.quantization import check_quantisation
+from gerl.model.schedulers import distilled_warnings, guidance_notes
+from gerl.model.teachers import add_fake
 from gerl.objects import Function, offer
 from gerl.protocol import ModelFacts
 from gerl.rewards.gradients import TensorReward, differentiated

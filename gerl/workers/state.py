@@ -17,10 +17,9 @@ from huggingface_hub import save_torch_state_dict
 from torch.distributed.tensor import DTensor
 
 from gerl.model.paths import WEIGHTS
-from gerl.model.policy import Policy
+from gerl.model.policy import Policy, class_of, kept_in_fp32
 from gerl.model.shards import Part, Shards, local, part_of, write_parts
-from gerl.model.whole import class_of, kept_in_fp32
-from gerl.run.state import FROZEN, PARTS, WorkerState
+from gerl.run.checkpoint import FROZEN, PARTS, WorkerState
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import ADAMW, OPTIMIZER, Actor
 

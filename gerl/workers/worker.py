@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from gerl.algorithms import Algorithm, Batch, KLWeight, batches_of, build_algorithm
-from gerl.algorithms.pooling import Pooled
+from gerl.algorithms.base import Pooled
 from gerl.commandline.imports import importing
 from gerl.config import Config
-from gerl.config.noised_images import ForwardProcessConfig
+from gerl.config.algorithms import ForwardProcessConfig
 from gerl.errors import ClusterError
 from gerl.model.call import check_arguments
-from gerl.model.failures import model_errors
+from gerl.model.errors import model_errors
 from gerl.objects import Function
 from gerl.protocol import Images, StepEnd, UpdateStats
 from gerl.utils.logs import capture_logs, pass_on_logs
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gerl.engine import Trajectory
     from gerl.model.policy import Policy
     from gerl.protocol import ModelFacts, RolloutTask, Sample, StepResult
-    from gerl.run.state import WorkerState
+    from gerl.run.checkpoint import WorkerState
     from gerl.workers.actor import Actor
     from gerl.workers.state import PartSnapshots, Snapshots, Writing
 
@@ -101,7 +101,7 @@ class PolicyWorker:
         with importing():  # in here: the driver does without diffusers and what comes with it
             from torch.distributed.tensor import DTensor
 
-            from gerl.model.libraries import quiet_libraries
+            from gerl.model.denoisers import quiet_libraries
             from gerl.workers.actor import Actor, check_optimizer
             from gerl.workers.setup import give_reward, load_worker_policy, model_facts
             from gerl.workers.state import PartSnapshots, Snapshots

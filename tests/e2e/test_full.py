@@ -14,9 +14,9 @@ from PIL import Image
 import gerl
 from gerl.export.command import main as export
 from gerl.model.shards import Shards
-from gerl.rewards.rows import TOTAL
+from gerl.rewards.total import TOTAL
+from gerl.run.checkpoint import PARTS
 from gerl.run.settings import read_config
-from gerl.run.state import PARTS
 from gerl.run.usage import usage
 from gerl.run.validation import load_validations
 

@@ -13,7 +13,7 @@ from drills import more
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
-from gerl.run.state import PARTS
+from gerl.run.checkpoint import PARTS
 from gerl.trainer.run import Run
 from gerl.utils.dataset import load_prompts
 

@@ -10,7 +10,7 @@ import torch
 
 from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import shipped
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 
 # a large learning rate, so that a trust region has something to hold back
 SETTINGS = """

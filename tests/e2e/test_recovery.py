@@ -16,8 +16,8 @@ from drills import ALL, more
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
-from gerl.run.control import ask, asked
-from gerl.run.state import PARTS
+from gerl.run.checkpoint import PARTS
+from gerl.run.session import ask, asked
 from gerl.run.tracking import read_metrics
 from gerl.trainer.recovery import bring_together
 from gerl.trainer.run import Run

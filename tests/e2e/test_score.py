@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from gerl.rewards.scorers import SCORERS
-from gerl.rewards.scorers.colourfulness import colourfulness
+from gerl.rewards.scorers.simple import colourfulness
 from gerl.score.command import main
 
 # The score is the image's blue value plus the length of its prompt; every call leaves a line behind.

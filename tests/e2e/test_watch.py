@@ -12,7 +12,7 @@ import pytest
 import requests
 from watching import serving
 
-from gerl.run.control import ask
+from gerl.run.session import ask
 from gerl.trainer.main_flowgrpo import main
 
 STEPS = 2000  # more than are taken

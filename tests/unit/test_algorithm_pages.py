@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gerl.commandline.experiments import shipped
-from gerl.config.names import keys
+from gerl.config.suggestions import keys
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from training import DRAWN
 
 from gerl.config import Config, SamplingConfig, did_you_mean, from_mapping, keys, readers
-from gerl.config.algorithm import BY_NAME
-from gerl.config.choices import KernelName
+from gerl.config.algorithms import BY_NAME
+from gerl.config.blocks import KernelName
 from gerl.errors import ConfigError
 
 

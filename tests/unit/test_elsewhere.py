@@ -4,8 +4,8 @@ import pytest
 
 from gerl.commandline.composition import CHOICES
 from gerl.config import did_you_mean, is_foreign, keys, nearest_key, other_name
-from gerl.config.algorithm import BY_NAME
-from gerl.config.elsewhere import ABSENT, MEANING, NAMES, absent, elsewhere
+from gerl.config.algorithms import BY_NAME
+from gerl.config.other_programs import ABSENT, MEANING, NAMES, absent, elsewhere
 
 KNOWN = {name for name, _ in keys()}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gerl.cluster import Pending
-from gerl.run.timeline import append_spans, chrome_trace, lanes, read_spans
+from gerl.run.live import append_spans, chrome_trace, lanes, read_spans
 from gerl.timeline import MOST, Span, Timeline, joined
 
 

@@ -9,11 +9,10 @@ import pytest
 
 from gerl.commandline.composition import compose_run
 from gerl.config import answered, is_foreign, keys, readers
-from gerl.config.elsewhere import ABSENT, BLOCKS, MEANING
-from gerl.config.other_values import FLAG, VALUES, Why
+from gerl.config.other_programs import ABSENT, BLOCKS, FLAG, MEANING, VALUES, Why
 from gerl.config.reading import advice, refusal, typed
 from gerl.config.rules import RULES
-from gerl.config.translation import OPEN
+from gerl.config.suggestions import OPEN
 from gerl.errors import ConfigError
 
 FIELDS = dict(keys())

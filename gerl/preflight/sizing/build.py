@@ -16,18 +16,14 @@ from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import try_to_load_from_cache
 
 from gerl.config import Config
-from gerl.config.teachers import Teacher
+from gerl.config.algorithms import Teacher
 from gerl.errors import ModelError
-from gerl.model.denoisers import find_denoisers
-from gerl.model.ema import EMA
-from gerl.model.fake import add_fake, fake_parameters
+from gerl.model.denoisers import default_dtype, find_denoisers
 from gerl.model.loading import prepare
 from gerl.model.lora import ADAPTER, add_lora
 from gerl.model.paths import INDEX, resolve
-from gerl.model.policy import Policy
-from gerl.model.skeletons import default_dtype
-from gerl.model.teachers import TeacherModel, in_teachers
-from gerl.model.whole import chosen, parameters_of
+from gerl.model.policy import EMA, Policy, chosen, parameters_of
+from gerl.model.teachers import TeacherModel, add_fake, fake_parameters, in_teachers
 from gerl.preflight.sizing.stage import Stage
 from gerl.preflight.sizing.tokens import Picture, Tokens
 

@@ -10,7 +10,7 @@ import torch
 
 from gerl.config import Config
 from gerl.errors import TrainingError
-from gerl.model.libraries import quiet_libraries
+from gerl.model.denoisers import quiet_libraries
 from gerl.preflight.findings import size, wrapped, write_json
 from gerl.preflight.sizing import layouts
 from gerl.preflight.sizing.facts import Facts, find_facts

@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from gerl.algorithms import batches_of, build_algorithm, count_pairs
 from gerl.config import Config
-from gerl.config.teachers import Teacher
+from gerl.config.algorithms import Teacher
 from gerl.data.sources import may_have_pictures
 from gerl.errors import GerlError, ModelError
 from gerl.model.lora import ADAPTER
 from gerl.model.policy import Policy
-from gerl.model.quantisation import stored_bytes
+from gerl.model.quantization import stored_bytes
 from gerl.model.sharding import layers, repeated_blocks
 from gerl.preflight.bench import TEXT, Bench, with_pictures
 from gerl.preflight.forecast import rows_of

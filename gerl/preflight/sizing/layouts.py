@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gerl.config.choices import Quantisation
-from gerl.model.quantisation import quantised_bytes
+from gerl.config.blocks import Quantisation
+from gerl.model.quantization import quantised_bytes
 from gerl.preflight.forecast import SPARE
 from gerl.preflight.sizing.facts import FP32, Facts, Part
 from gerl.preflight.sizing.hardware import Gpu

@@ -10,8 +10,7 @@ from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.objects import PREFIX
 from gerl.rewards.scorers.base import Elsewhere, PeopleScorer, Scorer, columns_of, number_of, require
-from gerl.rewards.scorers.custom import CustomScorer
-from gerl.rewards.scorers.function import FunctionScorer
+from gerl.rewards.scorers.custom import CustomScorer, FunctionScorer
 
 __all__ = [
     "SCORERS",
@@ -30,32 +29,32 @@ __all__ = [
 # some need torch, and only those that take part are imported.
 SCORERS = {
     "ocr": "ocr:OcrScorer",
-    "pickscore": "pickscore:PickScore",
-    "clipscore": "clipscore:ClipScore",
-    "aesthetic": "aesthetic:AestheticScore",
+    "pickscore": "clip:PickScore",
+    "clipscore": "clip:ClipScore",
+    "aesthetic": "clip:AestheticScore",
     "imagereward": "imagereward:ImageReward",
     "hpsv2": "hpsv2:HpsV2",
-    "hpsv3": "hpsv3:HpsV3",
+    "hpsv3": "vlm_reward:HpsV3",
     "videoalign": "videoalign:VideoAlign",
     "geneval": "geneval:GenEvalScorer",
     "geneval2": "geneval2:GenEval2",
     "dpg": "dpg:DpgScorer",
     "blip_vqa": "blip_vqa:BlipVqa",
-    "image_similarity": "image_similarity:ImageSimilarity",
-    "dino_similarity": "dino_similarity:DinoSimilarity",
-    "diversity": "diversity:Diversity",
+    "image_similarity": "similarity:ImageSimilarity",
+    "dino_similarity": "similarity:DinoSimilarity",
+    "diversity": "similarity:Diversity",
     "editreward": "editreward:EditReward",
     "vlm_judge": "vlm_judge:VlmJudge",
     "unified_reward": "unified_reward:UnifiedRewardScorer",
     "unified_reward2": "unified_reward:UnifiedReward2",
-    "deqa": "deqa:DeqaScorer",
+    "deqa": "remote:DeqaScorer",
     "remote": "remote:RemoteScorer",
-    "colour": "colour:Colour",
+    "colour": "simple:Colour",
     "vote": "vote:VoteScorer",
-    "sharpness": "sharpness:Sharpness",
-    "colourfulness": "colourfulness:Colourfulness",
-    "jpeg_compressibility": "jpeg:JpegCompressibility",
-    "jpeg_incompressibility": "jpeg:JpegIncompressibility",
+    "sharpness": "simple:Sharpness",
+    "colourfulness": "simple:Colourfulness",
+    "jpeg_compressibility": "simple:JpegCompressibility",
+    "jpeg_incompressibility": "simple:JpegIncompressibility",
 }
 
 

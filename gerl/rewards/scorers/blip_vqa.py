@@ -1,13 +1,4 @@
-"""BLIP-VQA: is each thing that a prompt names, with its colour, shape or texture, in the image?
-
-Source: "T2I-CompBench" (arXiv 2307.06350) and its code (github.com/Karine-Huang/T2I-CompBench, commit 1b70949,
-BLIPvqa_eval/BLIP_vqa.py and models/blip_vqa.py, vqa_prob): spaCy finds the noun phrases, BLIP is asked "PHRASE?", and
-the probabilities of yes against no are multiplied. The authors round each probability to four digits, which is not
-repeated here. BLIP is that of transformers: `Salesforce/blip-vqa-capfilt-large` are the weights that the authors load,
-converted for images of 384 pixels a side, while they show BLIP 480, as is done here with their own file. At small sizes
-with random weights the scores were compared with those of the authors' own modules, of weights in either form; the
-published weights have not been run by this project.
-"""
+"""BLIP-VQA: is each thing that a prompt names, with its colour, shape or texture, in the image?"""
 
 import importlib.util
 import re
@@ -21,15 +12,25 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer, require
-from gerl.rewards.scorers.blip_original import is_original, load_original
-from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype
-from gerl.rewards.scorers.imagereward import PIXEL_MEAN, PIXEL_STD
+from gerl.rewards.scorers.clip import Device, expanded, loading, resolve_device, resolve_dtype
+from gerl.rewards.scorers.imagereward import PIXEL_MEAN, PIXEL_STD, part, vision_config_of, vision_name
 
 if TYPE_CHECKING:
     from transformers import BlipForQuestionAnswering, PreTrainedTokenizerBase
+
+
+# --- BLIP-VQA: is each thing that a prompt names, with its colour, shape or texture, in the image?
+#
+# Source: "T2I-CompBench" (arXiv 2307.06350) and its code (github.com/Karine-Huang/T2I-CompBench, commit 1b70949,
+# BLIPvqa_eval/BLIP_vqa.py and models/blip_vqa.py, vqa_prob): spaCy finds the noun phrases, BLIP is asked "PHRASE?", and
+# the probabilities of yes against no are multiplied. The authors round each probability to four digits, which is not
+# repeated here. BLIP is that of transformers: `Salesforce/blip-vqa-capfilt-large` are the weights that the authors
+# load, converted for images of 384 pixels a side, while they show BLIP 480, as is done here with their own file. At
+# small sizes with random weights the scores were compared with those of the authors' own modules, of weights in either
+# form; the published weights have not been run by this project.
 
 PLACES = ("top", "the side", "the left", "the right")  # are no things
 MOST = 8  # noun phrases
@@ -191,3 +192,55 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # a name with dots or slashes
         return False
+
+
+# --- BLIP for questions from the file that its authors published, model_base_vqa_capfilt_large.pth.
+#
+# Source: "BLIP" (arXiv 2201.12086) and its code (github.com/salesforce/BLIP), whose names of tensors these are. The
+# file has the images' size, 480 pixels a side, in its positions; transformers' copy of these weights was made for 384.
+
+WHAT = "the BLIP VQA checkpoint as published by its authors"
+
+
+def is_original(model: str) -> bool:
+    """Whether `model` is a file of BLIP's authors."""
+    return Path(model).suffix == ".pth"
+
+
+def load_original(model: str) -> "BlipForQuestionAnswering":
+    """The network in the file `model`, in transformers' form; raises `RewardError` if it is none."""
+    import transformers
+
+    with loading("model", model, WHAT):
+        content = torch.load(expanded(model), map_location="cpu", weights_only=True)
+        tensors = content["model"]
+        # 0, 1, 2, ...: a buffer, not a weight
+        tensors = {name: value for name, value in tensors.items() if not name.endswith(".position_ids")}
+    if not any(name.startswith("text_decoder.") for name in tensors):
+        raise RewardError(f"model={model} has no answer decoder: give {WHAT}")
+    vision = part(tensors, "visual_encoder.")
+    rest = {name: value for name, value in tensors.items() if name.startswith(("text_encoder.", "text_decoder."))}
+    with loading("model", model, WHAT):
+        network = transformers.BlipForQuestionAnswering(
+            transformers.BlipConfig(
+                text_config=_text_sizes(part(tensors, "text_encoder."), vision["pos_embed"].shape[-1]),
+                vision_config=vision_config_of(vision).to_dict(),
+            )
+        )
+        network.load_state_dict(rest | {f"vision_model.{vision_name(name)}": value for name, value in vision.items()})
+    return network
+
+
+def _text_sizes(tensors: dict[str, torch.Tensor], vision_width: int) -> dict[str, int]:
+    """The sizes of the text encoder, which only its tensors tell; the answers' decoder has the same."""
+    words, width = tensors["embeddings.word_embeddings.weight"].shape
+    return {
+        "vocab_size": words,
+        "bos_token_id": words - 2,  # [DEC], behind BERT's words; the last one is [ENC]
+        "hidden_size": width,
+        "num_attention_heads": width // 64,
+        "intermediate_size": tensors["encoder.layer.0.intermediate.dense.weight"].shape[0],
+        "num_hidden_layers": len({name.split(".")[2] for name in tensors if name.startswith("encoder.layer.")}),
+        "max_position_embeddings": tensors["embeddings.position_embeddings.weight"].shape[0],
+        "encoder_hidden_size": vision_width,
+    }

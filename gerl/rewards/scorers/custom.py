@@ -1,17 +1,194 @@
-"""A user's own scorer: a function in a Python file."""
+"""Custom scorers: functions from a file or from the program that started the run, on images or on tensors."""
+
+from __future__ import annotations  # of torch, which the driver of a run may do without
 
 import hashlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
+from inspect import Parameter
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 
 from gerl.errors import RewardError
-from gerl.rewards.scorers.calling import GIVEN, Call, UserScorer
+from gerl.objects import PREFIX, function
+from gerl.rewards.scorers.base import Metadata, ReturnError, Scorer
+
+if TYPE_CHECKING:
+    import torch
+
+
+# --- Functions of the user's that score tensors, so that rewards can be differentiated.
+#
+# One whose attribute `takes_tensors` is true gets images `[B, 3, H, W]`, fp32 in [0, 1], and returns scores `[B]` as a
+# tensor; with `takes_frames` it gets videos as `[B, F, 3, H, W]`. Where only scores are needed, as in a validation, it
+# gets the finished pictures in the same form.
+
+
+def on_pictures(called: Callable[..., object], images: list[Any], prompts: list[str], metadata: list[Any]) -> object:
+    """The scores by `called` of PIL images or lists of frames, which may be of several sizes: each one by itself."""
+    import torch
+
+    from gerl.rewards.scorers.tensor_preprocessing import tensors_of
+
+    scores: list[float] = []
+    for i, image in enumerate(images):
+        pixels = tensors_of(image)[None] if isinstance(image, list) else tensors_of([image])
+        with torch.no_grad():
+            found = called(pixels, prompts[i : i + 1], metadata[i : i + 1])
+        if not torch.is_tensor(found) or found.shape != (1,):
+            what = f"a tensor of shape {list(found.shape)}" if torch.is_tensor(found) else f"{found!r:.80}"
+            raise ReturnError(
+                f"returned {what} for images {list(pixels.shape)}, expected a tensor with one score per image, [1]"
+            )
+        scores.append(float(found))
+    return scores
+
+
+def checked(found: object, images: torch.Tensor, place: str) -> torch.Tensor:
+    """The scores `found` of `images`; raises `RewardError` unless they are a tensor `[B]` with a gradient."""
+    import torch
+
+    shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    if not isinstance(found, torch.Tensor) or shape != [len(images)]:
+        raise RewardError(
+            f"a reward that takes tensors returned {shape} for images {list(images.shape)}: return a tensor with "
+            f"one score per image, [{len(images)}]{place}"
+        )
+    if images.requires_grad and not found.requires_grad:
+        raise RewardError(
+            "a reward that takes tensors returned scores without gradient: compute them from the images with torch "
+            f"functions, without no_grad, detach or numpy{place}"
+        )
+    return found
+
+
+# --- How a function of the user's is called: by the names of its parameters, where they say what they are for
+
+GIVEN = ("images", "prompts", "metadata")  # in the order in which parameters of other names get them
+# Names of parameters without a default that leave no doubt either; those of `GIVEN` are meant with a default, too.
+SYNONYMS = {
+    "images": ("image", "imgs", "img", "pictures", "pixels", "videos", "video"),
+    "prompts": ("prompt", "texts", "text", "captions", "caption"),
+    "metadata": ("metadatas", "meta", "metas"),
+}
+OF_TRL = ("completions", "completion_ids")
+PLAIN = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Call:
+    """A function with what each of its parameters gets: one of `GIVEN`, or its own keyword.
+
+    Raises:
+        RewardError: it cannot be called so; the message begins with `key` and calls the function `name`.
+    """
+
+    def __init__(self, key: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, object]) -> None:
+        self.function, self.kwargs = function, dict(kwargs)
+        _check_kind(key, name, function)
+        try:
+            # torch's modules take anything, and hand it on to their forward
+            signature = inspect.signature(function if inspect.isroutine(function) else _forward(function))
+        except (TypeError, ValueError):  # of a builtin
+            self.positional, self.named = list(GIVEN), dict[str, str]()
+            return
+        self.positional, self.named = _assigned(key, name, signature, self.kwargs)
+        try:
+            if not self.positional and not self.named:
+                raise TypeError("it takes none of them")
+            signature.bind(*self.positional, **self.named, **self.kwargs)
+        except TypeError as error:
+            wanted = ", ".join([*GIVEN, *(f"{kwarg}=..." for kwarg in kwargs)])
+            raise RewardError(
+                f"{key}: {name}{signature} cannot be called as {name}({wanted}) ({error}): use a function of "
+                f"these, or of images alone, and put other arguments in {key}.kwargs"
+            ) from None
+
+    def __call__(self, images: object, prompts: list[str], metadata: list[Metadata]) -> object:
+        given = {"images": images, "prompts": prompts, "metadata": metadata}
+        named = {parameter: given[what] for parameter, what in self.named.items()}
+        return self.function(*(given[what] for what in self.positional), **named, **self.kwargs)
+
+
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(function, "forward", function)
+    return found
+
+
+def _check_kind(key: str, name: str, function: Callable[..., Any]) -> None:
+    """Raise `RewardError` for a class in place of an object of it, and for what has to be awaited."""
+    if inspect.isclass(function):
+        raise RewardError(
+            f"{key}: {name} is a class, and calling it creates an object, not scores: give a callable object, {name}()"
+        )
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if any(kind(f) for f in (function, called) for kind in (inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
+        raise RewardError(
+            f"{key}: {name} is async, and gerl awaits nothing: define it with def, and use asyncio.run inside"
+        )
+
+
+def _assigned(
+    key: str, name: str, signature: inspect.Signature, kwargs: Mapping[str, object]
+) -> tuple[list[str], dict[str, str]]:
+    """The positional arguments, and by parameter those that are passed by keyword.
+
+    Parameters whose names are known get what they say; others without a default what is left, in the order of `GIVEN`.
+    """
+    parameters = [p for p in signature.parameters.values() if p.name not in kwargs]
+    if foreign := next((p.name for p in parameters if p.name in OF_TRL), None):
+        raise RewardError(
+            f"{key}: {name}{signature} is a TRL reward function, which gets texts: gerl passes images, so rename "
+            f"its parameter {foreign} to images, and return one number per image"
+        )
+    if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
+        return list(GIVEN), {}
+    single = [p for p in parameters if p.kind in (*PLAIN, Parameter.KEYWORD_ONLY)]
+    found = {p.name: p.name for p in single if p.name in GIVEN}
+    required = [p for p in single if p.default is Parameter.empty and p.name not in found]
+    for what, names in SYNONYMS.items():
+        if what not in found.values() and (meant := [p for p in required if p.name in names]):
+            found[meant[0].name] = what
+    left = [what for what in GIVEN if what not in found.values()]
+    for parameter, what in zip((p for p in required if p.name not in found and p.kind in PLAIN), left, strict=False):
+        found[parameter.name] = what
+    positional = []
+    for parameter in signature.parameters.values():  # by position as far as it goes: a decorator may take no keywords
+        if parameter.name not in found or parameter.kind not in PLAIN:
+            break
+        positional.append(found.pop(parameter.name))
+    return positional, found
+
+
+class UserScorer(Scorer):
+    """A scorer that calls a function of the user's, whose attributes say how.
+
+    `groupwise` and `takes_frames` mean what they do for `Scorer`; with `takes_tensors` it is given tensors, see
+    `tensor_function`.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.groupwise = bool(getattr(call.function, "groupwise", False))
+        self.takes_frames = bool(getattr(call.function, "takes_frames", False))
+        self.differentiable = bool(getattr(call.function, "takes_tensors", False))
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
+        if self.differentiable:
+            return on_pictures(self.call, images, prompts, metadata)
+        return self.call(images, prompts, metadata)
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
+        return checked(self.call(images, prompts, metadata), images, self.place())
+
+
+# --- A user's own scorer: a function in a Python file
 
 
 class CustomScorer(UserScorer):
@@ -101,3 +278,32 @@ def load_module(key: str, path: str) -> ModuleType:
         what = f"{type(error).__name__}: {error}{raised_at(error, path)}"
         raise RewardError(f"{key}.path={path}: importing it failed with {what}") from error
     return module
+
+
+# --- A reward that is a function of the program that started the run
+
+
+class FunctionScorer(UserScorer):
+    """Calls a function of images, prompts and metadata [B], or of some of these, and its kwargs: see `Call`.
+
+    Raises `RewardError` if the function is not here, or does not take these arguments.
+    """
+
+    def __init__(self, key: str, path: str, kwargs: dict[str, object]) -> None:
+        found = function(path)
+        if found is None:
+            raise RewardError(
+                f"{key}.path={path}: this was a function of a Python program; pass it again there, with "
+                "gerl.train(..., resume=FOLDER) or gerl.evaluate(..., reward=FUNCTION), or give the file of a "
+                "function"
+            )
+        super().__init__(Call(key, path.removeprefix(PREFIX), found, kwargs))
+
+    def place(self, error: BaseException | None = None) -> str:
+        code = getattr(inspect.unwrap(self.call.function), "__code__", None)
+        if not isinstance(code, CodeType):
+            return ""
+        if error is None:
+            return f" ({code.co_filename}, line {code.co_firstlineno}: {code.co_name})"
+        own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == code.co_filename]
+        return f" ({code.co_filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""

@@ -11,7 +11,7 @@ from PIL import Image
 
 from gerl.errors import DataError, RewardError
 from gerl.rewards.scorers.base import require
-from gerl.rewards.scorers.clip_tower import expanded, loading, resolve_device, resolve_dtype
+from gerl.rewards.scorers.clip import expanded, loading, resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel

@@ -14,14 +14,20 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
-from gerl.rewards.scorers.base import Columns, Metadata, Scorer
-from gerl.rewards.scorers.clip_tower import Device, resolve_device, resolve_dtype
-from gerl.rewards.scorers.hpsv3 import PLACE, TOKEN
-from gerl.rewards.scorers.references import read, reference_of
-from gerl.rewards.scorers.vlm_head import PIXELS, RewardModel, check_marks, reward_model
-from gerl.rewards.scorers.wording import code_folder, constants
+from gerl.rewards.scorers.base import Columns, Metadata, Scorer, read, reference_of
+from gerl.rewards.scorers.clip import Device, resolve_device, resolve_dtype
+from gerl.rewards.scorers.vlm_reward import (
+    PIXELS,
+    PLACE,
+    TOKEN,
+    RewardModel,
+    check_marks,
+    code_folder,
+    constants,
+    reward_model,
+)
 
 NAME = "editreward"
 REMEDY = "clone github.com/TIGER-AI-Lab/EditReward, and give its folder as code"

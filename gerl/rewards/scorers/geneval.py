@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.errors import DataError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers.base import Columns, Metadata, Scorer
-from gerl.rewards.scorers.clip_tower import CLIP_L14, Device, clip_tower
+from gerl.rewards.scorers.clip import CLIP_L14, Device, clip_tower
 from gerl.rewards.scorers.detection import Box, Detection, detector, detector_labels, find_label
 
 Colour = Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from PIL import Image
 from pydantic import Field
 
-from gerl.config.choices import Dtype
+from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer, require
-from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype
+from gerl.rewards.scorers.clip import Device, expanded, loading, resolve_device, resolve_dtype
 from gerl.rewards.scorers.imagereward import PIXEL_MEAN, PIXEL_STD
-from gerl.rewards.scorers.on_tensors import longer_side, normalised
+from gerl.rewards.scorers.tensor_preprocessing import longer_side, normalised
 
 if TYPE_CHECKING:
     import open_clip

@@ -20,11 +20,18 @@ import torch
 from PIL import Image
 from pydantic import Field
 
-from gerl.config.choices import Dtype
-from gerl.rewards.scorers.aesthetic import linear_head, read_tensors
+from gerl.config.blocks import Dtype
 from gerl.rewards.scorers.base import Metadata, Scorer
-from gerl.rewards.scorers.clip_tower import Device, expanded, loading, resolve_device, resolve_dtype
-from gerl.rewards.scorers.on_tensors import normalised, shorter_side
+from gerl.rewards.scorers.clip import (
+    Device,
+    expanded,
+    linear_head,
+    loading,
+    read_tensors,
+    resolve_device,
+    resolve_dtype,
+)
+from gerl.rewards.scorers.tensor_preprocessing import normalised, shorter_side
 
 if TYPE_CHECKING:
     from transformers import BlipTextConfig, BlipVisionConfig, PreTrainedTokenizerBase

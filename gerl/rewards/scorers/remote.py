@@ -1,9 +1,4 @@
-"""Rewards from gerl's own reward services: a scorer with packages, a GPU or a machine of its own.
-
-The protocol is JSON. `POST {url}/v1/score` takes {"scorer": name, "images": [PNG in base64], "prompts": [text],
-"metadata": [object]}, each [B], and answers {"scores": {column: [number]}, "version": "1"}, columns [B], the first the
-score that counts. `GET {url}/v1/health` answers an object with the same version. Errors have a status of 400 or above.
-"""
+"""Rewards from gerl's own reward services, DeQA-Score among them."""
 
 import json
 import math
@@ -16,6 +11,13 @@ from pydantic import Field
 from gerl.errors import DataError, RewardError
 from gerl.rewards.scorers.base import JSON, Columns, Metadata, number_of
 from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
+
+# --- Rewards from gerl's own reward services: a scorer with packages, a GPU or a machine of its own.
+#
+# The protocol is JSON. `POST {url}/v1/score` takes {"scorer": name, "images": [PNG in base64], "prompts": [text],
+# "metadata": [object]}, each [B], and answers {"scores": {column: [number]}, "version": "1"}, columns [B], the first
+# the score that counts. `GET {url}/v1/health` answers an object with the same version. Errors have a status of 400 or
+# above.
 
 VERSION = "1"
 
@@ -126,3 +128,28 @@ def checked_columns(client: Client, answer: JSON, size: int) -> Columns:
                 )
             columns.setdefault(name, []).append(number)
     return columns
+
+
+# --- DeQA-Score, an image quality model, behind a reward service of gerl that offers it as `deqa`.
+#
+# Source: "Teaching Large Language Models to Regress Accurate Image Quality Scores using Score Distribution" (arXiv
+# 2501.11561); the scale is that of Flow-GRPO's reward code.
+
+WORST, BEST = 1.0, 5.0
+ROUNDING = 0.05  # of a mean over five levels in half precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeqaScorer(ServiceScorer):
+    """The quality 1 to 5 in the first column of the scorer `deqa`, divided by 5; the prompt does not matter."""
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
+        qualities = next(iter(self.columns("deqa", images, prompts, [{} for _ in metadata]).values()))
+        for i, quality in enumerate(qualities):
+            # A service that divides by 5 itself would otherwise go unnoticed.
+            if not WORST - ROUNDING <= quality <= BEST + ROUNDING:
+                raise RewardError(
+                    f"{self.url} gave image {i} of {len(images)} a quality of {quality:g}, expected {WORST:g} to "
+                    f"{BEST:g}: configure its scorer deqa to return DeQA-Score's own number"
+                )
+        return [quality / BEST for quality in qualities]

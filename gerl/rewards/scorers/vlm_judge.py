@@ -14,7 +14,7 @@ from PIL import Image
 from pydantic import Field
 
 from gerl.errors import RewardError
-from gerl.rewards.scorers.base import Columns, Metadata
+from gerl.rewards.scorers.base import Columns, Metadata, Reference, read, references_of
 from gerl.rewards.scorers.chat import (
     WHOLE_NUMBER,
     Answer,
@@ -31,7 +31,6 @@ from gerl.rewards.scorers.chat import (
     within,
 )
 from gerl.rewards.scorers.http import Client, at_most, png_base64
-from gerl.rewards.scorers.references import Reference, read, references_of
 
 DRAWN = 'The image was drawn for the description "{prompt}". '
 EDITED = 'The last image was made from what is shown before it, by the instruction "{prompt}". '

@@ -21,9 +21,8 @@ from pydantic import Field
 
 from gerl.errors import RewardError
 from gerl.protocol import Occasion
-from gerl.rewards.scorers.base import JSON, Metadata, PeopleScorer
+from gerl.rewards.scorers.base import JSON, Metadata, PeopleScorer, Reference, read, references_of
 from gerl.rewards.scorers.http import Client, HttpScorer, Transient, at_most, check_url, png_base64, to_base64
-from gerl.rewards.scorers.references import Reference, read, references_of
 from gerl.rewards.scorers.remote import checked_answer, checked_columns
 from gerl.utils.condition_images import COLUMNS
 

@@ -8,14 +8,8 @@ import importlib.util
 
 from gerl.config import LoggerConfig
 from gerl.errors import ConfigError
-from gerl.run.trackers.base import Remote, Sink, TrackedRun
-from gerl.run.trackers.mlflow import Mlflow
-from gerl.run.trackers.process import TrackerProcess
-from gerl.run.trackers.record import Record
-from gerl.run.trackers.swanlab import Swanlab
-from gerl.run.trackers.tensorboard import TensorBoard
-from gerl.run.trackers.trackio import Trackio
-from gerl.run.trackers.wandb import Wandb
+from gerl.run.trackers.backends import Mlflow, Swanlab, TensorBoard, Trackio, Wandb
+from gerl.run.trackers.process import Record, Remote, Sink, TrackedRun, TrackerProcess
 
 __all__ = ["REMOTE", "Sink", "TrackedRun", "check_trackers", "open_sinks"]
 

@@ -16,10 +16,9 @@ from typing import Any, BinaryIO
 
 from gerl.commandline import signals
 from gerl.errors import GerlError
-from gerl.run.redaction import redact
+from gerl.run.card import redact
 from gerl.run.trackers import REMOTE
-from gerl.run.trackers.base import Remote, TrackedRun
-from gerl.run.trackers.process import CLOSING
+from gerl.run.trackers.process import CLOSING, Remote, TrackedRun
 from gerl.utils.files import reason
 
 SHOWN = 300  # characters of somebody else's error

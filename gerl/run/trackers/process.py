@@ -1,7 +1,4 @@
-"""A tracker in a process of its own: the run hands over what it writes and waits for nothing but the end, for a time.
-
-To the process go lines of JSON, each followed by the files that it names; back come lines of JSON.
-"""
+"""Trackers: their protocol, the process that each lives in, and the record of which runs they keep."""
 
 import contextlib
 import json
@@ -14,13 +11,104 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import requests
 
 from gerl.commandline.waiting import waiting
-from gerl.run.trackers.base import TrackedRun
-from gerl.utils.files import reason
+from gerl.errors import GerlError
+from gerl.run.card import redact
+from gerl.utils.files import reason, write_file
+
+# --- The protocol of trackers: the run that they are given, and the calls that they take
+
+PROJECT = "gerl"  # where neither logger.project nor the tracker's own settings name one
+REACHED = 5.0  # seconds in which a server has to answer
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as trackers know it.
+
+    `config`: nested values without secrets; `text`: the same as config.yaml has it, or empty. `start_step`: the step
+    that a resumed run carries on from. `id`: of the tracker's own run, if there is one to go on with.
+    """
+
+    folder: Path
+    name: str
+    project: str | None = None
+    tags: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+    start_step: int = 0
+    id: str | None = None
+
+
+class Sink(Protocol):
+    """Takes what a run writes, besides `metrics.jsonl`."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the metrics of a step; all are finite."""
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        """Take a picture, such as `samples/train`, which is a file of the run folder."""
+
+    def lora(self, step: int, files: dict[str, bytes]) -> None:
+        """Take the LoRA of a checkpoint: its files by name."""
+
+    def alert(self, step: int, sentence: str) -> None:
+        """Take a warning about the run."""
+
+    def close(self, failed: bool = False) -> None:
+        """Write out what is buffered, and say whether the run failed; may be called twice."""
+
+
+class Remote(Protocol):
+    """A tracker of a package of somebody else: lives in a process of its own, where it may raise.
+
+    `project`, `name` and `id` say which run of its own it writes to, `place` where that is found.
+    """
+
+    project: str
+    name: str
+    id: str
+    place: str
+
+    def __init__(self, run: TrackedRun) -> None:
+        """Import the package, and begin a run or go on with the one that `run.id` names."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the metrics of a step; all are finite."""
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        """Take a picture."""
+
+    def lora(self, step: int, folder: Path) -> None:
+        """Take the LoRA of a checkpoint; the folder is removed afterwards."""
+
+    def alert(self, step: int, sentence: str) -> None:
+        """Take a warning about the run."""
+
+    def close(self, failed: bool) -> None:
+        """Send the rest and end the tracker's run."""
+
+
+def reach(url: str, otherwise: str) -> None:
+    """Raise `GerlError`, with what to do, if nothing answers at `url`: the packages themselves try for minutes."""
+    try:
+        requests.head(url, timeout=REACHED)
+    except requests.Timeout:
+        raise GerlError(f"{redact(url)} did not answer within {REACHED:.0f} s ({otherwise})") from None
+    except requests.RequestException as error:
+        raise GerlError(f"{redact(url)} cannot be reached ({otherwise})") from error
+
+
+# --- A tracker in a process of its own: the run hands over what it writes and waits for nothing but the end, for a
+# time.
+#
+# To the process go lines of JSON, each followed by the files that it names; back come lines of JSON.
 
 logger = logging.getLogger(__name__)
 SILENCE = 180.0  # seconds that a call may take
@@ -165,3 +253,50 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+# --- Which runs of its trackers a run is: `trackers.json` of the run folder, by which a resumed run goes on with them
+
+KEYS = ("project", "name", "id")
+
+
+class Record:
+    """The file, read when it is opened and written whenever a tracker has begun a run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            found = {}
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be read (%s): trackers start new runs", path, error)
+            found = {}
+        entries = found.items() if isinstance(found, dict) else ()
+        self._runs = {
+            name: {key: str(entry[key]) for key in KEYS}
+            for name, entry in entries
+            if isinstance(entry, dict) and all(entry.get(key) for key in KEYS)
+        }
+
+    def carried_on(self, tracker: str, run: TrackedRun) -> TrackedRun:
+        """The run with project, name and id as `tracker` knows it; as it is if there is none to go on with."""
+        known = self._runs.get(tracker)
+        return replace(run, project=known["project"], name=known["name"], id=known["id"]) if known else run
+
+    def keeper(self, tracker: str) -> Callable[[dict[str, str]], None]:
+        """A function that keeps what the tracker says of its run, and says where it is; for any thread."""
+
+        def keep(opened: dict[str, str]) -> None:
+            logger.info("%s: run %s of project %s; %s", tracker, opened["name"], opened["project"], opened["place"])
+            entry = {key: opened[key] for key in KEYS}
+            with self._lock:
+                if self._runs.get(tracker) == entry:
+                    return
+                self._runs[tracker] = entry
+                try:
+                    write_file(self._path, json.dumps(self._runs, indent=1) + "\n")
+                except GerlError as error:
+                    logger.warning("%s; when resumed, the run starts another one in %s", error, tracker)
+
+        return keep

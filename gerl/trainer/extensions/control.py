@@ -3,7 +3,7 @@
 import logging
 
 from gerl.errors import Stopped
-from gerl.run.control import take
+from gerl.run.session import take
 from gerl.trainer.extensions import Directive, Extension, Save
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step

@@ -17,7 +17,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from gerl.config import Config
-from gerl.config.remedies import doubters
+from gerl.config.rules import doubters
 from gerl.errors import CheckpointError
 from gerl.trainer.credit import column
 from gerl.trainer.extensions import Extension

@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 from gerl.errors import GuardError
 from gerl.run.checkpoint import best_checkpoint
-from gerl.run.guard import GuardLog, Signal, raise_peaks, signals
-from gerl.run.guard_course import TrainingTrends, best_of, trend_signals
+from gerl.run.guard import GuardLog, Signal, TrainingTrends, best_of, raise_peaks, signals, trend_signals
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.run.validation import Validation, validation_steps
 from gerl.trainer.extensions import Directive, Extension, RollBack, Save, Stop

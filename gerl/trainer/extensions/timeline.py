@@ -3,7 +3,7 @@
 import logging
 
 from gerl.errors import GerlError
-from gerl.run.timeline import append_spans
+from gerl.run.live import append_spans
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step

@@ -13,7 +13,7 @@ from training import noised
 from gerl.algorithms.awm import AWM, log_likelihood
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.config import Config, algorithm_config
-from gerl.config.choices import LikelihoodWeighting
+from gerl.config.blocks import LikelihoodWeighting
 
 SIGMA = 0.6
 GENERATOR = torch.Generator().manual_seed(1)

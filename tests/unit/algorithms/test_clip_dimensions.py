@@ -11,7 +11,7 @@ from training import Training, chain_credit, config, relative
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.core_algos import guard_log_ratio, ratio_spread
 from gerl.config import AlgorithmConfig, algorithm_config
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 from gerl.engine.kernels import gaussian_log_prob
 
 SCALED = """

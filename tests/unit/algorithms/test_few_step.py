@@ -7,8 +7,8 @@ from training import config
 
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.core_algos import clipped_policy_loss, group_advantages
+from gerl.algorithms.distillation import step_distance
 from gerl.algorithms.forward_process import ForwardProcess, Noised
-from gerl.algorithms.teaching import step_distance
 from gerl.engine import ReplayedStep
 from gerl.engine.kernels import FlowRule, gaussian_log_prob
 

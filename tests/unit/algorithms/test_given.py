@@ -12,9 +12,9 @@ from PIL import Image
 from training import Training, chain_credit, config, new_policy, relative
 
 from gerl.algorithms import Algorithm, Rewards
+from gerl.algorithms.base import pooled_sum
+from gerl.algorithms.forward_process import regularising
 from gerl.algorithms.planning import plan_samples
-from gerl.algorithms.pooling import pooled_sum
-from gerl.algorithms.regression import regularising
 from gerl.config import DataConfig
 from gerl.model.lora import lora_disabled
 from gerl.protocol import GivenImage, Prompt

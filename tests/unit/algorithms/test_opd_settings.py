@@ -8,7 +8,7 @@ import pytest
 from training import config
 
 from gerl.algorithms import build_algorithm
-from gerl.config.teachers import Teacher
+from gerl.config.algorithms import Teacher
 from gerl.errors import ConfigError
 
 OCR = "ocr"

@@ -12,8 +12,8 @@ from gerl.algorithms.core_algos import RELATIVE_WEIGHTS, kl_divergence
 from gerl.config import TrainerConfig, algorithm_config
 from gerl.engine import replay
 from gerl.engine.kernels import FlowRule
-from gerl.model.ema import EMA
 from gerl.model.lora import lora_disabled
+from gerl.model.policy import EMA
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.1, -0.1]
 CREDIT = chain_credit(ADVANTAGES)

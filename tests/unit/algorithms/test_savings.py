@@ -1,4 +1,4 @@
-"""Every key that saves time has the effect that the table of `gerl.config.savings` says.
+"""Every key that saves time has the effect that the table of `gerl.config.rules` says.
 
 With every algorithm, but for what only depends on how the denoiser is called: there with one of each way.
 """
@@ -16,15 +16,13 @@ import training
 
 from gerl.algorithms import build_algorithm
 from gerl.config import Config, keys
-from gerl.config.algorithm import BY_NAME
-from gerl.config.algorithm_keys import DownSampledConfig
-from gerl.config.savings import SAVINGS, saving_notes
+from gerl.config.algorithms import BY_NAME, DownSampledConfig
+from gerl.config.rules import SAVINGS, saving_notes
 from gerl.engine import replay
 from gerl.errors import ConfigError
-from gerl.model.drawing_weights import DrawingWeights
+from gerl.model.placement import DrawingWeights, channels_last, compile_blocks, set_attention
 from gerl.model.policy import Policy
 from gerl.model.prompts import PromptCache
-from gerl.model.speed import channels_last, compile_blocks, set_attention
 from gerl.workers.rollout import Rollout
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import training
 
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 
 NEEDS: dict[str, dict[str, Any]] = {
     "branch_grpo": {"n": 1, "split_steps": [0, 1]},

@@ -7,7 +7,7 @@ import torch
 from training import Training, chain_credit, config, relative
 
 from gerl.algorithms import PolicyGradient, build_algorithm, count_pairs
-from gerl.algorithms.step_gradients import StepGradients, flat_copy, squared_norm
+from gerl.algorithms.base import StepGradients, flat_copy, squared_norm
 from gerl.engine import ReplayedStep
 from gerl.engine.kernels import FlowRule, coefficients, gaussian_log_prob
 

@@ -16,7 +16,7 @@ from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples
 from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import shipped
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 from gerl.utils.dataset import load_prompts
 
 

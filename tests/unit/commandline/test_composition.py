@@ -11,8 +11,7 @@ import yaml
 from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import experiments, shipped
 from gerl.config import SamplingConfig, ScorerConfig, from_mapping
-from gerl.config.algorithm import BY_NAME
-from gerl.config.noised_images import AWMConfig
+from gerl.config.algorithms import BY_NAME, AWMConfig
 from gerl.errors import ConfigError
 
 

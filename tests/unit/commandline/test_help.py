@@ -6,7 +6,7 @@ from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import experiments, shipped
 from gerl.commandline.help import help_text
 from gerl.config import keys, readers
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 
 
 def explanation(text: str, start: str) -> list[str]:

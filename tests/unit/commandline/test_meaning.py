@@ -8,8 +8,8 @@ import pytest
 
 from gerl.commandline.composition import Composed, compose_run
 from gerl.config import keys
+from gerl.config.configuration import described
 from gerl.config.reading import typed
-from gerl.config.summary import described
 from gerl.errors import ConfigError
 
 LIBRARY = re.compile(

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from gerl.config import Config, DataConfig, ValidationConfig
-from gerl.config.data import HubParts, hub_parts, sources
+from gerl.config.blocks import HubParts, hub_parts, sources
 from gerl.data.sources import check_mixture, digest, held_out_of, load, may_have_pictures, most_of_a_step, weights
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt

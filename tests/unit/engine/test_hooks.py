@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gerl.engine.hooks import Stepped, _Step, noise_from
-from gerl.engine.transitions import Sampler, Transitions, output_is_clean
+from gerl.engine.transitions import SamplingPlan, Transitions, output_is_clean
 from gerl.errors import ModelError
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -18,7 +18,7 @@ class Euler:
     """A head that takes the scheduler's step without noise, as a rollout does, and notes what it was asked for."""
 
     def __init__(self) -> None:
-        self.transitions = Transitions(Sampler("ode", 0.0))
+        self.transitions = Transitions(SamplingPlan("ode", 0.0))
         self.asked: list[torch.Tensor] = []
 
     def on_scheduler_step(self, scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from schedules import along, levels, sd3_sigmas, steps
 
 from gerl.engine.kernels import KERNELS, DDIMRule, FlowRule, coefficients, gaussian_log_prob, transition_mean
-from gerl.engine.transitions import Sampler, Transitions
+from gerl.engine.transitions import SamplingPlan, Transitions
 
 STOCHASTIC = tuple(name for name in KERNELS if name != "ode")
 SD3_10 = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]
@@ -337,7 +337,7 @@ def test_without_noise_the_ddim_step_is_bitwise_the_schedulers(prediction_type: 
     scheduler.set_timesteps(5)
     x, output = (torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     for t in scheduler.timesteps:
-        rule = Transitions(Sampler("ode", 0.0)).next_rule(scheduler, t, None)
+        rule = Transitions(SamplingPlan("ode", 0.0)).next_rule(scheduler, t, None)
         step = scheduler.step(output, t, x)
         assert torch.equal(rule.mean(x, output), step.prev_sample)
         assert torch.equal(rule.clean(x, output), step.pred_original_sample)

@@ -15,8 +15,7 @@ from gerl.algorithms import Batch, build_algorithm
 from gerl.algorithms.fdfo import directions
 from gerl.engine import Reads, Tape, branch, lean, record, replay
 from gerl.engine.batching import unwritten
-from gerl.model.ema import EMA
-from gerl.model.policy import Policy
+from gerl.model.policy import EMA, Policy
 from gerl.protocol import Prompt, Sample
 
 NAMES = ["FluxInpaintPipeline", "StableDiffusion3InpaintPipeline", "StableDiffusionXLInpaintPipeline"]

@@ -27,12 +27,12 @@ from gerl.engine.kernels import (
     coefficients,
     with_noise,
 )
+from gerl.engine.skipping import compressed_spans
 from gerl.engine.transitions import (
     OdeSolver,
-    Sampler,
+    SamplingPlan,
     Transitions,
     check_scheduler,
-    compressed_spans,
     counts_steps,
     is_consistency,
     lcm_clean,
@@ -47,7 +47,7 @@ FLOW = sorted(set(KERNELS) - {"ddim"})
 
 def rules(scheduler: Any, kernel: str) -> list[FlowRule]:
     scheduler.set_timesteps(STEPS)
-    transitions = Transitions(Sampler(kernel, NOISE))
+    transitions = Transitions(SamplingPlan(kernel, NOISE))
     found = [transitions.next_rule(scheduler, t, None) for t in scheduler.timesteps]
     assert all(isinstance(rule, FlowRule) for rule in found)
     return found
@@ -278,7 +278,7 @@ def test_a_long_step_ends_where_its_last_part_would_have(name: str) -> None:
 
     def rules(spans: dict[int, tuple[int, int]]) -> list[FlowRule | DDIMRule]:
         scheduler.set_timesteps(7)
-        transitions = Transitions(Sampler("ode", 0.0))
+        transitions = Transitions(SamplingPlan("ode", 0.0))
         assert transitions.num_steps(scheduler, scheduler.timesteps[0]) == 7
         return [
             transitions.next_rule(scheduler, t, None, spans.get(k, (0, 1))) for k, t in enumerate(scheduler.timesteps)
@@ -300,7 +300,7 @@ def test_a_schedule_that_is_entered_late_has_fewer_steps() -> None:
     for scheduler in (euler, ddim):
         scheduler.set_timesteps(7)
     euler.set_begin_index(3)
-    transitions = Transitions(Sampler("ode", 0.0))
+    transitions = Transitions(SamplingPlan("ode", 0.0))
     assert transitions.num_steps(euler, euler.timesteps[3]) == transitions.num_steps(ddim, ddim.timesteps[3]) == 4
 
 
@@ -418,7 +418,7 @@ def flow_lcm() -> diffusers.FlowMatchLCMScheduler:
 
 def rules_of(scheduler: Any, kernel: str, noise_level: float) -> list[Any]:
     """The rule of each step of `scheduler`, noise wherever it can be."""
-    transitions = Transitions(Sampler(kernel, noise_level))
+    transitions = Transitions(SamplingPlan(kernel, noise_level))
     return [transitions.next_rule(scheduler, t, None) for t in scheduler.timesteps]
 
 
@@ -487,7 +487,7 @@ def test_the_last_step_of_edm_is_deterministic_also_where_it_has_no_length() -> 
     for last in ("zero", "sigma_min"):
         assert [rule.std > 0 for rule in rules_of(edm(last=last), "flow_sde", 0.7)] == [True, True, True, False]
     scheduler = edm()
-    assert Transitions(Sampler("ode", 0.0)).num_steps(scheduler, scheduler.timesteps[0]) == 4
+    assert Transitions(SamplingPlan("ode", 0.0)).num_steps(scheduler, scheduler.timesteps[0]) == 4
 
 
 # --- latent consistency models
@@ -520,7 +520,7 @@ def test_the_boundary_condition_is_in_the_jacobian(prediction_type: str) -> None
 
 
 def test_the_number_of_steps_of_a_latent_consistency_model() -> None:
-    scheduler, transitions = lcm(), Transitions(Sampler("cps", 1.0))
+    scheduler, transitions = lcm(), Transitions(SamplingPlan("cps", 1.0))
     assert transitions.num_steps(scheduler, scheduler.timesteps[0]) == 4
     transitions.next_rule(scheduler, scheduler.timesteps[0], None)
     assert transitions.num_steps(scheduler, scheduler.timesteps[1]) == 3
@@ -567,7 +567,7 @@ def test_a_flow_map_has_no_clean_latents_to_train_on() -> None:
             asked(SCHEDULER_FAMILIES_X, OUT)
     scheduler = flow_map()
     with pytest.raises(ModelError, match=r"without noise: use sampling\.kernel=ode and compression=1"):
-        Transitions(Sampler("ode", 0.0)).next_rule(scheduler, scheduler.timesteps[0], True)
+        Transitions(SamplingPlan("ode", 0.0)).next_rule(scheduler, scheduler.timesteps[0], True)
 
 
 # --- which kernel goes with which scheduler
@@ -588,12 +588,12 @@ def test_a_kernel_that_the_scheduler_does_not_have_is_refused(
     make: Any, kernel: str, solver: str, message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        check_scheduler(make(), Sampler(kernel, 0.7, solver))
+        check_scheduler(make(), SamplingPlan(kernel, 0.7, solver))
 
 
 def test_thresholding_of_a_latent_consistency_model_is_refused() -> None:
     with pytest.raises(ModelError, match="LCMScheduler with thresholding has no transition kernel"):
-        check_scheduler(lcm(thresholding=True), Sampler("cps", 1.0))
+        check_scheduler(lcm(thresholding=True), SamplingPlan("cps", 1.0))
 
 
 def test_families_are_known_by_their_class() -> None:
@@ -666,4 +666,4 @@ def test_ddim_from_pure_noise_is_the_schedulers(prediction_type: str, eta: float
 def test_ddim_from_pure_noise_needs_another_prediction_than_the_noise() -> None:
     scheduler = diffusers.DDIMScheduler(rescale_betas_zero_snr=True)
     with pytest.raises(ModelError, match="starts at pure noise, where an epsilon prediction carries no information"):
-        check_scheduler(scheduler, Sampler("ddim", 0.7))
+        check_scheduler(scheduler, SamplingPlan("ddim", 0.7))

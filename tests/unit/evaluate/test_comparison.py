@@ -14,8 +14,8 @@ from gerl.evaluate.comparison import Drawn, compare, plan
 from gerl.evaluate.files import narrow, page, table, write_files
 from gerl.evaluate.names import BASE
 from gerl.protocol import Prompt
-from gerl.rewards.rows import TOTAL
-from gerl.run.statistics import bootstrap
+from gerl.rewards.total import TOTAL
+from gerl.run.validation import bootstrap
 
 PIXEL = "data:image/png;base64,AA=="
 

@@ -15,8 +15,8 @@ from gerl.evaluate.names import BASE
 from gerl.evaluate.suite_results import SuiteResults, facts, measure, sheets, tasks_of, text, unfinished
 from gerl.evaluate.suites import Column, Pinned, PromptFile, Protocol, Published, Suite, Tasks
 from gerl.protocol import Prompt
-from gerl.rewards.rows import TOTAL
-from gerl.run.statistics import bootstrap, bootstrap_groups
+from gerl.rewards.total import TOTAL
+from gerl.run.validation import bootstrap, bootstrap_groups
 
 SUITE = Suite(
     title="Signs",

@@ -14,7 +14,7 @@ from dry_run import ROOT, TRAIN, DryRun
 
 from gerl.commandline.composition import compose_run
 from gerl.commandline.experiments import experiments
-from gerl.config.data import sources
+from gerl.config.blocks import sources
 
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = [name for name in experiments() if name not in ("plain", "signs")]

@@ -1,5 +1,6 @@
 """Which pipelines in memory can be trained: those of which the LoRA then fits a plain pipeline, and others say why."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -7,11 +8,12 @@ import diffusers
 import pytest
 import tiny
 import torch
+import transformers
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
 
 from gerl.engine import record
 from gerl.errors import ModelError
-from gerl.model.denoisers import check_offered, has_adapter
+from gerl.model.denoisers import check_offered, has_adapter, quiet_libraries
 from gerl.model.lora import find_targets
 
 KINDS: dict[str, Any] = {
@@ -138,3 +140,19 @@ def test_sequential_offload_is_refused() -> None:
     pipe.transformer.to("meta")  # what enable_sequential_cpu_offload() leaves, where there is a GPU
     with pytest.raises(ModelError, match=r"transformer.*model\.offload=blocks"):
         check_offered(pipe)
+
+
+def test_each_warning_is_passed_on_once(caplog: pytest.LogCaptureFixture) -> None:
+    quiet_libraries()
+    quiet_libraries()  # as every run of a process does
+    assert not any(logging.getLogger(library.__name__).propagate for library in (diffusers, transformers))
+    ours = [logging.getLogger(f"{library.__name__}.pipelines.x") for library in (diffusers, transformers)]
+    with caplog.at_level(logging.WARNING):
+        for log in ours:
+            for _ in range(2):
+                log.warning("`height` has to be\ndivisible by 16 but is 27.")
+                log.info("loading weights")
+                log.warning("The following part of your input was truncated because CLIP can only ...: ['x']")
+    said = "`height` has to be divisible by 16 but is 27."
+    passed_on = [record.getMessage() for record in caplog.records if record.name.startswith("gerl")]
+    assert passed_on == [f"diffusers: {said}", f"transformers: {said}"]

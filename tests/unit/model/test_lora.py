@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,41 @@ import diffusers
 import pytest
 import tiny
 import torch
+import zoo.video
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from peft import get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from replaying import EACH, Recorded, randomise, replayed, rolled_out
 from safetensors import safe_open
-from safetensors.torch import load, save
+from safetensors.torch import load, load_file, save, save_file
+from zoo.text_to_image import sdxl
 
 from gerl.algorithms.core_algos import gaussian_kl
-from gerl.errors import ModelError
-from gerl.model.lora import add_lora, default_targets, find_targets, load_lora, lora_disabled, lora_file
+from gerl.config import ModelConfig, SamplingConfig
+from gerl.errors import CheckpointError, ConfigError, ModelError
+from gerl.export.base import Base
+from gerl.export.files import lora_files, write_files
+from gerl.model.denoisers import find_denoisers
+from gerl.model.loading import check_model, load_policy, weights_fingerprint
+from gerl.model.lora import (
+    Lora,
+    add_lora,
+    check_fit,
+    check_loads,
+    collect_loras,
+    default_targets,
+    diffusers_file,
+    find_targets,
+    kohya_file,
+    kohya_halves,
+    load_lora,
+    lora_disabled,
+    lora_file,
+    merge,
+    read_layers,
+)
 from gerl.model.paths import WEIGHTS
+from gerl.model.policy import Policy
 
 # the first of the repeated blocks: its attention, and its feed-forward
 TARGETS = {
@@ -339,3 +367,502 @@ def test_a_file_that_is_not_for_the_pipeline(tmp_path: Path) -> None:
             load_lora(target, tmp_path)
     with pytest.raises(ModelError, match="missing is not a readable LoRA"):
         load_lora(pipe, tmp_path / "missing")
+
+
+def random_lora(denoiser: torch.nn.Module, layers: Iterable[str], rank: int = 2, alpha: float = 5.0) -> Lora:
+    """A random LoRA of the given linear layers of `denoiser`."""
+    torch.manual_seed(0)
+    sizes = {layer: denoiser.get_parameter(f"{layer}.weight").shape for layer in layers}
+    return Lora({layer: (torch.randn(rank, n), torch.randn(m, rank)) for layer, (m, n) in sizes.items()}, alpha)
+
+
+def updates(lora: Lora) -> dict[str, torch.Tensor]:
+    """What the LoRA adds to each weight."""
+    return {layer: lora.scale * b @ a for layer, (a, b) in lora.layers.items()}
+
+
+def read_by_flux(content: bytes, x: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the layers add for inputs `x(size)`, as diffusers' reader of kohya's FLUX files has it."""
+    state = diffusers.FluxPipeline.lora_state_dict(load(content))
+    halves = {name.removesuffix(".lora_A.weight"): a for name, a in state.items() if name.endswith(".lora_A.weight")}
+    # alpha is folded into the matrices
+    return {
+        name.removeprefix("transformer."): state[f"{name}.lora_B.weight"] @ (a @ x(a.shape[1]))
+        for name, a in halves.items()
+    }
+
+
+def flux(**sizes: Any) -> torch.nn.Module:
+    """A block of each kind, of the size of FLUX if no other is given, without weights."""
+    with torch.device("meta"):
+        return diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, **sizes)
+
+
+def test_flux_of_its_real_size() -> None:
+    """The single blocks, where four layers are one in the original: diffusers knows their sizes by heart."""
+    denoiser = flux()
+    layers = [layer for layer in default_targets(denoiser) if layer.startswith("single")]
+    lora = random_lora(denoiser, layers)
+    content = kohya_file(lora, denoiser)
+    assert {name.split(".")[0] for name in load(content)} == {
+        "lora_unet_single_blocks_0_linear1", "lora_unet_single_blocks_0_linear2",
+    }  # fmt: skip
+    probe = torch.randn(5 * 3072)
+    expected = {layer: lora.scale * b @ (a @ probe[: a.shape[1]]) for layer, (a, b) in lora.layers.items()}
+    found = read_by_flux(content, lambda size: probe[:size])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)  # of 60
+
+
+def test_layers_that_are_one_in_the_original_may_be_trained_in_part() -> None:
+    denoiser = flux(attention_head_dim=16, num_attention_heads=2, axes_dims_rope=(4, 4, 8))
+    layers = [f"transformer_blocks.0.attn.{name}" for name in ("to_v", "to_q", "add_k_proj", "to_out.0")]
+    layers += ["transformer_blocks.0.norm1.linear"]
+    lora = random_lora(denoiser, layers, rank=3)
+    found = read_by_flux(kohya_file(lora, denoiser), torch.eye)
+    untrained = [layer for layer in found if layer not in layers]
+    assert {layer.rsplit(".", 1)[1] for layer in untrained} == {"to_k", "add_q_proj", "add_v_proj"}
+    assert not any(found.pop(layer).any() for layer in untrained)
+    torch.testing.assert_close(found, updates(lora), rtol=1e-5, atol=1e-5)
+
+
+class Original(dict[str, torch.Tensor]):
+    """A checkpoint of SD3's original code as kohya's file changes it: asked for a weight, it gives its update."""
+
+    def __init__(self, content: bytes, blocks: int) -> None:
+        super().__init__({f"joint_blocks.{i}.x": torch.empty(0) for i in range(blocks)})
+        self["joint_blocks.0.x_block.attn2."], self["context_embedder.weight"] = torch.empty(0), torch.zeros(6)
+        self.file, self.read = load(content), set[str]()
+
+    def pop(self, key: str, *_: Any) -> torch.Tensor:
+        name = "lora_unet_" + key.removesuffix(".weight").replace(".", "_")
+        if f"{name}.alpha" not in self.file:
+            return torch.zeros(6)
+        self.read |= {f"{name}.alpha", f"{name}.lora_down.weight", f"{name}.lora_up.weight"}
+        down, up = self.file[f"{name}.lora_down.weight"], self.file[f"{name}.lora_up.weight"]
+        return self.file[f"{name}.alpha"] / len(down) * up @ down
+
+
+def test_sd3_under_the_names_of_its_original_code() -> None:
+    """All its linear layers, of which some have scale and shift the other way round in the original."""
+    denoiser = tiny.sd3().transformer
+    lora = random_lora(denoiser, [name for name, m in denoiser.named_modules() if isinstance(m, torch.nn.Linear)])
+    original = Original(kohya_file(lora, denoiser), blocks=2)
+    converted = convert_sd3_transformer_checkpoint_to_diffusers(original)
+    assert original.read == original.file.keys()
+    changed = {name.removesuffix(".weight"): value for name, value in converted.items() if value.ndim == 2}
+    torch.testing.assert_close(changed, updates(lora), rtol=1e-5, atol=1e-5)
+    again = kohya_halves(original.file, denoiser)
+    assert again.keys() == lora.layers.keys()
+    for layer, halves in again.items():
+        torch.testing.assert_close(halves.scale * halves.b @ halves.a, updates(lora)[layer], rtol=1e-5, atol=1e-5)
+
+
+def test_wan_with_an_image_prompt() -> None:
+    class WanTransformer3DModel(torch.nn.Module):
+        """Stands for the attention to the image of Wan's image-to-video models."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([torch.nn.ModuleDict({"attn2": torch.nn.ModuleDict()})])
+            self.blocks[0]["attn2"]["add_k_proj"] = torch.nn.Linear(4, 5)  # type: ignore[index,operator]
+
+    denoiser = WanTransformer3DModel()
+    lora = random_lora(denoiser, ["blocks.0.attn2.add_k_proj"])
+    names = {name.split(".")[0] for name in load(kohya_file(lora, denoiser))}
+    assert names == {"lora_unet_blocks_0_cross_attn_k_img"}
+
+
+def test_layouts_that_do_not_exist() -> None:
+    lora = Lora({"proj_out": (torch.ones(1, 32), torch.ones(64, 1))}, 1.0)
+    with pytest.raises(ModelError, match=r"proj_out of FluxTransformer2DModel; use"):
+        kohya_file(lora, flux())
+    with pytest.raises(ModelError, match=r"its layout for Linear is unknown, only for SD3Trans.*; use diffusers,"):
+        kohya_file(lora, torch.nn.Linear(1, 1))
+
+
+def test_merging_rounds_once() -> None:
+    denoiser = torch.nn.Sequential(torch.nn.Linear(8, 6).to(torch.bfloat16))
+    lora = random_lora(denoiser, ["0"], alpha=0.01)
+    before = denoiser[0].weight.detach().clone()
+    merge(lora, denoiser)
+    assert torch.equal(denoiser[0].weight, (before.float() + updates(lora)["0"]).to(torch.bfloat16))
+    assert not torch.equal(denoiser[0].weight, before)
+
+
+def test_a_lora_of_another_model() -> None:
+    denoiser = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU())
+    check_fit(random_lora(denoiser, ["0"]), denoiser, "it")
+    with pytest.raises(ModelError, match=r"0 has 8 inputs and 6 outputs, the LoRA 7 and 6; use"):
+        check_fit(Lora({"0": (torch.ones(2, 7), torch.ones(6, 2))}, 1.0), denoiser, "it")
+    with pytest.raises(ModelError, match=r"no linear layer 1; use the model"):
+        check_fit(Lora({"1": (torch.ones(2, 8), torch.ones(6, 2))}, 1.0), denoiser, "it")
+
+
+def test_what_a_checkpoint_holds() -> None:
+    a, b = torch.ones(2, 3), torch.ones(4, 2)
+    names = [f"{denoiser}.blocks.0.to_q.lora_{half}.default.weight" for denoiser in ("unet", "vit") for half in "AB"]
+    loras = collect_loras(dict(zip(names, [a, b, 2 * a, 2 * b], strict=True)), 8.0)
+    assert list(loras) == ["unet", "vit"] and loras["vit"].rank == 2 and loras["vit"].scale == 4.0
+    assert torch.equal(loras["vit"].layers["blocks.0.to_q"][1], 2 * b)
+    assert load(diffusers_file(loras)).keys() == {name.replace(".default", "") for name in names}
+    with pytest.raises(CheckpointError, match=r"the LoRA of unet.x has only its matrix A"):
+        collect_loras({"unet.x.lora_A.default.weight": a}, 1.0)
+    with pytest.raises(CheckpointError, match=re.escape("'unet.x.weight' [2, 3] is not a LoRA of a linear layer")):
+        collect_loras({"unet.x.weight": a}, 1.0)
+
+
+BUILD: dict[str, Callable[[], Any]] = {
+    **{name: tiny.CASES[name].build for name in ("sd3", "sd15", "flux", "qwen_image", "wan", "z_image")},
+    "wan_2": zoo.video.wan_2_2,
+}
+RANK, ALPHA = 3, 7.5
+FORMATS = ("diffusers", "peft", "kohya")
+
+
+def random_loras(pipe: Any, rank: int = RANK, pattern: str | None = None) -> dict[str, Lora]:
+    torch.manual_seed(1)
+    loras = {}
+    for name, denoiser in find_denoisers(pipe).items():
+        sizes = {layer: denoiser.get_parameter(f"{layer}.weight").shape for layer in find_targets(denoiser, pattern)}
+        layers = {layer: (0.2 * torch.randn(rank, n), 0.2 * torch.randn(m, rank)) for layer, (m, n) in sizes.items()}
+        loras[name] = Lora(layers, ALPHA)
+    return loras
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    BUILD["sd3"]().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loras(base: Path) -> dict[str, Lora]:
+    return random_loras(diffusers.DiffusionPipeline.from_pretrained(base))
+
+
+@pytest.fixture(scope="module")
+def start(base: Path, loras: dict[str, Lora], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of rank 3 in the layout of diffusers."""
+    folder = tmp_path_factory.mktemp("start")
+    write_files(lora_files("diffusers", loras, Base(str(base), ALPHA)), folder)
+    return folder
+
+
+def model(base: Path, **keys: Any) -> ModelConfig:
+    return ModelConfig(path=str(base), **{"lora_rank": RANK, "lora_alpha": ALPHA} | keys)
+
+
+def draw(pipe: Any) -> torch.Tensor:
+    call = tiny.call_for(tiny.CASES["sd3"], guided=False, steps=2) | {"prompt": tiny.PROMPTS[:2]}
+    found = tiny.output_of(pipe(**call, generator=tiny.generators(2)))
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+# --- the layouts
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_what_the_export_writes_is_read(name: str, tmp_path: Path) -> None:
+    pipe = BUILD[name]()
+    pipe.save_pretrained(tmp_path / "model")
+    denoisers, expected = find_denoisers(pipe), random_loras(pipe)
+    for format in FORMATS:
+        write_files(lora_files(format, expected, Base(str(tmp_path / "model"), ALPHA)), tmp_path / format)
+        found = read_layers(tmp_path / format, denoisers)
+        assert found.keys() == expected.keys()
+        for denoiser, lora in expected.items():
+            halves = found[denoiser]
+            assert halves.keys() == lora.layers.keys()
+            for layer, (a, b) in lora.layers.items():
+                assert torch.equal(halves[layer].a, a) and torch.equal(halves[layer].b, b), (format, layer)
+                assert halves[layer].scale == pytest.approx(lora.scale)
+
+
+def test_a_layer_for_several_of_diffusers_may_have_one_matrix_for_all(base: Path, tmp_path: Path) -> None:
+    """As other programs train it: query, key and value share the lower matrix."""
+    denoiser = diffusers.DiffusionPipeline.from_pretrained(base).transformer
+    down, up = torch.randn(4, 16), torch.randn(48, 4)
+    module = "lora_unet_joint_blocks_0_x_block_attn_qkv"
+    save_file({f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up}, tmp_path / "mine.safetensors")
+    found = read_layers(tmp_path / "mine.safetensors", {"transformer": denoiser})["transformer"]
+    assert set(found) == {f"transformer_blocks.0.attn.to_{x}" for x in "qkv"}
+    for i, x in enumerate("qkv"):
+        halves = found[f"transformer_blocks.0.attn.to_{x}"]
+        assert halves.scale == 1.0 and torch.equal(halves.b @ halves.a, up[16 * i : 16 * i + 16] @ down)
+
+
+@pytest.mark.parametrize("alpha", [{}, {"lora_alpha": 8, "alpha_pattern": {"attn.to_q": 2}}, {"use_rslora": True}])
+def test_alpha_is_that_of_the_layer(base: Path, tmp_path: Path, alpha: dict[str, Any]) -> None:
+    denoiser = diffusers.DiffusionPipeline.from_pretrained(base).transformer
+    tensors = {
+        f"transformer.transformer_blocks.0.attn.to_{x}.lora_{half}.weight": torch.ones(4, 16) if half == "A"
+        else torch.ones(16, 4) for x in "qk" for half in "AB"
+    }  # fmt: skip
+    header = {f"transformer.{key}": value for key, value in alpha.items()}
+    save_file(tensors, tmp_path / WEIGHTS, {"lora_adapter_metadata": json.dumps(header)})
+    found = read_layers(tmp_path, {"transformer": denoiser})["transformer"]
+    scales = [found[f"transformer_blocks.0.attn.to_{x}"].scale for x in "qk"]
+    assert scales == ([0.5, 2.0] if "lora_alpha" in alpha else [2.0, 2.0] if alpha else [1.0, 1.0])
+
+
+# --- the start of training
+
+
+def test_the_trained_lora_is_that_of_the_file(base: Path, start: Path, loras: dict[str, Lora]) -> None:
+    policy = load_policy(model(base, lora=str(start)), 0.9, "cpu", 0)
+    for name, p in policy.trained.items():
+        layer, half = name.removeprefix("transformer.").removesuffix(".default.weight").rsplit(".lora_", 1)
+        assert torch.equal(p, loras["transformer"].layers[layer]["AB".index(half)]) and p.requires_grad
+        assert torch.equal(policy.ema.average[name], p)
+    stock = diffusers.DiffusionPipeline.from_pretrained(base)
+    expected = draw(stock)
+    with lora_disabled(list(policy.denoisers.values())):  # the reference of algorithm.kl_coef
+        assert torch.equal(draw(policy.pipe), expected)
+    stock.load_lora_weights(start)
+    torch.testing.assert_close(draw(policy.pipe), draw(stock), rtol=1e-5, atol=1e-5)
+    assert (draw(policy.pipe) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("keys", [{"lora_rank": 8}, {"lora_alpha": 2.0}, {"lora_rank": 5, "lora_alpha": 64.0}])
+def test_a_larger_rank_and_another_alpha_hold_the_same_lora(base: Path, start: Path, keys: dict[str, Any]) -> None:
+    same, other = (load_policy(model(base, lora=str(start), **more), 0.9, "cpu", 0) for more in ({}, keys))
+    torch.testing.assert_close(draw(other.pipe), draw(same.pipe), rtol=1e-5, atol=1e-5)
+    fresh = load_policy(model(base, **keys), 0.9, "cpu", 0)
+    for name, p in other.trained.items():
+        added = p[RANK:] if "lora_A" in name else p[:, RANK:]
+        drawn = fresh.trained[name]
+        assert torch.equal(added, drawn[RANK:] if "lora_A" in name else drawn[:, RANK:])
+
+
+def test_layers_that_the_file_leaves_out_begin_with_nothing(base: Path, tmp_path: Path) -> None:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(base)
+    part = random_loras(pipe, pattern="transformer_blocks.0.attn.to_[qk]$")
+    write_files(lora_files("diffusers", part, Base("", ALPHA)), tmp_path)
+    policy = load_policy(model(base, lora=str(tmp_path)), 0.9, "cpu", 0)
+    moved = {name for name, p in policy.trained.items() if "lora_B" in name and p.any()}
+    assert moved == {f"transformer.{layer}.lora_B.default.weight" for layer in part["transformer"].layers}
+    pipe.load_lora_weights(tmp_path)
+    torch.testing.assert_close(draw(policy.pipe), draw(pipe), rtol=1e-5, atol=1e-5)
+
+
+def test_a_merged_lora_is_part_of_the_base(base: Path, start: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="gerl"):
+        merged = load_policy(model(base, lora=str(start), merge_lora=True, lora_rank=2), 0.9, "cpu", 0)
+    assert f"{start} is merged into the base model" in caplog.text
+    begun = load_policy(model(base, lora=str(start)), 0.9, "cpu", 0)
+    torch.testing.assert_close(draw(merged.pipe), draw(begun.pipe), rtol=1e-5, atol=1e-5)
+    assert all(not p.any() for name, p in merged.trained.items() if "lora_B" in name)
+    for p in merged.trained.values():
+        p.data.normal_(0, 0.2)
+    with lora_disabled(list(merged.denoisers.values())):  # the reference of algorithm.kl_coef
+        torch.testing.assert_close(draw(merged.pipe), draw(begun.pipe), rtol=1e-5, atol=1e-5)
+    prints = [weights_fingerprint(p.denoisers) for p in (merged, begun, load_policy(model(base), 0.9, "cpu", 0))]
+    assert prints[1] == prints[2] != prints[0]  # which a resumed run compares
+
+
+def test_a_checkpoint_and_a_file_are_places_too(base: Path, start: Path, tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / WEIGHTS).write_bytes((start / WEIGHTS).read_bytes())
+
+    def weights(source: Path) -> Policy:
+        return load_policy(model(base, lora=str(source)), 0.9, "cpu", 0)
+
+    expected = weights(start).trained
+    for source in (tmp_path, start / WEIGHTS):
+        assert all(torch.equal(p, expected[name]) for name, p in weights(source).trained.items())
+
+
+def test_what_a_resumed_run_loads() -> None:
+    config = ModelConfig(lora="a/b")
+    assert config.carried_on() == ModelConfig()
+    merged = replace(config, merge_lora=True)
+    assert merged.carried_on() == merged
+
+
+# --- what is refused
+
+
+def changed(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
+    first = next(iter(tensors))
+    match how:
+        case "other denoiser":
+            return {key.replace("transformer.", "unet.", 1): value for key, value in tensors.items()}
+        case "text encoder":
+            return tensors | {"text_encoder.layer.lora_A.weight": torch.ones(1, 4)}
+        case "other layer":
+            return {key.replace("blocks.1", "blocks.7"): value for key, value in tensors.items()}
+        case "wider":
+            return {key: torch.cat([v, v], 1 if "lora_A" in key else 0) for key, v in tensors.items()}
+        case "one half":
+            return {key: value for key, value in tensors.items() if key != first}
+        case "non-finite":
+            return tensors | {first: torch.full_like(tensors[first], torch.nan)}
+        case "a tensor more":  # as a DoRA has
+            return tensors | {first.replace("lora_A", "lora_magnitude_vector"): torch.ones(4)}
+        case _:
+            return {key: value for key, value in tensors.items() if ".ff." in key}
+
+
+@pytest.mark.parametrize(
+    ("how", "keys", "named"),
+    [
+        ("other denoiser", {}, "a LoRA of unet, and gerl trains transformer"),
+        ("text encoder", {}, "a LoRA of text_encoder, and gerl trains transformer"),
+        ("other layer", {}, r"no linear layer transformer_blocks\.7"),
+        ("wider", {}, "has 16 inputs"),
+        ("one half", {}, "only its matrix B"),
+        ("non-finite", {}, "non-finite"),
+        ("a tensor more", {}, "magnitude.* not a matrix of a LoRA"),
+        ("only ff", {"lora_targets": "attn"}, r"transformer_blocks.*model\.lora_targets=attn.*model\.merge_lora=true"),
+        ("only ff", {"lora_rank": 2}, r"rank 3, .*model\.lora_rank=2.*use model\.lora_rank=3"),
+    ],
+)
+def test_a_lora_that_does_not_fit_is_refused_before_weights_are_loaded(
+    base: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, keys: dict[str, Any], named: str
+) -> None:
+    save_file(changed(load_file(start / WEIGHTS), how), tmp_path / WEIGHTS)
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ModelError, match=named) as caught:
+        check_model(model(base, lora=str(tmp_path), **keys), SamplingConfig())
+    assert str(caught.value).startswith("model.lora=") and "\n" not in str(caught.value)
+    check_model(model(base, lora=str(start)), SamplingConfig())
+
+
+def test_variants_of_peft_are_refused_by_name(base: Path, loras: dict[str, Lora], tmp_path: Path) -> None:
+    write_files(lora_files("peft", loras, Base(str(base), ALPHA)), tmp_path)
+    file = tmp_path / "transformer" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+    with pytest.raises(ModelError, match=r"model\.lora=.*trained with use_dora"):
+        check_model(model(base, lora=str(tmp_path)), SamplingConfig())
+    file.unlink()
+    with pytest.raises(ModelError, match=r"model\.lora=.*adapter_config\.json next to it.* cannot be read"):
+        check_model(model(base, lora=str(tmp_path)), SamplingConfig())
+
+
+def test_two_denoisers_need_to_be_told_apart(tmp_path: Path) -> None:
+    pipe = BUILD["wan_2"]()
+    pipe.save_pretrained(tmp_path / "model")
+    write_files(lora_files("kohya", random_loras(pipe), Base(str(tmp_path / "model"), ALPHA)), tmp_path / "out")
+    file = (tmp_path / "out" / "lora_transformer.safetensors").rename(tmp_path / "mine.safetensors")
+    with pytest.raises(ModelError, match=r"lora_NAME\.safetensors.*one of transformer, transformer_2"):
+        read_layers(file, find_denoisers(pipe))
+
+
+def test_a_merge_needs_a_lora() -> None:
+    with pytest.raises(ConfigError, match=r"model\.merge_lora=true: there is no model\.lora"):
+        ModelConfig(merge_lora=True)
+
+
+@pytest.mark.parametrize("name", list(tiny.CASES))
+def test_what_a_run_writes_is_taken(name: str) -> None:
+    denoiser = tiny.denoiser_of(tiny.build(tiny.CASES[name]))
+    add_lora(denoiser, 4, 8.0, None, seed=0)
+    check_loads(lora_file({"transformer": denoiser}), {"transformer": denoiser})
+
+
+def test_a_tensor_without_a_layer_or_of_another_size_is_not() -> None:
+    denoiser = tiny.denoiser_of(tiny.build(tiny.CASES["flux"]))
+    add_lora(denoiser, 4, 8.0, None, seed=0)
+    tensors = load(lora_file({"transformer": denoiser}))
+    fused = {key.replace("to_q", "to_qkv"): value for key, value in tensors.items()}
+    wide = {key: torch.cat([value, value], 1) if "lora_A" in key else value for key, value in tensors.items()}
+    for wrong in (fused, wide):
+        with pytest.raises(ModelError, match=r"plain (diffusers does not load|FluxTransformer2DModel does not accept)"):
+            check_loads(save(wrong), {"transformer": denoiser})
+
+
+Named = Callable[[str], str]
+
+
+def lora(pipe: Any, layers: list[str], named: Named, halves: tuple[str, str], alpha: float | None) -> dict[str, Any]:
+    """A file's tensors: random matrices of rank 3 under the names that `named` makes of the layers."""
+    tensors = {}
+    for number, layer in enumerate(layers):
+        module, draw = denoiser(pipe).get_submodule(layer), torch.Generator().manual_seed(number)
+        sizes = (3, module.in_features), (module.out_features, 3)
+        for half, size in zip(halves, sizes, strict=True):
+            tensors[f"{named(layer)}.{half}.weight"] = torch.randn(size, generator=draw)
+        if alpha is not None:
+            tensors[f"{named(layer)}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
+def denoiser(pipe: Any) -> Any:
+    return getattr(pipe, "transformer", None) or pipe.unet
+
+
+def underscored(layer: str) -> str:
+    return "lora_unet_" + layer.replace(".", "_")
+
+
+def of_original_unet(layer: str) -> str:
+    """The name of a layer of the first attention of SDXL's second level, in the code of its authors."""
+    return underscored(layer.replace("down_blocks.1.attentions.0", "input_blocks.3.1"))
+
+
+JOINT = ["transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_k", "transformer_blocks.1.attn.to_out.0"]
+Z_IMAGE = ["layers.0.attention.to_q", "layers.1.attention.to_out.0"]
+UNET = [f"down_blocks.1.attentions.0.transformer_blocks.0.attn1.{part}" for part in ("to_q", "to_v", "to_out.0")]
+PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
+
+
+@pytest.mark.parametrize(
+    ("build", "layers", "named", "halves", "alpha"),
+    [
+        pytest.param(tiny.qwen_image, JOINT, str, KOHYA, 1.5, id="Lightning"),
+        pytest.param(tiny.qwen_image, JOINT, "diffusion_model.{}".format, PEFT, None, id="ComfyUI, Qwen-Image"),
+        pytest.param(tiny.qwen_image, JOINT, underscored, KOHYA, 2.0, id="kohya, Qwen-Image"),
+        pytest.param(tiny.z_image, Z_IMAGE, "diffusion_model.{}".format, PEFT, None, id="ComfyUI, Z-Image"),
+        pytest.param(tiny.z_image, Z_IMAGE, underscored, KOHYA, 6.0, id="kohya, Z-Image"),
+        pytest.param(sdxl, UNET, of_original_unet, KOHYA, 1.0, id="kohya, SDXL"),
+        pytest.param(tiny.sd15, UNET, underscored, KOHYA, 1.0, id="kohya, SD 1.5"),
+    ],
+)  # fmt: skip
+def test_as_plain_diffusers_reads_it(
+    tmp_path: Path, build: Callable[[], Any], layers: list[str], named: Named, halves: tuple[str, str], alpha: Any
+) -> None:
+    pipe = build()
+    save_file(lora(pipe, layers, named, halves, alpha), tmp_path / "a.safetensors", metadata={"format": "pt"})
+    name = "unet" if hasattr(pipe, "unet") else "transformer"
+    found = read_layers(tmp_path / "a.safetensors", {name: denoiser(pipe)})[name]
+    pipe.load_lora_weights(str(tmp_path / "a.safetensors"))
+    plain = {n: m for n, m in denoiser(pipe).named_modules() if isinstance(m, BaseTunerLayer)}
+    assert found.keys() == plain.keys()
+    for layer, read in found.items():
+        delta = plain[layer].get_delta_weight(plain[layer].active_adapters[0])
+        torch.testing.assert_close(read.scale * read.b @ read.a, delta, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("named", "halves", "more"),
+    [
+        (underscored, KOHYA, "dora_scale"),
+        (str, KOHYA, "dora_scale"),
+        ("transformer.{}".format, PEFT, "lora_magnitude_vector"),
+        ("diffusion_model.{}".format, PEFT, "diff_b"),
+    ],
+)
+def test_a_tensor_that_would_be_left_out_is_refused(
+    tmp_path: Path, named: Named, halves: tuple[str, str], more: str
+) -> None:
+    pipe = tiny.qwen_image()
+    tensors = lora(pipe, JOINT, named, halves, None) | {f"{named(JOINT[0])}.{more}": torch.ones(4)}
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=more):
+        read_layers(tmp_path / "a.safetensors", {"transformer": pipe.transformer})
+
+
+def test_what_is_of_another_model_or_has_one_matrix_is_refused(tmp_path: Path) -> None:
+    transformer = tiny.qwen_image().transformer
+    tensors = lora(tiny.qwen_image(), JOINT, "diffusion_model.{}".format, PEFT, None)
+    half = {key: value for key, value in tensors.items() if "lora_B" in key}
+    save_file(half, tmp_path / "half.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"half\.safetensors.*lora_A"):
+        read_layers(tmp_path / "half.safetensors", {"transformer": transformer})
+    other = {key.replace("transformer_blocks", "double_blocks"): value for key, value in tensors.items()}
+    save_file(other, tmp_path / "other.safetensors", metadata={"format": "pt"})
+    found = read_layers(tmp_path / "other.safetensors", {"transformer": transformer})
+    with pytest.raises(ModelError, match=r"no linear layer double_blocks\.0"):
+        check_fit(found["transformer"], transformer, "transformer")

@@ -1,19 +1,36 @@
 """Where the frozen parts are and in which precision they compute."""
 
+import builtins
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import diffusers
 import numpy as np
 import pytest
 import tiny
 import torch
 
-from gerl.config import ModelConfig
+from gerl.config import Config, ModelConfig, RolloutConfig, SamplingConfig
 from gerl.engine import record, replay
+from gerl.errors import ConfigError, ModelError
 from gerl.model.loading import load_policy
 from gerl.model.lora import add_lora
-from gerl.model.placement import OffloadedBlocks, OffloadedComponents, decode_in_fp32, place
+from gerl.model.placement import (
+    DrawingWeights,
+    OffloadedBlocks,
+    OffloadedComponents,
+    channels_last,
+    check_attention,
+    check_drawing,
+    compile_blocks,
+    decode_in_fp32,
+    place,
+    quantised,
+    set_attention,
+)
+from gerl.model.sharding import repeated_blocks
+from gerl.workers.setup import load_worker_policy
 
 
 def watched_moves(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -229,3 +246,135 @@ def test_a_vae_that_asks_for_it_decodes_in_fp32() -> None:
         if forced:
             vae.to(torch.float32).to(torch.bfloat16)  # as pipelines do that upcast it themselves
             assert vae.decode(latents.bfloat16()).sample.dtype == torch.float32
+
+
+def denoiser_of(name: str = "sd3", rank: int = 4) -> Any:
+    denoiser = tiny.denoiser_of(tiny.build(tiny.CASES[name]))
+    add_lora(denoiser, rank, 4.0, None, seed=0)
+    return denoiser
+
+
+def layers(denoiser: torch.nn.Module) -> list[torch.nn.Linear]:
+    inside = [m for block in repeated_blocks(denoiser) for m in block.modules()]
+    return [m for m in inside if isinstance(m, torch.nn.Linear) and not m.weight.requires_grad]
+
+
+def test_a_copy_computes_nearly_the_same() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(64, 32), torch.randn(5, 7, 32)
+    exact = x @ weight.T
+    found = torch.nn.functional.linear(x, quantised(weight, "int8"))
+    assert 1e-4 < float((found - exact).norm() / exact.norm()) < 2e-2
+    assert torch.equal(torch.nn.functional.linear(x[:1], quantised(weight, "int8")), found[:1])  # each row by itself
+
+
+def test_the_frozen_layers_of_the_blocks_are_swapped_and_put_back() -> None:
+    denoiser = denoiser_of()
+    before = {id(m): m.weight for m in layers(denoiser)}
+    lora = [p for p in denoiser.parameters() if p.requires_grad]
+    drawing = DrawingWeights({"transformer": denoiser}, "int8")
+    wide = {id(m) for m in layers(denoiser) if m.in_features % 16 == m.out_features % 16 == 0}
+    assert wide and {id(layer) for layer, _ in drawing.copies} == wide
+    with drawing.swapped_in():
+        assert all((m.weight is before[id(m)]) == (id(m) not in wide) for m in layers(denoiser))
+        assert [p for p in denoiser.parameters() if p.requires_grad] == lora
+    assert all(m.weight is before[id(m)] for m in layers(denoiser))
+    with pytest.raises(KeyError), drawing.swapped_in():
+        raise KeyError
+    assert all(m.weight is before[id(m)] for m in layers(denoiser))
+
+
+def test_a_policy_draws_with_them_and_only_then() -> None:
+    sampling = SamplingConfig(height=32, width=96, guidance_scale=1.0)
+    config = Config(model=ModelConfig(lora_rank=4), sampling=sampling, rollout=RolloutConfig(quantize="int8"))
+    policy = load_worker_policy(config, "cpu", None)
+    assert policy.drawing is not None
+    layer = policy.drawing.copies[0][0]
+    own = layer.weight
+    with policy.as_sampler():
+        assert layer.weight is not own
+    assert layer.weight is own
+
+
+def test_what_cannot_be_done_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"rollout\.quantize=int8: .*use none"):
+        DrawingWeights({"unet": torch.nn.Linear(4, 4)}, "int8")  # type: ignore[dict-item]
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"rollout\.quantize=fp8: .*on cpu.*use int8"):
+            check_drawing("fp8", "cpu", torch.float32)
+    check_drawing("int8", "cpu", torch.float32)
+    own = builtins.__import__
+
+    def without_torchao(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("torchao"):
+            raise ImportError(name)
+        return own(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_torchao)
+    with pytest.raises(ConfigError, match=r"needs the package torchao: pip install 'gerl\[quantize\]'"):
+        quantised(torch.zeros(16, 16), "int8")
+
+
+def drawn(pipe: diffusers.DiffusionPipeline, name: str) -> torch.Tensor:
+    call = tiny.call_for(tiny.CASES[name], guided=False) | {"generator": tiny.generators()}
+    return torch.as_tensor(tiny.output_of(pipe(**call)))
+
+
+def test_an_attention_backend_gives_the_same_images() -> None:
+    pipe = tiny.build(tiny.CASES["flux"])
+    images = drawn(pipe, "flux")
+    check_attention("_native_math", "cpu", torch.float32)
+    set_attention({"transformer": pipe.transformer}, "_native_math")
+    chosen = {p._attention_backend for p in (getattr(m, "processor", None) for m in pipe.transformer.modules()) if p}
+    assert {str(backend.value) for backend in chosen} == {"_native_math"}
+    assert torch.allclose(drawn(pipe, "flux"), images, atol=1e-5)
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    assert _AttentionBackendRegistry.get_active_backend()[0].value == "native"  # for the other models of this process
+
+
+@pytest.mark.parametrize("name", ["sage", "flash", "xformers", "fast", "_native_cudnn"])
+def test_a_backend_that_cannot_train_here_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.attention={name}"):
+        check_attention(name, "cpu", torch.float32)
+
+
+def test_attention_that_has_no_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.models import attention_dispatch
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    own = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+    del attention_dispatch
+
+    def for_inference(query: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return own(query=query, **kwargs).detach()
+
+    kind = AttentionBackendName._NATIVE_MATH
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, kind, for_inference)
+    monkeypatch.setitem(_AttentionBackendRegistry._supported_arg_names, kind, {"query", "key", "value", "attn_mask"})
+    with pytest.raises(ConfigError, match=r"model\.attention=_native_math .*no gradient"):
+        check_attention("_native_math", "cpu", torch.float32)
+
+
+def test_a_denoiser_without_a_choice_of_attention_is_refused() -> None:
+    pipe = tiny.build(tiny.CASES["sd3"])
+    with pytest.raises(ModelError, match=r"model\.attention=native: transformer .*use null"):
+        set_attention({"transformer": pipe.transformer}, "native")
+
+
+def test_blocks_are_compiled_one_by_one() -> None:
+    denoiser = tiny.build(tiny.CASES["sd3"]).transformer
+    compile_blocks(denoiser, "eager")
+    assert denoiser._compiled_call_impl is None
+    assert all(block._compiled_call_impl is not None for block in repeated_blocks(denoiser))
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan"])
+def test_a_vae_may_keep_its_channels_last(name: str) -> None:
+    pipe = tiny.build(tiny.CASES[name])
+    images = drawn(pipe, name)
+    channels_last(pipe)
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    kernels = [p for p in pipe.vae.parameters() if p.ndim in layouts]
+    assert kernels and all(p.is_contiguous(memory_format=layouts[p.ndim]) for p in kernels)
+    assert torch.allclose(drawn(pipe, name), images, atol=1e-4)

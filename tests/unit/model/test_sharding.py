@@ -1,15 +1,22 @@
 """Weights divided among ranks: two real processes over gloo draw and train as one that has all of them."""
 
+import logging
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import tiny
 import torch
-from ranks import run_ranks, worst
+from ranks import MEASURED, run_ranks, worst
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from gerl.config import ModelConfig
 from gerl.errors import ModelError
-from gerl.model.sharding import layers, repeated_blocks, shard, sharded_components
+from gerl.model.denoisers import find_denoisers
+from gerl.model.loading import load_pipeline, weights_fingerprint
+from gerl.model.sharding import Unread, fill, layers, repeated_blocks, shard, sharded_components
 
 EXACT = [name for name in tiny.CASES if name != "sd15"]  # convolutions round by where their weights lie in memory
 
@@ -56,3 +63,98 @@ def test_components_by_name() -> None:
 def test_a_model_without_repeated_blocks_is_refused() -> None:
     with pytest.raises(ModelError, match=r"model\.shard: odd \(Linear\) has no repeated blocks.*model\.shard=none"):
         shard({"odd": torch.nn.Linear(2, 2)}, set(), None)  # type: ignore[arg-type]
+
+
+def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, those that share a weight by each of their names."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def settings(model: Any) -> dict[str, Any]:
+    return dict(model.config.to_dict() if hasattr(model.config, "to_dict") else model.config)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "files"),
+    [*((name, "bfloat16", "20KB") for name in tiny.CASES), ("wan", "float16", "10GB"), ("sd15", "float32", "10GB")],
+)
+def test_weights_from_their_files_are_those_of_the_whole_reading(
+    name: str, dtype: Any, files: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gerl.model.sharding")
+    tiny.build(tiny.CASES[name]).save_pretrained(tmp_path, max_shard_size=files)
+    config, unread = ModelConfig(path=str(tmp_path), shard="all", dtype=dtype), Unread()
+    whole, parts = load_pipeline(config, "cpu"), load_pipeline(config, "cpu", True, unread=unread)
+    models = sharded_components(whole, find_denoisers(whole), "all")
+    assert len(unread) == len({id(p) for model in models.values() for p in model.parameters()})
+    assert weights_fingerprint(find_denoisers(parts), unread) == weights_fingerprint(find_denoisers(whole))
+    for component, model in models.items():
+        mine = getattr(parts, component)
+        assert all(p.untyped_storage().nbytes() <= 4 for p in mine.parameters())
+        fill(mine, unread)
+        assert type(mine) is type(model) and mine.training == model.training and settings(mine) == settings(model)
+        read, expected = tensors(mine), tensors(model)
+        assert list(read) == list(expected)
+        for key, tensor in expected.items():
+            assert read[key].dtype == tensor.dtype and torch.equal(read[key], tensor), f"{component}.{key}"
+    assert not unread and not caplog.messages
+
+
+def edit(folder: Path, change: Any) -> None:
+    """Let `change` work on the tensors of the transformer in `folder`."""
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def test_what_does_not_come_from_one_tensor_of_a_file_is_read_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gerl.model.sharding")
+    pipe = tiny.build(tiny.CASES["flux"])
+    pipe.save_pretrained(tmp_path)
+    pipe.transformer.save_pretrained(tmp_path / "transformer", safe_serialization=False)
+    (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    unread = Unread()
+    loaded = load_pipeline(ModelConfig(path=str(tmp_path), shard="denoiser"), "cpu", True, unread=unread)
+    assert not unread and torch.equal(loaded.transformer.proj_out.weight, pipe.transformer.proj_out.weight)
+    assert "every rank reads all of transformer" in caplog.text and "no diffusion_pytorch_model.saf" in caplog.text
+
+
+def test_a_weight_that_is_missing_is_left_to_the_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gerl.model.sharding")
+    tiny.build(tiny.CASES["sd3"]).save_pretrained(tmp_path)
+    edit(tmp_path, lambda weights: weights.pop("proj_out.bias"))
+    unread = Unread()
+    diffusers.logging.set_verbosity_error()
+    load_pipeline(ModelConfig(path=str(tmp_path), shard="denoiser"), "cpu", True, unread=unread)
+    assert not unread and "its files contain proj_out.bias 0 times" in caplog.text
+
+
+def test_of_a_merged_lora_the_denoiser_is_read_whole(tmp_path: Path) -> None:
+    from gerl.model.loading import _to_divide
+
+    tiny.build(tiny.CASES["sd3"]).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), shard="all", lora="x", merge_lora=True)
+    encoders = ["text_encoder", "text_encoder_2", "text_encoder_3"]
+    assert _to_divide(config, str(tmp_path)) == encoders
+
+
+def large(folder: Path) -> int:
+    """A FLUX of nine blocks in fp32; returns the bytes of its denoiser in bfloat16."""
+    torch.manual_seed(0)
+    sizes = tiny.JOINT | {"num_layers": 3, "attention_head_dim": 128, "num_attention_heads": 4, "num_single_layers": 6}
+    sizes |= {"axes_dims_rope": [32, 32, 64], "in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 16}
+    transformer = diffusers.FluxTransformer2DModel(**sizes)
+    parts = tiny.dynamic(), tiny.image_vae(), tiny.clip(), tiny.t5()
+    tiny.pipeline(diffusers.FluxPipeline, transformer, *parts).save_pretrained(folder, max_shard_size="20MB")
+    return sum(2 * p.numel() for p in transformer.parameters())
+
+
+def test_no_rank_ever_has_the_whole_model(tmp_path: Path) -> None:
+    size = large(tmp_path / "model")
+    (found,) = worst(run_ranks("sharded_ranks", tmp_path, 2, f"read {tmp_path / 'model'}", **MEASURED)).values()
+    assert size > 90e6 and found["different"] == 0
+    assert found["whole"] > 0.95 * size
+    assert found["parts"] < 0.75 * size  # a half of the weights, a block, and what else happens to be there

@@ -12,15 +12,13 @@ import tiny
 import torch
 
 from gerl.config import Config, ModelConfig, SamplingConfig, algorithm_config
-from gerl.config.teachers import Teacher
+from gerl.config.algorithms import Teacher
 from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files
-from gerl.model.loading import load_policy
-from gerl.model.lora import ADAPTER, find_targets
-from gerl.model.lora_weights import Lora
+from gerl.model.loading import check_teachers, load_policy, load_teachers
+from gerl.model.lora import ADAPTER, Lora, find_targets
 from gerl.model.policy import Policy
-from gerl.model.teacher_pipelines import check_teachers, load_teachers
 from gerl.model.teachers import adapted_layers
 from gerl.workers.setup import load_worker_policy
 

@@ -20,7 +20,7 @@ from gerl.commandline.composition import compose_run
 from gerl.config import Config, ModelConfig, RolloutConfig, SamplingConfig, algorithm_config
 from gerl.errors import ModelError
 from gerl.model.loading import load_policy
-from gerl.model.quantisation import stored_bytes
+from gerl.model.quantization import stored_bytes
 from gerl.preflight.sizing.build import architectures, build_part, build_pipeline, known_models, named_on_record
 from gerl.preflight.sizing.command import configured
 from gerl.preflight.sizing.facts import Facts, Part, Weights, find_facts, part_of

@@ -27,7 +27,7 @@ from starlette.testclient import TestClient
 
 from gerl.errors import RewardError
 from gerl.rewards.scorers.http import png_base64
-from gerl.rewards.scorers.jpeg import JpegIncompressibility
+from gerl.rewards.scorers.simple import JpegIncompressibility
 from reward_models.app import build_app
 from reward_models.guard import Limits
 from reward_models.scoring import Refusal

@@ -1,6 +1,11 @@
 """The reward manager in this process; its processes over Ray, and how it outlives them, are in tests/e2e."""
 
 import logging
+import re
+import signal
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +13,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from voting import Voter, service
 
 from gerl.cluster import Cluster, Pending
-from gerl.config import ClusterConfig, RewardConfig, ScorerConfig
+from gerl.config import (
+    ClusterConfig,
+    Config,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScorerConfig,
+    ValidationConfig,
+)
+from gerl.errors import ConfigError, RewardError
 from gerl.protocol import Images, Prompt, Sample, Scores
-from gerl.rewards.manager import RewardManager
+from gerl.rewards.checks import without_people
+from gerl.rewards.manager import LATE, Asleep, RewardManager, occasions, try_scorers
+from gerl.trainer.rollouts import PendingRollout, advance
+from gerl.workers.fleet import RoundRobin
 
 SCORERS = """
 def compute_score(images, prompts, metadata):
@@ -150,3 +168,288 @@ def test_scorers_on_one_model_share_their_processes(file: str) -> None:
         b=ScorerConfig(1.0, file),
     )
     assert len({id(pool) for pool in apart.pools.values()}) == 4
+
+
+GROUPS, N = 3, 4
+BATCHES = [[Sample(Prompt(g, f"prompt {g}"), k, 10 * g + k, 1) for k in range(N)] for g in range(GROUPS)]
+
+
+def manager_of_asking(url: str, run: str = "signs/now", **more: ScorerConfig) -> RewardManager:
+    scorers = {"vote": ScorerConfig(kwargs={"url": url}, timeout=0.2), **more}
+    return RewardManager(RewardConfig(scorers), Cluster(ClusterConfig(launcher="local")), run)
+
+
+def drawing(i: int) -> Pending[Images]:
+    pixels = np.zeros((N, 4, 8, 3), np.uint8)
+    pixels[..., 0] = 40 * np.arange(N)[:, None, None] + i
+    return Pending("worker", value=Images(i, pixels, 0.0))
+
+
+def sampled(found: RewardManager, held_out: bool = False) -> PendingRollout:
+    return PendingRollout(found, BATCHES, RoundRobin(drawing, 1, GROUPS), held_out=held_out)
+
+
+def test_all_groups_are_asked_about_while_the_first_is_waited_for(tmp_path: Path) -> None:
+    """And for longer than the time-out of a call, at which nothing is restarted."""
+    with service(tmp_path) as (url, ballots, _):
+        people = manager_of_asking(url)
+        waiting = sampled(people)
+
+        def answer() -> None:
+            while len(ballots.open()) < GROUPS:
+                time.sleep(0.01)
+            time.sleep(0.4)
+            with Voter(f"{url}/"):
+                time.sleep(5)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        scores = waiting.finish()
+    assert [s.by_scorer["vote"] for s in scores] == [pytest.approx([0, 1 / 3, 2 / 3, 1])] * GROUPS
+    assert [s.totals for s in scores] == [s.by_scorer["vote"] for s in scores]
+    metrics = people.metrics()
+    assert metrics["scorer/vote/latency_s"] > 0.4
+    assert metrics["scorer/vote/restarts"] == metrics["scorer/vote/retries"] == 0
+
+
+def test_an_outage_of_the_service_is_said_once_and_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with service(tmp_path) as (url, _, _):
+        port = int(url.rsplit(":", 1)[1])
+    people = manager_of_asking(url)
+
+    def come_back() -> None:
+        time.sleep(0.6)
+        with service(tmp_path, port=port), Voter(f"{url}/"):
+            over.wait(20)
+
+    over = threading.Event()
+    thread = threading.Thread(target=come_back, daemon=True)
+    thread.start()
+    scores = sampled(people).finish()
+    over.set()
+    thread.join(20)
+    assert all(s.failures == [[]] * N for s in scores)
+    said = [record.getMessage() for record in caplog.records if "scorer vote" in record.getMessage()]
+    assert len(said) == 2 and "start the service" in said[0] and said[1] == "scorer vote: people can be asked again"
+
+
+def test_a_refusal_is_a_failure_of_the_group(tmp_path: Path) -> None:
+    with service(tmp_path, ["anna"]) as (url, _, _):
+        people = manager_of_asking(url)
+        (first, *_) = sampled(people).finish()
+    assert first.totals == [None] * N and "401" in first.failures[0][0].reason
+
+
+def test_held_out_images_are_not_shown_to_people(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(
+        "def compute_score(images, prompts, metadata):\n    return [1.0 for _ in images]\n"
+    )
+    watched = ScorerConfig(0.0, str(tmp_path / "one.py"))
+    with service(tmp_path / "votes") as (url, ballots, _):
+        found = sampled(manager_of_asking(url, one=watched), held_out=True).finish()
+        assert ballots.ballots == {}
+        counted = sampled(manager_of_asking(url, one=ScorerConfig(2.0, watched.path)), held_out=True).finish()
+    assert [(s.totals, s.failures, s.by_scorer) for s in found] == [([None] * N, [[]] * N, {"one": [1.0] * N})] * GROUPS
+    assert [s.totals for s in counted] == [[2.0] * N] * GROUPS
+
+
+def test_calls_that_were_given_up_are_asked_no_more(tmp_path: Path) -> None:
+    with service(tmp_path) as (url, _, _):
+        people = manager_of_asking(url)
+        begun = sampled(people)
+        begun.wait_until_sampled()
+        while len(people.asleep) < GROUPS:
+            advance([begun])
+        assert begun.scoring.left == GROUPS
+        people.give_up()
+        assert not people.asleep and not any(pool.queue for pool in people.pools.values())
+
+
+def test_the_trial_asks_nobody_and_finds_a_wrong_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(rollout=RolloutConfig(n=N))
+    prompts = [Prompt(0, "a")]
+
+    def tried(url: str) -> None:
+        people = manager_of_asking(url)
+        try_scorers(people, Config(rollout=config.rollout, reward=people.config), prompts)
+
+    with service(tmp_path / "open") as (url, ballots, _):
+        tried(url)
+        assert ballots.ballots == {} and not caplog.records
+    tried(url)
+    assert "start the service" in caplog.text  # it is not there yet: the run begins all the same
+    with (
+        service(tmp_path / "named", ["anna"]) as (url, _, _),
+        pytest.raises(RewardError, match=r"^reward\.scorers\.vote: .*401"),
+    ):
+        tried(url)
+
+
+def test_a_key_stands_for_run_step_prompt_and_seeds() -> None:
+    def keys(run: str = "a/b", step: int = 1, seed: int = 0) -> set[str]:
+        members = {s.group: [Sample(s.prompt, 0, seed, step)] for batch in BATCHES for s in batch}
+        found = occasions(run, members)
+        assert {o.together for o in found.values()} == {tuple(o.key for o in found.values())}
+        return {o.key for o in found.values()}
+
+    assert keys() == keys() and len(keys()) == GROUPS
+    for other in (keys(run="a/c"), keys(step=2), keys(seed=1)):
+        assert not other & keys()
+
+
+def test_the_pause_between_two_questions_grows_to_a_second() -> None:
+    class Call:
+        scorer, polls, wake = "vote", 0, 0.0
+
+    asleep: Asleep[Call] = Asleep()
+    call, pauses = Call(), list[float]()
+    for _ in range(20):
+        asleep.put(call, "")
+        pauses.append(call.wake - time.perf_counter())
+        assert asleep.awake() == []
+        asleep.clear()
+    assert pauses == sorted(pauses) or max(np.diff(pauses)) >= 0
+    assert pauses[0] < 0.06 and pauses[-1] == pytest.approx(LATE, abs=0.01)
+
+
+def test_what_measures_leaves_people_out() -> None:
+    vote, other = ScorerConfig(kwargs={"url": "http://127.0.0.1:1"}), ScorerConfig()
+    found = without_people(RewardConfig({"vote": vote, "sharpness": other}))
+    assert list(found.scorers) == ["sharpness"]
+    assert list(without_people(RewardConfig({"vote": ScorerConfig(path="mine.py")})).scorers) == [
+        "vote"
+    ]  # a file of one's own
+    for left in ({}, {"sharpness": ScorerConfig(0.0)}):
+        with pytest.raises(ConfigError, match=r"reward\.scorers\.vote: people vote in training only"):
+            without_people(RewardConfig({"vote": vote, **left}))
+
+
+PROMPTS = [
+    Prompt(0, 'a sign that reads "482"', {"data_source": "signs", "n": 1}),
+    Prompt(1, "a cat", {"data_source": "photos", "n": 2}),
+    Prompt(2, "a dog", {"data_source": "photos", "n": 3}),
+]
+# What stands on line 6 of a file, behind its helper, and what is said of it.
+WRONG = {
+    "pass": "returned None, expected a list with one number per image",
+    "return 0.5": "returned 0.5, expected a list with one number per image, or a dict of such lists by name: images",
+    "return [0.5] * len(images), {}": "returned a tuple of list, dict, expected a list",
+    "return {0.1, 0.2, 0.3, 0.4, 0.5}": "returned a set, expected a list",
+    'return "0.5"': "returned a str, expected a list with one number per image",
+    'return ["0.5"] * len(images)': "returned '0.5', which is not a number",
+    "return [0.5]": "returned 1 scores for 5 images, expected one per image",
+    "return np.ones((len(images), 1))": "returned a ndarray of shape [5, 1], expected a list",
+    "return np.float64(1)": "returned a float64 of shape [], expected a list",
+    "return {}": "returned an empty dict",
+    'return {"a": [1.0] * len(images), "b": None}': "returned None as 'b', expected a list",
+    "return [[0.5]] * len(images)": "returned [0.5], which is not a number",
+    'return [float("nan")] * len(images)': "returned nan, which is not finite",
+    "return [1e300] * len(images)": "returned 1e+300, above the float32 limit 3.4e+38",
+    "return [10**400] * len(images)": "which is not a number",
+    "return helper(0)": "ZeroDivisionError: division by zero",
+    "import no_such_package": "ModuleNotFoundError: No module named 'no_such_package'",
+    "sys.exit(3)": "it called sys.exit(3)",
+    "raise SystemExit": "it called sys.exit()",
+    "time.sleep(60)": "no answer within 0.5 s",
+    "while True: pass": "no answer within 0.5 s",
+}
+RAISED = ("helper", "import no", "exit", "Exit", "sleep", "while")
+
+
+def scorer(folder: Path, line: str, name: str = "mine.py") -> str:
+    (folder / name).write_text(
+        "import os, sys, time\nimport numpy as np\ndef helper(x):\n    return 1 / x\n"
+        f"def compute_score(images, prompts, metadata, **kwargs):\n    {line}\n"
+    )
+    return str(folder / name)
+
+
+def trial(
+    on: bool = True, call: dict[str, Any] | None = None, held_out: list[Prompt] | None = None, **scorers: ScorerConfig
+) -> None:
+    """Three images a group, five a micro-batch."""
+    config = Config(
+        reward=RewardConfig(scorers, trial=on),
+        rollout=RolloutConfig(n=3, micro_batch_size=5),
+        sampling=SamplingConfig(height=16, width=24, call=call or {}),
+        validation=ValidationConfig(data="signs_val"),
+    )
+    manager = RewardManager(config.reward, Cluster(ClusterConfig(launcher="local")))
+    try_scorers(manager, config, PROMPTS, held_out or [])
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_a_scorer_does_wrong_is_said_with_the_line_of_the_users_file(tmp_path: Path, line: str) -> None:
+    path = scorer(tmp_path, line)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(RewardError) as caught:
+        trial(mine=ScorerConfig(path=path, timeout=0.5 if "no answer" in WRONG[line] else 600))
+    text = str(caught.value)
+    assert text.startswith("reward.scorers.mine failed in a trial on grey images: ") and WRONG[line] in text
+    assert "reward.trial=false" in text and "\n" not in text
+    number = "4: return 1 / x" if "helper" in line else f"6: {line}" if any(w in line for w in RAISED) else "5: compute"
+    assert f"({path}, line {number}" in text
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_scorer_gets_what_training_will_give_it(tmp_path: Path) -> None:
+    line = 'open(kwargs["log"], "a").write(repr((images, prompts, metadata))); return [1] * len(images)'
+    path, log = scorer(tmp_path, line), tmp_path / "log"
+    mine = ScorerConfig(path=path, kwargs={"log": str(log)})
+
+    def seen(**others: ScorerConfig) -> str:
+        log.unlink(missing_ok=True)
+        trial(**others)
+        return log.read_text()
+
+    whole = seen(mine=mine)
+    assert whole.count("<PIL.Image.Image image mode=RGB size=24x16") == 5
+    assert whole.count("'a cat'") == 2 and whole.count("'a dog'") == 1 and whole.count("'n': 2") == 2
+    photos = seen(mine=replace(mine, data_sources=["photos"]), sharpness=ScorerConfig())
+    assert "482" not in photos and photos.count("'n': 2") == 3
+    Path(path).write_text(Path(path).read_text() + "compute_score.groupwise = True\n")
+    group = seen(mine=mine)
+    assert group.count("'n': 1") == group.count("size=24x16") == 3 and "a cat" not in group
+
+
+def test_a_scorer_of_validation_gets_held_out_rows(tmp_path: Path) -> None:
+    line = 'open(kwargs["log"], "a").write(repr(prompts)); return [1] * len(images)'
+    mine = ScorerConfig(0, scorer(tmp_path, line), kwargs={"log": str(tmp_path / "log")}, during="validation")
+    trial(held_out=[Prompt(0, "a bird")], mine=mine, sharpness=ScorerConfig())
+    assert (tmp_path / "log").read_text() == repr(["a bird"] * 5)
+
+
+@pytest.mark.parametrize("takes_frames", [True, False])
+def test_a_scorer_of_videos_gets_videos(tmp_path: Path, takes_frames: bool) -> None:
+    line = 'open(kwargs["log"], "a").write(f"{len(images)} {type(images[0]).__name__}"); return [1] * len(images)'
+    path, log = scorer(tmp_path, line), tmp_path / "log"
+    Path(path).write_text(Path(path).read_text() + f"compute_score.takes_frames = {takes_frames}\n")
+    trial(call={"num_frames": 4}, mine=ScorerConfig(path=path, kwargs={"log": str(log)}))
+    assert log.read_text() == ("5 list" if takes_frames else "20 Image")
+
+
+def test_a_watched_scorer_that_fails_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good, bad = scorer(tmp_path, "return [1.0] * len(images)"), scorer(tmp_path, "time.sleep(60)", "bad.py")
+    trial(mine=ScorerConfig(path=good), watched=ScorerConfig(0, bad, timeout=0.5))
+    assert re.search(r"watched .*no answer.*bad\.py, line 6.*watched, so the run continues", caplog.text)
+
+
+def test_some_images_without_a_score_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trial(mine=ScorerConfig(path=scorer(tmp_path, 'return [float("nan"), 1, 2, 3, 4]')))
+    assert re.search(r"returned nan.*4 of 5 images have a score", caplog.text)
+
+
+def test_a_repetition_may_succeed_as_in_training(tmp_path: Path) -> None:
+    line = 'd = kwargs["d"]; os.path.exists(d) or [os.mkdir(d), sys.exit(1)]; return [1.0] * len(images)'
+    trial(mine=ScorerConfig(path=scorer(tmp_path, line), kwargs={"d": str(tmp_path / "d")}))
+
+
+def test_the_trial_can_be_left_out(tmp_path: Path) -> None:
+    trial(False, mine=ScorerConfig(path=scorer(tmp_path, "sys.exit(3)")))
+
+
+def test_cheap_scorers_of_gerl_are_tried_with_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    names = ("ocr", "sharpness", "colourfulness", "jpeg_compressibility", "jpeg_incompressibility")
+    some: dict[str, Any] = {name: ScorerConfig(data_sources=["signs"]) for name in names}
+    trial(**some)
+    assert not caplog.records

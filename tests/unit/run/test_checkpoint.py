@@ -1,15 +1,30 @@
 import errno
 import json
 import logging
+import math
 import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gerl.errors import CheckpointError
+from gerl.errors import CheckpointError, ConfigError
 from gerl.run import checkpoint as module
 from gerl.run.checkpoint import (
     FORMAT,
+    NAME,
+    Checkpoint,
+    RunLock,
+    RunState,
+    ScheduleState,
+    WorkerState,
+    alive_since,
     best_checkpoint,
     checkpoint_paths,
     find_checkpoint,
@@ -19,7 +34,6 @@ from gerl.run.checkpoint import (
     prune,
     save_checkpoint,
 )
-from gerl.run.lock import RunLock
 
 FILES = {"lora/pytorch_lora_weights.safetensors": b"weights", "optimizer.safetensors": b"moments" * 100}
 
@@ -269,3 +283,140 @@ def test_the_format_of_a_checkpoint(tmp_path: Path, number: object, said: str) -
             newest_checkpoint(tmp_path)
         prune(tmp_path, 1)
         assert names(tmp_path) == ["step_1", "step_2"]
+
+
+STATE = RunState(
+    step=3,
+    policy_version=5,
+    nonfinite=1,
+    val_reward=0.25,
+    unlogged={"reward/mean": 0.5, "reward/std": math.nan},
+    worker=WorkerState(5, {"ema": 5}, True, ScheduleState(6)),
+    algorithm={"past": {"7": [0.1]}},
+    identity={"data.train": "0a"},
+    settings={"trainer": {"seed": 0}},
+)
+
+
+def test_a_checkpoint_gives_back_the_record(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, STATE.step, {}, STATE.to_json())
+    assert repr(RunState.of(load_checkpoint(tmp_path / "step_3"))) == repr(STATE)  # a NaN is not equal to itself
+
+
+def test_a_checkpoint_from_before_the_record_had_the_policy_version() -> None:
+    values = STATE.to_json()
+    del values["policy_version"]
+    assert RunState.of(Checkpoint(Path(), 3, values, ())).policy_version == 5
+
+
+def worker(**changed: Any) -> dict[str, Any]:
+    return {**STATE.to_json()["worker"], **changed}
+
+
+@pytest.mark.parametrize(
+    ("named", "value"),
+    [
+        ("worker", None),
+        ("worker", {}),
+        ("worker.policy_version", worker(policy_version="5")),
+        ("worker.averages", worker(averages=[1])),
+        ("worker.averages.ema", worker(averages={"ema": "many"})),
+        ("worker.old_is_current", worker(old_is_current=2)),
+        ("worker.lr_schedule", worker(lr_schedule=None)),
+        ("worker.lr_schedule.last_epoch", worker(lr_schedule={"last_epoch": 1.5})),
+        ("step", "three"),
+        ("step", "3"),
+        ("step", 4),  # not the step of the manifest
+        ("unlogged", 1),
+        ("algorithm", []),
+        ("identity.data.train", {"data.train": 7}),
+        ("settings", "none"),
+    ],
+)
+def test_a_damaged_record_is_an_error_that_names_the_entry(named: str, value: Any) -> None:
+    values = json.loads(json.dumps(STATE.to_json())) | {named.split(".")[0]: value}
+    with pytest.raises(CheckpointError, match=rf"no usable {named}; .*checkpoint\.resume=never"):
+        RunState.of(Checkpoint(Path("run/checkpoints/step_3"), 3, values, ()))
+
+
+def test_the_worker_state_of_an_older_gerl_has_more_of_the_schedule() -> None:
+    values = json.loads(json.dumps(STATE.to_json()))
+    values["worker"]["lr_schedule"] = {"base_lrs": [0.1], "last_epoch": 6, "_step_count": 7, "_last_lr": [0.1]}
+    del values["settings"]
+    found = RunState.of(Checkpoint(Path(), 3, values, (), 1))
+    assert found.worker == STATE.worker and found.settings == {}
+
+
+# Takes the lock of argv[1], starts a child that outlives it, and waits.
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from gerl.run.checkpoint import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    yield process
+    process.kill()
+    process.wait()
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_run_is_told_who_has_the_folder(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunLock(tmp_path).acquire()
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}: ") and "hydra.run.dir" in message
+    assert f"process {holder.pid} on {socket.gethostname()}, since {time.strftime('%Y-')}" in message
+    since = alive_since(tmp_path)
+    assert since is not None and abs(since / 1e9 - time.time()) < 600
+
+
+def test_the_lock_ends_with_its_process_though_a_child_lives_on(
+    tmp_path: Path, holder: "subprocess.Popen[str]"
+) -> None:
+    holder.kill()
+    holder.wait()
+    assert (tmp_path / NAME).exists() and alive_since(tmp_path) is None
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert alive_since(tmp_path) is not None
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_is_taken_again_after_its_release(tmp_path: Path) -> None:
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first.acquire()
+    with pytest.raises(ConfigError):
+        second.acquire()
+    first.release()
+    second.acquire()
+    first.release()  # it has nothing to give back
+    assert alive_since(tmp_path) is not None
+    second.release()
+    assert alive_since(tmp_path) is None
+
+
+def test_a_folder_that_was_removed_under_the_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock, other = RunLock(folder), RunLock(folder)
+    lock.acquire()
+    (folder / NAME).unlink()
+    folder.rmdir()
+    folder.mkdir()
+    other.acquire()
+    lock.release()  # the file that is there now is not its own
+    assert alive_since(folder) is not None
+    with pytest.raises(OSError, match="No such file"):
+        RunLock(tmp_path / "nowhere").acquire()

@@ -9,8 +9,8 @@ import pytest
 from html_page import Page
 
 from gerl.run import charts
+from gerl.run import page as page_data
 from gerl.run.card import Card
-from gerl.run.page import frozen as page_data
 from gerl.run.report import main, write_report
 from gerl.run.validation import save_validation
 

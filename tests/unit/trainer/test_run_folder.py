@@ -16,9 +16,7 @@ from gerl.commandline.composition import compose_run
 from gerl.config import keys
 from gerl.config.changes import FIXED, changes, settings_of, unknown_keys
 from gerl.errors import CheckpointError, ConfigError, DataError
-from gerl.run.checkpoint import save_checkpoint
-from gerl.run.lock import NAME, RunLock
-from gerl.run.state import RunState
+from gerl.run.checkpoint import NAME, RunLock, RunState, save_checkpoint
 from gerl.trainer.run_folder import CURRENT, configuration_at, open_run
 
 pytestmark = pytest.mark.usefixtures("here")

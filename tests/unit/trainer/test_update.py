@@ -10,7 +10,7 @@ from gerl.algorithms import build_algorithm
 from gerl.config import ActorConfig, Config, algorithm_config
 from gerl.errors import TrainingError
 from gerl.protocol import StepResult, UpdateStats
-from gerl.run.state import RunState
+from gerl.run.checkpoint import RunState
 from gerl.trainer.update import Update, actor_metrics, off_policy_metrics
 
 

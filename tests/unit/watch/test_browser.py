@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from watching import PROMPTS, add_live, add_rows, add_validation, make_run, serving
 
-from gerl.run.control import asked
-from gerl.run.lock import RunLock
+from gerl.run.checkpoint import RunLock
 from gerl.run.report import write_report
+from gerl.run.session import asked
 from gerl.run.validation import save_validation
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")

@@ -15,8 +15,8 @@ import requests
 from PIL import Image
 from watching import PROMPTS, add_live, add_rows, add_validation, make_run, serving
 
-from gerl.run.control import asked
-from gerl.run.lock import RunLock
+from gerl.run.checkpoint import RunLock
+from gerl.run.session import asked
 
 RUN = "signs/one"
 

@@ -17,13 +17,12 @@ from training import Training, chain_credit, config, new_policy, relative
 from gerl.algorithms import Batch, KLWeight
 from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config import ActorConfig
-from gerl.config.algorithm import BY_NAME
+from gerl.config.algorithms import BY_NAME
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.batching import select_call
 from gerl.errors import CheckpointError, ConfigError
-from gerl.model.ema import EMA
 from gerl.model.lora import lora_disabled
-from gerl.model.policy import Policy
+from gerl.model.policy import EMA, Policy
 from gerl.protocol import Prompt, Sample, StepResult, UpdateStats
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers import actor as actor_module

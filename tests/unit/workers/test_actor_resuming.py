@@ -13,7 +13,7 @@ from training import new_policy
 
 from gerl.errors import CheckpointError
 from gerl.protocol import StepResult
-from gerl.run.state import WorkerState
+from gerl.run.checkpoint import WorkerState
 from gerl.utils.tensors import pack_tensors, unpack_tensors
 from gerl.workers.actor import Actor
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import training
 
-from gerl.model.failures import MemoryFull
+from gerl.model.errors import MemoryFull
 from gerl.workers.actor import Actor
 from gerl.workers.worker import batches_of, peak_memory
 

@@ -22,10 +22,9 @@ from gerl.commandline.composition import compose_run
 from gerl.config import Config, ValidationConfig
 from gerl.engine import Trajectory
 from gerl.errors import ModelError
-from gerl.model.ema import EMA
-from gerl.model.failures import CallRefused
+from gerl.model.errors import CallRefused
 from gerl.model.loading import load_policy
-from gerl.model.policy import Policy
+from gerl.model.policy import EMA, Policy
 from gerl.protocol import Prompt, RolloutTask
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import FORMATS, Rollout, count_blank, divided, to_uint8

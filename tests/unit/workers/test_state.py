@@ -14,12 +14,10 @@ from training import config
 from gerl.algorithms.planning import plan_samples
 from gerl.commandline.composition import compose_run
 from gerl.errors import CheckpointError, ClusterError
-from gerl.model.ema import EMA
-from gerl.model.policy import Policy
+from gerl.model.policy import EMA, Policy, chosen, parameters_of
 from gerl.model.shards import Part, Shards
-from gerl.model.whole import chosen, parameters_of
 from gerl.protocol import Prompt
-from gerl.run.state import PARTS, WorkerState
+from gerl.run.checkpoint import PARTS, WorkerState
 from gerl.utils.tensors import unpack_tensors
 from gerl.workers.actor import Actor
 from gerl.workers.fleet import set_gradient

@@ -9,7 +9,7 @@ from tiny_qwen import PIXELS, head, hidden_of_token, qwen_folder, save_reward_mo
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers.editreward import EditReward
-from gerl.rewards.scorers.hpsv3 import TOKEN
+from gerl.rewards.scorers.vlm_reward import TOKEN
 
 PROMPTS = ["make it blue", "remove the dog", "make it blue"]
 QUESTIONS = """

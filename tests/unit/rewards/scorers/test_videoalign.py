@@ -11,8 +11,7 @@ from tiny_qwen import WIDTH, qwen_folder, whole_model
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers.video_head import TOKENS, chosen_frames
-from gerl.rewards.scorers.videoalign import VideoAlign
+from gerl.rewards.scorers.videoalign import TOKENS, VideoAlign, chosen_frames
 
 PROMPTS = ["a cat runs", "rain {text_prompt} & wind"]
 WORDS = f"""

@@ -1,0 +1,379 @@
+"""Distillation on the student's own trajectories: on-policy distillation (OPD) and distribution matching (DMDR)."""
+
+from __future__ import annotations  # of the model, which the driver of a run does not have
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, assert_never
+
+import torch
+
+from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
+from gerl.algorithms.flow_grpo import FlowGRPO
+from gerl.algorithms.planning import any_steps, drawn_steps
+from gerl.algorithms.policy_gradient import Further
+from gerl.config import Config
+from gerl.config.algorithms import NAME, DMDRConfig, OPDConfig, Teacher
+from gerl.config.blocks import StepDistance
+from gerl.engine import ReplayedStep, Tape, record_structure, replay
+from gerl.engine.kernels import Rule
+from gerl.errors import ModelError
+from gerl.protocol import DATA_SOURCE, Sample, StepFacts, UpdateStats
+from gerl.utils.seeding import derive_seed, sample_generators
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+    from gerl.model.policy import Policy
+
+
+# --- On-policy distillation (DiffusionOPD, arXiv 2605.15055; Flow-OPD, arXiv 2605.08063): a student learns its own
+# steps.
+#
+# The student draws. At every state x_k of its own trajectories, which are data, a teacher's step is `Normal(mu', std)`
+# with the student's std, so that the KL to it has a closed form, a mean over dimensions:
+#
+#     KL(student || teacher) = mean((mu - mu')^2) / (2 std^2)
+#
+# Its gradient is exact. Flow-OPD's first form (`reward_mode` kl_only) takes -KL, with its gradient, for the advantage
+# of a policy gradient: the same gradient and noise beside it, as the KL of step k is a function of x_k, drawn before
+# the noise whose likelihood it multiplies. Its `gkd` is the form here.
+#
+# Several teachers share a student by `data_source`: specialists become one model. A teacher may be the base model with
+# another guidance, which teaches the student to do without (guidance distillation). Rewards are only watched.
+
+
+class OPD(Algorithm):
+    """The distance of each trained step to that of the teacher of its prompt, and one to the base model."""
+
+    settings: OPDConfig
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.teachers = self.settings.taught_by
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return True
+
+    @property
+    def compares_with_base(self) -> bool:
+        return super().compares_with_base or any(teacher.is_base for teacher in self.teachers)
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        sampling = self.config.sampling
+        noisy = sampling.kernel != "ode" and sampling.noise_level > 0
+        steps = window if noisy else range(*sampling.steps_range)
+        return drawn_steps(steps, self.settings.timesteps or len(steps), self.config.trainer.seed, step)
+
+    def credit(self, rewards: Rewards) -> torch.Tensor:
+        """1 for the samples that have a teacher, whatever their rewards; NaN for the others."""
+        taught = [teacher_of(self.teachers, sample) is not None for sample in rewards.samples]
+        credit = torch.where(torch.tensor(taught), 1.0, torch.nan)
+        return credit[:, None].expand(-1, self.config.sampling.num_inference_steps)
+
+    def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
+        kind, rules = self.settings.distance, [(k, tape.steps[k].rule) for k in trained]
+        return [StepFacts(k, r.sigma, r.dt, r.std, r.jacobian, distance_weight(kind, r)) for k, r in rules]
+
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
+        settings, tape = self.settings, batch.tape
+        options: dict[str, Any] = {"steps": batch.trained, "index": rows, "cfg": settings.cfg}
+        options["step_batch"] = self.step_batch(meter)
+        samples = [batch.samples[r] for r in rows]
+        lesson = ask_teachers(policy, tape, samples, options, every=self.config.lockstep)
+        base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
+        stats = UpdateStats()
+
+        def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
+            nonlocal stats
+            if meter is not None:
+                meter.begin(k)
+            output, step = step.part(lesson.outputs[k]), step.reached()
+            distances = step_distance(settings.distance, step, output)
+            losses = lesson.weights * distances
+            sums = {"teacher_distance": float(distances.detach().sum())}
+            if base:
+                kl = step_distance(settings.distance, step, base[k].reached().model_output)
+                losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
+                sums["kl"] = float(kl.detach().sum())
+            parts = by_teacher(self.teachers, lesson, distances) if len(self.teachers) > 1 else {}
+            named = {f"teacher_distance/{name}": part for name, part in parts.items()}
+            stats += UpdateStats(len(rows), {"loss": float(losses.detach().sum())} | sums, parts=named)
+            return losses.sum() / num_pairs
+
+        replay(policy.pipe, tape, on_step, **options)
+        return stats
+
+
+# --- Steps of teachers at the states of a student's trajectories
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The steps of the teachers at the states of some samples."""
+
+    outputs: dict[int, torch.Tensor]  # by step: [R, ...] fp32 what the teacher of each row computes there, 0 without
+    weights: torch.Tensor  # [R] of the rows' losses, 0 for those without a teacher
+    taught_by: list[int | None]  # [R] number of the teacher of each row
+
+
+def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
+    """The number of the teacher of a sample: that of its data_source, else that of all prompts; None: it has none."""
+    given = sample.prompt.metadata.get(DATA_SOURCE)
+    numbers = {teacher.data_source: i for i, teacher in enumerate(teachers)}
+    return numbers.get(None if given is None else str(given), numbers.get(None))
+
+
+def ask_teachers(
+    policy: Policy, tape: Tape, samples: Sequence[Sample], options: dict[str, Any], every: bool = False
+) -> Lesson:
+    """The teachers' steps for the rows of `tape` that `options["index"]` names; `samples`: those of these rows.
+
+    `options`: the arguments of the student's replay. `every`: each teacher computes all rows, whatever it teaches: for
+    ranks in lockstep, which call the models equally often.
+    """
+    index = list(options["index"] or range(tape.batch_size))
+    teachers = [model.teacher for model in policy.teachers]
+    taught_by = [teacher_of(teachers, sample) for sample in samples]
+    divisible = tape.probe is not None and tape.probe.batch_size != tape.batch_size
+    outputs: dict[int, torch.Tensor] = {}
+    for number in range(len(teachers)):
+        own = [i for i, teacher in enumerate(taught_by) if teacher == number]
+        rows = own if divisible and not every else list(range(len(index)))
+        if not own and not every:
+            continue
+        found = _steps_of(policy, number, tape, [index[i] for i in rows], options)
+        for k, output in found.items():
+            whole = outputs.setdefault(k, output.new_zeros(len(index), *output.shape[1:]))
+            whole[own] = output[[rows.index(i) for i in own]]
+    weights = [0.0 if number is None else teachers[number].weight for number in taught_by]
+    return Lesson(outputs, torch.tensor(weights, device=tape.steps[0].x.device), taught_by)
+
+
+def _steps_of(
+    policy: Policy, number: int, tape: Tape, rows: list[int], options: dict[str, Any]
+) -> dict[int, torch.Tensor]:
+    """The outputs of one teacher by step, at the states of `rows` of `tape`: `[R, ...]`."""
+    outputs: dict[int, torch.Tensor] = {}
+
+    def keep(k: int, step: ReplayedStep) -> None:
+        outputs[k] = step.model_output
+
+    model, options = policy.teachers[number], {**options, "cfg": "joint", "grad": False}
+    with policy.teacher(number) as pipe:
+        if model.pipe is None and not model.teacher.changed:
+            replay(pipe, tape, keep, **options | {"index": rows})
+            return outputs
+        # another call of a pipeline, at the same latents
+        found = record_structure(pipe, tape, rows, model.teacher.changed)
+        for k in options["steps"]:
+            _check_alike(model.teacher, k, found.steps[k].rule, tape.steps[k].rule)
+            shapes = found.steps[k].x.shape[1:], tape.steps[k].x.shape[1:]
+            if shapes[0] != shapes[1]:
+                raise ModelError(
+                    f"{NAME}: the latents of {model.teacher} have the shape {list(shapes[0])}, those of the "
+                    f"student {list(shapes[1])}: use a teacher with the same latents"
+                )
+        latents = {k: tape.steps[k].x[rows] for k in options["steps"]}
+        replay(pipe, found, keep, **options | {"index": None, "latents": latents})
+    return outputs
+
+
+def _check_alike(teacher: Teacher, k: int, found: Rule, expected: Rule) -> None:
+    """Raise `ModelError` unless the step of a teacher is from the noise level of the student's, in the same terms."""
+    if type(found) is not type(expected) or abs(found.sigma - expected.sigma) > 1e-6:
+        raise ModelError(
+            f"{NAME}: step {k} of {teacher} is at noise level {found.sigma:.6g} ({type(found).__name__}), that of "
+            f"the student at {expected.sigma:.6g} ({type(expected).__name__}): use a teacher with the same steps"
+        )
+
+
+def step_distance(kind: StepDistance, step: ReplayedStep, output: torch.Tensor) -> torch.Tensor:
+    """Distance `[B]` of a student's step to that of the `output` `[B, ...]` of a teacher, with gradient to the former.
+
+    - `gaussian`: `(mean - mean')^2 / (2 std^2)`, the KL of the two transitions; raises `ValueError` without noise.
+    - `mean`: `(mean - mean')^2 / 2`.
+    - `velocity`: `(output - output')^2`.
+
+    Each a mean over non-batch dimensions. With `J` the step's jacobian, the first is `J^2 / (2 std^2)` and the second
+    `J^2 / 2` times the third.
+    """
+    output = output.detach()
+    match kind:
+        case "gaussian":
+            if step.std == 0:
+                raise ValueError("a step with std 0 is deterministic, and has no KL to another one")
+            return _squares(step.mean - step.rule.mean(step.x, output)) / (2 * step.std**2)
+        case "mean":
+            return _squares(step.mean - step.rule.mean(step.x, output)) / 2
+        case "velocity":
+            return _squares(step.model_output - output)
+        case unknown:
+            assert_never(unknown)
+
+
+def distance_weight(kind: StepDistance, rule: Rule) -> float:
+    """The factor of the squared distance of outputs in `step_distance`."""
+    squared = rule.jacobian**2 / 2
+    return {"gaussian": squared / rule.std**2 if rule.std else 0.0, "mean": squared, "velocity": 1.0}[kind]
+
+
+def _squares(values: torch.Tensor) -> torch.Tensor:
+    return (values**2).flatten(1).mean(1)
+
+
+Measured = dict[str, tuple[float, int]]
+
+
+def by_teacher(teachers: Sequence[Teacher], lesson: Lesson, distances: torch.Tensor) -> Measured:
+    """Of each teacher that has rows among those of `distances` `[R]`: their sum and number, by its name."""
+    values, found = distances.detach().tolist(), Measured()
+    for number, teacher in enumerate(teachers):
+        own = [value for value, taught in zip(values, lesson.taught_by, strict=True) if taught == number]
+        if own:
+            found[teacher.name] = (sum(own), len(own))
+    return found
+
+
+# --- DMDR (arXiv 2511.13649): a policy gradient of few steps, held to a model's images by distribution matching.
+#
+# A model of few steps has no flow at the noise levels between its own steps, so a KL of steps does not say whether its
+# images still look like those of the model that it was made of. Distribution matching (DMD, arXiv 2311.18828) does: the
+# image `x0h` that a step predicts is noised to another level, `x = (1 - tau) x0h + tau eps`, and moved from where a
+# model of the student's own images (`fake`) would denoise it to where the `real` one would,
+#
+#     direction = (x0_fake - x0_real) / mean |x0h - x0_real|,    loss = mean(direction x0h),
+#
+# with the direction as data: the gradient is that of `mean((x0h - sg(x0h - direction))^2) / 2`, as published. `fake` is
+# a second LoRA on the model that training starts from, trained by flow matching on the images that the student has
+# drawn. `real` is a teacher, or that model itself, which holds the student where it was.
+#
+# The public code trains a class-conditional model with ReFL (vvvvvjdy/dmdr 061dc29, lines 448 to 566 of
+# train_cc/sit/train_sitxl_refl_deepspeed.py). Here the surrogate is Flow-GRPO's, as in the paper. Not as published:
+# both LoRAs take their optimizer steps together, where the authors give `fake` five for each of the student's, and
+# `algorithm.fake_scale` lets it follow faster instead; there is no cold start and no schedule, since the student is
+# distilled already.
+
+Levels = dict[int, torch.Tensor]  # by noise level: [R, ...]
+
+
+class DMDR(FlowGRPO):
+    """The clipped surrogate, distribution matching, and the loss of the model that imitates."""
+
+    settings: DMDRConfig
+    reads_finished = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.teachers = self.settings.taught_by
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return True  # also an image without advantage has to look like one
+
+    def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> Further:
+        images: Levels = {}
+
+        def clean(k: int, step: ReplayedStep) -> None:
+            images[k] = step.rule.clean(step.x, step.model_output)
+
+        replay(policy.pipe, batch.tape, clean, **options, grad=False)
+        samples = [batch.samples[r] for r in rows]
+        step_of = dict(zip(self._levels(samples, len(images), "matching"), images, strict=True))
+        structure = self._structure(policy.pipe, batch.tape, rows)
+        given = {j: images[k] for j, k in step_of.items()}
+        latents = noised(structure, given, noise_of(samples, given, "matching"))
+        with policy.fake():
+            fake = cleaned(policy.pipe, structure, latents)
+        with policy.teacher(0) if self.teachers else policy.first() as other:
+            pipe, changed = other or policy.pipe, self.teachers[0].changed if self.teachers else {}
+            if pipe is not policy.pipe or changed:
+                structure = self._structure(pipe, batch.tape, rows, changed)
+            real = cleaned(pipe, structure, latents)
+        directions = {k: direction(images[k], fake[j], real[j]) for j, k in step_of.items()}
+
+        def loss(k: int, step: ReplayedStep) -> tuple[torch.Tensor, dict[str, float]]:
+            matched = (directions[k] * step.rule.clean(step.x, step.model_output)).flatten(1).mean(1)
+            squared = float(directions[k].square().mean())
+            return self.settings.matching_coef * matched.mean(), {"matching_distance": squared / 2}
+
+        return loss
+
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
+        fake_loss = self._imitate(policy, batch, rows, num_pairs)  # before: the meter is of what the steps add
+        return super().train(policy, batch, rows, num_pairs, meter) + UpdateStats(0, {"fake_loss": fake_loss})
+
+    def _imitate(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> float:
+        """Add the gradient of the LoRA that imitates the finished images of `rows`; the sum of its losses."""
+        samples = [batch.samples[r] for r in rows]
+        levels = self._levels(samples, len(batch.trained), "fake")
+        images = dict.fromkeys(levels, batch.tape.steps[-1].x_next[rows])
+        noise, structure = noise_of(samples, images, "fake"), self._structure(policy.pipe, batch.tape, rows)
+        total = 0.0
+
+        def imitate(j: int, step: ReplayedStep) -> torch.Tensor:
+            nonlocal total
+            loss = ((step.model_output - step.rule.target(images[j], noise[j])) ** 2).flatten(1).mean(1).sum()
+            total += float(loss.detach())
+            return loss / num_pairs
+
+        with policy.fake():
+            replay(policy.pipe, structure, imitate, steps=levels, latents=noised(structure, images, noise))
+        return total
+
+    def _levels(self, samples: Sequence[Sample], count: int, what: str) -> tuple[int, ...]:
+        """`count` of the noise levels, the same for all rows, others at each trainer step."""
+        levels = range(self.settings.matching_steps)
+        return any_steps(levels, count, what, self.config.trainer.seed, samples[0].step)
+
+    def _structure(
+        self, pipe: DiffusionPipeline, tape: Tape, rows: list[int], changed: Mapping[str, Any] | None = None
+    ) -> Tape:
+        """The call of `tape` for `rows` with the noise levels of `matching_steps` steps."""
+        steps = self.settings.matching_steps
+        other: dict[str, Any] = {"num_inference_steps": steps}
+        if tape.call.get("sigmas") is not None:
+            other["sigmas"] = [1 - j / steps for j in range(steps)]
+        if tape.call.get("timesteps") is not None:  # those of its few steps
+            other["timesteps"] = None
+        return record_structure(pipe, tape, rows, {**other, **(changed or {})}, steps)
+
+
+def noise_of(samples: Sequence[Sample], levels: Levels, what: str) -> Levels:
+    """Standard normal noise for the images of each level, the same in any micro-batch."""
+    found: Levels = {}
+    for j, images in levels.items():
+        generators = sample_generators([derive_seed(what, sample.seed, j) for sample in samples])
+        drawn = [torch.randn(images.shape[1:], generator=generator) for generator in generators]
+        found[j] = torch.stack(drawn).to(images.device)
+    return found
+
+
+def noised(structure: Tape, images: Levels, noise: Levels) -> Levels:
+    """The images of each level with its noise."""
+    return {j: structure.steps[j].rule.noised(x0, noise[j]) for j, x0 in images.items()}
+
+
+def cleaned(pipe: DiffusionPipeline, structure: Tape, latents: Levels) -> Levels:
+    """The clean images that a pipeline sees in the latents of each level, without gradient."""
+    found: Levels = {}
+
+    def keep(j: int, step: ReplayedStep) -> None:
+        found[j] = step.rule.clean(step.x, step.model_output)
+
+    replay(pipe, structure, keep, steps=sorted(latents), latents=latents, grad=False)
+    return found
+
+
+def direction(images: torch.Tensor, fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """`(fake - real) / mean |images - real|`: against it, `[B, ...]`, distribution matching moves images.
+
+    The mean is over the values of an image. 0 where the two models see the same.
+    """
+    scale = (images - real).abs().flatten(1).mean(1) + 1e-8
+    return (fake - real) / scale.view(-1, *[1] * (images.ndim - 1))

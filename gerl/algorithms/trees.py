@@ -1,0 +1,224 @@
+"""Credit of single steps, from trees and branches of trajectories: BranchGRPO, TempFlow-GRPO and DenseGRPO."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gerl.algorithms.base import Rewards
+from gerl.algorithms.core_algos import tree_advantages
+from gerl.algorithms.planning import group_ids, micro_batches, sde_window
+from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.config.algorithms import BranchGRPOConfig, DenseGRPOConfig, TempFlowGRPOConfig
+from gerl.protocol import RolloutTask, Sample, Segment
+from gerl.utils.seeding import derive_seed
+
+# --- BranchGRPO (arXiv 2509.06040): rollouts as trees, credit by depth.
+#
+# Every trajectory splits into `branch_factor` children at each of `split_steps`; the children share all that came
+# before, its computation included, and draw noise of their own from there on. A node's reward is the mean of its
+# leaves; its advantage compares it with the nodes of the same depth and prompt, and credits the steps up to the next
+# split. Every edge of the tree is trained once.
+#
+# At a split the noise level is `split_noise` times as high, so that the children differ enough for their rewards to. It
+# is that of the recorded step, mean and log-probability included; the published code widens the noise that it draws
+# there without telling the likelihood, which makes its ratios wrong.
+#
+# TreeGRPO (arXiv 2512.08153) is the same with other settings: noise in a window of steps only, which each trainer step
+# places anew (`split_steps: null`), and a split at each of them; the advantages of the leaves are normalised once, over
+# all leaves of a prompt, and that of a node is their mean (`node_std: leaves`), so that early edges, a mean of many,
+# have smaller ones. The paper weighs a node's children by their densities; here they count alike: they are drawn by
+# these densities, which so would count twice.
+
+
+class BranchGRPO(PolicyGradient):
+    """`rollout.n` trees per prompt, each with `branch_factor` images to the power of the number of splits."""
+
+    settings: BranchGRPOConfig
+
+    @property
+    def leaves_per_tree(self) -> int:
+        """Images of a tree."""
+        splits = self.settings.split_steps
+        depth = self.config.sampling.trained_steps if splits is None else len(splits)
+        return int(self.settings.branch_factor**depth)
+
+    def splits(self, step: int) -> list[int]:
+        """The steps at which the trees of trainer step `step` split."""
+        splits = self.settings.split_steps
+        return list(sde_window(self.config, step)) if splits is None else list(splits)
+
+    def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
+        trees = max(1, self.config.rollout.micro_batch_size // self.leaves_per_tree)
+        return [self._task(first_id + i, chunk) for i, chunk in enumerate(micro_batches(samples, trees))]
+
+    def _task(self, number: int, roots: list[Sample]) -> RolloutTask:
+        factor, splits = self.settings.branch_factor, self.splits(roots[0].step)
+        first, end = self.config.sampling.steps_range
+        if self.settings.split_steps is None:
+            first, end = splits[0], splits[-1] + 1
+        ends = [*splits[1:], end]
+        window = tuple(range(first, splits[0]))
+        per_row, count = self.leaves_per_tree, len(roots)
+        seeds = [root.seed for root in roots]
+        segments = [Segment(tuple(seeds), tuple(range(0, count * per_row, per_row)), window, window, stop=splits[0])]
+        for depth, (start, stop) in enumerate(zip(splits, ends, strict=True)):
+            rows = tuple(row for row in range(count) for _ in range(factor))
+            seeds = [derive_seed("branch", seeds[row], start, child % factor) for child, row in enumerate(rows)]
+            per_row, count = per_row // factor, count * factor
+            window = tuple(range(start, stop))
+            leaves = tuple(range(0, count * per_row, per_row))
+            last = depth == len(splits) - 1
+            noise = ((start, self.settings.split_noise * self.config.sampling.noise_level),)
+            segment = Segment(tuple(seeds), leaves, window, window, depth, rows, start, None if last else stop, noise)
+            segments.append(segment)
+        samples = [
+            replace(root, index=root.index * self.leaves_per_tree + i, seed=seeds[row * self.leaves_per_tree + i])
+            for row, root in enumerate(roots)
+            for i in range(self.leaves_per_tree)
+        ]
+        return RolloutTask(number, samples, tuple(segments))
+
+    def credit(self, rewards: Rewards) -> torch.Tensor:
+        settings, steps = self.settings, self.config.sampling.num_inference_steps
+        splits = self.splits(rewards.samples[0].step)
+        depths = len(splits)
+        index = torch.tensor([s.index for s in rewards.samples])
+        nodes = torch.stack([index // settings.branch_factor**up for up in range(depths, -1, -1)], dim=1)
+        by_depth = tree_advantages(rewards.totals, nodes, group_ids(rewards.samples), std=settings.node_std)
+        depth_of = [sum(split <= k for split in splits) for k in range(steps)]
+        return by_depth.clamp(-settings.advantage_clip, settings.advantage_clip)[:, depth_of]
+
+
+# --- TempFlow-GRPO (arXiv 2508.04324): every step is credited with the rewards of images that differ in it alone.
+#
+# From each of `rollout.n` deterministic trajectories of a prompt, `branch_factor` branches leave at every step: one
+# stochastic step, then deterministic ones to the end. The advantages of step k compare the branches that left at k, so
+# the reward is that of the step, not of the whole trajectory. Steps with more noise explore more and weigh more:
+# `timestep_weights: std` gives w_k = std_k / mean(std).
+#
+# Branches share the denoiser's work before they leave: n trajectories of T steps cost n (T - 1 + branch_factor T (T -
+# 1) / 2) denoiser evaluations and n branch_factor (T - 1) scored images.
+
+
+class TempFlowGRPO(PolicyGradient):
+    """One branching point per step; the group of a sample is (prompt, step it branched at)."""
+
+    settings: TempFlowGRPOConfig
+
+    def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
+        size = max(1, self.config.rollout.micro_batch_size // self.settings.branch_factor)
+        roots = micro_batches(samples, size)
+        return [self._task(first_id + i, chunk) for i, chunk in enumerate(roots)]
+
+    def _task(self, number: int, roots: list[Sample]) -> RolloutTask:
+        (first, end), factor = self.config.sampling.steps_range, self.settings.branch_factor
+        leaves: list[Sample] = []
+        branches: list[Segment] = []
+        for k in range(first, end):
+            children = [(row, self._leaf(root, k, j)) for row, root in enumerate(roots) for j in range(factor)]
+            position = len(leaves)
+            leaves += [leaf for _, leaf in children]
+            segment = Segment(
+                seeds=tuple(leaf.seed for _, leaf in children),
+                leaves=tuple(range(position, len(leaves))),
+                window=(k,),
+                trained=(k,),
+                parent=0,
+                rows=tuple(row for row, _ in children),
+                start=k,
+            )
+            branches.append(segment)
+        trunk = Segment(tuple(r.seed for r in roots), branches[0].leaves[::factor], (), (), stop=end - 1)
+        return RolloutTask(number, leaves, (trunk, *branches))
+
+    def _leaf(self, root: Sample, k: int, j: int) -> Sample:
+        steps, factor = self.config.sampling.num_inference_steps, self.settings.branch_factor
+        index = (root.index * steps + k) * factor + j
+        return replace(root, index=index, seed=derive_seed("branch", root.seed, k, j), branch=k)
+
+    def credit(self, rewards: Rewards) -> torch.Tensor:
+        branched_at = torch.tensor([sample.branch for sample in rewards.samples])
+        steps = torch.arange(self.config.sampling.num_inference_steps)
+        return super().credit(rewards).masked_fill(branched_at[:, None] != steps, torch.nan)
+
+
+# --- DenseGRPO (arXiv 2601.20218): every step is credited with what it changed in the reward of the image to come.
+#
+# The value of latents is the reward of the image that the deterministic sampler makes of them, `V(x_k) = R(ode(x_k))`
+# (equations 8 and 9), and the credit of the step from `x_k` to `x_{k+1}` is its gain, `dR_k = V(x_{k+1}) - V(x_k)`
+# (equation 7), in place of the reward of the whole trajectory. That is the advantage of one step with `V` as the
+# critic: since `V(x_k)` is fixed before the noise of step k is drawn, subtracting it leaves the expected gradient as it
+# is and takes away what the initial noise and the steps before have done to the reward. Gains are normalised over the
+# images of a prompt, each step by itself (equation 10). Those of a trajectory add up to its reward minus that of the
+# image which its first latents would have become without noise.
+#
+# The trajectory is a trunk, from which a deterministic branch leaves before each stochastic step, and a last one when
+# there are none to come, whose image is the trajectory's own. Branches share the denoiser's work up to and including
+# the step at which they leave: without a window a trajectory of T steps costs T + T (T - 1) / 2 denoiser evaluations
+# and T scored images.
+#
+# Gains are differences of rewards, which must be on one scale, so all images of a prompt are one group: one that has no
+# reward takes the group with it, and `normalise` of a scorer treats them alike.
+#
+# The paper's noise level per step, calibrated before training until gains are as often positive as negative, is not
+# built: the level it starts from, and the numbers of images and of iterations, are not given.
+
+
+class DenseGRPO(PolicyGradient):
+    """`rollout.n` trajectories per prompt, each with the images of the latents between which its trained steps lead.
+
+    The images of a trajectory have consecutive `index`, in the order of the steps, and all of them its credit.
+    """
+
+    settings: DenseGRPOConfig
+
+    @property
+    def images_per_trajectory(self) -> int:
+        """One more than there are stochastic steps."""
+        return self.config.sampling.trained_steps + 1
+
+    def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
+        return [self._branched(task) for task in super().plan(samples, first_id)]
+
+    def _branched(self, task: RolloutTask) -> RolloutTask:
+        """`task`, whose only segment becomes the trunk of the branches that are scored."""
+        (trunk,), roots = task.segments, task.samples
+        # not sooner than the end of the range: its steps have weights relative to each other
+        forks = (*trunk.window, self.config.sampling.steps_range[1])
+        images = [
+            replace(root, index=root.index * len(forks) + j, seed=derive_seed("branch", root.seed, k))
+            for j, k in enumerate(forks)
+            for root in roots
+        ]
+        rows = tuple(range(len(roots)))
+        branches = [
+            Segment(
+                seeds=tuple(images[j * len(roots) + r].seed for r in rows),
+                leaves=tuple(j * len(roots) + r for r in rows),
+                window=(),
+                trained=(),
+                parent=0,
+                rows=rows,
+                start=k,
+            )
+            for j, k in enumerate(forks)
+        ]
+        return replace(task, samples=images, segments=(replace(trunk, stop=forks[-1]), *branches))
+
+    def credit(self, rewards: Rewards) -> torch.Tensor:
+        count, clip = self.images_per_trajectory, self.settings.advantage_clip
+        index = torch.tensor([sample.index for sample in rewards.samples])
+        # one row per trajectory: its images are complete, since a group is dropped as a whole
+        found, row = torch.stack([rewards.group_ids, index // count], 1).unique(dim=0, return_inverse=True)
+        order = (row * count + index % count).argsort()
+        totals = rewards.totals[order].view(len(found), count)
+        by_scorer = rewards.by_scorer[order].view(len(found), count, -1)
+        samples = [rewards.samples[i] for i in order[::count].tolist()]
+        first = torch.tensor([self.window(sample)[0] for sample in samples])
+        credit = torch.full((len(found), self.config.sampling.num_inference_steps), torch.nan)
+        for j in range(count - 1):
+            gains, of_scorers = totals[:, j + 1] - totals[:, j], by_scorer[:, j + 1] - by_scorer[:, j]
+            advantages = self.advantages(Rewards(samples, gains, of_scorers, rewards.weights))
+            credit[torch.arange(len(found)), first + j] = advantages.clamp(-clip, clip)
+        return credit[row]

@@ -1,0 +1,234 @@
+"""Suggestions for keys that there are not: names that are near, and translations from other programs."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gerl.config.algorithms import BY_NAME, AlgorithmConfig, AWMConfig, FlowGRPOConfig
+from gerl.config.blocks import ScorerConfig
+from gerl.config.configuration import Config
+from gerl.config.other_programs import FLAG, MEANING, SAID, VALUES, Why, absent, elsewhere, known_as
+from gerl.config.rules import RULES, Given, plain
+from gerl.config.schema import fits, kind_words, shown
+
+# --- Keys of other programs, translated: gerl's keys with values that mean the same, or why there are none.
+#
+# The names are in `elsewhere`, the values in `other_values`, and what takes more than a table in `rules`.
+
+OPEN = "VALUE"  # in the place of a value that is not known
+CHOSEN = ("algorithm", "experiment", "hydra.run.dir")
+Fields = Mapping[str, Any]  # the fields of gerl's keys by name
+
+
+@dataclass
+class Answer:
+    """Lines to write for some keys: gerl's keys with their values, `VALUE` where one is not known; and why."""
+
+    written: dict[str, Any] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)  # by the key of the other program, or by gerl's
+    idle: list[str] = field(default_factory=list)  # keys that need nothing here
+
+
+def answer(given: Mapping[str, Any], own: Mapping[str, Any], fields: Fields) -> Answer:
+    """Answer the keys of other programs in `given`, beside gerl's `own`; `fields`: all of gerl's keys."""
+    found, everything = Answer(), Given(given)
+    sources: dict[str, str] = {}
+    for name, value in given.items():
+        if reason := absent(name):
+            found.why[name] = reason
+            continue
+        lines = _lines(name, value, everything, fields, found)
+        if not lines and name not in found.why:
+            found.idle.append(name)
+        for key, meant in lines.items():
+            before = found.written.get(key, own.get(key, meant))
+            if key in own and plain(own[key]) != plain(meant):
+                found.why[name] = f"{key}={_text(own[key])} is already given"
+            elif plain(before) != plain(meant) and OPEN not in (before, meant):
+                found.written[key] = OPEN
+                found.why[key] = f"{sources[key]} and {name} mean the same; choose one value"
+            elif before == OPEN or key not in found.written:
+                found.written[key] = meant
+                sources[key] = name
+    return found
+
+
+def _lines(name: str, value: Any, given: Given, fields: Fields, found: Answer) -> dict[str, Any]:
+    """gerl's keys and values for one key; why a value is open is noted in `found`."""
+    end = known_as(name) or ""
+    meaning = (elsewhere(name, fields) or "").split()
+    text = str(value).lower()
+    result: Any = RULES[end](value, given) if end in RULES else None
+    result = FLAG.get(end, {}).get(text) if result is None else result
+    result = SAID.get(end) if result is None else result
+    if isinstance(result, str):
+        return dict(line.split("=", 1) for line in re.split(r" (?=[a-z_.]+=)", result) if line)
+    if isinstance(result, Why):
+        return _open(name, value, result, found)
+    lines = result if isinstance(result, dict) else {key: value for key in meaning}
+    translated: dict[str, Any] = {}
+    for key, meant in lines.items():
+        other = VALUES.get(key, {}).get(str(meant).lower()) if isinstance(meant, str | bool | None) else None
+        if isinstance(other, Why):
+            translated |= _open(name, meant, Why(other.text, other.key or key), found)
+            continue
+        meant = _as_spelt(key, meant, fields) if other is None else other
+        if reason := unfit(key, meant, fields):
+            translated |= _open(name, meant, Why(f"{OPEN} is {reason}, and {name} is {_text(meant)}", key), found)
+        else:
+            translated[key] = meant
+    return translated
+
+
+def _as_spelt(key: str, value: Any, fields: Fields) -> Any:
+    """A choice as gerl spells it: other programs have capitals in some."""
+    if key in fields and isinstance(value, str) and unfit(key, value, fields) and not unfit(key, value.lower(), fields):
+        return value.lower()
+    return value
+
+
+def _open(name: str, value: Any, why: Why, found: Answer) -> dict[str, Any]:
+    found.why[name] = why.text.replace("{}", _text(value))
+    return {why.key: OPEN} if why.key else {}
+
+
+def unfit(key: str, value: Any, fields: Fields) -> str:
+    """In words, what `key` takes, where `value` is none of that; empty where it may be."""
+    if key in CHOSEN:
+        return "" if isinstance(value, str) and value.strip() else "a name"
+    if key.startswith("sampling.call."):
+        return ""
+    f, read = fields[re.sub(r"^reward\.scorers\.\w+\.", "reward.scorers.NAME.", key)], plain(value)
+    if not fits(read, f.type, spelled=True):
+        return kind_words(f.type)
+    low, high, above = (f.metadata.get(bound) for bound in ("low", "high", "above"))
+    if isinstance(read, int | float) and not isinstance(read, bool):
+        if low is not None and read < low:
+            return f"at least {low}"
+        if high is not None and read > high:
+            return f"at most {high}"
+        if above is not None and read <= above:
+            return f"greater than {above}"
+    return ""
+
+
+def other_value(key: str, value: object) -> str:
+    """`; 'x' is 'y' here` for a value that other programs have, or why there is none; empty where it is not known."""
+    if not isinstance(value, str | bool | None):
+        return ""
+    found = VALUES.get(key, {}).get("null" if value is None else str(value).lower())
+    if isinstance(found, Why):
+        return f"; {found.text}"
+    return f"; {shown(value)} is {found} here" if found else ""
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+# --- The names of all keys, and of what is near to one: a slip of the pen, or what another program calls it
+
+LISTED = "gerl train --help all lists all keys"
+
+
+def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str:
+    """`, did you mean 'x'` for the key nearest to `name`; else why there is none, or what its block has.
+
+    `algorithm`: the one that is to read it; None: any.
+    """
+    if reason := absent(name):
+        return f": {reason}"
+    if near := nearest_key(name, algorithm):
+        return f", did you mean {' and '.join(map(repr, near.split()))}"
+    block, scorer = _block(name)
+    leaves = [known.rpartition(".")[2] for known, _ in keys(algorithm) if known.rpartition(".")[0] == block]
+    return f"; {block.replace('NAME', scorer)} has {', '.join(leaves)}" if block and leaves else ""
+
+
+def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str | None:
+    """The key nearest to `name`, itself if it is one, None if none is near; `algorithm` as in `did_you_mean`.
+
+    Names of other programs have gerl's for the same: several of them, separated by a space, where it has more than one.
+    """
+    names = [known for known, _ in keys(algorithm)]
+    block, scorer = _block(name)
+    leaf = name.rpartition(".")[2].lower()
+    leaves = [known.rpartition(".")[2] for known in names if block and known.rpartition(".")[0] == block]
+    meant = elsewhere(name, names)
+    if meant and meant.startswith("algorithm.") and not set(meant.split()) <= set(names):
+        meant = None  # the chosen algorithm does not read it
+    if leaves:  # only the last part is compared: the common beginning would make everything look near
+        if leaf in leaves:
+            return f"{block}.{leaf}".replace("NAME", scorer)
+        near = difflib.get_close_matches(leaf, leaves, n=1)
+        if meant and (not near or name.lower() in MEANING or meant.startswith(f"{block}.")):
+            return meant
+        return f"{block}.{near[0]}".replace("NAME", scorer) if near else None
+    inside = [known for known in names if not block and known.rpartition(".")[2] == leaf]
+    if meant and (not inside or name.lower() in MEANING):
+        return meant
+    if inside:
+        return inside[0]
+    candidates = {known: known for known in names}
+    if not block:  # a block, or the last part of a key
+        candidates = {known.rpartition(".")[2]: known for known in reversed(names)}
+        candidates |= {known: known for known in {known.split(".")[0] for known in names}}
+    near = difflib.get_close_matches(name.lower(), sorted(candidates), n=1)
+    if near:
+        return candidates[near[0]]
+    return next((known for known in names if block and known.rpartition(".")[2] == leaf), None)
+
+
+def is_foreign(name: str) -> bool:
+    """Whether it is a key of another program that gerl knows an answer for."""
+    own = re.sub(r"^reward\.scorers\.[^.]+\.", "reward.scorers.NAME.", name) in dict(keys())
+    own = own or name.lower() in dict(keys())  # in capitals
+    return not own and (other_name(name) is not None or absent(name) is not None)
+
+
+def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
+    """Translate keys of other programs, which are given beside gerl's `own`."""
+    found = answer(given, own, dict(keys()))
+    chosen = str(own.get("algorithm", found.written.get("algorithm", "")))
+    used = [BY_NAME[chosen]] if chosen in BY_NAME else [FlowGRPOConfig, AWMConfig]  # those of the defaults
+    for key in [key for key in found.written if key.startswith("algorithm.")]:
+        leaf = key.partition(".")[2]
+        if not all(leaf in (f.name for f in dataclasses.fields(cls)) for cls in used):
+            found.why[key] = f"read with algorithm={' or '.join(readers(leaf)[:4])}"
+    return found
+
+
+def other_name(name: str) -> str | None:
+    """gerl's key for what other programs call `name`, as in `nearest_key`; None for one of gerl's own, and others."""
+    names = [known for known, _ in keys()]
+    return None if name in names else elsewhere(name, names)
+
+
+def _block(name: str) -> tuple[str, str]:
+    """The block of a key, and the name of the scorer for which it has NAME."""
+    block = name.rpartition(".")[0].lower()
+    scorer = re.fullmatch(r"reward\.scorers\.([^.]+)", block)
+    return ("reward.scorers.NAME", name.split(".")[2]) if scorer else (block, "NAME")
+
+
+def keys(algorithm: type[AlgorithmConfig] | None = None) -> list[tuple[str, dataclasses.Field[Any]]]:
+    """Every key as `(block.name, field)`, in order; the keys of a scorer appear as `reward.scorers.NAME.*`.
+
+    `algorithm`: only the keys that this one reads; None: those of all, each once.
+    """
+    rows: dict[str, dataclasses.Field[Any]] = {}
+    for block in dataclasses.fields(Config):
+        classes = [block.type] if block.name != "algorithm" else [algorithm] if algorithm else BY_NAME.values()
+        for f in (f for cls in classes for f in dataclasses.fields(cls)):  # type: ignore[arg-type]
+            rows.setdefault(f"{block.name}.{f.name}", f)
+            if f.name == "scorers":
+                rows |= {f"reward.scorers.NAME.{s.name}": s for s in dataclasses.fields(ScorerConfig)}
+    return list(rows.items())
+
+
+def readers(key: str) -> list[str]:
+    """The names of the algorithms that read `algorithm.KEY`."""
+    return [name for name, cls in BY_NAME.items() if key in (f.name for f in dataclasses.fields(cls))]

@@ -1,0 +1,165 @@
+"""Frozen weights in 8 or 4 bits: the quantisation configurations of diffusers and transformers for a pipeline.
+
+Only weights are quantised, of linear layers: a layer computes in the precision of `model.dtype` with weights that are
+restored for it. Rollout and update share them, and the LoRA on top stays fp32.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import PipelineQuantizationConfig
+from transformers import PreTrainedModel
+
+from gerl.config import ModelConfig
+from gerl.config.blocks import Quantisation
+from gerl.errors import ConfigError, ModelError
+from gerl.model.denoisers import skeletons
+
+PACKAGES: dict[Quantisation, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+EXTRAS = {"torchao": "quantize", "bitsandbytes": "bitsandbytes"}  # of gerl, which install them
+# diffusers' quantiser reads `FqnToConfig`, which came with this version
+OLDEST = {"torchao": (0, 16), "bitsandbytes": (0, 46)}
+
+
+def check_quantisation(config: ModelConfig, device: str) -> None:
+    """Raise `ConfigError` if a package for `config` is missing, or if it does not work on `device`."""
+    for key, kind in (("model.quantize", config.quantize), ("model.quantize_encoders", config.quantize_encoders)):
+        if kind == "none":
+            continue
+        package = PACKAGES[kind]
+        found = importlib.util.find_spec(package) and importlib.metadata.version(package)
+        if not found or tuple(int(n) for n in found.split(".")[:2]) < OLDEST[package]:
+            oldest = ".".join(map(str, OLDEST[package]))
+            raise ConfigError(
+                f"{key}={kind} needs the package {package}, {oldest} or newer: pip install 'gerl[{EXTRAS[package]}]', "
+                f"or use {key}=none"
+            )
+        if kind == "nf4" and not device.startswith("cuda"):
+            raise ConfigError(f"{key}=nf4 requires a GPU, and the workers are on {device}: use int8 or fp8")
+
+
+def quantisation_config(
+    config: ModelConfig,
+    folder: str,
+    dtype: torch.dtype,
+    denoisers_among: Callable[[Mapping[str, object]], Mapping[str, torch.nn.Module]],
+) -> PipelineQuantizationConfig | None:
+    """The argument for `from_pretrained` of the pipeline in `folder` that quantises as `config` asks; None: nothing.
+
+    Denoisers keep the layers outside of their repeated blocks as they are: those are few, and what comes in and goes
+    out passes through them. Raises `ModelError` for a pipeline that cannot be quantised.
+    """
+    if (config.quantize, config.quantize_encoders) == ("none", "none"):
+        return None
+    models = skeletons(folder)
+    if models is None:
+        raise ModelError(
+            f"model.path={config.path!r} has custom Python code, and only models of diffusers and transformers can "
+            "be quantised: use model.quantize=none and model.quantize_encoders=none"
+        )
+    mapping: dict[str, object] = {}
+    if config.quantize != "none":
+        mapping |= {
+            name: _of_denoiser(config.quantize, model, dtype) for name, model in denoisers_among(models).items()
+        }
+    if config.quantize_encoders != "none":
+        encoders = text_encoders(folder)
+        if not encoders:
+            raise ModelError(
+                f"model.quantize_encoders={config.quantize_encoders}: the pipeline {config.path} has no text encoder "
+                "of transformers; use none"
+            )
+        mapping |= {name: _of_encoder(config.quantize_encoders, dtype) for name in encoders}
+    return PipelineQuantizationConfig(quant_mapping=mapping)
+
+
+def text_encoders(folder: str) -> list[str]:
+    """The models of transformers in a pipeline, but for its safety checker: text encoders, and some of images."""
+    index = diffusers.DiffusionPipeline.load_config(folder)
+    found = []
+    for name, entry in index.items():
+        if isinstance(entry, list) and entry[0] == "transformers" and name != "safety_checker":
+            kind = getattr(transformers, str(entry[1]), None)
+            if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+                found.append(name)
+    return found
+
+
+def outer_layers(model: torch.nn.Module) -> list[str]:
+    """The names of the linear layers of `model` that lie in none of its repeated blocks."""
+    blocks = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [name for name in linear if not any(name.startswith(f"{block}.") for block in blocks)]
+
+
+def _of_denoiser(kind: Quantisation, model: torch.nn.Module, dtype: torch.dtype) -> object:
+    kept = outer_layers(model)
+    if kind == "nf4":
+        # a name without a dot would keep its namesakes in the blocks as well, such as FLUX's `proj_out`
+        return _nf4(diffusers.BitsAndBytesConfig, dtype, [name for name in kept if "." in name])
+    from torchao.quantization import FqnToConfig  # an optional package
+
+    return diffusers.TorchAoConfig(FqnToConfig({**dict.fromkeys(kept), "_default": _weight_only(kind)}))
+
+
+def _of_encoder(kind: Quantisation, dtype: torch.dtype) -> object:
+    if kind == "nf4":
+        return _nf4(transformers.BitsAndBytesConfig, dtype, None)
+    return transformers.TorchAoConfig(_weight_only(kind))
+
+
+def _weight_only(kind: Quantisation) -> object:
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig  # an optional package
+
+    return Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+
+
+def _nf4(config: Any, dtype: torch.dtype, kept: list[str] | None) -> object:
+    """4-bit NormalFloat (Dettmers et al. 2023), in blocks of 64 weights with a scale each."""
+    return config(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=kept
+    )
+
+
+def leading_values(weight: torch.Tensor, count: int) -> torch.Tensor:
+    """The first values of a weight on the CPU in fp32; of a quantised one those that a layer computes with.
+
+    Of 4-bit weights it is their codes.
+    """
+    plain = weight.detach()
+    if type(plain).__module__.startswith("torchao"):
+        plain = plain.dequantize()
+    return plain.flatten()[:count].float().cpu()
+
+
+def stored_bytes(weight: torch.Tensor) -> int:
+    """The bytes that a weight takes; of a quantised one those of its codes and scales."""
+    parts = _parts(weight)
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def quantised_bytes(kind: Quantisation, elements: int, rows: int) -> float:
+    """`stored_bytes` of linear layers whose weights will be quantised and have so many elements and rows in all.
+
+    A code for each weight; int8 and fp8 have a scale in fp32 for each row, int8 a zero point as well, and nf4 a scale
+    for every 64 weights.
+    """
+    return {
+        "int8": elements + 5 * rows,
+        "fp8": elements + 4 * rows,
+        "nf4": elements / 2 + elements / 16,
+    }[kind]
+
+
+def _parts(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a weight is made of."""
+    if type(weight).__module__.startswith("torchao"):
+        names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [part for name in names for part in _parts(getattr(weight, name))]
+    state = getattr(weight, "quant_state", None)  # of bitsandbytes
+    return [weight] if state is None else [weight, state.absmax]

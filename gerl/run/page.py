@@ -1,0 +1,668 @@
+"""The data of a run's page, read from the files in its folder: metrics, held-out prompts, findings, facts."""
+
+import base64
+import io
+import json
+import math
+import os
+import threading
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gerl.errors import GerlError
+from gerl.pages.images import enlarge
+from gerl.run import session
+from gerl.run.card import redact
+from gerl.run.charts import TIMING_TOTALS, Rows, timing_parts
+from gerl.run.checkpoint import alive_since, checkpoint_paths
+from gerl.run.health import Health
+from gerl.run.live import FOLDER as LIVE
+from gerl.run.live import TIMELINE, chrome_trace, lanes, live_steps, read_spans
+from gerl.run.settings import changes, difference, explanation, get, labels, learning_rate, read_config, scorers
+from gerl.run.validation import load_validation, mean, standard_error, validation_steps
+
+# --- The metrics of a run by column: read as they are written, and thinned out for a page
+
+POINTS = 400  # of a curve; a longer one has the mean, the least and the greatest value of as many parts
+
+
+class Columns:
+    """`metrics.jsonl`, of which `read` takes in what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = 0  # rises when the file is another one: a resumed run cuts it
+        self._clear()
+
+    def _clear(self) -> None:
+        self.last: dict[str, Any] = {}  # the last row
+        self.values: dict[str, tuple[array[int], array[float]]] = {}  # name -> steps, values (NaN: null)
+        self._read, self._file = 0, (0, 0)
+
+    def read(self) -> None:
+        """Take in the lines that were added; a last one that is half-written waits for the next time."""
+        try:
+            with self.path.open("rb") as file:
+                status = self.path.stat()
+                file_now = (status.st_ino, status.st_dev)
+                if file_now != self._file or status.st_size < self._read:
+                    if self._file != (0, 0):
+                        self.generation += 1
+                    self._clear()
+                    self._file = file_now
+                file.seek(self._read)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        end = text.rfind(b"\n") + 1
+        self._read += end
+        for line in text[:end].splitlines():
+            self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+            step = int(row["step"])
+        except (ValueError, KeyError, TypeError):
+            return
+        if step <= self.last.get("step", -1):
+            return
+        self.last = row
+        for name, value in row.items():
+            if name == "step" or isinstance(value, str | bool | list | dict):
+                continue
+            steps, values = self.values.setdefault(name, (array("q"), array("d")))
+            steps.append(step)
+            values.append(math.nan if value is None else float(value))
+
+    def series(self, name: str, since: int, width: int) -> dict[str, Any] | None:
+        """The curve of a metric from step `since` on, in parts of `width` steps; None if there is none.
+
+        `x`: the first step of each part; `y` its mean; `low` and `high`, where `width` is more than 1.
+        """
+        if name not in self.values:
+            return None
+        steps, values = self.values[name]
+        i = bisect_left(steps, since // width * width)
+        if width == 1:
+            return {"x": steps[i:].tolist(), "y": [_five_digits(value) for value in values[i:]]}
+        found: dict[str, list[Any]] = {"x": [], "y": [], "low": [], "high": []}
+        while i < len(steps):
+            part = steps[i] // width
+            end = bisect_left(steps, (part + 1) * width, i)
+            known = [value for value in values[i:end] if math.isfinite(value)]
+            found["x"].append(part * width)
+            found["y"].append(_five_digits(math.fsum(known) / len(known)) if known else None)
+            found["low"].append(_five_digits(min(known)) if known else None)
+            found["high"].append(_five_digits(max(known)) if known else None)
+            i = end
+        return found
+
+    def width(self) -> int:
+        """Steps that a part of the curves has, so that there are at most `POINTS` parts: a power of two."""
+        width = 1
+        while self.last.get("step", 0) >= POINTS * width:
+            width *= 2
+        return width
+
+    def latest(self, name: str, count: int = 1) -> float | None:
+        """The mean of the last `count` values of a metric, None where there are none."""
+        _, values = self.values.get(name, (None, array("d")))
+        known = [value for value in values[-count:] if math.isfinite(value)]
+        return math.fsum(known) / len(known) if known else None
+
+
+def _five_digits(value: float) -> float | None:
+    """A number with five digits, as JSON has it."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+# --- All that a page shows of one run, from the files in its folder; nothing is read again that has not changed
+
+PARTS = {
+    "metrics": "metrics.jsonl",
+    "validation": "validation",
+    "live": LIVE,
+    "timeline": TIMELINE,
+    "guard": "guard.jsonl",
+    "log": "log.txt",
+    "config": "config.yaml",
+    "control": session.FOLDER,
+    "checkpoints": "checkpoints",
+}
+LORA = "lora/pytorch_lora_weights.safetensors"  # of a checkpoint
+LINES = 200  # of the log
+SIGNALS = 200  # of the guard
+GAIN = ("gain", "gain_low", "gain_high")  # of a scorer, paired, with its interval
+
+
+class RunData:
+    """A run folder; every method may be called by several threads."""
+
+    def __init__(self, name: str, folder: Path, config: tuple[str, dict[str, Any]] | None = None) -> None:
+        """`config`: text and values of config.yaml, where they are known and will not change."""
+        self.name, self.folder, self._config = name, folder, config
+        self._lock = threading.RLock()
+        self._kept: dict[str, tuple[object, Any]] = {}
+        self._columns = Columns(folder / "metrics.jsonl")
+        self._findings = Findings()
+        self._held_out = HeldOut(folder)
+
+    def signatures(self) -> dict[str, str]:
+        """By part of the page, what changes when it does."""
+        found = {part: signature(self.folder / name) for part, name in PARTS.items()}
+        return found | {"alive": str(alive_since(self.folder) or "")}
+
+    def keep(self, name: str, now: object, make: Callable[[], Any]) -> Any:
+        """The value of `name`, made anew where `now` is not what it was the last time."""
+        with self._lock:
+            known = self._kept.get(name)
+            if known is None or known[0] != now:
+                known = self._kept[name] = now, make()
+            return known[1]
+
+    def config(self) -> tuple[str, dict[str, Any]]:
+        """The text of config.yaml without secrets, and its values."""
+        if self._config is not None:
+            return self._config
+
+        def make() -> tuple[str, dict[str, Any]]:
+            text, values = read_config(self.folder / "config.yaml")
+            return redact(text), values
+
+        found: tuple[str, dict[str, Any]] = self.keep("config", signature(self.folder / "config.yaml"), make)
+        return found
+
+    def columns(self) -> Columns:
+        """The metrics as they are now; to be used while the lock is held."""
+        self._columns.read()
+        return self._columns
+
+    def overview(self) -> dict[str, Any]:
+        """The facts on top of the page, and which metrics and scorers there are."""
+        _, config = self.config()
+        now = self.signatures()
+        with self._lock:
+            columns = self.columns()
+            last, names = columns.last, sorted(columns.values)
+            seconds = columns.latest("timing/step_s", 20)
+            step = int(last.get("step", 0))
+        rates = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
+        alive = bool(now["alive"])
+        return {
+            "run": self.name,
+            "signatures": now,
+            "alive": alive,
+            "writable": alive and os.access(self.folder, os.W_OK),
+            "asked": session.asked(self.folder) if alive else [],
+            "can_validate": bool(get(config, "validation", "data")),
+            "step": step,
+            "steps": get(config, "trainer", "steps"),
+            "time": last.get("time"),
+            "step_seconds": seconds,
+            "images": rates[0] * rates[1] if all(isinstance(rate, int) for rate in rates) else None,
+            "facts": [pair for pair in facts([], config) if pair[0] not in ("steps", "time")],
+            "label": labels(config).training,
+            "explanation": explanation(config),
+            "names": names,
+            "scorers": scorers(config),
+            "lora": next((step for step, path in self._loras() if path.is_file()), None),
+        }
+
+    def series(self, names: Sequence[str], since: int, width: int, generation: int) -> dict[str, Any]:
+        """Curves from step `since` on, or whole ones where the page's are of another `width` or `generation`."""
+        with self._lock:
+            columns = self.columns()
+            reset = (width, generation) != (columns.width(), columns.generation)
+            found = {name: columns.series(name, 0 if reset else since, columns.width()) for name in names}
+            facts = {"width": columns.width(), "generation": columns.generation, "reset": reset}
+            return {**facts, "series": {name: curve for name, curve in found.items() if curve is not None}}
+
+    def held_out(self) -> dict[str, Any]:
+        """The rewards of the held-out prompts at every validation."""
+        with self._lock:
+            found: dict[str, Any] = self.keep("held_out", self._held_out.now(), self._held_out.read)
+            return found
+
+    def prompt(self, row: int) -> dict[str, Any] | None:
+        """The scores of a held-out prompt at every validation, None if there is no such prompt."""
+        with self._lock:
+            self.held_out()
+            return self._held_out.scores(row)
+
+    def picture(self, step: int, row: int) -> tuple[bytes, str] | None:
+        """The picture of a held-out prompt and its media type; None if there is none."""
+        with self._lock:
+            return self._held_out.picture(step, row)
+
+    def live(self, step: int = -1) -> dict[str, Any]:
+        """The images of a step, or of the latest one where it has none, and all `steps` with images; may be empty."""
+        steps = live_steps(self.folder)
+        for number in [step] * (step in steps) + steps[::-1]:
+            try:
+                found = json.loads(content(self.folder, f"{LIVE}/step_{number:06d}.json") or b"")
+            except ValueError:  # it was removed just now
+                continue
+            if isinstance(found, dict):
+                return found | {"steps": steps}
+        return {}
+
+    def lora(self) -> tuple[int, bytes] | None:
+        """The step of the latest checkpoint with a LoRA, and its file; None where there is none."""
+        for step, path in self._loras():
+            if (found := content(self.folder, str(path.relative_to(self.folder)))) is not None:
+                return step, found
+        return None
+
+    def _loras(self) -> Iterator[tuple[int, Path]]:
+        """The checkpoints' steps and where the LoRA of each would lie, the latest first."""
+        for path in reversed(checkpoint_paths(self.folder / "checkpoints")):
+            yield int(path.name.rpartition("_")[2]), path / LORA
+
+    def sheet(self, step: int) -> tuple[bytes, str] | None:
+        """The sheet with the images of a step and its media type; None if there is none."""
+        found = content(self.folder, f"{LIVE}/step_{step:06d}.jpg")
+        return None if found is None else (found, "image/jpeg")
+
+    def timeline(self, steps: int) -> dict[str, Any]:
+        """The spans of the last `steps` steps that are in the file, and the lanes that they are drawn in."""
+        rows = read_spans(last_lines(self.folder / TIMELINE))
+        newest = sorted({row["step"] for row in rows})[-steps:]
+        rows = [row for row in rows if newest and row["step"] >= newest[0]]
+        return {"lanes": lanes(rows), "spans": rows}
+
+    def trace(self) -> dict[str, Any]:
+        """The whole timeline as a Chrome trace."""
+        return chrome_trace(read_spans(last_lines(self.folder / TIMELINE, 2**28)), self.name)
+
+    def warnings(self) -> dict[str, Any]:
+        """The signals of the guard, newest first, and what kept the run from learning."""
+        guard = [row for line in last_lines(self.folder / PARTS["guard"]) if (row := _row(line)) is not None]
+        _, config = self.config()
+        path = self.folder / "metrics.jsonl"
+        with self._lock:
+            health = self._findings.read(path, config)
+        return {"guard": guard[: -SIGNALS - 1 : -1], "health": health}
+
+    def settings(self, other: "RunData | None") -> dict[str, Any]:
+        """The configuration: its text, what differs from the defaults and, where given, from `other`."""
+        text, config = self.config()
+        now = signature(self.folder / "config.yaml")
+        usual = self.keep("changes", now, lambda: changes(config) if config else [])
+        against = difference(config, other.config()[1]) if other is not None else []
+        return {"text": text, "changes": usual, "difference": against}
+
+    def log(self) -> list[str]:
+        """The last lines of the log."""
+        return last_lines(self.folder / PARTS["log"])[-LINES:]
+
+    def summary(self) -> dict[str, Any]:
+        """A line for the list of runs."""
+
+        def make() -> dict[str, Any]:
+            rows = [row for line in last_lines(self.folder / "metrics.jsonl", 32 * 1024) if (row := _row(line))]
+            last = rows[-1] if rows else {}
+            held_out = next((row["val/reward/mean"] for row in reversed(rows) if "val/reward/mean" in row), None)
+            return {"step": last.get("step"), "time": last.get("time"), "held_out": held_out}
+
+        found: dict[str, Any] = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
+        steps = get(self.config()[1], "trainer", "steps")
+        return {"name": self.name, "alive": alive_since(self.folder) is not None, "steps": steps, **found}
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+# --- Files of a run folder as they are now: whether they changed, their ends, and never one from outside the folder
+
+TAIL = 512 * 1024  # bytes of a log or timeline that are looked at
+
+
+def signature(path: Path) -> str:
+    """Changes when the file or folder does; empty where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
+    return f"{status.st_mtime_ns:x}.{status.st_size:x}.{status.st_ino:x}"
+
+
+def content(folder: Path, name: str) -> bytes | None:
+    """The bytes of a file below `folder`; None where there is none, or where a link leads out of the folder."""
+    try:
+        path = (folder / name).resolve(strict=True)
+        if not path.is_relative_to(folder.resolve()):
+            return None
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def last_lines(path: Path, most: int = TAIL) -> list[str]:
+    """The complete lines in the last `most` bytes of a text file; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - most))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = text.split("\n")[:-1]  # what is behind the last line break is half-written
+    return lines[1:] if size > most else lines
+
+
+# --- The sentences of `gerl.run.health` about a run, without going through all of its metrics each time
+
+
+class Findings:
+    """Follows `metrics.jsonl`."""
+
+    def __init__(self) -> None:
+        self._health: Health | None = None
+        self._place, self._file, self._seen = 0, "", ""
+
+    def read(self, path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The latest sentence of each kind, the newest first."""
+        now = signature(path)
+        if now != self._seen:
+            self._seen = now
+            self._take(path, config)
+        found = self._health.found.values() if self._health is not None else ()
+        return [
+            {"step": finding.step, "text": finding.text} for finding in sorted(found, key=lambda finding: -finding.step)
+        ]
+
+    def _take(self, path: Path, config: Mapping[str, Any]) -> None:
+        try:
+            with path.open("rb") as file:
+                node = str(path.stat().st_ino)
+                if self._health is None or node != self._file or path.stat().st_size < self._place:
+                    self._health, self._place, self._file = Health(config), 0, node
+                file.seek(self._place)
+                text = file.read()
+        except OSError:
+            return
+        end = text.rfind(b"\n") + 1
+        self._place += end
+        for line in text[:end].splitlines():
+            try:
+                row = json.loads(line)
+                row["step"] = int(row["step"])
+            except (ValueError, KeyError, TypeError):
+                continue
+            self._health.observe(row)
+
+
+# --- The held-out prompts of a run through all of its validations
+
+STEPS = 100  # validations that are shown; of more, some are left out evenly
+DECODED, ENCODED = 4, 512  # validations whose pictures, and pictures whose bytes, are kept
+WIDE, EXACT = 512, 256  # pixels: wider pictures are made smaller; up to this they are kept as they are
+
+
+class HeldOut:
+    """Reads each validation once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps: list[int] = []
+        self.prompts: list[str] = []
+        self._known: dict[int, tuple[str, dict[str, Any] | None]] = {}
+        self._common: dict[str, Any] = {}  # of the validation that was read last
+        self._decoded: OrderedDict[tuple[int, str], dict[int, np.ndarray]] = OrderedDict()
+        self._encoded: OrderedDict[tuple[int, int, str], tuple[bytes, str]] = OrderedDict()
+
+    def now(self) -> object:
+        """Changes when a validation comes or goes."""
+        return signature(self.folder / "validation")
+
+    def read(self) -> dict[str, Any]:
+        """`prompts` `[N]` of the newest validation, `steps` `[S]` that have the same ones, and what they scored."""
+        found = {step: row for step in validation_steps(self.folder) if (row := self._row(step)) is not None}
+        self.prompts = found[max(found)]["prompts"] if found else []
+        steps = [step for step, row in found.items() if row["prompts"] == self.prompts]
+        if len(steps) > STEPS:
+            steps = [steps[round(i * (len(steps) - 1) / (STEPS - 1))] for i in range(STEPS)]
+        self.steps = steps
+        rows = [found[step] for step in steps]
+        shown = set(rows[0]["shown"]).intersection(*(row["shown"] for row in rows)) if rows else set()
+        errors = [standard_error(_by_prompt(row)) for row in rows]
+        return {
+            "prompts": self.prompts,
+            "ids": rows[-1].get("ids") if rows else None,
+            "steps": steps,
+            "shown": sorted(shown),
+            "rewards": [[_short(value) for value in row["rewards"]] for row in rows],
+            "errors": [_short(error) for error in errors],
+        }
+
+    def scores(self, row: int) -> dict[str, Any] | None:
+        """The scores of a prompt at all `steps`, by scorer."""
+        if not 0 <= row < len(self.prompts):
+            return None
+        rows = [self._row(step) or {} for step in self.steps]
+        names = dict.fromkeys(name for each in rows for name in each.get("by_scorer", {}))
+        scores = {
+            name: [_short(each.get("by_scorer", {}).get(name, {row: None})[row]) for each in rows] for name in names
+        }
+        return {"prompt": self.prompts[row], "steps": self.steps, "scores": scores}
+
+    def picture(self, step: int, row: int) -> tuple[bytes, str] | None:
+        """The picture of a prompt after a step, as bytes and their media type; None if there is none."""
+        now = signature(self._path(step))
+        key = (step, row, now)
+        if key not in self._encoded:
+            pixels = self._pixels(step, now).get(row)
+            if pixels is None:
+                return None
+            self._encoded[key] = encoded(pixels)
+        self._encoded.move_to_end(key)
+        while len(self._encoded) > ENCODED:
+            self._encoded.popitem(last=False)
+        return self._encoded[key]
+
+    def _pixels(self, step: int, now: str) -> dict[int, np.ndarray]:
+        if (step, now) not in self._decoded:
+            try:
+                validation = load_validation(self.folder, step)
+            except GerlError:
+                return {}
+            self._decoded[step, now] = dict(zip(validation.shown, validation.pixels, strict=True))
+        self._decoded.move_to_end((step, now))
+        while len(self._decoded) > DECODED:
+            self._decoded.popitem(last=False)
+        return self._decoded[step, now]
+
+    def _row(self, step: int) -> dict[str, Any] | None:
+        path = self._path(step)
+        now = signature(path)
+        if step not in self._known or self._known[step][0] != now:
+            self._known[step] = now, self._slim(_checked(path))
+        return self._known[step][1]
+
+    def _slim(self, row: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A validation without what no page shows; what it has in common with the one before it is kept once."""
+        if row is None:
+            return None
+        kept = {name: row.get(name) for name in ("rewards", "by_scorer", "shown", "prompts", "ids")}
+        for name in ("prompts", "ids", "shown"):
+            kept[name] = self._common[name] if self._common.get(name) == kept[name] else kept[name]
+        self._common = {name: kept[name] for name in ("prompts", "ids", "shown")}
+        return kept
+
+    def _path(self, step: int) -> Path:
+        return self.folder / "validation" / f"step_{step:06d}.json"
+
+
+def encoded(pixels: np.ndarray) -> tuple[bytes, str]:
+    """A picture at a width for a page, small ones without loss."""
+    image = enlarge(pixels, min_width=1, max_width=WIDE)
+    buffer, lossy = io.BytesIO(), image.width > EXACT
+    image.save(buffer, "jpeg" if lossy else "png", **({"quality": 88} if lossy else {"compress_level": 4}))
+    return buffer.getvalue(), "image/jpeg" if lossy else "image/png"
+
+
+def _checked(path: Path) -> dict[str, Any] | None:
+    """The values of a validation without pictures; None where it is damaged."""
+    try:
+        row = json.loads(path.read_bytes())
+        columns = [row["rewards"], *row["by_scorer"].values()]
+        whole = all(len(column) == len(row["prompts"]) for column in columns)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return row if whole and isinstance(row.get("shown"), list) else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def _by_prompt(row: dict[str, Any]) -> list[float | None]:
+    """The rewards of a validation, with the mean where a prompt has several images."""
+    ids = row.get("ids")
+    if not isinstance(ids, list) or len(ids) != len(row["rewards"]):
+        return list(row["rewards"])
+    groups: dict[Any, list[float | None]] = {}
+    for prompt, value in zip(ids, row["rewards"], strict=True):
+        groups.setdefault(prompt, []).append(value)
+    return [mean(values) for values in groups.values()]
+
+
+# --- Pairs of name and value that say in short which run it is
+
+
+def _seconds(rows: Rows) -> float:
+    """Time of all steps: a step's total where it has one, else the sum of its parts."""
+    parts = timing_parts(rows)
+    totals = [next((row[name] for name in TIMING_TOTALS if row.get(name) is not None), None) for row in rows]
+    added = [sum(row.get(name) or 0.0 for name in parts) for row in rows]
+    return float(sum(a if total is None else total for total, a in zip(totals, added, strict=True)))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _replaced(rows: Rows) -> str | None:
+    """Workers that died and were replaced, and the time that took."""
+    restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
+    return f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None
+
+
+def facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of name and value: how far the run is, and what it trains by which settings."""
+    done = rows[-1]["step"] if rows else 0
+    planned = get(config, "trainer", "steps")
+    prompts, n = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
+    scorers = get(config, "reward", "scorers")
+    train = get(config, "model", "train") or "lora"
+    lora = train == "lora"
+    facts = [
+        ("steps", f"{done} of {planned}" if planned and planned != done else str(done)),
+        ("time", _duration(_seconds(rows)) if _seconds(rows) else None),
+        ("replaced", _replaced(rows)),
+        ("images per step", f"{prompts} prompts x {n}" if prompts and n else None),
+        ("model", get(config, "model", "path")),
+        ("algorithm", get(config, "preset") or get(config, "algorithm", "name")),
+        ("scorers", ", ".join(map(str, scorers)) if isinstance(scorers, dict) else None),
+        ("trained", None if lora else "all weights" if train == "full" else f"weights {train}"),
+        ("LoRA rank", get(config, "model", "lora_rank") if lora else None),
+        ("learning rate", learning_rate(config)),
+        ("seed", get(config, "trainer", "seed")),
+    ]
+    return [(name, str(value)) for name, value in facts if value is not None]
+
+
+# --- The data of the page as they are now, to be put into a file with it
+
+FROZEN_STEPS = 12  # validations whose pictures are in the file
+BYTES = 3 * 2**20  # of all pictures; at least those of one prompt
+SPANS = 3  # steps of the timeline
+LEFT_OUT = ("health/", "scorer/")
+FROZEN_PARTS = ("metrics", "validation", "live", "timeline", "guard")
+
+
+def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    """The answers to all that the page asks for, and its pictures as data URIs; the same for the same files.
+
+    config: its text and values.
+    """
+    run = RunData(run_dir.resolve().name, run_dir, config)
+    overview = run.overview() | {"alive": False, "writable": False, "asked": [], "signatures": {}, "lora": None}
+    names = [name for name in overview["names"] if not name.startswith(LEFT_OUT)]
+    held_out, pictures = _held_out(run)
+    live = run.live()
+    sheet = run.sheet(live["step"]) if live else None
+    answers = {
+        "runs": {"runs": [{"name": run.name}], "chosen": run.name},
+        "run": overview | {"names": names},
+        "series": run.series(names, -1, -1, -1),
+        "held_out": held_out,
+        "live": live | {"steps": [live["step"]]} if sheet is not None else {},
+        "timeline": run.timeline(SPANS),
+        "warnings": run.warnings(),
+        **{f"prompt/{row}": _at(run.prompt(row) or {}, held_out["steps"]) for row in held_out["shown"]},
+    }
+    return {
+        "signatures": dict.fromkeys(FROZEN_PARTS, "frozen"),
+        "answers": answers,
+        "pictures": pictures,
+        "sheet": _uri(sheet) if sheet is not None else "",
+    }
+
+
+def _held_out(run: RunData) -> tuple[dict[str, Any], dict[str, str]]:
+    """The held-out prompts at some of the validations, and the pictures of as many of them as there is room for."""
+    found = run.held_out()
+    places = _spread(range(len(found["steps"])), FROZEN_STEPS)
+    steps = [found["steps"][i] for i in places]
+    found = found | {"steps": steps, **{name: [found[name][i] for i in places] for name in ("rewards", "errors")}}
+    pictures: dict[str, str] = {}
+    most = len(found["shown"])
+    rows: list[int] = []
+    for row in _spread(found["shown"], most)[:1]:  # the room that one needs
+        own = _pictures(run, steps, row)
+        most = max(1, min(most, BYTES // max(1, sum(map(len, own.values())))))
+    for row in _spread(found["shown"], most):
+        own = _pictures(run, steps, row)
+        if len(own) == len(steps):
+            rows.append(row)
+            pictures |= own
+    return found | {"shown": rows}, pictures
+
+
+def _pictures(run: RunData, steps: Sequence[int], row: int) -> dict[str, str]:
+    known = {step: run.picture(step, row) for step in steps}
+    return {f"{step}/{row}": _uri(found) for step, found in known.items() if found is not None}
+
+
+def _spread(values: Sequence[int], count: int) -> list[int]:
+    """`count` of the values, evenly, with the first and the last."""
+    if len(values) <= count:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def _at(prompt: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
+    """The scores of a prompt at some of its steps."""
+    places = [i for i, step in enumerate(prompt["steps"]) if step in steps]
+    scores = {name: [values[i] for i in places] for name, values in prompt["scores"].items()}
+    return {"prompt": prompt["prompt"], "steps": list(steps), "scores": scores}
+
+
+def _uri(picture: tuple[bytes, str]) -> str:
+    content, media = picture
+    return f"data:{media};base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,271 @@
+"""The trackers that there are: Weights & Biases, MLflow, SwanLab, trackio and TensorBoard."""
+
+import os
+import re
+import secrets
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from gerl.config.changes import flat_settings, shown
+from gerl.run.trackers.process import PROJECT, TrackedRun, reach
+from gerl.utils.files import writing
+
+# --- Weights & Biases
+
+
+class Wandb:
+    """A run of wandb; WANDB_MODE, WANDB_BASE_URL, WANDB_PROJECT, WANDB_NAME and the others are read by the package."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("WANDB_CONSOLE", "off")  # this process says nothing worth to be sent
+        import wandb
+
+        self._wandb, given = wandb, wandb.setup().settings
+        if given.mode in ("online", "run", "shared"):
+            reach(given.base_url, "WANDB_MODE=offline stores a run here, for wandb sync")
+        self._run = wandb.init(
+            project=run.project or given.project or PROJECT,
+            name=given.run_name or run.name,
+            id=run.id or given.run_id or secrets.token_hex(8),
+            resume="allow" if run.id else None,
+            tags=[*run.tags, *(given.run_tags or ())],
+            dir=None if os.environ.get("WANDB_DIR") else str(run.folder),
+        )
+        self._run.config.update(run.config, allow_val_change=True)
+        # not wandb's own step, which has to rise: a resumed run repeats those after its checkpoint
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self.project, self.name, self.id = self._run.project, self._run.name or run.name, self._run.id
+        off = "disabled by WANDB_MODE" if given.mode == "disabled" else f"wandb sync {Path(self._run.dir).parent}"
+        self.place = self._run.url or off
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        self._run.log({name: self._wandb.Image(str(path)), "step": step})
+
+    def lora(self, step: int, folder: Path) -> None:
+        artifact = self._wandb.Artifact(f"lora-{self.id}", type="model", metadata={"step": step})
+        artifact.add_dir(str(folder))
+        self._run.log_artifact(artifact, aliases=["latest", f"step_{step}"])
+
+    def alert(self, step: int, sentence: str) -> None:
+        self._run.alert(title=self.name, text=sentence, level=self._wandb.AlertLevel.WARN)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
+        self._wandb.teardown()  # waits for its service, which has the end of the run still to write
+
+
+# --- MLflow: a database on this machine, or a server
+
+TEXT = 500  # characters of a parameter that every MLflow takes
+BATCH = 100  # parameters, or metrics, in a request
+NAME = re.compile(r"[^\w\-. /]")  # characters that MLflow refuses in names
+
+
+class Mlflow:
+    """A run of MLflow; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and the others are read as MLflow does."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        # the package's own are minutes; what could not be sent is in metrics.jsonl
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        import mlflow
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric, self._closed = Metric, False
+        address = mlflow.get_tracking_uri()
+        if address.startswith(("http:", "https:")):
+            reach(address, "MLFLOW_TRACKING_URI names the server or file")
+        self._client = MlflowClient()
+        self.id = run.id or os.environ.get("MLFLOW_RUN_ID") or ""
+        if self.id:
+            self._client.update_run(self.id, status="RUNNING")
+        else:
+            self.id = self._client.create_run(self._experiment(run.project), run_name=run.name).info.run_id
+            # only once: the parameters of a run cannot change, config.yaml below can
+            values = flat_settings(run.config).items()
+            params = [Param(NAME.sub("_", key), shown(value)[:TEXT]) for key, value in values]
+            for start in range(0, len(params), BATCH):
+                self._client.log_batch(self.id, params=params[start : start + BATCH])
+        for tag in run.tags:
+            self._client.set_tag(self.id, NAME.sub("_", tag), "true")
+        if run.text:
+            self._client.log_text(self.id, run.text, "config.yaml")
+        info = self._client.get_run(self.id).info
+        self.name, self.project = info.run_name, self._client.get_experiment(info.experiment_id).name
+        self.place = f"experiment {self.project} of {address}"
+
+    def _experiment(self, project: str | None) -> str:
+        given = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if project is None and given:
+            return given
+        name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        found: Any = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name))
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        rows = [self._metric(NAME.sub("_", name), value, now, step) for name, value in metrics.items()]
+        for start in range(0, len(rows), BATCH):
+            self._client.log_batch(self.id, metrics=rows[start : start + BATCH])
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        with Image.open(path) as picture:
+            self._client.log_image(self.id, picture, key=name, step=step)
+
+    def lora(self, step: int, folder: Path) -> None:
+        self._client.log_artifacts(self.id, str(folder), f"checkpoints/step_{step}/lora")
+
+    def alert(self, step: int, sentence: str) -> None:
+        """MLflow has no alerts: the run's page shows the newest as a tag."""
+        self._client.set_tag(self.id, "alert", sentence[: 10 * TEXT])
+
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
+
+
+# --- SwanLab
+
+
+class Swanlab:
+    """A run of SwanLab; SWANLAB_MODE, SWANLAB_API_HOST, SWANLAB_PROJ_NAME and the others are read by the package."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import swanlab
+
+        self._swanlab = swanlab
+        # without questions, and without what this process prints
+        given = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
+        if given.mode == "online":
+            reach(given.api_host, "SWANLAB_MODE=offline stores a run here, for swanlab sync")
+        elsewhere = os.environ.get("SWANLAB_LOG_DIR") or os.environ.get("SWANLAB_LOGDIR")
+        self._run = swanlab.init(
+            project=run.project or given.project.name or PROJECT,
+            name=given.experiment.name or run.name,
+            id=run.id or given.run.id or uuid.uuid4().hex[:21],
+            resume="allow",
+            tags=[*run.tags, *given.experiment.tags],
+            config=run.config,
+            log_dir=None if elsewhere else str(run.folder / "swanlab"),
+            settings=given,
+        )
+        self.project, self.name, self.id = run.project or given.project.name or PROJECT, self._run.name, self._run.id
+        match self._run.mode:
+            case "online":
+                self.place = str(self._run.url)
+            case "offline":
+                self.place = f"swanlab sync {self._run.dir}"
+            case mode:
+                self.place = f"SWANLAB_MODE={mode}"
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        self._run.log({name: self._swanlab.Image(str(path))}, step=step)
+
+    def lora(self, step: int, folder: Path) -> None:
+        kept = Path(self._run.dir) / "lora" / f"step_{step}"  # SwanLab reads the files later
+        shutil.copytree(folder, kept, dirs_exist_ok=True)
+        self._run.save(f"{kept}/*", base_path=self._run.dir, policy="now")
+
+    def alert(self, step: int, sentence: str) -> None:
+        """SwanLab has alerts by mail and chat only: it is a text."""
+        self._run.log({"alerts": self._swanlab.Text(sentence)}, step=step)
+
+    def close(self, failed: bool) -> None:
+        if failed:
+            self._run.finish(state="crashed", error="the run ended with an error or was interrupted")
+        else:
+            self._run.finish()
+
+
+# --- trackio: a database on this machine, a Space of Hugging Face, or a server of one's own
+
+
+class Trackio:
+    """A run of trackio; TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL and the others are read by the package."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+        from huggingface_hub import constants
+
+        self._trackio = trackio
+        space, server = os.environ.get("TRACKIO_SPACE_ID"), os.environ.get("TRACKIO_SERVER_URL", "").partition("?")[0]
+        if space or server:  # what follows in the address of a server may be a token
+            away = "without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL runs are stored on this machine"
+            reach(constants.ENDPOINT if space else server, away)
+        self.project, self.name = run.project or PROJECT, run.name
+        self._run = trackio.init(
+            project=self.project,
+            name=self.name,
+            config={**run.config, "tags": run.tags},
+            resume="allow" if run.id else "never",
+            embed=False,
+        )
+        self.id = self._run.id
+        self.place = f"the Space {space}" if space else server or f"trackio show --project {self.project}"
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        self._run.log({name: self._trackio.Image(str(path))}, step=step)
+
+    def lora(self, step: int, folder: Path) -> None:
+        artifact = self._trackio.Artifact(f"lora-{self.id}", type="model", metadata={"step": step})
+        artifact.add_dir(str(folder))
+        self._run.log_artifact(artifact, aliases=[f"step_{step}"])
+
+    def alert(self, step: int, sentence: str) -> None:
+        self._run.alert(self.name, sentence, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish()
+
+
+# --- TensorBoard's event files, written by this process: no server, and a full disk ends the run as for all its files
+
+
+class TensorBoard:
+    """Event files in `tensorboard/`; those of the steps after `start_step`, which a resumed run repeats, are hidden."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        # Here and not above: the import takes a second, and only this process needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, start = run.folder / "tensorboard", run.start_step
+        with writing(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None, flush_secs=10)
+        if run.text:
+            self._text(max(start, 0), "config.yaml", run.text)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        with Image.open(path) as picture:
+            self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+    def lora(self, step: int, files: dict[str, bytes]) -> None:
+        """TensorBoard keeps no files."""
+
+    def alert(self, step: int, sentence: str) -> None:
+        self._text(step, "alerts", sentence)
+
+    def close(self, failed: bool = False) -> None:
+        self._writer.close()
+
+    def _text(self, step: int, name: str, content: str) -> None:
+        self._writer.add_text(name, "".join(f"    {line}\n" for line in content.splitlines()), step)  # Markdown of code
