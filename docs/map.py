@@ -23,10 +23,10 @@ PICTURE = ROOT / "docs" / "pictures" / "packages.svg"
 WAY = (
     ("load", "gerl.data.sources:load"),
     ("plan", "gerl.algorithms.planning:plan_samples"),
-    ("draw", "gerl.workers.rollout:Rollout.generate"),
+    ("sample", "gerl.workers.rollout:Rollout.generate"),
     ("record", "gerl.engine.record:record"),
     ("score", "gerl.rewards.worker:RewardWorker.score"),
-    ("credit", "gerl.trainer.credit:credit_step"),
+    ("credit", "gerl.trainer.credit:credit_of"),
     ("train", "gerl.workers.actor:Actor.accumulate"),
     ("replay", "gerl.engine.replay:replay"),
     ("step", "gerl.workers.actor:Actor.step"),

@@ -50,7 +50,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved(worker: PolicyWorker) -> None
     assert [(run.drawn, run.trained) for run in runs] == [(4, 2)]
     (problem,) = report.problems
     assert "rollout.micro_batch_size=8 with actor.micro_batch_size=8: 4 and 2 fit" in problem
-    assert not worker.drawn and all(p.grad is None for p in worker.policy.trained.values())
+    assert not worker.trajectories and all(p.grad is None for p in worker.policy.trained.values())
 
 
 def test_one_image_that_does_not_fit_ends_it(worker: PolicyWorker) -> None:

@@ -1,16 +1,23 @@
-"""Which run a command line carries on, and from where. No model is needed for it."""
+"""Which run a command line resumes and from where, what may change, and the files of its folder; without a model."""
 
+import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from resumed_runs import Made, opened, refused
+import yaml
+from resumed_runs import KEYS, WORKER, Made, add, content, opened, refused, said
 
-from gerl.errors import CheckpointError, ConfigError
-from gerl.run.checkpoint import RunLock
-from gerl.trainer.run_folder import open_run
+from gerl.commandline.composition import compose_run
+from gerl.config import keys
+from gerl.config.changes import FIXED, changes, settings_of, unknown_keys
+from gerl.errors import CheckpointError, ConfigError, DataError
+from gerl.run.checkpoint import NAME, RunLock, RunState, save_checkpoint
+from gerl.trainer.run_folder import CURRENT, configuration_at, open_run
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -93,3 +100,322 @@ def test_a_resume_is_refused_before_torch_is_imported(made: Made) -> None:
     found = subprocess.run([*command, "model.lora_rank=8"], capture_output=True, text=True, check=False)
     assert found.returncode == 2 and found.stderr.startswith("error: ") and "model.lora_rank 16 -> 8" in found.stderr
     assert subprocess.run([*command, "trainer.steps=5"], capture_output=True, check=False).returncode == 0
+
+
+# --- what a resumed run may change, and how that is said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),  # the bare command
+        KEYS,
+        (*KEYS, "data.train=train.txt", "validation.data=held_out.txt"),
+        ("algorithm=flow_grpo",),
+        ("experiment=signs", "~reward.scorers.other", "~sampling.call.other=3"),
+    ],
+)
+def test_the_same_command_changes_nothing(made: Made, arguments: tuple[str, ...]) -> None:
+    run = made("a")
+    folder = opened(*arguments, "checkpoint.resume=auto")
+    assert folder.changes == [] and folder.path.resolve() == run
+    before = content(run)
+    folder.carry_on()
+    assert content(run) == before
+    config = folder.composed.config
+    assert (config.actor.lr, config.algorithm.name, list(config.reward.scorers)) == (
+        1e-3,
+        "flow_grpo",
+        ["ocr", "colour", "mine"],
+    )
+
+
+@pytest.mark.parametrize(("old", "new"), [(True, "encoders"), (False, "none")])
+def test_an_older_value_that_means_the_same_changes_nothing(made: Made, old: bool, new: str) -> None:
+    run = made("a")
+    settings = yaml.safe_load((run / CURRENT).read_text())
+    settings["model"]["offload"] = old
+    (run / CURRENT).write_text(yaml.safe_dump(settings))
+    for state in run.glob("checkpoints/*/state.json"):
+        assert json.loads(state.read_text())["settings"]["model"]["offload"] == "none"
+    folder = opened(f"checkpoint.resume={run}")
+    assert folder.composed.config.model.offload == new
+    before = {**settings, "model": settings["model"] | {"offload": old}}
+    assert not [c for c in changes(before, settings_of(folder.composed.config)) if c.key == "model.offload"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["actor.lr=1e-4", "trainer.steps=20"], ["actor.lr 0.001 -> 0.0001", "trainer.steps 10 -> 20"]),
+        (
+            ["sampling.call.max_sequence_length=2"],
+            ['sampling.call {"max_sequence_length": 1} -> {"max_sequence_length": 2}'],
+        ),
+        (["reward.scorers.mine.weight=0.5"], ["reward.scorers.mine.weight 1.0 -> 0.5"]),
+        (["validation.data=null"], ["validation.data held_out.txt -> null"]),
+        (["algorithm.clip_low=1e-4", "algorithm.clip_low=1e-4"], []),
+        (["model.gradient_checkpointing=true"], ["model.gradient_checkpointing false -> true"]),
+    ],
+)
+def test_changes_are_named(made: Made, arguments: list[str], expected: list[str]) -> None:
+    made("a")
+    assert said(opened("checkpoint.resume=auto", *arguments)) == expected
+
+
+def test_scorers_that_come_and_go_are_named(made: Made) -> None:
+    made("a")
+    one, other = said(opened("checkpoint.resume=auto", "~reward.scorers.mine", "+reward.scorers.jpeg_size.weight=2"))
+    assert one.startswith('reward.scorers.jpeg_size null -> {"weight": 2.0')
+    assert other.startswith("reward.scorers.mine {") and other.endswith("-> null")
+
+
+def test_another_name_of_the_same_prompts(made: Made, tmp_path: Path) -> None:
+    run = made("a")
+    (tmp_path / "train.txt").rename("moved.txt")
+    assert refused(run, error=DataError).startswith("data.train=train.txt: ")
+    assert said(opened("checkpoint.resume=auto", "data.train=moved.txt")) == ["data.train train.txt -> moved.txt"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.path=a/b", "model.dtype=bfloat16", "model.lora_rank=8", "model.lora_alpha=1.0", "trainer.seed=5",
+        "model.lora_targets=to_q", "algorithm.name=dance_grpo", "actor.updates_per_step=3", "data.prompt_key=caption",
+    ],
+)  # fmt: skip
+def test_what_cannot_change_is_refused_with_both_values(made: Made, change: str) -> None:
+    run = made("a")
+    key, _, value = change.partition("=")
+    message = refused(run, change, "actor.lr=1e-5")
+    old = yaml.safe_load((run / CURRENT).read_text())
+    for name in key.split("."):
+        old = old[name]
+    assert f"{key} {'null' if old is None else old} -> {value}" in message
+    assert "actor.lr" not in message and "checkpoint.resume=never" in message
+
+
+def test_every_key_that_cannot_change_is_one() -> None:
+    assert set(FIXED) <= {name for name, _ in keys()}
+
+
+@pytest.mark.parametrize("key", ["data.train", "validation.data"])
+def test_other_prompts_are_refused(made: Made, tmp_path: Path, key: str) -> None:
+    run = made("a")
+    (tmp_path / "other.txt").write_text("three\n")
+    assert re.search(rf"with {key} \w+\.txt -> other\.txt", refused(run, f"{key}=other.txt"))
+    (tmp_path / ("train.txt" if key == "data.train" else "held_out.txt")).write_text("three\n")
+    assert f"the content of {key} has changed" in refused(run, error=CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ("experiment=plain", "experiment=signs"),
+        ("algorithm=crd", "algorithm=flow_grpo"),
+        ("algorithm=dance_grpo", "algorithm=flow_grpo"),
+    ],
+)
+def test_another_experiment_or_preset_is_refused(made: Made, given: str, own: str) -> None:
+    message = refused(made("a"), given)
+    assert message.startswith(f"{given}: ") and own in message and "give only the keys to change" in message
+
+
+def test_a_config_from_before_presets_were_kept_is_compared_by_algorithm(made: Made) -> None:
+    run = made("a")
+    text = (run / CURRENT).read_text()
+    (run / CURRENT).write_text(text.replace("preset: flow_grpo\n", ""))
+    assert opened(f"checkpoint.resume={run}", "algorithm=flow_grpo").changes == []
+    assert "algorithm=awm: " in refused(run, "algorithm=awm")
+
+
+def test_an_experiment_that_was_edited_since_says_what_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.yaml").write_text("actor:\n  lr: 1e-3\ndata: {train: train.txt}\nvalidation: {data: null}\n")
+    composed = compose_run(["experiment=mine.yaml", "hydra.run.dir=run", "trainer.steps=7"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / CURRENT).write_text(composed.yaml())
+    add(tmp_path / "run", composed.config, 5)
+    command = ("experiment=mine.yaml", "checkpoint.resume=run", "trainer.steps=7")
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        assert opened(*command).changes == [] and not caplog.messages
+        (tmp_path / "mine.yaml").write_text("actor:\n  lr: 1e-5\ndata: {train: train.txt}\nvalidation: {data: null}\n")
+        folder = opened(*command)
+    assert folder.composed.config.actor.lr == 1e-3
+    assert "experiment=mine" in caplog.text and "actor.lr 0.001 (not 1e-05)" in caplog.text
+
+
+def test_a_model_whose_folder_moved(made: Made, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
+    run = made("a", f"model.path={old}")
+    assert f"model.path {old} -> {new}" in refused(run, f"model.path={new}")
+    old.rmdir()
+    assert said(opened(f"checkpoint.resume={run}", f"model.path={new}")) == [f"model.path {old} -> {new}"]
+    assert "model.path" in refused(run, "model.path=a/b")
+
+
+def test_settings_differ_only_where_they_do() -> None:
+    plain = settings_of(compose_run(["experiment=plain"]).config)
+    assert changes(plain, plain) == [] and unknown_keys(plain) == []
+    assert changes(plain, json.loads(json.dumps(plain))) == []
+
+
+# --- configurations of other versions, or damaged
+
+
+@pytest.mark.parametrize(
+    "line", ["sampling.speed: 3", "reward.scorers.ocr.colour: red", "perflow.rate: 1", "oddity: 1"]
+)
+def test_a_key_that_is_no_more_is_named(made: Made, line: str) -> None:
+    run, (key, value) = made("a"), line.split(": ")
+    values = yaml.safe_load((run / CURRENT).read_text())
+    *blocks, leaf = key.split(".")
+    inner = values
+    for block in blocks:
+        inner = inner.setdefault(block, {})
+    inner[leaf] = value
+    (run / CURRENT).write_text(yaml.safe_dump(values))
+    message = refused(run)
+    assert f"{CURRENT}: {key}: " in message and "remove it from the file" in message
+
+
+def test_a_key_that_is_no_more_and_changed_nothing_is_left_out(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    run = made("a")
+    values = yaml.safe_load((run / CURRENT).read_text())
+    values["logger"]["colours"], values["sampling"]["speed"] = True, None
+    del values["validation"]["micro_batch_size"]  # a key that was not there yet has its default
+    (run / CURRENT).write_text(yaml.safe_dump(values))
+    folder = opened(f"checkpoint.resume={run}")
+    assert folder.composed.config.validation.micro_batch_size == 32 and folder.changes == []
+    assert "sampling.speed" in caplog.text and "logger.colours" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[", "- 1\n", "a: b\n", "algorithm: {}\n", "algorithm: 3\n", "\x00", None])
+def test_a_damaged_configuration_is_a_sentence(made: Made, text: str | None) -> None:
+    run = made("a")
+    (run / CURRENT).unlink()
+    if text is not None:
+        (run / CURRENT).write_text(text)
+    message = refused(run)
+    assert str(run / CURRENT) in message and "checkpoint.resume=never" in message
+
+
+@pytest.mark.parametrize("state", [{"step": 4}, {"worker": None}, {"step": "5"}, {"identity": 3}, {"unlogged": []}])
+def test_a_damaged_state_is_a_sentence_before_anything_is_loaded(made: Made, state: dict[str, Any]) -> None:
+    run = made("a", steps=())
+    save_checkpoint(run / "checkpoints", 5, {}, RunState(5, worker=WORKER).to_json() | state)
+    assert f"no usable {next(iter(state))}" in refused(run, error=CheckpointError)
+
+
+def test_a_checkpoint_of_the_first_format_is_compared_with_the_configuration(made: Made) -> None:
+    run = made("a", steps=())
+    record = RunState(5, worker=WORKER).to_json()
+    del record["settings"]
+    record["identity"] = {"model.lora_*": "(32, 64.0, None)", "trainer.seed": "0"}
+    path = save_checkpoint(run / "checkpoints", 5, {}, record)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["format"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert said(opened(f"checkpoint.resume={run}", "actor.lr=2e-3")) == ["actor.lr 0.001 -> 0.002"]
+    assert "trainer.seed 0 -> 1" in refused(run, "trainer.seed=1")
+
+
+# --- runs that are finished
+
+
+def test_a_finished_run_is_said_to_be(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    run = made("a", steps=(10,), finished=True)
+    for arguments in ([f"checkpoint.resume={run}"], [*KEYS, "checkpoint.resume=auto", f"hydra.run.dir={run}"]):
+        before = content(run)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="gerl"):
+            assert open_run([*arguments, "logger.progress=false"]) is None
+        assert "finished at step 10" in caplog.text and "trainer.steps=M" in caplog.text
+        assert content(run) == before
+    assert "actor.lr 0.001 -> 0.002" in refused(run, "actor.lr=2e-3")  # it could not take effect
+    assert said(opened(f"checkpoint.resume={run}", "trainer.steps=12")) == ["trainer.steps 10 -> 12"]
+
+
+def test_a_last_step_that_was_not_logged_is_carried_on(made: Made) -> None:
+    run = made("a", steps=(10,), unlogged={"reward/mean": 0.5})
+    assert opened(f"checkpoint.resume={run}").checkpoint is not None
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(made: Made) -> None:
+    run = made("a", steps=(2, 5))
+    message = refused(run, "trainer.steps=4")
+    assert message.startswith("trainer.steps=4: ") and "step_5" in message
+    assert opened(f"checkpoint.resume={run}/checkpoints/step_2", "trainer.steps=4").checkpoint is not None
+
+
+# --- what is written
+
+
+def test_the_configuration_before_a_change_is_kept(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    run = made("a")
+    first = (run / CURRENT).read_text()
+    folder = opened(f"checkpoint.resume={run}", "actor.lr=2e-3")
+    begun: list[bool] = []
+    folder.open(lambda: begun.append(folder.accepted))  # nothing of a run that is carried on
+    assert (run / CURRENT).read_text() == first and not begun
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        folder.carry_on()
+    assert begun == [True]
+    assert "resumed with changes: actor.lr 0.001 -> 0.002" in caplog.messages
+    assert (run / "config.step_5.yaml").read_text() == first
+    assert yaml.safe_load((run / CURRENT).read_text()) == yaml.safe_load(folder.composed.yaml())
+    assert opened(f"checkpoint.resume={run}").composed.config.actor.lr == 2e-3  # and from now on
+    opened(f"checkpoint.resume={run}", "actor.lr=3e-3").carry_on()  # again from step 5
+    assert (run / "config.step_5.yaml").read_text() == first
+
+
+def test_the_configuration_of_an_earlier_step_is_found_again(made: Made) -> None:
+    run = made("a", steps=(2, 5))
+    first = (run / CURRENT).read_text()
+    folder = opened(f"checkpoint.resume={run}", "actor.lr=2e-3")
+    folder.carry_on()
+    add(run, folder.composed.config, 8)
+    (run / "metrics.jsonl").write_text('{"step": 8}\n')
+    for name in ("validation/step_000002.npz", "validation/step_000008.npz", "samples/validation_000008.png"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("")
+    assert [configuration_at(run, step).name for step in (2, 4, 5, 8)] == ["config.step_5.yaml"] * 2 + [CURRENT] * 2
+    back = opened(f"checkpoint.resume={run}/checkpoints/step_2")
+    assert back.composed.config.actor.lr == 1e-3 and back.changes == []
+    back.carry_on()
+    assert (run / CURRENT).read_text() == first
+    place = run / "abandoned" / "after_step_2"
+    moved = ["checkpoints/step_5", "checkpoints/step_8", "config.step_5.yaml", "config.yaml", "metrics.jsonl"]
+    moved += ["validation/step_000008.npz", "samples/validation_000008.png"]
+    assert all((place / name).exists() for name in moved)
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_2"]
+    assert [p.name for p in (run / "validation").iterdir()] == ["step_000002.npz"]
+    assert opened(f"checkpoint.resume={place}").composed.config.actor.lr == 2e-3  # a run as before
+
+
+def test_a_configuration_that_was_edited_is_a_change(made: Made) -> None:
+    run = made("a")
+    (run / CURRENT).write_text((run / CURRENT).read_text().replace("lr: 0.001", "lr: 0.002"))
+    folder = opened(f"checkpoint.resume={run}")
+    assert said(folder) == ["actor.lr 0.001 -> 0.002"]
+    folder.carry_on()
+    assert "lr: 0.001" in (run / "config.step_5.yaml").read_text()
+    (run / CURRENT).write_text((run / CURRENT).read_text().replace("seed: 0", "seed: 1"))
+    assert "trainer.seed 0 -> 1" in refused(run)
+
+
+def test_the_folder_of_a_new_run_gets_the_whole_configuration(tmp_path: Path) -> None:
+    folder = open_run(["hydra.run.dir=run", "trainer.steps=3"])
+    assert folder is not None and not (tmp_path / "run").exists()
+    with folder:
+        begun: list[bool] = []
+        folder.open(lambda: begun.append(folder.accepted))
+        assert (tmp_path / "run" / NAME).exists() and begun == [True]
+        with pytest.raises(ConfigError, match=r"run: its run is still alive"):
+            opened("hydra.run.dir=run").open()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [CURRENT]
+    assert compose_run(["experiment=run/config.yaml"]).config == folder.composed.config
+    assert "resume" not in (tmp_path / "run" / CURRENT).read_text()
