@@ -46,14 +46,12 @@ from gerl.errors import GerlError
 from gerl.model.denoisers import quiet_libraries
 from gerl.model.errors import REFUSALS
 from gerl.preflight.bench import TEXT, Bench, attempt
-from gerl.preflight.forecast import rows_of
-from gerl.preflight.measure import Usage, measured
+from gerl.preflight.findings import Usage, measured, rows_of
 from gerl.preflight.sizing.facts import Facts
 from gerl.preflight.sizing.hardware import GPUS
 from gerl.protocol import Prompt
 from gerl.run.card import hardware, now, software
-from gerl.utils.files import finite, reason, write_file
-from gerl.utils.logs import capture_logs
+from gerl.utils.files import capture_logs, finite, reason, write_file
 from gerl.workers.worker import PolicyWorker
 
 HERE = Path(__file__).parent

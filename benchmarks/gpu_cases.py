@@ -26,10 +26,10 @@ from gerl.model import loading
 from gerl.model.errors import check_backend
 from gerl.model.loading import precision, prepare
 from gerl.model.placement import check_attention, check_drawing
-from gerl.preflight.sizing import build, layouts
-from gerl.preflight.sizing.build import architectures, build_part
+from gerl.preflight.sizing import facts as build
+from gerl.preflight.sizing import layouts
 from gerl.preflight.sizing.command import configured
-from gerl.preflight.sizing.facts import Facts, find_facts
+from gerl.preflight.sizing.facts import Facts, architectures, build_part, find_facts
 from gerl.preflight.sizing.hardware import Name
 from gerl.preflight.sizing.layouts import Batch
 from gerl.workers.actor import Actor

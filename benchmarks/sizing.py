@@ -29,11 +29,10 @@ from gerl.errors import GerlError
 from gerl.model.denoisers import quiet_libraries
 from gerl.model.paths import resolve
 from gerl.preflight.bench import TEXT, Bench
-from gerl.preflight.sizing.build import build_pipeline, build_policy
 from gerl.preflight.sizing.command import Sizing, sized
-from gerl.preflight.sizing.facts import Facts, find_facts
+from gerl.preflight.sizing.facts import Facts, build_pipeline, build_policy, find_facts
 from gerl.preflight.sizing.hardware import Name
-from gerl.preflight.sizing.ledger import CPU_ATTENTION
+from gerl.preflight.sizing.shape_simulator import CPU_ATTENTION
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 from suite import FINAL, TUNE, Run, best_run, evaluations, last_reward, other_groups
 
-from gerl.commandline.experiments import algorithm_of
+from gerl.commandline.composition import algorithm_of
 from gerl.config.algorithms import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -36,8 +36,7 @@ from sections import write_section
 from torch.utils._pytree import tree_leaves
 
 from gerl.cluster import Cluster
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import shipped
+from gerl.commandline.composition import compose_run, shipped
 from gerl.errors import TrainingError
 from gerl.run.card import hardware, now, software
 from gerl.timeline import Stopwatch

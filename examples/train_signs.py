@@ -27,7 +27,7 @@ from tokenizers.models import WordLevel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gerl.algorithms.planning import VALIDATION_SEED
-from gerl.pages.images import grid
+from gerl.pages.page import grid
 from gerl.rewards.scorers.ocr import OcrScorer
 from gerl.utils.seeding import derive_seed, sample_generators
 

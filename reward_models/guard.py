@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gerl.commandline.listening import host_name, is_foreign, is_loopback
+from gerl.commandline.command import host_name, is_foreign, is_loopback
 from gerl.rewards.scorers.remote import VERSION
 from reward_models.scoring import ImageLimits
 

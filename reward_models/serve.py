@@ -22,8 +22,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import WITH_LEVELS, run_command
-from gerl.commandline.listening import is_loopback, listen
+from gerl.commandline.command import WITH_LEVELS, is_loopback, listen, run_command
 from gerl.config import ScorerConfig, expected, shown
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Prompt
@@ -198,7 +197,7 @@ def run(options: Options, stop: threading.Event) -> None:
 def _serve(app: "FastAPI", listener: socket.socket, scoring: "RayScoring", stop: threading.Event) -> None:
     import uvicorn
 
-    from gerl.commandline.connections import Connection
+    from gerl.commandline.http_server import Connection
 
     config = uvicorn.Config(
         app,

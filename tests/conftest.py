@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from gerl.commandline.imports import importing
+from gerl.commandline.command import importing
 
 sys.path.append(str(Path(sys.prefix) / "torchao"))  # tests/apart.py says why; diffusers looks for it as it is imported
 with importing():

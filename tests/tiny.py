@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gerl.commandline.imports import importing
+from gerl.commandline.command import importing
 
 with importing():
     import diffusers

@@ -13,11 +13,9 @@ import numpy as np
 import requests
 from PIL import Image
 
-from gerl.commandline.listening import listen
-from gerl.vote.ballots import Ballots, Rules
-from gerl.vote.groups import Asked
-from gerl.vote.service import address, serving
-from gerl.vote.tokens import Tokens
+from gerl.commandline.command import listen
+from gerl.vote.app import Tokens, address, serving
+from gerl.vote.ballots import Asked, Ballots, Rules
 
 Choose = Callable[[list[Image.Image]], list[int]]
 

@@ -7,24 +7,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gerl.api.pictures import listed
-from gerl.api.pipelines import path_of
-from gerl.api.runs import Run
-from gerl.api.settings import (
+from gerl.api.runs import Run, listed
+from gerl.api.training import (
     Prompts,
     Reward,
     Scorers,
+    Trainer,
     nested,
     overrides_of,
+    path_of,
     scorers_of,
     write_experiment,
     write_prompts,
 )
-from gerl.api.training import Trainer
-from gerl.commandline.composition import compose_run
-from gerl.commandline.hydra_options import spelled
+from gerl.commandline.composition import compose_run, spelled
 from gerl.objects import offered
-from gerl.score.gallery import ScoredImage
+from gerl.score.command import ScoredImage
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

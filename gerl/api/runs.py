@@ -1,8 +1,11 @@
-"""A run as an object: its metrics, pictures and LoRA, read from its folder."""
+"""A run as an object, its progress in a notebook, and pictures as programs have them."""
 
 from __future__ import annotations
 
 import html
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +15,16 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from gerl.errors import GerlError
+from gerl.errors import DataError, GerlError
 from gerl.model.paths import WEIGHTS
-from gerl.pages.images import grid, thumbnail
+from gerl.pages.page import grid, thumbnail, to_data_uri
 from gerl.run.checkpoint import find_checkpoint
 from gerl.run.report import write_report
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import load_validation, validation_steps
+from gerl.utils.files import write_file
+
+# --- A run as an object: its metrics, pictures and LoRA, read from its folder
 
 WIDTH = 192  # pixels of a picture in a notebook
 
@@ -143,3 +149,160 @@ def _cell(picture: Picture) -> str:
         f"<figure style='margin:0;max-width:{WIDTH}px'><img src='{uri}' style='width:100%'>"
         f"<figcaption style='font-size:11px'>{reward} {html.escape(picture.prompt)}</figcaption></figure>"
     )
+
+
+# --- The progress of a run in a notebook: reward so far, and the newest pictures, in one output that is updated
+
+CURVE_WIDTH, CURVE_HEIGHT = 480, 90  # pixels of the curve
+SHEET = 640  # pixels of the newest sheet
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, which can show HTML."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class Board:
+    """The output of a notebook while a run goes on."""
+
+    def __init__(self, total: int, folder: Path) -> None:
+        self.total, self.folder = total, folder
+        self.rewards: list[tuple[int, float]] = []
+        self.held_out: list[tuple[int, float]] = []
+        self.handle: Any = None
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the state after `step`."""
+        for name, points in (("reward/mean", self.rewards), ("val/reward/mean", self.held_out)):
+            if (value := metrics.get(name)) is not None:
+                points.append((step, value))
+        from IPython.display import HTML, display
+
+        page = HTML(self.page(step))
+        if self.handle is None:
+            self.handle = display(page, display_id=True)
+        else:
+            self.handle.update(page)
+
+    def page(self, step: int) -> str:
+        """The HTML after `step`."""
+        said = [f"step {step} of {self.total}"]
+        said += [f"reward {self.rewards[-1][1]:.3f}"] if self.rewards else []
+        said += [f"held-out {self.held_out[-1][1]:.3f}"] if self.held_out else []
+        bar = f"<progress max='{self.total}' value='{step}' style='width:{CURVE_WIDTH}px'></progress>"
+        return f"<div>{bar}<div>{html.escape(', '.join(said))}</div>{self._curve()}{self._sheet()}</div>"
+
+    def _curve(self) -> str:
+        """Rewards over steps: a line for training, dots for held-out prompts."""
+        points = self.rewards + self.held_out
+        if len(points) < 2:
+            return ""
+        low, high = min(v for _, v in points), max(v for _, v in points)
+        span = high - low or 1.0
+
+        def place(point: tuple[int, float]) -> tuple[float, float]:
+            return 4 + (CURVE_WIDTH - 8) * point[0] / self.total, CURVE_HEIGHT - 6 - (CURVE_HEIGHT - 12) * (
+                point[1] - low
+            ) / span
+
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, self.rewards))
+        label = f"reward over steps, {low:.3f} to {high:.3f}"
+        dots = "".join(
+            f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3' fill='#d9480f'/>" for x, y in map(place, self.held_out)
+        )
+        return (
+            f"<svg width='{CURVE_WIDTH}' height='{CURVE_HEIGHT}' role='img' aria-label='{label}'>"
+            f"<polyline points='{line}' fill='none' stroke='#868e96'/>{dots}</svg>"
+        )
+
+    def _sheet(self) -> str:
+        """The newest sheet of the run folder."""
+        sheets = sorted((self.folder / "samples").glob("*.png"), key=lambda path: path.stat().st_mtime)
+        if not sheets:
+            return ""
+        image = Image.open(sheets[-1]).convert("RGB")
+        image.thumbnail((SHEET, 4 * SHEET))
+        picture = Image.fromarray(np.asarray(image))
+        return f"<img src='{to_data_uri(picture, lossy=True)}' alt='{html.escape(sheets[-1].stem)}'>"
+
+
+# --- Pictures as programs have them, to be scored: files, PIL images, arrays and tensors
+
+Rows = str | Path | Sequence[str | Mapping[str, Any]] | None
+CHANNELS = (1, 3, 4)
+FORMS = (
+    "expected the path of a file, a PIL image, or an array or tensor [H, W, 3] or [3, H, W] of bytes or of floats "
+    "from 0 to 1"
+)
+
+
+def listed(images: Any, prompts: Rows, here: Path) -> Path:
+    """A file in the folder `here` of images and prompts, as `gerl.score` reads it; pictures in memory lie beside it.
+
+    images: several, or one, or what a pipeline returned. Raises `DataError` for what is no picture, and for prompts
+    that do not go with them.
+    """
+    images = getattr(images, "images", images)
+    if isinstance(images, Image.Image) or (hasattr(images, "shape") and len(images.shape) in (2, 3)):
+        images = [images]
+    if not isinstance(images, Iterable):
+        raise DataError(f"images are {type(images).__name__}: {FORMS}, or a list of these")
+    pictures = list(images)
+    if prompts is None:
+        raise DataError("prompts are missing: give one per image, or one for all")
+    rows = [prompts] * len(pictures) if isinstance(prompts, str | Path | Mapping) else list(prompts)
+    if len(rows) != len(pictures):
+        raise DataError(f"{len(rows)} prompts for {len(pictures)} images: give one per image, or one for all")
+    lines = []
+    for i, (image, row) in enumerate(zip(pictures, rows, strict=True)):
+        if not isinstance(row, str | Path | Mapping):
+            raise DataError(
+                f"prompt {i} is {type(row).__name__}: expected a string, or a dictionary with the key prompt"
+            )
+        columns = dict(row) if isinstance(row, Mapping) else {"prompt": str(row)}
+        try:
+            lines.append(json.dumps({**columns, "image": str(_file(image, i, here))}, ensure_ascii=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"columns of prompt {i} must be strings and numbers ({error}): give images as file paths"
+            ) from None
+    write_file(here / "images.jsonl", "".join(lines))
+    return here / "images.jsonl"
+
+
+def _file(image: object, i: int, here: Path) -> Path:
+    """The file of image `i`, which is written into the folder `here` if it has none."""
+    if isinstance(image, str | Path):
+        return Path(image).expanduser().absolute()
+    if not isinstance(image, Image.Image):
+        image = _of_numbers(image, i)
+    if image.mode[0] in "IF":
+        raise DataError(f"image {i} has more than 8 bits per channel (mode {image.mode}): convert it to 8")
+    path = here / f"{i}.png"
+    image.convert("RGBA" if image.has_transparency_data else "RGB").save(path)
+    return path
+
+
+def _of_numbers(image: Any, i: int) -> Image.Image:
+    """The picture that an array or tensor is; raises `DataError` if it is none."""
+    try:  # a tensor of a GPU, of half precision, or with a gradient
+        values = np.asarray(image.detach().cpu().float() if hasattr(image, "detach") else image)
+        whole = not (image.is_floating_point() if hasattr(image, "detach") else values.dtype.kind == "f")
+    except (TypeError, ValueError, RuntimeError):
+        values = np.empty(0, object)
+    if values.dtype.kind not in "uif":
+        raise DataError(f"image {i} is {type(image).__name__}: {FORMS}")
+    if values.ndim == 3 and values.shape[0] in CHANNELS and values.shape[2] not in CHANNELS:
+        values = values.transpose(1, 2, 0)
+    if not (values.ndim == 2 or (values.ndim == 3 and values.shape[2] in CHANNELS)) or 0 in values.shape:
+        raise DataError(f"image {i} has the shape {list(values.shape)}: {FORMS}")
+    low, high = float(values.min()), float(values.max())
+    if not 0 <= low <= high <= (255 if whole else 1):  # nor is NaN
+        raise DataError(f"image {i} has values from {low:g} to {high:g}: {FORMS}")
+    pixels = (values if whole else (values * 255).round()).astype(np.uint8)
+    return Image.fromarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import re
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gerl.api.notebook import Board, in_notebook
-from gerl.api.pipelines import path_of
-from gerl.api.runs import Run
-from gerl.api.settings import (
-    Prompts,
-    Reward,
-    Scorers,
-    nested,
-    overrides_of,
-    scorers_of,
-    write_experiment,
-    write_prompts,
-)
+import yaml
+
+from gerl.api.runs import Board, Run, in_notebook
 from gerl.commandline.command import with_notes
-from gerl.commandline.hydra_options import quoted
-from gerl.errors import ConfigError, GerlError, Stopped
-from gerl.objects import offered
+from gerl.commandline.composition import SUFFIXES, own_file, quoted, spelled
+from gerl.config import LISTED, did_you_mean, is_foreign, keys, nearest_key
+from gerl.config.reading import refusal
+from gerl.config.suggestions import OPEN
+from gerl.config.suggestions import plain as spelt
+from gerl.errors import ConfigError, DataError, GerlError, Stopped
+from gerl.objects import PREFIX, offered
 from gerl.trainer.launch import launch_steps
 from gerl.trainer.run_folder import open_run
-from gerl.utils.files import writing
+from gerl.utils.files import write_file, writing
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
     from gerl.model.policy import Policy
+
 
 logger = logging.getLogger("gerl")
 DEFAULT = "awm_fast"  # algorithm
@@ -261,3 +260,328 @@ def train(
             if on_validation is not None and step.held_out is not None:
                 on_validation(step)
     return trainer.run
+
+
+# --- A pipeline in memory as files, which the configuration of a run names
+
+pipeline_logger = logging.getLogger(__name__)
+
+
+def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
+    """The folder or hub id that `pipe` was read from, or `saved`, where it is written if it is no longer the same.
+
+    A component that was changed in memory (a fused LoRA, another VAE or scheduler) would otherwise be replaced by its
+    files in everything that follows a run. Components that are unchanged are not copied: `saved` has links to them.
+    Adapters that are not fused, such as the LoRA that was just trained, are no part of the base model. Raises
+    `ModelError` for what is no pipeline, or cannot be written.
+    """
+    from diffusers import DiffusionPipeline  # in here: with a path nothing of diffusers is needed
+
+    from gerl.model.denoisers import check_offered
+
+    if not isinstance(pipe, DiffusionPipeline):
+        check_offered(pipe)
+    if saved.exists():
+        return str(saved)
+    known = getattr(pipe, "name_or_path", None) or ""
+    source = _folder(known)
+    if source is None:
+        check_offered(pipe)
+        pipe.save_pretrained(str(saved))
+        return str(saved)
+    pipeline_logger.info("comparing the pipeline in memory with its files, %s ...", known)
+    index = DiffusionPipeline.load_config(str(source))
+    changed = [
+        name
+        for name, part in pipe.components.items()
+        if index.get(name, [None, None])[1] != (None if part is None else type(part).__name__)
+        or not _is_as_stored(name, part, source)
+    ]
+    if not changed:
+        return str(known)
+    check_offered(pipe)
+    pipeline_logger.info(
+        "%s in memory %s different from %s: the pipeline is written to %s, which becomes the run's model.path",
+        " and ".join(changed),
+        "is" if len(changed) == 1 else "are",
+        known,
+        saved,
+    )
+    pipe.save_config(str(saved))
+    for name, part in pipe.components.items():
+        if part is not None and name in changed:
+            part.save_pretrained(str(saved / name))
+        elif part is not None and (source / name).exists():
+            (saved / name).symlink_to((source / name).resolve(), target_is_directory=True)
+    return str(saved)
+
+
+def _folder(known: str) -> Path | None:
+    """The folder with the files of the pipeline `known`, a folder or an id of the hub; None where there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from gerl.model.paths import INDEX
+
+    if known and (Path(known) / INDEX).is_file():
+        return Path(known)
+    found = try_to_load_from_cache(known, INDEX) if known.count("/") == 1 else None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _is_as_stored(name: str, part: Any, source: Path) -> bool:
+    """Whether the component `part` is what its class reads from the pipeline's folder."""
+    import torch
+
+    if not hasattr(part, "save_pretrained"):
+        return True  # None, or a plain value of model_index.json
+    if getattr(part, "quantization_method", None) or getattr(part, "hf_quantizer", None):
+        pipeline_logger.info(
+            "%s is quantised in memory: export and evaluation use its weights as they are in %s", name, source
+        )
+        return True
+    kind, module = type(part), isinstance(part, torch.nn.Module)
+    try:
+        read = kind.from_pretrained(str(source), subfolder=name, **({"dtype": part.dtype} if module else {}))
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError):
+        return False  # its files are of another class, or there are none
+    if not module:
+        return _written(part) == _written(read)
+    ours, theirs = _base_weights(part), read.state_dict()
+    return (
+        _settings(part) == _settings(read)
+        and ours.keys() == theirs.keys()
+        and all(
+            value.shape == theirs[key].shape and torch.equal(value.cpu(), theirs[key].to(value.dtype))
+            for key, value in ours.items()
+        )
+    )
+
+
+def _base_weights(model: Any) -> dict[str, Any]:
+    """The weights of a model by name, as they are called without the adapters on it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    found = {}
+    for key, value in model.state_dict().items():
+        above = next((key[:i] for i, c in enumerate(key) if c == "." and key[:i] in adapted), None)
+        if above is None or key.startswith(f"{above}.base_layer."):
+            found[key.replace(".base_layer.", ".")] = value
+    return found
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """The configuration of a model of diffusers; that of one of transformers shows in its weights."""
+    config = getattr(part, "config", None)
+    return {k: v for k, v in config.items() if not k.startswith("_")} if isinstance(config, dict) else {}
+
+
+def _written(part: Any) -> dict[str, Any]:
+    """The files of a tokenizer, scheduler or processor, less how the last call of a tokenizer padded and cut."""
+    with tempfile.TemporaryDirectory() as folder:
+        part.save_pretrained(folder)
+        found: dict[str, Any] = {p.name: p.read_text("utf-8", "replace") for p in Path(folder).iterdir() if p.is_file()}
+    if "tokenizer.json" in found:
+        found["tokenizer.json"] = json.loads(found["tokenizer.json"]) | {"truncation": None, "padding": None}
+    return found
+
+
+# --- From Python arguments to what a command line would say: keys, prompts and rewards, written down in the run folder
+
+Reward = str | Callable[..., object] | Mapping[str, Any]
+Prompts = str | Path | Sequence[str | Mapping[str, Any]]
+NAME = re.compile(r"\W+")
+ROWS = {"train": "prompts.jsonl", "held_out": "held_out.jsonl"}  # in the run folder
+
+
+@dataclass
+class Scorers:
+    """The rewards of a run: as keys of the configuration, and the functions that some of them are."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    functions: dict[str, Callable[..., object]] = field(default_factory=dict)
+
+    def add(self, name: str, given: object) -> None:
+        """A scorer called `name`: a function, the name or file of one, a mapping of its keys, or a weight.
+
+        In a mapping `function` may be a function itself. Raises `ConfigError` for anything else.
+        """
+        own: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+        if isinstance(given, bool) or not (isinstance(given, str | Path | int | float | Mapping) or callable(given)):
+            raise ConfigError(
+                f"reward: {name} is {type(given).__name__}: expected a function, a name, a file or a dictionary of keys"
+            )
+        if callable(given):
+            own = {"function": given}
+        elif isinstance(given, int | float):
+            own = {"weight": float(given)}
+        elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".py")):
+            own = {"path": str(given)}
+        elif isinstance(given, str) and given != name:
+            raise ConfigError(f"reward: {name}={given!r}: expected a Python file, or the scorer's own name as the name")
+        if callable(function := own.get("function")):
+            del own["function"]
+            own["path"] = f"{PREFIX}{name}"
+            self.functions[name] = function
+        self.keys[name] = own
+
+
+def scorers_of(reward: object) -> Scorers:
+    """The scorers that `reward` names: one function or name, or several by name."""
+    found = Scorers()
+    if isinstance(reward, Mapping):
+        for name, given in reward.items():
+            found.add(_checked(str(name)), given)
+        return found
+    if callable(reward):
+        found.add(_named(reward), reward)
+    elif isinstance(reward, str | Path) and str(reward).endswith(".py"):
+        found.add(_checked(NAME.sub("_", Path(reward).stem)), str(reward))
+    elif isinstance(reward, str):
+        found.add(reward, reward)
+    else:
+        raise ConfigError(
+            f"reward: it is a {type(reward).__name__}; expected a function, a name, or several by name such as "
+            "{'ocr': 1.0, 'mine': function}"
+        )
+    return found
+
+
+def _named(function: Callable[..., object]) -> str:
+    name = NAME.sub("_", getattr(function, "__name__", type(function).__name__)).strip("_")
+    return "my_reward" if name in ("", "lambda", "reward") else name
+
+
+def _checked(name: str) -> str:
+    if not name.isidentifier():
+        raise ConfigError(f"reward: {name!r} is not a valid scorer name; use letters, digits and underscores")
+    return name
+
+
+def nested(
+    given: Mapping[str, Any], beside: Mapping[str, Any] | None = None, arguments: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Keys with dots, and blocks of keys, as blocks.
+
+    `beside`: keys that arguments of the function set, whose names are in `arguments`. Raises `ConfigError` for a key
+    that there is not, and for two values of one.
+    """
+    _check_names(given, beside or {}, arguments or {})
+    found: dict[str, Any] = {}
+    for key, value in [*(beside or {}).items(), *given.items()]:
+        block, *inner = key.split(".")
+        if not inner and not isinstance(value, Mapping):
+            raise ConfigError(f"{key}={value!r}: it is a block of keys: expected a dictionary, or '{key}.KEY'")
+        place = found.setdefault(block, {})
+        for name in inner[:-1]:
+            place = place.setdefault(name, {})
+        new = nested_values(value) if not inner else {inner[-1]: plain(value)}
+        for name, part in new.items():
+            place[name] = _merged(f"{key}.{name}" if not inner else key, place[name], part) if name in place else part
+    return found
+
+
+def _merged(key: str, old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {name: _merged(f"{key}.{name}", old[name], part) if name in old else part
+                      for name, part in new.items()}  # fmt: skip
+    if repr(old) != repr(new):
+        raise ConfigError(f"{key} is given twice, as {old!r} and {new!r}: keep one")
+    return new
+
+
+def _check_names(given: Mapping[str, Any], beside: Mapping[str, Any], arguments: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for names that are no keys, of other programs all at once, with what is to be written."""
+    known = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
+    spelling = partial(_python, arguments=arguments)
+    blocks = {key for key, value in given.items() if key in known and isinstance(value, Mapping)}
+    if foreign := {key: value for key, value in given.items() if key not in blocks and is_foreign(key)}:
+        own = {key: value for key, value in {**beside, **given}.items() if key not in foreign}
+        raise ConfigError(refusal(foreign, own, spelling))
+    for key, value in given.items():
+        if key.split(".")[0] not in known:
+            near = nearest_key(key)
+            hint = f", write {spelling({near: value})}" if near and "." in near else did_you_mean(key)
+            raise ConfigError(f"{key}: there is no such key{hint}; {LISTED}")
+
+
+def _python(values: Mapping[str, Any], arguments: Mapping[str, str]) -> str:
+    """Keys and values as a call in Python has them: `steps=3, **{"actor.lr": 1e-4}`."""
+
+    def literal(value: Any) -> str:
+        return OPEN if value == OPEN else json.dumps(read) if isinstance(read := spelt(value), str) else repr(read)
+
+    own = [f"{arguments[key]}={literal(value)}" for key, value in values.items() if key in arguments]
+    rest = [f"{json.dumps(key)}: {literal(value)}" for key, value in values.items() if key not in arguments]
+    return ", ".join([*own, f"**{{{', '.join(rest)}}}"] if rest else own)
+
+
+def nested_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A block given as a dictionary."""
+    return {str(name): plain(value) for name, value in given.items()}
+
+
+def plain(value: object) -> Any:
+    """`value` as YAML has it; raises `ConfigError` for an object that it has not."""
+    if isinstance(value, Mapping):
+        return nested_values(value)
+    if isinstance(value, list | tuple | range):
+        return [plain(part) for part in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(f"{value!r:.80} is {type(value).__name__}: keys must be numbers, strings, lists and dictionaries")
+
+
+def overrides_of(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The arguments of a command line that set the keys in these blocks."""
+    return [f"{block}.{key}={spelled(value)}" for block, part in values.items() for key, value in part.items()]
+
+
+def write_prompts(prompts: Prompts, file: Path) -> str:
+    """The prompt file of `prompts`: they are its name, or are written to `file`; raises `DataError` for no prompts."""
+    if isinstance(prompts, str | Path):
+        return str(prompts)
+    if not isinstance(prompts, Iterable):
+        raise DataError(f"prompts are {type(prompts).__name__}: expected a list of strings, or the name of a file")
+    rows: list[dict[str, Any]] = []
+    for i, prompt in enumerate(prompts):
+        row = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt) if isinstance(prompt, Mapping) else None
+        if row is None:
+            raise DataError(
+                f"prompt {i} is {type(prompt).__name__}: expected a string, or a dictionary with the key prompt"
+            )
+        rows.append(row)
+    if not rows:
+        raise DataError("there are no prompts: give at least one, or the name of a file")
+    try:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"columns of a prompt must be strings and numbers ({error}): give images as file paths"
+        ) from None
+    write_file(file, text)
+    return str(file)
+
+
+def write_experiment(
+    folder: Path, name: str, base: str | Path | None, algorithm: str | None, values: dict[str, Any]
+) -> Path:
+    """An experiment file in `folder` that composes what is asked for, and can be used again on a command line.
+
+    `base` and `algorithm`: names, or yaml files. Raises `ConfigError` if there is no such one.
+    """
+    defaults: list[object] = [] if base is None else [_entry("experiment", base)]
+    if algorithm is not None:
+        defaults.append({"override /algorithm": _entry("algorithm", algorithm)})
+    file = folder / f"{name}.yaml"
+    content = {**({"defaults": [*defaults, "_self_"]} if defaults else {}), **values}
+    write_file(file, "# @package _global_\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    return file
+
+
+def _entry(group: str, given: str | Path) -> str:
+    """A name or file as the `defaults` of an experiment file have it, wherever that lies."""
+    own_file(f"{group}={given}")  # says what is wrong with it
+    return str(Path(given).expanduser().absolute()) if str(given).endswith(SUFFIXES) else str(given)

@@ -7,8 +7,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from gerl.commandline.files import either, near_names
-from gerl.commandline.form import check_form
+from gerl.commandline.form import check_form, either, near_names
 from gerl.config import keys, nearest_key
 from gerl.errors import ConfigError
 
@@ -89,7 +88,7 @@ class Parser(Generic[T]):
         given: dict[str, list[tuple[str | None, object]]] = {}
         overrides: list[str] = []
         if self.composes:
-            from gerl.commandline.hydra_options import without_options  # in here: it imports Hydra
+            from gerl.commandline.composition import without_options  # in here: it imports Hydra
 
             arguments = without_options(arguments)
         # one beside an option with dashes may be the value of that

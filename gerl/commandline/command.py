@@ -1,17 +1,31 @@
-"""The frame of every command line of gerl: help, log, signals, exit codes, output folder."""
+"""The frame of every command line of gerl: imports, help, log, signals, exit codes, output folder, sockets."""
 
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.metadata
+import inspect
+import ipaddress
 import logging
+import os
 import shlex
 import shutil
+import socket
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from gerl.commandline import signals
-from gerl.commandline.imports import importing
 from gerl.errors import ConfigError, GerlError, Interrupted, Stopped
+
+# --- The frame of every command line of gerl: help, log, signals, exit codes, output folder
 
 logger = logging.getLogger("gerl")
 PAGE = 8765  # the port of the page of `gerl watch`, unless it is taken
@@ -141,3 +155,162 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={out}: the folder cannot be created ({error.strerror}); choose another") from None
+
+
+# --- Packages that can be called, such as `gerl.score(...)`: they have the name of their main function
+
+
+class CallablePackage(types.ModuleType):
+    """Importing a module of a package binds the package over a function of its name, so the package has to be callable.
+
+    Python looks for `__call__` in the class. The function is imported when it is needed: a command has to hear signals
+    before it imports anything large.
+    """
+
+    _place: str  # "module:function"
+
+    def _function(self) -> types.FunctionType:
+        module, name = self._place.split(":")
+        found: types.FunctionType = getattr(importlib.import_module(module), name)
+        return found
+
+    def __call__(self, *arguments: object, **keywords: object) -> object:
+        return self._function()(*arguments, **keywords)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function())
+
+
+def make_callable(package: str, place: str) -> None:
+    """Let `package`, a name in `sys.modules`, be called as the function `place`, "module:function"."""
+    module = sys.modules[package]
+    module.__class__ = CallablePackage
+    module._place = place  # type: ignore[attr-defined]
+
+
+# --- Large libraries, imported in less time
+
+Packages = Mapping[str, list[str]]
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """A block with imports, in which Python's cyclic garbage collector pauses.
+
+    Imports make hundreds of thousands of objects that stay, and the collector would go through all of them again and
+    again. After the block it leaves them out (`gc.freeze`). diffusers, as it is imported, asks which distribution each
+    installed package is from, and seldom uses the answer: it is found when it is first read.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    find = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = lambda: WhenRead(find)
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = find
+        gc.freeze()
+        gc.enable()
+
+
+class WhenRead(Packages):
+    """The distributions that each package is from, by `find`, which reads the list of files of every distribution."""
+
+    def __init__(self, find: Callable[[], Packages]) -> None:
+        self._found = functools.cache(find)
+
+    def __getitem__(self, package: str) -> list[str]:
+        return self._found()[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found())
+
+    def __len__(self) -> int:
+        return len(self._found())
+
+
+# --- Lines in the log that say what a command waits for, where that takes more than a moment
+
+MOMENT = 2.0  # seconds without a word
+REMINDER = 60.0  # seconds between the lines of a long wait
+
+
+@contextlib.contextmanager
+def waiting(
+    what: str, so_far: Callable[[], str] | None = None, after: float = MOMENT, every: float = REMINDER
+) -> Iterator[None]:
+    """Log `what` if the block takes more than `after` seconds, and the time that has passed `every` so many after that.
+
+    `so_far`: words on the progress for the lines after the first, "" for none; called in another thread.
+    """
+    over, start = threading.Event(), time.perf_counter()
+
+    def speak() -> None:
+        if over.wait(after):
+            return
+        logger.info("%s ...", what)
+        while not over.wait(every):
+            progress = so_far() if so_far is not None else ""
+            passed = duration(time.perf_counter() - start)
+            logger.info("%s: %s so far%s", what, passed, f", {progress}" if progress else "")
+
+    speaker = threading.Thread(target=speak, name=f"waiting: {what}", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        over.set()
+        speaker.join(timeout=1)  # its line belongs before those of what follows
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `45 s`, `12 min` or `3 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+# --- Commands that serve pages or scores: their socket, and which requests come from the pages of other sites
+
+
+def listen(host: str, port: int, remedy: str = "use another port, or stop the program that uses it") -> socket.socket:
+    """A socket at `host:port`; raises `ConfigError`, with the `remedy`, if there cannot be one."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
+        raise ConfigError(f"cannot listen on host={host} port={port} ({why}): {remedy}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine itself can be reached under `host`, a name or an IP address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def host_name(host: str) -> str:
+    """The name or address in a `Host` header, without the port; empty if it has none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_foreign(method: str, headers: Mapping[str, str]) -> bool:
+    """Whether a page of another site sends this request, and it does more than read.
+
+    headers: by lower-case name. Browsers say where a page is from in `Origin` and `Sec-Fetch-Site`.
+    """
+    if method in ("GET", "HEAD"):
+        return False
+    origin = headers.get("origin")
+    elsewhere = origin is not None and urlsplit(origin).netloc != headers.get("host")
+    return elsewhere or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")

@@ -1,28 +1,246 @@
-"""From the command line to a typed configuration.
+"""From the command line to a typed configuration: Hydra's options, overrides, experiments, and the help of training."""
 
-Hydra composes the files that `experiment=` and `algorithm=` choose (`hydra_seam`) and reads the values of arguments
-(`overrides`); keys are set in what comes of that, as plain dictionaries, and checked by `gerl.config`.
-"""
-
+import contextlib
 import dataclasses
+import difflib
+import functools
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
-from gerl.commandline.experiments import CHOICES, SUFFIXES, algorithm_of, default_experiment, preset_of, shipped
-from gerl.commandline.form import check_form
-from gerl.commandline.hydra_seam import FOLDER, SWEEPS, compose_files, defaults, is_hydra, resolved
-from gerl.commandline.overrides import WHOLE, check_one_value, key_of, read, set_keys
-from gerl.config import Config, ScorerConfig, from_mapping, nearest_key, readers
+from gerl.commandline.form import check_form, either, near_names, read_yaml
+from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, shown
 from gerl.config.changes import settings_of
 from gerl.config.reading import typed
+from gerl.config.suggestions import other_value
 from gerl.errors import ConfigError
+
+# --- The seam to Hydra: it composes the files that are chosen, and its errors become sentences by their type
+
+FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")  # what Hydra lets a sweep add keys to
+RUN_DIR, SWEEPS = "hydra.run.dir", "hydra.sweep.dir"
+GROUPS = ("launcher", "sweeper", "env", "help", "hydra_help", "hydra_logging", "job_logging", "output")
+PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
+ENDLESS = "a value has endlessly nested mappings or lists: use fewer"
+
+
+@dataclass(frozen=True)
+class Files:
+    """The defaults and the files that were chosen: gerl's blocks as plain values, and the whole as Hydra has it."""
+
+    values: dict[str, Any]
+    whole: DictConfig
+
+    @property
+    def experiment(self) -> str:
+        return str(self.whole.hydra.runtime.choices.experiment)
+
+    @property
+    def algorithm(self) -> str:
+        """The preset."""
+        return str(self.whole.hydra.runtime.choices.algorithm)
+
+    @property
+    def one_folder(self) -> bool:
+        """Whether the folder of the run does not depend on the time."""
+        return "${now:" not in str(OmegaConf.to_container(self.whole.hydra.run, resolve=False))
+
+    def run_dir(self) -> Path:
+        """The folder of the run; raises `ConfigError` for an empty one."""
+        try:
+            given = self.whole.hydra.run.dir
+        except OmegaConfBaseException as error:
+            raise ConfigError(_unresolved(error, {"hydra": OmegaConf.to_container(self.whole.hydra)})) from None
+        if not given:
+            raise ConfigError(f"{RUN_DIR} is empty: give a folder for the run, or omit the key")
+        return Path(given)
+
+
+def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> Files:
+    """Compose the files that are `chosen`, and the settings of Hydra in `given`; raises `ConfigError`."""
+    for override in filter(is_hydra, given):
+        if override.is_delete() or override.key_or_group == "hydra":
+            raise ConfigError(
+                f"{override.input_line}: Hydra's own settings are set one by one, and none can be removed; give "
+                f"{RUN_DIR}=FOLDER, or omit it"
+            )
+    for override in given:
+        group = override.key_or_group
+        if group.startswith("hydra/") and group.removeprefix("hydra/") not in GROUPS:
+            raise ConfigError(f"{group}: there is no such key; there are hydra/{', hydra/'.join(GROUPS)}; {LISTED}")
+    register()
+    groups = [o.input_line or "" for o in given if o.key_or_group.startswith("hydra/")]
+    GlobalHydra.instance().clear()
+    with sentences(chosen), initialize_config_dir(str(config_folder()), version_base="1.3"):
+        names = [_in_quotes(own_file(override)) for override in chosen]
+        whole = compose("config", [*names, *groups], return_hydra_config=True)
+        values = OmegaConf.to_container(OmegaConf.masked_copy(whole, [str(name) for name in whole if name != "hydra"]))
+    assert isinstance(values, dict)
+    for override in (o for o in given if o.key_or_group.startswith("hydra.")):
+        set_hydra(whole, override)
+    return Files({str(block): entries for block, entries in values.items()}, whole)
+
+
+def _in_quotes(override: str) -> str:
+    """`experiment=NAME` in the quotes that a name needs which is not of ASCII."""
+    group, _, name = override.partition("=")
+    return override if name.isascii() else f"{group}={quoted(name)}"
+
+
+def register() -> None:
+    """Make the defaults known to Hydra as `gerl`."""
+    schema = OmegaConf.create(defaults())
+    for free in FREE:
+        OmegaConf.set_struct(OmegaConf.select(schema, free), False)
+    ConfigStore.instance().store("gerl", schema)
+    ConfigStore.instance().store(NO_SCORERS, {"reward": {"scorers": None}}, group="experiment", package="_global_")
+
+
+@functools.cache
+def defaults() -> dict[str, Any]:
+    """The default of every key but the algorithm's, which are those of its class. Nothing of it may be changed."""
+    values = dataclasses.asdict(Config())
+    values["algorithm"] = {}
+    del values["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
+    return values
+
+
+def hydra_overrides(override: str) -> list[str]:
+    """An override for Hydra's own composition, which would merge `reward.scorers={...}` into the scorers there are."""
+    if key_of(override) in CHOICES:
+        return [override]
+    override = readable(override)
+    key, adds = key_of(override), override.startswith("+") and not override.startswith("++")
+    if override[:1] == "~" or adds or not (key == WHOLE or key.startswith(f"{WHOLE}.")):
+        return [override]
+    forced = "++" + override.removeprefix("++")  # the block is no longer free once it was replaced
+    return [f"{WHOLE}=null", forced] if key == WHOLE else [forced]
+
+
+def is_hydra(override: Override) -> bool:
+    """Whether it is a setting of Hydra's own."""
+    return override.key_or_group.replace("/", ".").split(".")[0] == "hydra"
+
+
+def set_hydra(composed: DictConfig, override: Override) -> None:
+    """Set a key of Hydra's own; raises `ConfigError`."""
+    key = override.key_or_group
+    try:
+        OmegaConf.update(composed, key, override.value(), merge=True, force_add=override.is_force_add())
+    except (ConfigAttributeError, ConfigKeyError):
+        raise ConfigError(f"{key}: there is no such key{_near_of_hydra(key)}; {LISTED}") from None
+    except OmegaConfBaseException:
+        raise ConfigError(f"{override.input_line}: this key takes a value of another kind") from None
+
+
+def _near_of_hydra(name: str) -> str:
+    if name.startswith(("hydra.sweeper.", "hydra.launcher.")):
+        kind = name.split(".")[1]
+        return f" of Hydra's own {kind}; use that of a plugin, such as hydra/{kind}={PLUGINS[kind]}"
+    return f", did you mean {difflib.get_close_matches(name, (RUN_DIR, SWEEPS), n=1, cutoff=0)[0]!r}"
+
+
+@contextlib.contextmanager
+def sentences(chosen: Sequence[str] = ()) -> Iterator[None]:
+    """Turn what Hydra raises while it composes files into a `ConfigError` of one sentence; `chosen`: the files."""
+    try:
+        yield
+    except MissingConfigException as error:
+        raise ConfigError(_missing(str(error.missing_cfg_file or ""), chosen)) from None
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{' and '.join(chosen) or 'the configuration'}: its files cannot be composed; below 'defaults:' list "
+            "experiments as '- NAME', and an algorithm as '- override /algorithm: NAME'"
+        ) from None
+    except RecursionError:
+        raise ConfigError(ENDLESS) from None
+
+
+def _missing(file: str, chosen: Sequence[str]) -> str:
+    """The sentence for a file that Hydra does not find."""
+    group, _, name = file.partition("/")
+    if group == "hydra":
+        kind, _, name = name.partition("/")
+        return f"hydra/{kind}={name}: Hydra has no such {kind} here; install its plugin, or remove it"
+    own = next((o for o in chosen if not o.endswith(f"={name}")), "")
+    where = f"{own}, in its defaults: " if own else ""
+    return where + (no_such(group, name) if group in CHOICES else f"there is no file {file}; correct the name")
+
+
+def resolved(values: dict[str, Any], whole: DictConfig) -> dict[str, Any]:
+    """Nested `values` with what their `${...}` stand for; they take the place of gerl's blocks in `whole`.
+
+    Raises `ConfigError` for one that stands for nothing, and for a value that is left open as `???`.
+    """
+    OmegaConf.set_struct(whole, False)
+    try:
+        for block in [str(name) for name in whole if name != "hydra" and name not in values]:
+            del whole[block]
+        for block, entries in values.items():
+            whole[block] = entries
+        plain = OmegaConf.to_container(OmegaConf.masked_copy(whole, list(values)), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_unresolved(error, values)) from None
+    except RecursionError:
+        raise ConfigError(ENDLESS) from None
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
+
+
+def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str:
+    """The sentence for a value with `${...}` in it, or for `???`, by the type of the error."""
+    key = error.full_key or str(error.key or "a value")
+    raw: Any = values
+    for name in key.split("."):
+        raw = raw.get(name) if isinstance(raw, Mapping) else None
+    given = f"{key}={raw}" if raw is not None else key
+    dollar = "write a literal dollar sign as '\\$'"
+    match error:
+        case MissingMandatoryValue():
+            return f"{key}=???: the value is missing, set one"
+        case InterpolationKeyError():
+            name = str(raw).partition("${")[2].partition("}")[0]
+            return f"{given}: there is no key {name!r} to refer to; {dollar}"
+        case UnsupportedInterpolationType():
+            return f"{given}: nothing with this name can be interpolated, use for example oc.env:NAME; {dollar}"
+        case InterpolationResolutionError():
+            return (
+                f"{given}: it cannot be interpolated; set the environment variable that it names, or give a "
+                f"default as in ${{oc.env:NAME,VALUE}}; {dollar}"
+            )
+        case GrammarParseError():
+            return f"{given}: what begins with ${{ must end with }}; {dollar}"
+    return f"{given}: it is not a number, string, list or dictionary; correct it"
+
+
+# --- From the command line to a typed configuration.
+#
+# Hydra composes the files that `experiment=` and `algorithm=` choose (`hydra_seam`) and reads the values of arguments
+# (`overrides`); keys are set in what comes of that, as plain dictionaries, and checked by `gerl.config`.
 
 OUT = "out"  # short for hydra.run.dir
 
@@ -105,14 +323,14 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
     """
     overrides = normal(overrides)
     check_arguments(overrides)
-    left_out = (*CHOICES, FOLDER, "checkpoint.resume")
+    left_out = (*CHOICES, RUN_DIR, "checkpoint.resume")
     kept = [override for override in overrides if key_of(override) not in left_out]
     values = {block: {**entries, **settings.get(block, {})} for block, entries in defaults().items()}
     set_keys(values := deepcopy(values), [read(override) for override in kept], again=True)
     return _config(resolved(values, OmegaConf.create()), kept)
 
 
-def normal(overrides: Sequence[str], folder: str = FOLDER) -> list[str]:
+def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
     """The arguments with what is understood: `out=` is `folder`, and a model of one's own has no experiment's keys.
 
     The experiment signs has the size, the steps and the LoRA of the small model that ships with gerl.
@@ -186,7 +404,7 @@ def _kept(config: Config, experiment: str, overrides: Sequence[str]) -> str:
 
 def _nearest(name: str) -> str | None:
     """As `nearest_key`, with the names that are no keys of the configuration."""
-    others = (*CHOICES, FOLDER, SWEEPS, OUT)
+    others = (*CHOICES, RUN_DIR, SWEEPS, OUT)
     return name if name in others else nearest_key(name)
 
 
@@ -220,3 +438,457 @@ def _check_algorithm(values: dict[str, Any], chosen: Sequence[str], overrides: S
     raise ConfigError(
         f"algorithm={value}: the experiment sets algorithm.name={name}, which takes precedence: remove it there"
     )
+
+
+# --- The experiments and algorithm presets that there are: those that ship with gerl, and files of the user
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CHOICES = ("experiment", "algorithm")  # what `NAME=VALUE` picks a yaml file by
+NO_SCORERS = "_no_scorers"  # composed between an experiment that names its scorers and what that is based on
+SUFFIXES = (".yaml", ".yml")
+
+
+def config_folder() -> Path:
+    """The folder of the shipped yaml files: inside an installed package, beside it in a checkout."""
+    installed = PACKAGE / "configs"
+    return installed if installed.is_dir() else PACKAGE.parent / "configs"
+
+
+def own_file(override: str) -> str:
+    """`experiment=path/to/mine.yaml`, or `algorithm=`, as an override by name, after making the file known to Hydra."""
+    group, _, value = override.partition("=")
+    if group not in CHOICES:
+        return override
+    if not value.endswith(SUFFIXES):
+        # Hydra would also find a file that this process has made known before, and says what several values are
+        if value not in shipped(group) and ("," not in value or value[:1] in "[{"):
+            raise ConfigError(no_such(group, value))
+        return override
+    path = Path(value).expanduser()
+    stem = _plain(path)
+    if not path.is_file():
+        beside = {file.stem: str(path.with_name(file.name)) for file in path.absolute().parent.glob("*.y*ml")}
+        near = [stem] if stem in shipped(group) else [beside[name] for name in near_names(path.stem, list(beside))]
+        hint = f"did you mean {either(near)}?" if near else "correct the path, or use the name of a built-in one"
+        raise ConfigError(f"{group}={value}: there is no such file {path.absolute()}; {hint}")
+    if stem in shipped(group):
+        raise ConfigError(
+            f"{group}={value}: gerl already has an {group} with this name; rename the file, or use {group}={stem}"
+        )
+    _make_known(path.absolute(), group, stem, f"{group}={value}", [])
+    return f"{group}={stem}"
+
+
+def _plain(path: Path) -> str:
+    """The name of a file as Hydra takes it without quotes, and as it is fit for a folder."""
+    return re.sub(r"[^\w.-]", "_", path.stem)
+
+
+def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple[Path, str]]) -> None:
+    """Store a file as `group/name` for Hydra, with the files of the user that its `defaults` name; `known` are done."""
+    if (path, name) in known:
+        return
+    known.append((path, name))
+    content = read_yaml(path, where)
+    if group == "experiment":
+        for key in ("experiment", "preset"):  # in the config.yaml of a run they name what the run was composed from
+            content.pop(key, None)
+    _check_keys(content, where)
+    _by_path(content, group, path, where, known)
+    for other_group, other in _named(content, group):
+        places = (path.parent,) if other_group == group else (path.parent / other_group, path.parents[1] / other_group)
+        files = (place / f"{other}{suffix}" for place in places for suffix in SUFFIXES)
+        if other not in shipped(other_group) and (file := next((f for f in files if f.is_file()), None)) is not None:
+            _make_known(file, other_group, other, str(file), known)
+    if group == "experiment":
+        _replace_scorers(content)
+    ConfigStore.instance().store(name, content, group=group, package="_global_")
+
+
+def _by_path(content: DictConfig, group: str, path: Path, where: str, known: list[tuple[Path, str]]) -> None:
+    """Make the files known whose paths are in the `defaults`, relative to the file, and put names in their place."""
+    defaults = content.get("defaults")
+    for i, entry in enumerate(defaults if isinstance(defaults, ListConfig) else ()):
+        key, value = next(iter(entry.items())) if isinstance(entry, DictConfig) else ("", entry)
+        if not isinstance(value, str) or not value.endswith(SUFFIXES):
+            continue
+        file = (path.parent / Path(value).expanduser()).absolute()
+        if not file.is_file():
+            raise ConfigError(
+                f"{where}: defaults lists {value}, but there is no such file {file}; correct the path there"
+            )
+        name = f"{_plain(file)}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # gerl may have one of that name
+        _make_known(file, str(key).removeprefix("override ").strip("/") or group, name, str(file), known)
+        defaults[i] = {key: name} if key else name
+
+
+def _named(content: DictConfig, group: str) -> Iterator[tuple[str, str]]:
+    """Group and name of what the `defaults` of a file of `group` are composed from."""
+    defaults = content.get("defaults")
+    for entry in defaults if isinstance(defaults, ListConfig) else ():
+        pairs: Any = entry.items() if isinstance(entry, DictConfig) else [("", entry)]
+        for key, value in pairs:
+            place = str(key).removeprefix("override ").strip("/") or group
+            if isinstance(value, str) and value != "_self_":
+                other, _, last = value.lstrip("/").rpartition("/")
+                yield other or place, last
+
+
+def _replace_scorers(content: DictConfig) -> None:
+    """Have the scorers that an experiment names replace those of what it is composed from."""
+    defaults = content.get("defaults")
+    if isinstance(defaults, ListConfig) and OmegaConf.select(content, "reward.scorers") is not None:
+        after = [
+            i for i, entry in enumerate(defaults) if entry == "_self_" or str(next(iter(entry))).startswith("override ")
+        ]
+        defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
+
+
+def _check_keys(content: DictConfig, where: str) -> None:
+    """A file nests its blocks, where the command line has dots."""
+    for name in map(str, content):
+        block, dot, leaf = name.partition(".")
+        if dot:
+            raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', and indented below it '{leaf}:'")
+
+
+def default_experiment(model: str | None) -> str:
+    """The experiment of a command line that names none: the demo for its own model, gerl's defaults for another."""
+    return "signs" if model in (None, "signs") else "plain"
+
+
+def experiments() -> list[str]:
+    """The names of the shipped experiments."""
+    return shipped("experiment")
+
+
+def shipped(group: str) -> list[str]:
+    """The names of the shipped yaml files of `group` (experiment, algorithm)."""
+    return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
+
+
+def algorithm_of(preset: str) -> str:
+    """The `algorithm.name` of a shipped `algorithm=PRESET`; empty for another one."""
+    return str(preset_of(preset).name) if preset in shipped("algorithm") else ""
+
+
+@functools.cache
+def preset_of(preset: str) -> DictConfig:
+    """The keys of the block `algorithm` that a shipped preset sets."""
+    block = OmegaConf.load(config_folder() / "algorithm" / f"{preset}.yaml").algorithm
+    assert isinstance(block, DictConfig)
+    return block
+
+
+def no_such(group: str, value: str) -> str:
+    """The sentence for an experiment or algorithm that there is none of."""
+    names = shipped(group)
+    near = near_names(value, names)
+    if group == "experiment" and Path(value + ".yaml").is_file():
+        near = [f"{value}.yaml"]
+    if known := other_value(group, value):
+        return f"{group}={value}: there is no such {group}{known}; --help lists all"
+    own = ", or give the path of your own .yaml file" if group == "experiment" else ""
+    hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{own}"
+    return f"{group}={value}: there is no such {group}; {hint}"
+
+
+# --- Hydra's own options: `-m` for sweeps, `--cfg job` to look, `--config-dir` for experiments of your own.
+#
+# The first two are of training, the last one of every command that takes an experiment.
+
+MULTIRUN = ("-m", "--multirun")
+SHOW = ("-c", "--cfg")
+FOLDER = ("-cd", "--config-dir")
+
+
+@dataclass(frozen=True)
+class HydraOptions:
+    """The arguments without Hydra's options.
+
+    multirun: train once for each combination of the values given. shown: only print the configuration.
+    """
+
+    arguments: list[str]
+    multirun: bool = False
+    shown: bool = False
+
+
+def hydra_options(given: Sequence[str]) -> HydraOptions:
+    """Take Hydra's options out of the arguments of a command line; raises `ConfigError` for what they cannot be.
+
+    With `--config-dir DIR`, `experiment=NAME` becomes the path of a file in DIR/experiment or DIR, and `algorithm=NAME`
+    that of one in DIR/algorithm.
+    """
+    rest, values = list[str](), dict[str, str]()
+    waiting = iter(given)
+    for argument in waiting:
+        name, equals, value = argument.partition("=")
+        kind = next((kind for kind in (MULTIRUN, SHOW, FOLDER) if name in kind), None)
+        if kind is None:
+            rest.append(argument)
+        elif kind is MULTIRUN:
+            if equals:
+                raise ConfigError(f"{argument}: {name} takes no value, write {name} alone, before or after the keys")
+            values[MULTIRUN[-1]] = name
+        else:
+            value = value if equals else next(waiting, "")
+            if kind[-1] in values:
+                raise ConfigError(f"{name} is given twice: keep one")
+            if not value:
+                raise ConfigError(f"{name} is empty: expected {name} {'job' if kind is SHOW else 'a folder'}")
+            values[kind[-1]] = value
+    shown = values.get(SHOW[-1])
+    if shown not in (None, "job"):
+        raise ConfigError(f"--cfg {shown}: use job, the configuration of the run; Hydra's own is not shown")
+    if shown and MULTIRUN[-1] in values:
+        raise ConfigError(f"{values[MULTIRUN[-1]]} and --cfg: a sweep has many configurations; keep one of them")
+    if (folder := values.get(FOLDER[-1])) is not None:
+        rest = _from_folder(rest, Path(folder).expanduser())
+    return HydraOptions(rest, MULTIRUN[-1] in values, shown is not None)
+
+
+def without_options(given: Sequence[str]) -> list[str]:
+    """As `hydra_options`, for the commands that do not train; raises `ConfigError` for what only training has."""
+    options = hydra_options(given)
+    if options.multirun or options.shown:
+        name = next(argument for argument in given if argument.partition("=")[0] in MULTIRUN + SHOW)
+        does = "trains with several values" if options.multirun else "prints a configuration"
+        raise ConfigError(f"{name}: only gerl train {does}; remove it here")
+    return options.arguments
+
+
+def quoted(value: str) -> str:
+    """A text as Hydra reads it back, whatever is in it."""
+    return QuotedString(value, Quote.single).with_quotes()
+
+
+def spelled(value: object) -> str:
+    """A plain value as Hydra's command line has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)}: {spelled(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(spelled, value)) + "]"
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _key(key: object) -> str:
+    """A key of a dictionary, which Hydra knows without quotes only."""
+    return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key))
+
+
+def _from_folder(arguments: Sequence[str], folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {folder}: there is no such folder; use the one with your experiments")
+    return [_own(argument, folder) for argument in arguments]
+
+
+def _own(argument: str, folder: Path) -> str:
+    """`experiment=NAME[,NAME ...]`, or `algorithm=`, with the paths of those that are files in the folder."""
+    group, _, names = argument.partition("=")
+    return (
+        f"{group}={','.join(_path(group, name, folder) for name in names.split(','))}" if group in CHOICES else argument
+    )
+
+
+def files_in(group: str, folder: Path) -> list[str]:
+    """The names by which `group=NAME` finds the files of a `--config-dir`."""
+    return sorted({file.stem for place in _places(group, folder) for file in place.glob("*.y*ml")})
+
+
+def _places(group: str, folder: Path) -> tuple[Path, ...]:
+    return (folder / "experiment", folder) if group == "experiment" else (folder / group,)
+
+
+def _path(group: str, name: str, folder: Path) -> str:
+    places = _places(group, folder)
+    files = [place / f"{name}{suffix}" for place in places for suffix in ("", ".yaml", ".yml")]
+    if name and not Path(name).is_file():  # a path of its own stays one
+        if (
+            file := next((file for file in files if file.suffix in (".yaml", ".yml") and file.is_file()), None)
+        ) is not None:
+            return str(file)
+        if not name.endswith((".yaml", ".yml")) and name not in shipped(group):
+            there = files_in(group, folder)
+            near = near_names(name, [*there, *shipped(group)])
+            hint = f"did you mean {either(near)}?" if near else f"it has {', '.join(there) or 'none'}"
+            raise ConfigError(f"{group}={name}: there is no such file in --config-dir {folder}; {hint}")
+    return name
+
+
+# --- Arguments `key=value` in the grammar of Hydra: read one by one, and set in nested dictionaries.
+#
+# Hydra is asked what a value is; which keys there are, and what setting one means, is decided here.
+
+# a source of prompts with a split, which Hydra takes for the beginning of a list
+HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[\]]*\])+\]""")
+PROMPTS = ("data.train", "validation.data")
+TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
+WHOLE = "reward.scorers"  # a dictionary that is replaced where it is given as a whole; others are merged
+
+
+def key_of(argument: str) -> str:
+    """The key of an argument, without the signs of Hydra."""
+    return argument.partition("=")[0].lstrip("+~")
+
+
+def read(argument: str) -> Override:
+    """An argument as Hydra reads it; a value that its grammar has no form for is a text, or YAML in brackets.
+
+    Raises `ConfigError` for what can be read in neither way.
+    """
+    name, equals, value = argument.partition("=")
+    if key_of(argument) in PROMPTS:
+        argument = HUB_SOURCE.sub(lambda source: f"'{source[0]}'", argument)
+    if (parsed := _parsed(argument)) is not None:
+        return parsed
+    if equals and (parsed := _parsed(f"{name}=0")) is not None and not _is_slip(value):
+        plain = _flow(value) if _is_bracketed(value) else value
+        if plain is not None:
+            return replace(parsed, _value=plain, input_line=argument)
+    raise ConfigError(_unreadable(argument))
+
+
+def readable(argument: str) -> str:
+    """The argument as Hydra's own parser takes it; raises as `read`."""
+    override = read(argument)
+    line = override.input_line or argument
+    return line if _parsed(line) is not None else f"{line.partition('=')[0]}={spelled(override.value())}"
+
+
+@functools.cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+def _parsed(argument: str) -> Override | None:
+    try:
+        return _parser().parse_override(argument)
+    except (HydraException, ValueError):  # a cast such as int(x) of what is no number
+        return None
+
+
+def _is_slip(value: str) -> bool:
+    """Whether a value that cannot be read was meant in another way than as a text."""
+    return value[:1] in ("", "=", "'", '"') or value[-1] in "'\"" or bool(TYPOGRAPHIC.match(value))
+
+
+def _is_bracketed(value: str) -> bool:
+    """Whether it is meant as a list or a dictionary; `[a] b.txt` is a text."""
+    closed = all(value.count(opening) == value.count(closing) for opening, closing in ("[]", "{}"))
+    return value[0] in "[{" and (value[-1] in "]}" or not closed)
+
+
+def _flow(text: str) -> Any:
+    """A list or dictionary in YAML's form with brackets; None where it is none."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError):
+        return None
+
+
+def _unreadable(argument: str) -> str:
+    """The sentence for an argument with an equals sign that cannot be read."""
+    name, _, value = argument.partition("=")
+    key = nearest_key(re.sub(r"[^\w.]+|\.{2,}", ".", name.lstrip("+~")).strip("."))
+    if key is not None and key != name.lstrip("+~"):
+        return f"{argument}: expected key=value, did you mean {key!r}; {LISTED}"
+    if value.startswith("="):
+        return f"{argument}: one equals sign is enough, write {name}={value.lstrip('=')}"
+    plain = TYPOGRAPHIC.sub("", value)
+    if plain not in ("", value) and _parsed(f"{name}={plain}") is not None:
+        return f"{argument}: typographic quotes are not supported, write {name}={plain}"
+    if any(value.count(opening) != value.count(closing) for opening, closing in ("[]", "{}")):
+        return f"{argument}: unbalanced brackets; write lists as [1,2] and dictionaries as {{a: 1}}"
+    return f"{argument}: expected key=value; correct the quotes or brackets of its value; {LISTED}"
+
+
+def check_one_value(given: Sequence[Override]) -> None:
+    """Raise `ConfigError` where arguments give one key two different values, of which Hydra would take the last."""
+    found: dict[str, tuple[str, Override]] = {}
+    for override in (override for override in given if not override.is_delete()):
+        for key, value in _leaves(override.key_or_group, override.value()):
+            before, first = found.setdefault(key, (repr(value), override))
+            if before != repr(value):
+                raise ConfigError(f"{first.input_line} and {override.input_line} are both given: keep one")
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for name, part in value.items():
+            yield from _leaves(f"{key}.{name}", part)
+    else:
+        yield key, value
+
+
+def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = False) -> None:
+    """Set, add and take away keys in nested `values`, in the order in which they are given; raises `ConfigError`.
+
+    again: `values` may be what the same arguments made before: what is to be added may be there, and what is to be
+    taken away may be gone.
+    """
+    blocks = list(values)
+    for override in given:
+        key, value = override.key_or_group, override.value()
+        *names, leaf = key.split(".")
+        if "/" in key or override.package is not None or (names or [leaf])[0] not in blocks:
+            raise no_such_key(key)
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"{override.input_line or key}: expected one value; write a list as [1,2], a number with a point "
+                "as in 0.5, and quote a string with a comma, as in \"'a, b'\"; -m trains once with each of several "
+                "values"
+            )
+        if override.is_delete():
+            _take_away(values, override, again)
+            continue
+        place = _place(values, names, key)
+        old = place.get(leaf)
+        merged = isinstance(value, dict) and isinstance(old, dict) and (key != WHOLE or override.is_add())
+        if override.is_add() and old is not None and not merged and not again:
+            raise ConfigError(f"+{key}: the key exists, set it without the plus sign")
+        place[leaf] = _merged(old, value) if merged else value
+
+
+def _place(values: dict[str, Any], names: Sequence[str], key: str) -> dict[str, Any]:
+    """The dictionary that has, or shall have, the last part of `key`."""
+    place = values
+    for name in names:
+        if place.get(name) is None:
+            place[name] = {}
+        place = place[name]
+        if not isinstance(place, dict):
+            raise no_such_key(key)
+    return place
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return {**old, **{name: _merged(old.get(name), part) for name, part in new.items()}}
+
+
+def _take_away(values: dict[str, Any], override: Override, again: bool) -> None:
+    """Have `~KEY` leave the default of a key, and no entry of a dictionary."""
+    key, value = override.key_or_group, override.value()
+    if key in ("algorithm", "algorithm.name"):
+        raise ConfigError(f"~{key}: a run has one algorithm; choose another with algorithm=NAME")
+    *names, leaf = key.split(".")
+    place: Any = values
+    for name in names:
+        place = place.get(name) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or leaf not in place:
+        scorers = values.get("reward", {}).get("scorers") or {}
+        other = key.startswith(f"{WHOLE}.") and key.split(".")[2] not in scorers
+        if again or (nearest_key(key) == key and not other):
+            return  # it has its default already
+        entries = f"; there are {', '.join(scorers)}" if other and scorers else did_you_mean(key)
+        raise ConfigError(f"~{key}: there is no such key{entries}; {LISTED}")
+    if value is not None and value != place[leaf]:
+        raise ConfigError(f"~{key}={value}: it is {shown(place[leaf])}; omit the value, or set the key to another")
+    del place[leaf]
+
+
+def no_such_key(key: str) -> ConfigError:
+    """The error for a key that there is none of."""
+    return ConfigError(f"{key}: there is no such key{did_you_mean(key)}; {LISTED}")

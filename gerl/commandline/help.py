@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import experiments, shipped
+from gerl.commandline.composition import compose_run, experiments, shipped
 from gerl.config import keys
 from gerl.config.algorithms import BY_NAME
 

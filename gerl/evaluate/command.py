@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import make_folder, run_command
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import default_experiment
-from gerl.commandline.imports import importing
+from gerl.commandline.command import importing, make_folder, run_command
+from gerl.commandline.composition import compose_run, default_experiment
 from gerl.config import Config
 from gerl.data.sources import named
 from gerl.errors import ConfigError
@@ -23,8 +21,7 @@ from gerl.rewards.total import check_any_scored, check_columns, looking_always, 
 from gerl.run.progress import Progress
 
 if TYPE_CHECKING:
-    from gerl.evaluate.comparison import Drawn, Results
-    from gerl.evaluate.suite_results import SuiteResults
+    from gerl.evaluate.comparison import Drawn, Results, SuiteResults
 
 logger = logging.getLogger("gerl")
 
@@ -121,8 +118,7 @@ def run(request: Request) -> Evaluation:
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     with importing():
         from gerl.cluster import Cluster
-        from gerl.evaluate.comparison import compare
-        from gerl.evaluate.suite_results import tasks_of
+        from gerl.evaluate.comparison import compare, tasks_of
         from gerl.evaluate.worker import draw
 
     tasks = {} if request.suite is None else tasks_of(request.suite.suite, prompts)
@@ -172,7 +168,7 @@ def _prompts(request: Request) -> list[Prompt]:
 
 def _measured(request: Request, tasks: dict[int, str], rows: "list[Drawn]") -> "SuiteResults | None":
     """The numbers of the suite, with all deviations from it."""
-    from gerl.evaluate.suite_results import SuiteResults, measure, unfinished
+    from gerl.evaluate.comparison import SuiteResults, measure, unfinished
 
     if request.suite is None:
         return None
@@ -250,9 +246,8 @@ def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned
 
 def report(request: Request, found: Evaluation) -> None:
     """Write the files, if there is a folder for them, and log the table; raises `GerlError` if that is not possible."""
-    from gerl.evaluate.files import narrow, table, write_files  # these import torch
-    from gerl.evaluate.suite_results import facts as suite_facts
-    from gerl.evaluate.suite_results import sheets, text
+    from gerl.evaluate.comparison import facts as suite_facts
+    from gerl.evaluate.comparison import narrow, sheets, table, text, write_files  # these import torch
 
     prompts = len({row.prompt_id for row in found.rows})
     drawn = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"

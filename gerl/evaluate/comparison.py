@@ -1,15 +1,26 @@
-"""Variants of a model on the same prompts and noise: what is drawn, and how far its scores are apart."""
+"""Variants of a model on the same prompts and noise: their differences, and their results as files and tables."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
 
 from gerl.algorithms.planning import validation_seed
-from gerl.evaluate.names import BASE
-from gerl.pages.images import thumbnail
-from gerl.protocol import Images, Sample, Scores
-from gerl.rewards.total import TOTAL, row_of
-from gerl.run.validation import Estimate, estimate
-from gerl.utils.condition_images import pictures_of
+from gerl.errors import DataError
+from gerl.evaluate.names import BASE, COLUMNS
+from gerl.evaluate.suites import Column, Pinned, Suite
+from gerl.pages.page import Card, Line, Picture, Sheet, card_page, show, thumbnail
+from gerl.protocol import Images, Prompt, Sample, Scores
+from gerl.rewards.total import TOTAL, distinct_columns, row_of
+from gerl.run.validation import CONFIDENCE, RESAMPLES, Estimate, bootstrap_groups, estimate
+from gerl.utils.condition_images import pictures_of, read_picture
+from gerl.utils.files import csv_text, finite, write_file
+
+# --- Variants of a model on the same prompts and noise: what is drawn, and how far its scores are apart
 
 FEW_PROMPTS = 20  # with fewer the percentile interval is clearly too narrow
 WIDTH = 384  # pixels, to which a wider picture is reduced
@@ -110,3 +121,321 @@ def _paired(
 
 def _win(own: float, base: float) -> float:
     return 1.0 if own > base else 0.5 if own == base else 0.0
+
+
+# --- Human-readable results of a comparison: the table of the log, `scores.csv`, `summary.json` and `gallery.html`
+
+HEAD = ("variant", "column", "prompts", "mean", "95 % interval", "vs base", "95 % interval", "wins", "95 % interval")
+
+
+def table(results: Results) -> str:
+    """The results for the eye: a block for each column, or for several that are the same."""
+    blocks: dict[str, list[str]] = {}
+    width = max(len(variant) for variants in results.values() for variant in variants)
+    for column, variants in results.items():
+        blocks.setdefault("\n".join(_line(v, result, width) for v, result in variants.items()), []).append(column)
+    head = f"{'':<{width}} {'mean':>10}   {'95 % interval':<22} {'to base':>10}   {'95 % interval':<22} wins"
+    return "\n\n".join(f"{' = '.join(names)}\n{head}\n{lines}" for lines, names in blocks.items())
+
+
+def narrow(results: Results) -> str | None:
+    """The sentence for intervals over too few prompts to be believed, None where there are enough."""
+    count = min(result.mean.count for result in results[TOTAL].values())
+    if count >= FEW_PROMPTS:
+        return None
+    return (
+        f"The intervals are over {count} prompt{'' if count == 1 else 's'}: below {FEW_PROMPTS} they are too "
+        "narrow to be meaningful; use more prompts."
+    )
+
+
+def _line(variant: str, result: Result, width: int) -> str:
+    mean, likely, gain, likely_gain, wins, _ = _cells(result)
+    return f"{variant:<{width}} {mean:>10}   {likely:<22} {gain:>10}   {likely_gain:<22} {wins}".rstrip()
+
+
+def _cells(result: Result) -> list[str]:
+    """Mean, difference to the base and wins, each with its interval; the last two empty for the base itself."""
+    cells = [show(result.mean.mean), interval(result.mean)]
+    if result.difference is None or result.win_rate is None:
+        return [*cells, "", "", "", ""]
+    cells += [show(result.difference.mean, "+"), interval(result.difference, "+")]
+    return [*cells, percent(result.win_rate.mean), interval(result.win_rate)]
+
+
+def percent(value: float) -> str:
+    """A share as a percentage."""
+    return "-" if math.isnan(value) else f"{value:.0%}".replace("%", " %")
+
+
+def interval(estimate: Estimate, sign: str = "") -> str:
+    """The interval of an estimate."""
+    return "-" if math.isnan(estimate.low) else f"{show(estimate.low, sign)} to {show(estimate.high, sign)}"
+
+
+def write_files(
+    folder: Path,
+    title: str,
+    rows: Sequence[Drawn],
+    results: Results,
+    facts: Mapping[str, object],
+    sheets: Sequence[Sheet] = (),
+) -> list[Path]:
+    """Write `scores.csv`, `summary.json` (`facts` and `results`) and `gallery.html` to `folder`; returns their paths.
+
+    sheets: tables at the top of the gallery.
+
+    Raises `GerlError` if one cannot be written.
+    """
+    cells: list[dict[str, object]] = [
+        {"prompt_id": row.prompt_id, "image": row.index, "seed": row.seed, "variant": row.variant}
+        | {"prompt": row.prompt, **row.values, "failure": row.failure}
+        for row in rows
+    ]
+    plain = {column: {v: asdict(result) for v, result in variants.items()} for column, variants in results.items()}
+    summary = {**facts, "confidence": CONFIDENCE, "resamples": RESAMPLES, "results": finite(plain)}
+    contents = {
+        "scores.csv": csv_text([*COLUMNS[:-1], *columns(rows)[1:], COLUMNS[-1]], cells),
+        "summary.json": json.dumps(summary, indent=1, ensure_ascii=False) + "\n",
+        "gallery.html": page(title, rows, results, sheets),
+    }
+    for name, content in contents.items():
+        write_file(folder / name, content)
+    return [folder / name for name in contents]
+
+
+def page(title: str, rows: Sequence[Drawn], results: Results, sheets: Sequence[Sheet] = ()) -> str:
+    """The gallery: a row for each prompt and image, a picture for each variant; sorted by what the first LoRA gained.
+
+    Every line of the table sorts: that of a LoRA by its difference to the base, that of the base by its scores.
+    """
+    labels = distinct_columns(rows)
+    places = [(column, variant) for column, variants in results.items() for variant in variants if column in labels]
+    drawn: dict[tuple[int, int], dict[str, Drawn]] = {}
+    for row in rows:
+        drawn.setdefault((row.prompt_id, row.index), {})[row.variant] = row
+    note = (
+        f"{len(drawn)} row{'' if len(drawn) == 1 else 's'}: the same prompt and the same noise for all. Click a "
+        "LoRA to sort by its gain over the base, or the base to sort by its score; click again to reverse the "
+        f"order.{' ' + few if (few := narrow(results)) else ''}"
+    )
+    chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, or the base's scores
+    lines = [
+        Line(variant, [labels[column], str(result.mean.count), *_cells(result)], first=result.difference is None)
+        for column, variants in results.items()
+        if column in labels
+        for variant, result in variants.items()
+    ]
+    cards = [_card(row, places, labels) for row in drawn.values()]
+    return card_page(title, note, HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=sheets)
+
+
+def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
+    """The row of a prompt and image, the pictures that were given with the prompt first."""
+    base = drawn[BASE]
+    pictures = [
+        Picture(thumbnail(np.asarray(read_picture(path)), WIDTH), "given with the prompt", note="given")
+        for path in base.given
+    ]
+    for variant, row in drawn.items():
+        gain = None if variant == BASE else _value(drawn, TOTAL, variant)
+        shown, trend = "" if gain is None else show(gain, "+"), "" if not gain else "up" if gain > 0 else "down"
+        alt = f"{variant}: {row.prompt}"
+        scores = {label: row.values[name] for name, label in labels.items() if name in row.values}
+        pictures.append(Picture(row.picture, alt, variant, shown, trend, failure=row.failure, scores=scores))
+    values = [_value(drawn, column, variant) for column, variant in places]
+    return Card(pictures, values, base.prompt, note=f"image {base.index + 1}" if base.index else "")
+
+
+def _value(drawn: Mapping[str, Drawn], column: str, variant: str) -> float | None:
+    """The score of the base, or how much that of another variant is above it."""
+    own, base = (drawn[name].values.get(column) for name in (variant, BASE))
+    return own if variant == BASE else None if own is None or base is None else own - base
+
+
+# --- The numbers of a suite: its columns and tasks as measured, beside the rows that were published
+
+SUITE_HEAD = ("measured here", "variant", "prompts", "mean", "95 % interval", "vs base", "95 % interval")
+Place = tuple[int, int]  # prompt and image
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A column of the suite for a variant, over its prompts or tasks, or over the prompts of one `task`."""
+
+    column: str
+    variant: str
+    mean: Estimate
+    difference: Estimate | None
+    task: str | None = None
+
+
+@dataclass(frozen=True)
+class SuiteResults:
+    """Results of a suite. deviations: how they differ from the published protocol, beyond `pinned.suite.differs`."""
+
+    pinned: Pinned
+    measured: tuple[Measured, ...]
+    deviations: tuple[str, ...]
+
+
+def tasks_of(suite: Suite, prompts: Sequence[Prompt]) -> dict[int, str]:
+    """The task of each prompt by its id, empty where the suite has none; raises `DataError` for an unknown one."""
+    if suite.tasks is None:
+        return {}
+    found = {prompt.id: str(prompt.metadata.get(suite.tasks.column)) for prompt in prompts}
+    if odd := [task for task in found.values() if task not in suite.tasks.names]:
+        raise DataError(
+            f"a prompt of the suite has {suite.tasks.column}={odd[0]}, expected one of {', '.join(suite.tasks.names)}"
+        )
+    return found
+
+
+def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[Drawn]) -> list[Measured]:
+    """Each column of the suite that was scored for each variant, and where it is over tasks, each task."""
+    variants = list(dict.fromkeys(row.variant for row in rows))
+    found = []
+    for name, column in suite.columns.items():
+        scores = {v: _scores(rows, v, name, column.factor) for v in variants}
+        if not any(scores.values()):
+            continue
+        for variant in variants:
+            gains = {p: s - scores[BASE][p] for p, s in scores[variant].items() if p in scores[BASE]}
+            parts = (_by_prompt(scores[variant]), None if variant == BASE else _by_prompt(gains))
+            found += [Measured(name, variant, *_estimates(parts, column, tasks))]
+            for task in suite.tasks.names if suite.tasks and column.over == "tasks" else ():
+                own = [part and {p: v for p, v in part.items() if tasks[p] == task} for part in parts]
+                if own[0]:
+                    found.append(Measured(name, variant, *_estimates(own, column, tasks), task))
+    return sorted(found, key=lambda m: (list(suite.columns).index(m.column), m.task is not None, _rank(suite, m.task)))
+
+
+def _rank(suite: Suite, task: str | None) -> int:
+    return suite.tasks.names.index(task) if suite.tasks and task is not None else -1
+
+
+def _scores(rows: Sequence[Drawn], variant: str, column: str, factor: float) -> dict[Place, float]:
+    own = ((row, row.values.get(column)) for row in rows if row.variant == variant)
+    return {(row.prompt_id, row.index): value * factor for row, value in own if value is not None}
+
+
+def _by_prompt(scores: Mapping[Place, float]) -> dict[int, float]:
+    """The mean over the images of each prompt."""
+    groups: dict[int, list[float]] = {}
+    for (prompt, _), value in scores.items():
+        groups.setdefault(prompt, []).append(value)
+    return {prompt: math.fsum(values) / len(values) for prompt, values in groups.items()}
+
+
+def _estimates(
+    parts: Sequence[Mapping[int, float] | None], column: Column, tasks: Mapping[int, str]
+) -> tuple[Estimate, Estimate | None]:
+    """Mean and difference of values by prompt."""
+    mean, difference = (None if part is None else _estimate(part, column, tasks) for part in parts)
+    assert mean is not None
+    return mean, difference
+
+
+def _estimate(values: Mapping[int, float], column: Column, tasks: Mapping[int, str]) -> Estimate:
+    """The mean over prompts, or of the means of the tasks; resampled are the prompts, task by task."""
+    key = (lambda prompt: tasks[prompt]) if column.over == "tasks" else lambda _: ""
+    ordered = sorted(values, key=key)
+    groups = [[values[prompt] for prompt in members] for _, members in groupby(ordered, key)]
+    mean = math.fsum(math.fsum(group) / len(group) for group in groups) / len(groups) if groups else math.nan
+    low, high = bootstrap_groups(groups) if any(len(group) > 1 for group in groups) else (math.nan, math.nan)
+    return Estimate(mean, low, high, len(values))
+
+
+def unfinished(pinned: Pinned, tasks: Mapping[int, str], rows: Sequence[Drawn]) -> list[str]:
+    """The parts of the suite that `rows` lack: prompts not drawn, tasks without any, images without a score."""
+    wanted = pinned.suite.prompts
+    assert wanted is not None  # it is not missing
+    drawn = {row.prompt_id for row in rows}
+    found = [] if len(drawn) == wanted.count else [f"{len(drawn)} of {wanted.count} prompts"]
+    if pinned.suite.tasks is not None:
+        without = [task for task in pinned.suite.tasks.names if task not in {tasks[prompt] for prompt in drawn}]
+        found += [f"no prompt of {', '.join(without)}"] if without else []
+    for name, column in pinned.suite.columns.items():
+        scored = sum(row.values.get(name) is not None for row in rows)
+        if 0 < scored < len(rows):
+            found.append(f"{len(rows) - scored} of {len(rows)} images without {column.measured}")
+    return found
+
+
+def remarks(results: SuiteResults) -> list[str]:
+    """All that has to be said with the numbers: the protocol, and all that differs from it."""
+    pinned, suite = results.pinned, results.pinned.suite
+    lines = [f"{suite.title} ({suite.source})"]
+    if pinned.protocol is not None:
+        lines.append(f"protocol {pinned.protocol}: {suite.protocols[pinned.protocol].source}")
+    lines += [] if results.measured else ["none of its columns was scored"]
+    lines += [f"not measured: {text}" for text in pinned.absent]
+    lines += [f"differs in gerl: {text}" for text in suite.differs]
+    lines += [f"no published rows: {suite.unpublished}"] if suite.unpublished else []
+    lines += [f"DEVIATION, not the published protocol: {text}" for text in results.deviations]
+    return lines
+
+
+def sheets(results: SuiteResults) -> list[Sheet]:
+    """A table of the measured numbers with all remarks, and apart from it one of the published rows."""
+    suite = results.pinned.suite
+    measured = Sheet(
+        f"suite {results.pinned.name}" + (", with deviations" if results.deviations else ""),
+        remarks(results),
+        SUITE_HEAD,
+        [_suite_line(suite, m) for m in results.measured],
+    )
+    sources = list(dict.fromkeys(row.source for row in suite.published))
+    tasks = suite.tasks.names if suite.tasks and any(row.tasks for row in suite.published) else ()
+    head = ("published, not measured here", "trained with", *(c.name for c in suite.columns.values()), *tasks, "source")
+    lines = [
+        (row.model, row.trained or "-", *(show(row.values.get(c)) for c in suite.columns))
+        + (*(show(row.tasks.get(task)) for task in tasks), f"[{sources.index(row.source) + 1}]")
+        for row in suite.published
+    ]
+    notes = [f"[{i}] {source}" for i, source in enumerate(sources, start=1)]
+    return [measured, Sheet("published, not measured here", notes, head, lines)] if lines else [measured]
+
+
+def _suite_line(suite: Suite, measured: Measured) -> tuple[str, ...]:
+    column = suite.columns[measured.column]
+    over = f"{column.measured}, mean over tasks" if column.over == "tasks" else column.measured
+    mean, gain = measured.mean, measured.difference
+    gained = ("", "") if gain is None else (show(gain.mean, "+"), interval(gain, "+"))
+    task = measured.task
+    if task is not None and task.isdigit() and suite.tasks is not None:
+        task = f"{suite.tasks.column} {task}"
+    name = f"  {task}" if task else over
+    return (name, measured.variant, str(mean.count), show(mean.mean), interval(mean), *gained)
+
+
+def text(results: SuiteResults) -> str:
+    """The sheets for the log."""
+    blocks = []
+    for sheet in sheets(results):
+        table = [sheet.head, *sheet.lines]
+        widths = [max(len(line[i]) for line in table) for i in range(len(sheet.head))]
+        lines = ["   ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        blocks.append("\n".join([sheet.title, *sheet.remarks, "", *lines]))
+    return "\n\n".join(blocks)
+
+
+def facts(results: SuiteResults) -> dict[str, object]:
+    """The results for `summary.json`: `published` holds nothing that was measured, `measured` nothing published."""
+    pinned, suite = results.pinned, results.pinned.suite
+    assert suite.prompts is not None  # it is not missing
+    protocol = None if pinned.protocol is None else asdict(suite.protocols[pinned.protocol])
+    return {
+        "name": pinned.name,
+        "title": suite.title,
+        "source": suite.source,
+        "prompts": asdict(suite.prompts),
+        "protocol": None if protocol is None else {"name": pinned.protocol, **protocol},
+        "protocol_kept": not results.deviations,
+        "deviations": list(results.deviations),
+        "differs": list(suite.differs),
+        "not_measured": list(pinned.absent),
+        "measured": [asdict(m) for m in results.measured],
+        "published": [asdict(row) for row in suite.published],
+        "unpublished": suite.unpublished,
+    }

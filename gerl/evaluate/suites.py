@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from gerl.commandline.files import either, near_names, read_yaml
+from gerl.commandline.form import either, near_names, read_yaml
 from gerl.config import Config
 from gerl.config.changes import Change, Settings, changes, flat_settings, scorers_of, settings_of, shown
 from gerl.errors import ConfigError, DataError

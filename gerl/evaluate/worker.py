@@ -10,7 +10,7 @@ import torch
 
 from gerl.algorithms.planning import plan_validation
 from gerl.cluster import Cluster, Pending, WorkerGroup
-from gerl.commandline.waiting import waiting
+from gerl.commandline.command import waiting
 from gerl.config import Config
 from gerl.evaluate.comparison import Drawn, Task, drawn, plan
 from gerl.evaluate.names import BASE
@@ -26,7 +26,7 @@ from gerl.rewards.manager import RewardManager
 from gerl.run.checkpoint import models_in
 from gerl.trainer.overlong import sentences
 from gerl.trainer.rollouts import PendingRollout
-from gerl.utils.logs import capture_logs, pass_on_logs
+from gerl.utils.files import capture_logs, pass_on_logs
 from gerl.workers.fleet import RoundRobin
 from gerl.workers.rollout import Rollout
 

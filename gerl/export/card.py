@@ -1,20 +1,30 @@
-"""The model card of a LoRA, made from the folder of its run."""
+"""The model card of a LoRA, made from the folder of its run: its pictures, and facts of the base model."""
 
+import io
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jinja2
-from huggingface_hub import ModelCardData
+import numpy as np
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, model_info
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import httpx
+from PIL import Image
 
 from gerl.config import sources
-from gerl.errors import ConfigError, GerlError
-from gerl.export.base_model import BaseModel, public
-from gerl.export.pictures import prompt_grid, reward_curve, shown_prompts
-from gerl.model.paths import SHIPPED, WEIGHTS
-from gerl.run.card import CARD, read_sessions, version_of
+from gerl.errors import ConfigError, GerlError, ModelError
+from gerl.export.upload import Base
+from gerl.model.paths import SHIPPED, WEIGHTS, resolve
+from gerl.pages.page import grid, still
+from gerl.run.card import CARD, read_sessions, redact, version_of
+from gerl.run.charts import Rows, series
 from gerl.run.settings import changes, get
 from gerl.run.tracking import read_metrics
 from gerl.run.usage import ASSETS, program
@@ -27,6 +37,81 @@ from gerl.run.validation import (
     mean,
     standard_error,
 )
+from gerl.utils.files import reason
+
+# --- Facts of the base model for a model card, as far as they are at hand: its class, its licence, its name
+
+logger = logging.getLogger("gerl")
+PATIENCE = 10.0  # seconds for the hub's answer
+PATH = re.compile(r"(?<![\w./@~-])(?:~|\.{1,2})?/(?!/)(?:[^\s/'\"\],}]+/)*([^\s/'\"\],}]+)")
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The base as a card shows it. hub_id: None for a folder. pipeline: its class; licence: as on its card."""
+
+    shown: str
+    hub_id: str | None
+    pipeline: str | None
+    licence: str | None
+    licence_fields: dict[str, str]  # for the header of a card
+    merged: str | None
+
+
+def base_model(base: Base) -> BaseModel:
+    """Look the base up in its folder, or on the hub; what cannot be found out is None, which the log says."""
+    hub_id = base.path if is_hub_id(base.path) else None
+    fields = _licence_entry(base.path, hub_id)
+    shipped = base.path in SHIPPED
+    shown = f"`{base.path}`, which ships with gerl" if shipped else f"`{public(base.path)}`"
+    if hub_id is not None:
+        shown = f"[{hub_id}](https://huggingface.co/{hub_id})"
+    licence = fields.get("license_name") if fields.get("license") == "other" else fields.get("license")
+    merged = None if base.merged is None else public(base.merged)
+    return BaseModel(shown, hub_id, _pipeline(base.path), licence or fields.get("license"), fields, merged)
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether `model.path` names a model of the hub."""
+    try:
+        return resolve(path) == path and not Path(path).exists()
+    except ModelError:  # a folder that is no longer there
+        return False
+
+
+def public(value: str) -> str:
+    """A text without secrets, and with the names of files in place of their paths on this machine."""
+    return PATH.sub(r"\1", redact(value))
+
+
+def _pipeline(path: str) -> str | None:
+    try:
+        return str(diffusers.DiffusionPipeline.load_config(resolve(path)).get("_class_name"))
+    except (ModelError, OSError, ValueError, httpx.TransportError) as error:
+        logger.warning("the base model %s is not available: the card says less about it (%s)", path, reason(error))
+        return None
+
+
+def _licence_entry(path: str, hub_id: str | None) -> dict[str, str]:
+    """`license`, `license_name` and `license_link` of the card of the base; empty where they are not known."""
+    if path in SHIPPED:
+        return {"license": "apache-2.0"}  # that of gerl
+    data: Any = None
+    try:
+        if hub_id is not None:
+            data = model_info(hub_id, timeout=PATIENCE).card_data
+        elif (readme := Path(resolve(path)) / "README.md").is_file():
+            data = ModelCard.load(readme, ignore_metadata_errors=True).data
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError, ModelError) as error:
+        logger.warning("the licence of %s is unknown: its card cannot be read (%s)", path, reason(error))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        logger.warning("the licence of %s is unknown: its README.md cannot be read (%s)", path, reason(error))
+    found = {} if data is None else data.to_dict()
+    names = ("license", "license_name", "license_link")
+    return {name: str(found[name]) for name in names if isinstance(found.get(name), str)}
+
+
+# --- The model card of a LoRA, made from the folder of its run
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 HIDDEN = ("checkpoint", "cluster", "logger")  # blocks that say nothing about the LoRA
@@ -311,3 +396,55 @@ def _cell(text: str) -> str:
 
 def _code(text: str) -> str:
     return f"`{_cell(text)}`" if "`" not in text else _cell(text)
+
+
+# --- The pictures of a model card: the same held-out prompts before and after, and the curve of the reward
+
+SHOWN, COLUMNS = 8, 4  # prompts in a grid
+
+
+def shown_prompts(first: Validation, last: Validation) -> list[int]:
+    """Up to `SHOWN` prompts that have a picture in both, spread evenly over the file whatever they gained."""
+    shown = set(first.shown) & set(last.shown)
+    same = [i for i in first.first_rows if i in shown and first.prompts[i] == last.prompts[i]]
+    count = min(SHOWN, len(same))
+    return [same[k * len(same) // count] for k in range(count)]
+
+
+def prompt_grid(validation: Validation, prompts: Sequence[int]) -> bytes:
+    """The pictures of `prompts` with their rewards, as a PNG."""
+    rewards = [validation.rewards[i] for i in prompts]
+    captions = ["not scored" if reward is None else f"reward {reward:.3f}" for reward in rewards]
+    images = [still(validation.pixels[validation.shown.index(i)]) for i in prompts]
+    return _png(grid(images, captions, columns=COLUMNS, min_width=192))
+
+
+def reward_curve(rows: Rows, errors: Mapping[int, float]) -> bytes | None:
+    """The reward of the training and of the held-out prompts over the steps, as a PNG; None if none was measured.
+
+    errors: step -> standard error of the held-out mean.
+    """
+    training, held_out = series(rows, "reward/mean"), series(rows, "val/reward/mean")
+    if not any(np.isfinite(values).any() for _, values in (training, held_out)):
+        return None
+    from matplotlib.figure import Figure  # in here: a wrong argument is said before it is imported
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*training, linewidth=1, alpha=0.6, label="training prompts of the step")
+    steps, means = held_out
+    bars = [errors.get(int(step), np.nan) for step in steps]
+    axes.errorbar(steps, means, bars, linewidth=2, marker="o", markersize=4, capsize=3, label="held-out prompts")
+    axes.set_xlabel("step")
+    axes.set_ylabel("reward")
+    axes.grid(axis="y", linewidth=0.4)
+    axes.legend(frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "png", optimize=True)
+    return buffer.getvalue()

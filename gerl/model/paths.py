@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx
 
-from gerl.commandline.waiting import waiting
+from gerl.commandline.command import waiting
 from gerl.errors import GerlError, ModelError
 from gerl.utils.files import reason
 

@@ -16,11 +16,8 @@ from gerl.config import Config
 from gerl.data.sources import may_have_pictures, named
 from gerl.errors import GerlError
 from gerl.model.errors import CallRefused, MemoryFull
-from gerl.preflight.faithful import parts_difference, stock_difference
-from gerl.preflight.findings import Report
-from gerl.preflight.forecast import Run, rows_of, sized
-from gerl.preflight.inventory import count_gradients
-from gerl.preflight.measure import Usage, capacity, measured, release
+from gerl.preflight.findings import Report, Run, Usage, capacity, count_gradients, measured, release, rows_of, sized
+from gerl.preflight.replay_checks import parts_difference, stock_difference
 from gerl.protocol import Prompt, RolloutTask, SamplingProbe, UpdateStats
 from gerl.trainer.extensions.kl_in_reward import kl_to_base
 from gerl.utils.condition_images import COLUMNS, pictures_of
@@ -112,7 +109,7 @@ class Bench:
         return Algorithm.plan(algorithm, plan_samples(algorithm.config, prompts, 1, 0))[0]
 
     def compare(self, rollout: int) -> tuple[float, float]:
-        """`faithful.stock_difference` and `parts_difference` of a micro-batch of at most `rollout` images."""
+        """`replay_checks.stock_difference` and `parts_difference` of a micro-batch of at most `rollout` images."""
         task = self.plain_task(build_algorithm(sized(self.config, rollout, rollout)), rollout)
         logger.info("%d images: sampled without noise, and trained one by one", len(task.samples))
 

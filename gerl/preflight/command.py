@@ -24,11 +24,19 @@ from gerl.model.loading import check_model
 from gerl.model.paths import resolve
 from gerl.model.schedulers import SameSigmas
 from gerl.preflight.bench import TEXT, Bench, attempt, first_run, further_runs
-from gerl.preflight.faithful import judge_faithful
-from gerl.preflight.findings import Report, judge_batches, judge_memory, judge_run, write_json
-from gerl.preflight.forecast import Run, forecast_memory, forecast_seconds
-from gerl.preflight.inventory import components
-from gerl.preflight.measure import capacity
+from gerl.preflight.findings import (
+    Report,
+    Run,
+    capacity,
+    components,
+    forecast_memory,
+    forecast_seconds,
+    judge_batches,
+    judge_memory,
+    judge_run,
+    write_json,
+)
+from gerl.preflight.replay_checks import judge_faithful
 from gerl.protocol import Prompt, RolloutTask
 from gerl.utils.condition_images import COLUMNS
 from gerl.workers.worker import PolicyWorker

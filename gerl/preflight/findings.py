@@ -1,19 +1,308 @@
-"""The findings of a preflight: its numbers, sentences on what is wrong with them, and the text on the terminal."""
+"""The findings of a preflight: seconds and memory measured, the forecast of a step, and what is wrong with them."""
 
+import contextlib
+import gc
 import json
+import platform
+import re
 import textwrap
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+import torch
+
+from gerl.algorithms.planning import update_parts
 from gerl.algorithms.signal_checks import probe_warnings, ratio_problem
 from gerl.config import Config
 from gerl.errors import ConfigError
-from gerl.preflight.forecast import Memory, Run, Seconds
-from gerl.preflight.inventory import Component
-from gerl.protocol import RolloutTask, SamplingProbe
+from gerl.protocol import RolloutTask, SamplingProbe, Segment
 from gerl.utils.files import finite, reason
+
+# --- Seconds and memory of a piece of work on a GPU or a CPU, and how the memory grows with its size
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+T = TypeVar("T")
+PROC = Path("/proc")
+RESIDENT = ("self/status", "VmRSS")
+# the memory limit of a container, of cgroup 2 and 1; a number of bytes, or `max`
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Time and memory that a piece of work took.
+
+    `peak`: the most bytes at a time of tensors on the GPU, or on a CPU of the process's resident memory, which holds
+    Python and its libraries as well; None where the system does not tell.
+    """
+
+    seconds: float
+    peak: int | None
+
+
+def measured(device: str, work: Callable[[], T]) -> tuple[T, Usage]:
+    """The result of `work`, and the time and memory it took on `device` (`cpu`, `cuda`, `cuda:0`)."""
+    gpu = device.startswith("cuda")
+    if gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _reset_peak()
+    start = time.perf_counter()
+    result = work()
+    if gpu:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    return result, Usage(seconds, torch.cuda.max_memory_allocated(device) if gpu else _peak())
+
+
+def release(device: str) -> None:
+    """Give back what was freed, after work that ran out of memory."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def capacity(device: str) -> int | None:
+    """Bytes that this process could have, with what it has: of the GPU, or of main memory; None if not known.
+
+    On a CPU that is what the kernel calls available, and at most the limit of the container.
+    """
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    available, own = (_kilobytes(PROC / name, key) for name, key in (("meminfo", "MemAvailable"), RESIDENT))
+    if available is None or own is None:
+        return None
+    limits = [int(text) for path in LIMITS if (text := _read(path).strip()).isdecimal()]
+    return min([available + own, *limits])
+
+
+def _kilobytes(path: Path, key: str) -> int | None:
+    """The bytes of a line `key:  123 kB`."""
+    found = re.search(rf"^{key}:\s*(\d+)", _read(path), re.MULTILINE)
+    return 1024 * int(found[1]) if found else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _reset_peak() -> None:
+    """Let the peak begin anew; where that is not possible it stays that of the whole process."""
+    with contextlib.suppress(OSError):
+        (PROC / "self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _peak() -> int | None:
+    peak = _kilobytes(PROC / "self/status", "VmHWM")
+    if peak is None and resource is not None:
+        unit = 1 if platform.system() == "Darwin" else 1024  # macOS counts bytes
+        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak
+
+
+class Line(NamedTuple):
+    """Bytes as a linear function of a size."""
+
+    fixed: float
+    slope: float
+
+    def at(self, size: float) -> float:
+        """Bytes at `size`."""
+        return self.fixed + self.slope * size
+
+
+def through(points: Mapping[int, float]) -> Line | None:
+    """The line through the smallest and the largest size of `points`; None if it is one size, or nothing grew."""
+    low, high = min(points, default=0), max(points, default=0)
+    if low == high or points[high] <= points[low]:
+        return None
+    slope = (points[high] - points[low]) / (high - low)
+    return Line(points[low] - slope * low, slope)
+
+
+# --- Forecast of a trainer step from one micro-batch that was measured: seconds, memory, and which sizes fit
+
+SPARE = 0.1  # share of the memory that is left free: allocators cannot use all of it
+
+
+@dataclass(frozen=True)
+class Run:
+    """A micro-batch that was drawn and trained on."""
+
+    images: int
+    drawn: int  # rows denoised together
+    trained: int  # rows of a forward and backward
+    rollout: Usage
+    update: Usage
+    step_seconds: float  # of the optimizer
+    trajectories: int  # bytes of the tapes, which stay until the end of a trainer step
+    deviation: float | None  # max |ratio - 1|; None where the algorithm has no such ratio
+    finite: bool  # the gradient
+    gradients: dict[str, int]  # denoiser -> LoRA modules that got a gradient
+    unit: str  # image or video
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a trainer step; without rewards, validation and checkpoints."""
+
+    images: int
+    images_per_worker: int  # of the worker that has most
+    rollout: float
+    update: float
+
+    @property
+    def step(self) -> float:
+        """Rollout and update."""
+        return self.rollout + self.update
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one worker in a trainer step, in bytes; None: not known. Sizes are in images and at most those of a step."""
+
+    capacity: int | None
+    trajectories: float
+    rollout: float | None
+    update: float | None
+    largest_rollout: int | None  # micro-batch that fits; 0: none does
+    largest_update: int | None
+    validation: float | None  # drawing a micro-batch of held-out prompts
+
+
+def sized(config: Config, rollout: int, actor: int) -> Config:
+    """`config` with other micro-batches."""
+    return replace(
+        config,
+        rollout=replace(config.rollout, micro_batch_size=rollout),
+        actor=replace(config.actor, micro_batch_size=actor),
+    )
+
+
+def rows_of(segments: Sequence[Segment]) -> int:
+    """The most rows that are denoised, or trained, together."""
+    return max(len(segment.seeds) for segment in segments)
+
+
+def busiest(tasks: Sequence[RolloutTask], workers: int) -> int:
+    """Images of the worker that has most of them, when micro-batches are dealt out in turn by their ids."""
+    images: Counter[int] = Counter()
+    for task in tasks:
+        images[task.id % workers] += len(task.samples)
+    return max(images.values())
+
+
+def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int, run: Run, share: float) -> Seconds:
+    """A step of `tasks` on `workers` like the one that did `run`; `share`: of the images that are trained on.
+
+    Every image is in one of the updates of an epoch; each update waits for the worker with most to do.
+    """
+    parts = update_parts(tasks, config.actor.updates_per_step, config.algorithm.whole_groups) * config.actor.epochs
+    drawn, trained = busiest(tasks, workers), sum(busiest(part, workers) for part in parts)
+    rollout = drawn * run.rollout.seconds / run.images
+    update = trained * share * run.update.seconds / run.images + len(parts) * run.step_seconds
+    return Seconds(sum(len(task.samples) for task in tasks), drawn, rollout, update)
+
+
+def forecast_memory(
+    config: Config, runs: Sequence[Run], configured: Run, images: int, sizes: range, capacity: int | None
+) -> Memory:
+    """A worker that draws `images` a step, with peaks linear in the size of the micro-batch, through those of `runs`.
+
+    All trajectories of a step are held until its end. `sizes`: those that a micro-batch may have. `capacity`: bytes
+    that a worker can have.
+    """
+    held = configured.trajectories / configured.images
+    # without trajectories, of which every micro-batch brought its own
+    drawing = {r.drawn: r.rollout.peak - r.trajectories for r in runs if r.rollout.peak is not None}
+    training = {r.trained: r.update.peak - r.trajectories for r in runs if r.update.peak is not None}
+    lines = through(drawing), through(training)
+    limit = None if capacity is None else (1 - SPARE) * capacity - held * images
+
+    def largest(line: Line | None) -> int | None:
+        if line is None or limit is None:
+            return None
+        return max((n for n in sizes if line.at(n) <= limit), default=0)
+
+    def needed(peaks: dict[int, int], size: int) -> float | None:
+        return peaks[size] + held * images if size in peaks else None
+
+    validation = None
+    if lines[0] is not None and config.validation.data is not None:
+        validation = lines[0].at(config.validation.micro_batch_size)
+    rollout, update = needed(drawing, configured.drawn), needed(training, configured.trained)
+    return Memory(capacity, held * images, rollout, update, largest(lines[0]), largest(lines[1]), validation)
+
+
+# --- The components of a pipeline, and where its LoRA is
+
+
+@dataclass(frozen=True)
+class Component:
+    """A neural network of a pipeline. `targets`: names of the layers with a LoRA, `*` for the numbers in them."""
+
+    name: str
+    kind: str
+    parameters: int  # without the LoRA
+    dtype: str  # of most of them
+    lora_parameters: int = 0
+    lora_modules: int = 0
+    linear_layers: int = 0  # of which `lora_modules` have a LoRA
+    targets: tuple[str, ...] = ()
+
+
+def components(parts: Mapping[str, object], lora: Mapping[str, torch.nn.Parameter]) -> list[Component]:
+    """The networks among `parts` of a pipeline, largest first; names in `lora` are `component.parameter`."""
+    found = [_component(n, part, _of(n, lora)) for n, part in parts.items() if isinstance(part, torch.nn.Module)]
+    return sorted(found, key=lambda component: -component.parameters)
+
+
+def _component(name: str, network: torch.nn.Module, lora: Mapping[str, torch.nn.Parameter]) -> Component:
+    sizes: Counter[torch.dtype] = Counter()
+    for key, p in network.named_parameters():
+        if "lora_" not in key:
+            sizes[p.dtype] += p.numel()
+    layers = [key.partition(".lora_A.")[0] for key in lora if ".lora_A." in key]
+    linear = [key for key, m in network.named_modules() if isinstance(m, torch.nn.Linear) and "lora_" not in key]
+    return Component(
+        name=name,
+        kind=type(network).__name__,
+        parameters=sizes.total(),
+        dtype=str(max(sizes, key=lambda dtype: sizes[dtype], default="")).removeprefix("torch."),
+        lora_parameters=sum(p.numel() for p in lora.values()),
+        lora_modules=len(layers),
+        linear_layers=len(linear),
+        targets=tuple(dict.fromkeys(_without_numbers(layer) for layer in layers)),
+    )
+
+
+def count_gradients(lora: Mapping[str, torch.nn.Parameter], component: str) -> int:
+    """LoRA modules of `component` that got a gradient: that of B, since A has none as long as B is zero."""
+    found = [p.grad for key, p in _of(component, lora).items() if ".lora_B." in key]
+    return sum(grad is not None and bool(grad.any()) for grad in found)
+
+
+def _of(component: str, lora: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    return {key.removeprefix(f"{component}."): p for key, p in lora.items() if key.startswith(f"{component}.")}
+
+
+def _without_numbers(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+# --- The findings of a preflight: its numbers, sentences on what is wrong with them, and the text on the terminal
 
 NOT_KNOWN = "not known"
 WIDTH = 118  # characters of a line of the text

@@ -1,11 +1,9 @@
-"""Where the signal of the reward is: the gradients of independent batches, step by step, and how far they agree.
-
-Batches are drawn, scored and credited as those of a run, by its workers and scorers; no optimizer step is taken.
-"""
+"""Where the signal of the reward is: the gradients of independent batches, step by step, and how far they agree."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast, get_args
 
@@ -16,7 +14,7 @@ from gerl.algorithms.base import Pooled
 from gerl.algorithms.core_algos import step_weights
 from gerl.algorithms.planning import plan_prompts, plan_samples
 from gerl.cluster import Cluster
-from gerl.commandline.waiting import waiting
+from gerl.commandline.command import waiting
 from gerl.config import Config
 from gerl.config.algorithms import WeightedConfig
 from gerl.config.blocks import StepWeighting
@@ -24,9 +22,7 @@ from gerl.errors import ConfigError, TrainingError
 from gerl.model.errors import model_errors
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve
-from gerl.preflight.agreement import clearly_above, combined, cosine, inner_products
-from gerl.preflight.findings import write_json
-from gerl.preflight.signal_report import Choice, Signal, StepSignal
+from gerl.preflight.findings import wrapped, write_json
 from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import read_prompts, without_people
 from gerl.timeline import Stopwatch
@@ -35,7 +31,206 @@ from gerl.trainer.launch import start_cluster
 from gerl.trainer.rollouts import PendingRollout
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
+from gerl.utils.files import finite
 from gerl.workers.worker import Groups, PolicyWorker
+
+# --- How far the gradients of independent batches agree: statistics of their inner products.
+#
+# Two gradients g + n of the same expected gradient g and independent noise n have a cosine of about |g|^2 / (|g|^2 +
+# |n|^2) in thousands of dimensions: the share of the signal in one batch. With B times the images the noise has a B-th
+# of the variance, so cos(B) = 1 / (1 + (1 / cos - 1) / B).
+
+CHUNK = 2**18  # parameters whose products are added up at a time
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """The mean cosine over pairs of batches. `error`: its standard error, None where two batches are all."""
+
+    mean: float
+    error: float | None
+
+    @property
+    def highest(self) -> float:
+        """Two standard errors above the mean: it may well be as high."""
+        return self.mean + 2 * (self.error or 0.0)
+
+
+def inner_products(batches: Sequence[Mapping[int, torch.Tensor]], steps: Sequence[int]) -> torch.Tensor:
+    """`[N, N, T, T]` fp64: of the gradient of batch a at step j with that of batch b at step k, for `steps` `[T]`.
+
+    batches: N mappings from a step to its gradient `[P]`; a step that is not in one has the gradient 0 there.
+    """
+    count, rows = len(batches), [batch.get(k) for batch in batches for k in steps]
+    size = max((len(row) for row in rows if row is not None), default=0)
+    products = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    for start in range(0, size, CHUNK):  # in fp64 all at once would not fit where a LoRA is large
+        length = min(CHUNK, size - start)
+        empty = torch.zeros(length, dtype=torch.float64)
+        part = torch.stack([empty if row is None else row[start : start + length].double() for row in rows])
+        products += part @ part.T
+    return products.view(count, len(steps), count, len(steps)).permute(0, 2, 1, 3)
+
+
+def combined(products: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+    """`[N, N]`: the inner products of sum_k factors_k g_k, from those of the steps, `[N, N, T, T]`."""
+    c = torch.tensor(list(factors), dtype=torch.float64)
+    return torch.einsum("j,abjk,k->ab", c, products, c)
+
+
+def cosine(products: torch.Tensor) -> Cosine | None:
+    """The mean cosine over pairs of batches, from their inner products `[N, N]`; None if there is no pair.
+
+    A batch whose gradient is 0 has no direction and is left out. The standard error is the jackknife's over batches:
+    pairs that share a batch are not independent.
+    """
+    norms = products.diagonal().sqrt()
+    known = [int(i) for i in (norms > 0).nonzero()]
+    if len(known) < 2:
+        return None
+    cosines = (products / (norms[:, None] * norms))[known][:, known]
+
+    def mean(members: Sequence[int]) -> float:
+        pairs = [float(cosines[a, b]) for i, a in enumerate(members) for b in members[i + 1 :]]
+        return sum(pairs) / len(pairs)
+
+    everyone = list(range(len(known)))
+    if len(known) == 2:
+        return Cosine(mean(everyone), None)
+    without = [mean([b for b in everyone if b != a]) for a in everyone]
+    centre = sum(without) / len(without)
+    variance = (len(known) - 1) / len(known) * sum((value - centre) ** 2 for value in without)
+    return Cosine(mean(everyone), math.sqrt(variance))
+
+
+def larger_batch(cosine: float, wanted: float = 0.5) -> float | None:
+    """How many times as many images a batch needs for gradients that agree by `wanted`; None if no number is enough."""
+    if cosine <= 0:
+        return None
+    return (1 / cosine - 1) / (1 / wanted - 1) if cosine < 1 else 0.0
+
+
+def clearly_above(candidate: Cosine, configured: Cosine) -> bool:
+    """Whether it is above by more than both standard errors, and above 0 by two of its own.
+
+    Where there are no standard errors it is not known, hence not so.
+    """
+    if candidate.error is None or configured.error is None or candidate.mean <= 2 * candidate.error:
+        return False
+    return candidate.mean - configured.mean > candidate.error + configured.error
+
+
+# --- The report of a measurement of the signal: its numbers, and the text on the terminal
+
+WANTED = 0.5  # cosine of two batches of which one half is signal
+
+
+@dataclass(frozen=True)
+class StepSignal:
+    """A trained step (or noise level). `norm`: of its gradient, mean over batches; `share`: of the squared norms."""
+
+    facts: StepFacts
+    norm: float
+    share: float
+    cosine: Cosine | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to weigh the steps, `setting` the key that sets it; `cosine`: of the updates of independent batches."""
+
+    name: str
+    setting: str | None
+    cosine: Cosine | None
+
+    @property
+    def times_images(self) -> str:
+        """In words, how many times as many images a batch needs for a cosine of `WANTED`."""
+        found = self.cosine
+        if found is None:
+            return "-"
+        if found.error is not None and found.mean > 2 * found.error:
+            times = larger_batch(found.mean, WANTED)
+            return "-" if times is None else f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
+        least = larger_batch(found.highest, WANTED)
+        return "-" if least is None or least < 1 or found.error is None else f"more than {least:.0f}"
+
+
+@dataclass
+class Signal:
+    """The gradient of a step, as independent batches of it have measured it."""
+
+    model: str
+    algorithm: str
+    kernel: str
+    weighting: str | None  # timestep_weights, None where the algorithm has no such key
+    batches: int
+    images: int  # of a batch
+    parameters: int  # of the LoRA
+    steps: list[StepSignal]
+    update: Choice  # as configured
+    choices: list[Choice]  # other weights, and windows that end earlier
+    recommended: Choice | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, object]:
+        """For machines: the fields."""
+        return finite(asdict(self))
+
+    def text(self) -> str:
+        """For the terminal."""
+        weights = "" if self.weighting is None else f", timestep_weights {self.weighting}"
+        lines = ["", *wrapped(
+            "signal",
+            f"{self.model}, {self.algorithm}, kernel {self.kernel}{weights}: {self.batches} independent batches of "
+            f"{self.images} images, LoRA of {self.parameters:,} parameters, no optimizer step",
+        )]  # fmt: skip
+        lines += ["", *self._steps(), "", *self._choices(), "", *self._conclusion()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _steps(self) -> Iterator[str]:
+        scored = any(step.facts.std is not None for step in self.steps)
+        own = f"{'std':>9}{'|J|':>9}{'weight':>9}" if scored else ""
+        yield f"{'step':>6}{'sigma':>8}{own}{'norm':>10}{'share':>8}   cosine between batches"
+        for step in self.steps:
+            facts, own = step.facts, ""
+            if scored:
+                own = "".join(f"{value:>9.3g}" for value in (facts.std, facts.jacobian, facts.weight))
+            yield (
+                f"{facts.step:>6}{facts.sigma:>8.3f}{own}{step.norm:>10.3g}{step.share:>8.1%}   {shown(step.cosine)}"
+            )
+
+    def _choices(self) -> Iterator[str]:
+        yield f"{'the whole update':<38}{'cosine between batches':<26}times the images for {WANTED}"
+        for choice in (self.update, *self.choices):
+            yield f"{choice.name:<38}{shown(choice.cosine):<26}{choice.times_images}"
+
+    def _conclusion(self) -> Iterator[str]:
+        if self.recommended is not None:
+            assert self.recommended.cosine is not None and self.update.cosine is not None
+            text = (
+                f"{self.recommended.setting}: batches agree by {shown(self.recommended.cosine)} instead of "
+                f"{shown(self.update.cosine)}, a difference beyond the standard errors"
+            )
+        elif self.batches == 2:
+            text = "nothing: two batches have no standard error; use signal=4"
+        elif self.choices:
+            text = "nothing: no other weights or window are better by more than the standard errors"
+        else:
+            text = "nothing: the algorithm has no weights or windows to choose from"
+        yield from wrapped("recommend", text)
+
+
+def shown(cosine: Cosine | None) -> str:
+    """A cosine with its standard error."""
+    if cosine is None:
+        return "-"
+    return f"{cosine.mean:.3f}" + (f" +- {cosine.error:.3f}" if cosine.error is not None else "")
+
+
+# --- Where the signal of the reward is: the gradients of independent batches, step by step, and how far they agree.
+#
+# Batches are drawn, scored and credited as those of a run, by its workers and scorers; no optimizer step is taken.
 
 logger = logging.getLogger("gerl")
 Gradients = dict[int, torch.Tensor]  # step -> [P]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import config_folder, experiments
-from gerl.commandline.files import either, near_names
+from gerl.commandline.composition import compose_run, config_folder, experiments
+from gerl.commandline.form import either, near_names
 from gerl.errors import ConfigError
 
 WIDTH = 110  # characters of a line

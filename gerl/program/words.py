@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gerl.commandline.arguments import Parser
 from gerl.commandline.command import run_command
-from gerl.commandline.experiments import CHOICES, algorithm_of, shipped
-from gerl.commandline.hydra_options import FOLDER, MULTIRUN, SHOW, files_in
+from gerl.commandline.composition import CHOICES, FOLDER, MULTIRUN, SHOW, algorithm_of, files_in, shipped
 from gerl.config import ScorerConfig, keys
 from gerl.config.algorithms import BY_NAME
 from gerl.program.commands import COMMANDS

@@ -21,7 +21,7 @@ from gerl.protocol import Images, Occasion, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
 from gerl.rewards.scorers.base import Metadata, PeopleScorer, ReturnError
 from gerl.rewards.total import LARGEST
-from gerl.utils.logs import capture_logs
+from gerl.utils.files import capture_logs
 
 log = logging.getLogger(__name__)
 Row = dict[str, float | ScorerFailure]  # the columns of an image

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.pages.images import still
+from gerl.pages.page import still
 from gerl.timeline import DRIVER, Span
 from gerl.utils.files import finite, write_file, writing
 

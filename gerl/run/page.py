@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gerl.errors import GerlError
-from gerl.pages.images import enlarge
+from gerl.pages.page import enlarge
 from gerl.run import session
 from gerl.run.card import redact
 from gerl.run.charts import TIMING_TOTALS, Rows, timing_parts

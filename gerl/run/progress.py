@@ -10,7 +10,7 @@ from types import MappingProxyType
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from gerl.commandline.waiting import duration
+from gerl.commandline.command import duration
 
 logger = logging.getLogger("gerl")
 EVERY = 30.0  # seconds between two lines, at least

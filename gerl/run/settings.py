@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import shipped
+from gerl.commandline.composition import compose_run, shipped
 from gerl.config import Config, ScorerConfig
 from gerl.config.algorithms import BY_NAME
 from gerl.config.blocks import FULL

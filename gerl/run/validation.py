@@ -19,8 +19,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gerl.errors import GerlError
-from gerl.pages.images import thumbnail
-from gerl.pages.page import Card, Picture
+from gerl.pages.page import Card, Picture, thumbnail
 from gerl.utils.files import finite, write_file, writing
 
 # --- Means with their confidence intervals, by the bootstrap

@@ -1,20 +1,26 @@
 """Look at a reward before training on it: `python -m gerl.score images=FOLDER out=FOLDER [key=value ...]`."""
 
+import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
-from gerl.config import ClusterConfig, Config, RewardConfig
+from gerl.config import ClusterConfig, Config, DataConfig, RewardConfig
+from gerl.data.sources import load
+from gerl.data.tables import read_rows, read_text
 from gerl.errors import ConfigError, DataError
-from gerl.pages.images import thumbnail
-from gerl.protocol import Images, Sample
+from gerl.pages.page import Card, Line, Picture, card_page, show, thumbnail
+from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.checks import check_reward
 from gerl.rewards.scorers import SCORERS
 from gerl.rewards.total import (
@@ -27,9 +33,234 @@ from gerl.rewards.total import (
     stop_at_failure,
 )
 from gerl.run.progress import Progress
-from gerl.score.gallery import COLUMNS, ScoredImage, summarise, write_gallery, write_tables
-from gerl.score.inputs import Item, describe_groups, groups_of, picture_of, read_items
 from gerl.utils.condition_images import open_picture
+from gerl.utils.files import csv_text, write_file
+
+# --- Scored images as files: `scores.csv`, `scores.jsonl`, and `gallery.html`, best first and sortable by any column
+
+BINS = 24
+COLUMNS = ("image", "prompt", TOTAL, "failure")  # of the tables, beside those of the scorers
+HEAD = ("column", "weight", "images", "mean", "std", "min", "median", "max", "min to max")
+
+
+@dataclass(frozen=True)
+class ScoredImage:
+    """An image: its file and how it is called, prompt, thumbnail, value in each column, and why some lack."""
+
+    path: Path
+    name: str
+    prompt: str
+    thumbnail: str  # data URI
+    values: Mapping[str, float | None]  # column -> score; None: not scored
+    failure: str = ""
+
+    @property
+    def label(self) -> str:
+        """How a message calls it."""
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Column `name`: how many images have a value, and how these are distributed; NaN where there is none.
+
+    std is that of the population. bins: counts in equal parts of [low, high], empty where all values are the same.
+    """
+
+    name: str
+    count: int
+    mean: float
+    std: float
+    low: float
+    median: float
+    high: float
+    bins: list[int]
+
+
+def summarise(name: str, values: Sequence[float | None]) -> Summary:
+    """The summary of a column; values that are None are left out."""
+    known = np.array([value for value in values if value is not None], dtype=np.float64)
+    if not len(known):
+        return Summary(name, 0, math.nan, math.nan, math.nan, math.nan, math.nan, [])
+    low, high = float(known.min()), float(known.max())
+    # Where the range is below what floats resolve, equal parts of it do not exist.
+    flat = high - low <= 1e-9 * max(abs(low), abs(high))
+    bins = [] if flat else [int(count) for count in np.histogram(known, BINS, (low, high))[0]]
+    return Summary(name, len(known), float(known.mean()), float(known.std()), low, float(np.median(known)), high, bins)
+
+
+def write_tables(folder: Path, images: Sequence[ScoredImage]) -> None:
+    """Write `scores.csv` and `scores.jsonl` to `folder`: image, prompt, the columns of the images, failure.
+
+    A value that lacks is an empty cell, or null. Raises `GerlError` if a file cannot be written.
+    """
+    rows: list[dict[str, object]] = [
+        {"image": str(i.path.absolute()), "prompt": i.prompt, **i.values, "failure": i.failure or None} for i in images
+    ]
+    write_file(folder / "scores.csv", csv_text(list(rows[0]) if rows else COLUMNS, rows))
+    write_file(folder / "scores.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_gallery(path: Path, title: str, images: Sequence[ScoredImage], weights: Mapping[str, float]) -> None:
+    """Write a page of the images to `path`, sorted by their first column; those without a value there come last.
+
+    weights: of the scorers, to be shown beside their names, also those of 0. All images have the same columns.
+    Raises `GerlError` if the file cannot be written.
+    """
+    if any(list(image.values) != list(images[0].values) for image in images):
+        raise ValueError("expected the same columns on all cards")
+    labels = distinct_columns(images)
+    columns = list(labels)
+    failed = sum(image.values[columns[0]] is None for image in images) if columns else 0
+    note = (
+        f"{len(images)} image{'' if len(images) == 1 else 's'}, {failed} without a "
+        f"{columns[0] if columns else 'score'}. Best first; click a name to sort by it, again to reverse the order."
+    )
+    lines = [_line(summarise(labels[name], [image.values[name] for image in images]), weights) for name in columns]
+    write_file(path, card_page(title, note, HEAD, lines, [_card(image, labels) for image in images]))
+
+
+def _line(summary: Summary, weights: Mapping[str, float]) -> Line:
+    weight = ", ".join(f"{weights[name]:g}" for name in summary.name.split(" = ") if name in weights)
+    numbers = (summary.mean, summary.std, summary.low, summary.median, summary.high)
+    flat = "all the same" if summary.count else ""
+    return Line(summary.name, [weight, str(summary.count), *map(show, numbers), summary.bins or flat])
+
+
+def _card(image: ScoredImage, labels: Mapping[str, str]) -> Card:
+    scores = {label: image.values[name] for name, label in labels.items()}
+    picture = Picture(
+        image.thumbnail, image.prompt, image.prompt, note=image.name, failure=image.failure, scores=scores
+    )
+    return Card([picture], list(scores.values()), trend="down" if image.failure else "flat")
+
+
+# --- Image files and their prompts: a folder, a file, or a list with columns of its own
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+TABLES = (".jsonl", ".csv")
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image file, how it is called, and the prompt it was drawn for."""
+
+    path: Path
+    name: str
+    prompt: Prompt
+
+
+def read_items(images: str, prompts: str | None, prompt: str | None, data: DataConfig) -> list[Item]:
+    """The images and their prompts, in order; the arguments are the keys of the command, and the block `data`.
+
+    Raises:
+        DataError: there are none, or something is missing or does not go together.
+    """
+    path = Path(images).expanduser()
+    if path.is_file() and path.suffix.lower() in TABLES:
+        if prompts is not None or prompt is not None:
+            key = "prompts" if prompts is not None else "prompt"
+            raise ConfigError(f"{key} is given, but images={images} has its own prompts: remove it")
+        return _listed(path, data.prompt_key)
+    if path.is_dir():
+        files = [f for f in path.iterdir() if f.suffix.lower() in SUFFIXES and f.name[0] != "." and f.is_file()]
+        if not files:
+            raise DataError(f"images={images} has no image: put {', '.join(SUFFIXES)} files into the folder")
+    elif path.is_file() and path.suffix.lower() in SUFFIXES:
+        files = [path]
+    else:
+        what = f"is not a {', '.join(SUFFIXES + TABLES)} file" if path.is_file() else "does not exist"
+        raise DataError(f"images={images} {what}: expected a folder of images, or a .jsonl or .csv file of them")
+    files.sort(key=lambda file: (_natural(file.name), file.name))
+    if prompt is not None:
+        found = [Prompt(i, prompt.strip()) for i in range(len(files))]
+    elif prompts is None:
+        found = [Prompt(i, _sidecar(file)) for i, file in enumerate(files)]
+    else:
+        found = _rows(prompts, data, len(files), images)
+    return [Item(file, file.name, text) for file, text in zip(files, found, strict=True)]
+
+
+def _natural(name: str) -> list[str | int]:
+    """A key that sorts img2 before img10: text and numbers take turns."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
+
+
+def _rows(source: str, data: DataConfig, count: int, images: str) -> list[Prompt]:
+    prompts = load(source, data, "prompts")
+    if len(prompts) != count:
+        raise DataError(
+            f"prompts={source} has {len(prompts)} prompts for the {count} images of images={images}: give one per "
+            "image, in the order of their names, or prompt=TEXT for all"
+        )
+    return prompts
+
+
+def _sidecar(file: Path) -> str:
+    beside = file.with_suffix(".txt")
+    if not beside.is_file():
+        raise DataError(
+            f"{file} has no prompt: write it to {beside.name} next to it, or give prompts=FILE or prompt=TEXT"
+        )
+    text = read_text(beside).strip()
+    if not text:
+        raise DataError(f"{beside} is empty: write the prompt of {file.name} into it")
+    return text
+
+
+def _listed(path: Path, prompt_key: str) -> list[Item]:
+    """The items of a .jsonl or .csv file."""
+    items = []
+    for where, prompt in read_rows(path, prompt_key):
+        image = prompt.metadata.get("image")
+        if not isinstance(image, str) or not image:
+            raise DataError(f"{where} has image={image!r}: expected the path of the image")
+        metadata = {name: value for name, value in prompt.metadata.items() if name != "image"}
+        items.append(Item(path.parent / Path(image).expanduser(), image, replace(prompt, metadata=metadata)))
+    return items
+
+
+def picture_of(item: Item) -> Image.Image:
+    """The image in RGB as a viewer shows it: what is transparent is white. Errors as in `open_picture`."""
+    image = open_picture(item.path)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    ground = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
+
+
+def groups_of(items: Sequence[Item]) -> list[list[int]]:
+    """The indices of each group: images whose prompts are equal in text and columns, as those of a training row are."""
+    found: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        row = [item.prompt.text, item.prompt.metadata]
+        found.setdefault(json.dumps(row, sort_keys=True, default=str), []).append(i)
+    return list(found.values())
+
+
+def describe_groups(items: Sequence[Item], groups: Sequence[Sequence[int]], scorers: Collection[str]) -> None:
+    """Say in the log which images `scorers`, which are groupwise, compare; warn where it is none."""
+    by_text: dict[str, list[dict[str, object]]] = {}
+    for item in items:
+        by_text.setdefault(item.prompt.text, []).append(item.prompt.metadata)
+    names = {name: None for rows in by_text.values() for row in rows for name in row}
+    differ = [n for n in names if any(row.get(n) != rows[0].get(n) for rows in by_text.values() for row in rows)]
+    sizes, what = sorted(map(len, groups)), ", ".join(differ)
+    if differ and sizes[-1] == 1:
+        logger.warning(
+            "%s compares the images of a prompt, but no two have the same %s: each is its own group; remove a "
+            "column that does not belong to the prompt",
+            *(" and ".join(sorted(scorers)), what),
+        )
+        return
+    logger.info(
+        "%s compares images with the same prompt%s: %d groups of %s images",
+        *(" and ".join(sorted(scorers)), f" and the same {what}" if differ else "", len(groups)),
+        f"{sizes[0]} to {sizes[-1]}" if sizes[0] < sizes[-1] else sizes[0],
+    )
+
+
+# --- Look at a reward before training on it: `python -m gerl.score images=FOLDER out=FOLDER [key=value ...]`
 
 logger = logging.getLogger("gerl")
 WIDTH = 256  # pixels, to which wider images are reduced in the gallery

@@ -8,9 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gerl.commandline.command import PAGE, watching
-from gerl.commandline.imports import importing
-from gerl.commandline.waiting import waiting
+from gerl.commandline.command import PAGE, importing, waiting, watching
 from gerl.config import Config
 from gerl.config.configuration import described
 from gerl.config.reading import typed

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m gerl.train
 
 def train(arguments: list[str]) -> None:
     """Check the keys and the run to carry on, then train; with `-m` once for each combination of values."""
-    from gerl.commandline.hydra_options import hydra_options
+    from gerl.commandline.composition import hydra_options
 
     options = hydra_options(arguments)
     arguments = options.arguments

@@ -21,11 +21,11 @@ from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, pr
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster
 from gerl.commandline import signals
-from gerl.commandline.waiting import MOMENT, REMINDER, waiting
+from gerl.commandline.command import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
 from gerl.config.rules import saving_notes
-from gerl.data.columns import unused_columns
+from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.paths import Downloads
 from gerl.protocol import ModelFacts, Prompt, RolloutTask

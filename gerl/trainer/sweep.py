@@ -1,20 +1,19 @@
-"""A sweep, `-m`: one run for each combination of values, started by Hydra's sweeper and launcher, each in a process.
-
-Hydra's own (basic) sweeper trains with all combinations, one after the other; its plugins, where they are installed,
-choose them (`hydra/sweeper=optuna`) or start them elsewhere (`hydra/launcher=submitit_slurm`).
-"""
+"""A sweep, `-m`: one run for each combination of values, and the table of their results."""
 
 import json
 import logging
+import math
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
 from hydra import version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -28,15 +27,33 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gerl.commandline import signals
-from gerl.commandline.composition import check_arguments, compose_run, normal
-from gerl.commandline.experiments import CHOICES, config_folder, own_file
-from gerl.commandline.hydra_options import quoted
-from gerl.commandline.hydra_seam import hydra_overrides, register, sentences, set_hydra
-from gerl.commandline.overrides import key_of, read
+from gerl.commandline.command import duration
+from gerl.commandline.composition import (
+    CHOICES,
+    check_arguments,
+    compose_run,
+    config_folder,
+    hydra_overrides,
+    key_of,
+    normal,
+    own_file,
+    quoted,
+    read,
+    register,
+    sentences,
+    set_hydra,
+)
 from gerl.config.reading import typed
 from gerl.errors import ConfigError, GerlError, TrainingError
-from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
-from gerl.utils.files import reason, write_file
+from gerl.run.card import CARD, read_sessions
+from gerl.run.session import METRICS
+from gerl.run.tracking import read_metrics
+from gerl.utils.files import csv_text, reason, write_file
+
+# --- A sweep, `-m`: one run for each combination of values, started by Hydra's sweeper and launcher, each in a process.
+#
+# Hydra's own (basic) sweeper trains with all combinations, one after the other; its plugins, where they are installed,
+# choose them (`hydra/sweeper=optuna`) or start them elsewhere (`hydra/launcher=submitit_slurm`).
 
 logger = logging.getLogger("gerl")
 PROGRAM = "gerl.trainer.main_flowgrpo"
@@ -320,3 +337,93 @@ def _run(arguments: Sequence[str]) -> int:
             if process is not None:
                 process.wait()
             raise
+
+
+# --- The table of a sweep, from what its runs have written so far: `sweep.csv`, `sweep.json`, and on the screen
+
+JOB = "job.json"  # in the folder of a run: its number in the sweep, its overrides, how it ended
+HELD_OUT, TRAINED = "val/reward/mean", "reward/mean"
+Job = dict[str, Any]
+
+
+def read_jobs(folder: Path) -> list[Job]:
+    """The runs of a sweep that were begun, by their numbers."""
+    paths = folder.glob(f"*/{JOB}")
+    jobs = [{**json.loads(path.read_text(encoding="utf-8")), "folder": str(path.parent)} for path in paths]
+    return sorted(jobs, key=lambda job: int(job["number"]))
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """final, best and best_step of the held-out reward of a run, or of the reward where nothing is held out.
+
+    None where nothing was measured.
+    """
+    try:
+        rows = read_metrics(run_dir / METRICS)
+    except GerlError:  # a damaged file must not hide the other runs
+        rows = []
+    found: dict[str, list[tuple[float, int]]] = {HELD_OUT: [], TRAINED: []}
+    for name, values in found.items():
+        known = ((row.get(name), row["step"]) for row in rows)
+        values += [(float(v), step) for v, step in known if isinstance(v, int | float) and math.isfinite(v)]
+    measured = found[HELD_OUT] or found[TRAINED]
+    best, step = max(measured, default=(None, None))
+    return {"final": measured[-1][0] if measured else None, "best": best, "best_step": step}
+
+
+def write_table(folder: Path) -> None:
+    """Write `sweep.csv` and `sweep.json` into the folder of a sweep."""
+    jobs = read_jobs(folder)
+    rows = [_row(job) for job in jobs]
+    columns = ["number", *_varied(jobs), "final", "best", "best_step", "end", "seconds", "folder"]
+    csv = csv_text(columns, [{column: row.get(column) for column in columns} for row in rows])
+    write_file(folder / "sweep.csv", csv)
+    whole = [
+        {**{k: v for k, v in row.items() if k in columns}, "overrides": job["overrides"]}
+        for row, job in zip(rows, jobs, strict=True)
+    ]
+    write_file(folder / "sweep.json", json.dumps({"runs": whole}, indent=2) + "\n")
+
+
+def table(jobs: Sequence[Job]) -> str:
+    """The runs of a sweep in lines of equal columns, for a terminal."""
+    varied = _varied(jobs)
+    lines = [["", *varied, "final", "best", "at step", "time", "end"]]
+    for row in map(_row, jobs):
+        numbers = ["" if row[name] is None else f"{row[name]:.3f}" for name in ("final", "best")]
+        step = "" if row["best_step"] is None else str(row["best_step"])
+        took = duration(row["seconds"]) if row["seconds"] is not None else ""
+        lines.append(
+            [
+                str(row["number"]),
+                *(str(row.get(key, "")) for key in varied),
+                *numbers,
+                step,
+                took,
+                textwrap.shorten(row["end"], 60, placeholder=" ..."),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _varied(jobs: Sequence[Job]) -> list[str]:
+    """The keys that were swept over."""
+    return list(dict.fromkeys(key for job in jobs for key in _given(job)))
+
+
+def _given(job: Job) -> dict[str, str]:
+    pairs = (override.partition("=") for override in job["swept"])
+    return {name.lstrip("+"): value for name, _, value in pairs}
+
+
+def _row(job: Job) -> dict[str, Any]:
+    """The columns of a run, with a column for each key that was swept over."""
+    folder, code = Path(job["folder"]), job["code"]
+    sessions = read_sessions(folder / CARD)
+    error = sessions[-1].get("error") if sessions and code else None
+    end = "unfinished" if code is None else "finished" if code == 0 else error or f"exit code {code}"
+    own = {"number": job["number"], "end": end, "seconds": job.get("seconds"), "folder": job["folder"]}
+    return {**_given(job), **result(folder), **own}

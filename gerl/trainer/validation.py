@@ -13,10 +13,10 @@ from PIL import Image
 
 from gerl.algorithms.planning import VALIDATION_SEED, drawn_steps, plan_validation
 from gerl.cluster import Pending
-from gerl.commandline.waiting import waiting
+from gerl.commandline.command import waiting
 from gerl.config import Config, ValidationConfig
 from gerl.errors import GerlError
-from gerl.pages.images import grid, still
+from gerl.pages.page import grid, still
 from gerl.protocol import Images, ModelFacts, Sample
 from gerl.rewards.checks import check_failures, unscored
 from gerl.run.progress import Progress

@@ -1,12 +1,14 @@
-"""Files and folders that are written completely or not at all, and the tables and numbers in them."""
+"""Files and folders that are written completely or not at all, and log records as values."""
 
 import contextlib
 import csv
 import io
+import logging
 import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,6 +16,8 @@ from uuid import uuid4
 from safetensors import SafetensorError
 
 from gerl.errors import ConfigError, GerlError
+
+# --- Files and folders that are written completely or not at all, and the tables and numbers in them
 
 
 def reason(error: Exception) -> str:
@@ -77,3 +81,32 @@ def write_atomically(out: Path, fill: Callable[[Path], None]) -> list[Path]:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"out={out}: the files cannot be written ({reason(error)}); choose another folder") from None
     return [out / file for file in files]
+
+
+# --- Log records of a worker as values: nobody reads the log of its process, so they travel with its answers
+
+
+def pass_on_logs(name: str, level: int, say: Callable[[str], None]) -> None:
+    """Hand the messages that the loggers below `name` give from `level` on to `say`, as long as this process lives."""
+    logger, handler = logging.getLogger(name), logging.Handler(level)
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(level)
+
+
+@contextmanager
+def capture_logs(name: str, level: int) -> Iterator[list[str]]:
+    """Collect the messages that the loggers below `name` give from `level` on, instead of passing them on."""
+    messages: list[str] = []
+    logger, handler = logging.getLogger(name), logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]

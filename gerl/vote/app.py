@@ -9,9 +9,17 @@ id, "ranks": [2, 1, 2]}, `POST undo` and `POST touch` with {}. Errors are {"erro
 import asyncio
 import base64
 import binascii
+import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,14 +28,102 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.responses import RedirectResponse
 
-from gerl.commandline.gate import Gate, refused
+from gerl.commandline.command import is_loopback
+from gerl.commandline.http_server import Gate, Visit, bearer, is_token, refused
 from gerl.errors import GerlError, RewardError
 from gerl.rewards.scorers.remote import VERSION
 from gerl.rewards.scorers.vote import NAME
-from gerl.vote.ballots import Ballots, Refused
-from gerl.vote.groups import MOST, Ballot, asked
-from gerl.vote.tokens import Tokens
+from gerl.utils.files import reason, writing
+from gerl.vote.ballots import MOST, Ballot, Ballots, Refused, asked
+
+# --- Who may do what at a vote service: the tokens of the voters and of the run
+
+FILE = "tokens.json"
+ANYBODY = "voter"  # the name of who votes where nobody is named
+MAX_IMAGES, MAX_VOTE = 512 * 10**6, 64 * 10**3  # bytes of a request of the run, and of a voter
+LINK = re.compile(r"^/vote/([^/]+)/([^/]+)(/.*)?$")
+
+
+@dataclass
+class Tokens:
+    """Tokens of the run and of voters by name; without any, whoever reaches this machine's loopback is let in."""
+
+    folder: Path
+    loopback: bool = True
+    run: str | None = None
+    voters: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, host: str, names: Sequence[str]) -> "Tokens":
+        """Tokens for the voters `names`, where a service before this one had them the same ones.
+
+        None are needed on the loopback where nobody is named. Raises `GerlError` if the file cannot be read.
+        """
+        if not names and is_loopback(host):
+            return cls(folder)
+        kept = _read(folder / FILE)
+        known = kept.get("voters")
+        voters = known if isinstance(known, Mapping) else {}
+        tokens = {name: str(voters.get(name) or secrets.token_urlsafe(16)) for name in names or [ANYBODY]}
+        return cls(folder, is_loopback(host), str(kept.get("run") or secrets.token_urlsafe(24)), tokens)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / FILE
+
+    def keep(self) -> None:
+        """Write the tokens for the services after this one, readable by this user only."""
+        if self.run is None or (self.path.exists() and _read(self.path) == self._values()):
+            return
+        with writing(self.path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_suffix(".part")
+            part.unlink(missing_ok=True)
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(self._values(), file)
+            part.replace(self.path)
+
+    def _values(self) -> dict[str, object]:
+        return {"run": self.run, "voters": self.voters}
+
+    def links(self, url: str) -> dict[str, str]:
+        """The page of each voter."""
+        if self.run is None:
+            return {ANYBODY: f"{url}/"}
+        return {name: f"{url}/vote/{name}/{token}/" for name, token in self.voters.items()}
+
+    def admit(self, request: Request) -> Visit | Response:
+        """Let the run in by its token, and voters by their links, whose paths are those of the page behind them."""
+        path: str = request.scope["path"]
+        if path.startswith("/v1/"):
+            if self.run is None or is_token(bearer(request.headers), self.run):
+                return Visit(path, MAX_IMAGES)
+            words = "this service requires its token, and none or another was sent: set it in token_file or token_env"
+            return refused(401, words, {"WWW-Authenticate": "Bearer"})
+        if self.run is None:
+            return Visit(path, MAX_VOTE, ANYBODY)
+        match = LINK.match(path)
+        if match is None or not is_token(match[2], self.voters.get(match[1])):
+            return refused(401, "this is not the link of a voter: use the one that gerl vote printed")
+        return Visit(match[3], MAX_VOTE, match[1]) if match[3] else RedirectResponse(path + "/")
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise GerlError(f"{path} cannot be read ({reason(error)}): remove it, and voters get new links") from None
+    return found if isinstance(found, dict) else {}
+
+
+# --- The HTTP side of a vote service: the scores for the run, and the page with its votes for people.
+#
+# Paths: `POST /v1/score`, `POST /v1/hello` for the run (the protocol of `gerl.rewards.scorers.vote`). Below a voter's
+# link, for the page or a program that votes: the page, `GET events` (server-sent after each change: `data:` is JSON
+# with `group` or null, `progress` and `undo`), `GET images/GROUP/N.png`, and as application/json `POST vote` with
+# {"group": id, "ranks": [2, 1, 2]}, `POST undo` and `POST touch` with {}. Errors are {"error": sentence}.
 
 logger = logging.getLogger("gerl")
 PAGE = Path(__file__).parent / "page"
@@ -245,3 +341,55 @@ async def _wrong(_: Request, problem: Exception) -> Response:
 async def _broken(_: Request, problem: Exception) -> Response:
     logger.error("%s", problem)
     return refused(500, str(problem))
+
+
+# --- A vote service that runs: its socket and its server, in a thread of this process
+
+CLOSING = 2.0  # seconds for requests under way when the service ends
+TOLD = 0.3  # seconds in which pages hear that the run is over
+STARTING = 10.0
+
+
+def address(listener: socket.socket, host: str | None = None) -> str:
+    """The URL of a socket, under another name of this machine if one is given."""
+    bound, port = listener.getsockname()[:2]
+    name = host or bound
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+@contextlib.contextmanager
+def serving(listener: socket.socket, ballots: Ballots, tokens: Tokens) -> Iterator[threading.Thread]:
+    """The service at `listener` as long as the context lasts; pages are told of `ballots.ended` before it ends."""
+    import uvicorn
+
+    from gerl.commandline.http_server import Connection
+
+    config = uvicorn.Config(
+        build_app(ballots, tokens),
+        http=Connection,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(CLOSING),
+        server_header=False,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="vote service", daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + STARTING
+        while not server.started:
+            if not thread.is_alive() or time.monotonic() > deadline:
+                raise GerlError("the vote service failed to start: see its log")
+            time.sleep(0.01)
+        yield thread
+    finally:
+        if ballots.ended:
+            time.sleep(TOLD)
+        # open event streams never end by themselves, and uvicorn would log an error for each
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        server.should_exit = True
+        thread.join(CLOSING + 5)
+        listener.close()
+        ballots.write_preferences()
+        ballots.journal.close()

@@ -1,21 +1,113 @@
-"""The state of a vote service: which groups are to be voted on, who looks at which, and what was said.
+"""The state of a vote service: its groups, the votes on them, the ranks these give, and the journal on disk."""
 
-Everything is in the journal before it is answered, so a service that starts anew knows what the one before it knew.
-"""
-
+import hashlib
+import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gerl.errors import GerlError, RewardError
-from gerl.utils.files import writing
-from gerl.vote.groups import Asked, Ballot, Vote, asked, write_images
-from gerl.vote.journal import Journal
+from gerl.utils.files import reason, writing
 from gerl.vote.preferences import Preference, write_preferences
-from gerl.vote.ranks import checked, mean_scores
+
+# --- A group that people are asked about, as the run describes it, with the votes on it
+
+Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]
+MOST = 256  # images of a group, and groups of a step: more is no work for people
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A group as the run describes it; see `gerl.protocol.Occasion`. `digests`: of the content of its images."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    key: Hex
+    run: Annotated[str, Field(max_length=400)]
+    step: Annotated[int, Field(ge=0)]
+    prompt: int
+    seeds: Annotated[list[int], Field(min_length=2, max_length=MOST)]
+    digests: Annotated[list[Hex], Field(min_length=2, max_length=MOST)]
+    together: Annotated[list[Hex], Field(max_length=10 * MOST)]
+
+    @property
+    def id(self) -> str:
+        """Names the group with the content of its images: others of the same key are another group."""
+        return hashlib.sha256("/".join([self.key, *self.digests]).encode()).hexdigest()[:16]
+
+
+ASKED = TypeAdapter(Asked)
+
+
+def asked(values: object) -> Asked:
+    """`values` from a request or the journal; raises `RewardError` for anything else."""
+    try:
+        found = ASKED.validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["group", *map(str, first["loc"])])
+        raise RewardError(f"{where}: {first['msg']} (is the run of another version of gerl?)") from None
+    if len(found.digests) != len(found.seeds):
+        raise RewardError(f"group: {len(found.digests)} digests for {len(found.seeds)} seeds: send one per image")
+    return found
+
+
+@dataclass(frozen=True)
+class Vote:
+    """Ranks `[B]` from 1 for the best, ties share one, of a voter at a time (seconds since 1970)."""
+
+    voter: str
+    ranks: list[int]
+    time: float
+    used: bool = False  # the run has learned from it
+
+
+@dataclass
+class Ballot:
+    """A group with the files of its images, relative to the folder of the votes, and the votes, by voter.
+
+    sources: pictures that the prompt comes with, such as the one that is edited; files too.
+    """
+
+    asked: Asked
+    text: str  # the prompt
+    images: list[str]
+    sources: list[str] = field(default_factory=list)
+    votes: dict[str, Vote] = field(default_factory=dict)
+    taken: bool = False  # the run has the scores
+    seen: float = field(default_factory=time.monotonic)  # when the run asked the last time
+    holder: str | None = None  # the voter to whom it is shown
+    until: float = 0.0  # as long as nobody else is
+
+    @property
+    def id(self) -> str:
+        return self.asked.id
+
+    def row(self) -> dict[str, Any]:
+        """Its line of the journal."""
+        row = {"kind": "group", "group": asdict(self.asked), "text": self.text, "images": self.images}
+        return {**row, "sources": self.sources} if self.sources else row
+
+
+def write_images(folder: Path, group: Asked, files: Sequence[bytes], kind: str = "") -> list[str]:
+    """Write PNGs of a group, so that they are on disk before the journal names them; their paths in `folder`."""
+    paths = [f"images/{group.id}/{kind}{i}.png" for i in range(len(files))]
+    (folder / "images" / group.id).mkdir(parents=True, exist_ok=True)
+    for path, content in zip(paths, files, strict=True):
+        (folder / path).write_bytes(content)
+    return paths
+
+
+# --- The state of a vote service: which groups are to be voted on, who looks at which, and what was said.
+#
+# Everything is in the journal before it is answered, so a service that starts anew knows what the one before it knew.
 
 logger = logging.getLogger("gerl")
 HERE = 60.0  # seconds without a sign after which a voter, or who asks about a group, counts as gone
@@ -272,3 +364,84 @@ class Ballots:
         except GerlError as error:
             logger.warning("%s", error)
             return None
+
+
+# --- The journal of a vote service: what happened, a line each, on disk before anybody is told of it
+
+NAME = "journal.jsonl"
+
+
+class Journal:
+    """Lines of JSON in `folder`, which is made with the first one; a service that starts anew reads them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self._file: FileIO | None = None
+
+    def replay(self) -> list[dict[str, Any]]:
+        """All rows so far; what a power cut left of a last line is taken off.
+
+        Raises `GerlError` if the file cannot be read.
+        """
+        if not self.path.exists():
+            return []
+        try:
+            content = self.path.read_bytes()
+            end = content.rfind(b"\n") + 1
+            if end < len(content):
+                logger.warning("%s ends with an incomplete line, which is ignored", self.path)
+                with self.path.open("r+b") as file:
+                    file.truncate(end)
+            rows = [json.loads(line) for line in content[:end].splitlines()]
+        except (OSError, ValueError) as error:
+            raise GerlError(f"{self.path} cannot be read ({reason(error)}): repair it, or move it away") from None
+        if any(not isinstance(row, dict) or "kind" not in row for row in rows):
+            raise GerlError(f"{self.path} is not a journal of votes: move it away")
+        return rows
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row; when this returns it is on disk. Raises `GerlError` if it cannot be written: nothing of it is."""
+        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        with writing(self.path):
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab", buffering=0)  # what cannot be written must not wait for the next row
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+                os.fsync(self._file.fileno())
+            except OSError:
+                self._file.truncate(end)
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+# --- Ranks that people give, from 1 for the best, and the scores they stand for
+
+SKIPPED = 0.5  # the score of all images where they are all equal
+
+
+def checked(ranks: Sequence[int], count: int) -> list[int]:
+    """Ranks `[count]` without gaps: 1, 2, ...; ties share one. Raises `RewardError` for what is none."""
+    if len(ranks) != count or any(not 1 <= rank <= count for rank in ranks):
+        raise RewardError(f"ranks {list(ranks)!r:.80}: expected one from 1 to {count} for each of the {count} images")
+    levels = sorted(set(ranks))
+    return [levels.index(rank) + 1 for rank in ranks]
+
+
+def scores(ranks: Sequence[int]) -> list[float]:
+    """1 for the first rank, 0 for the last, the others evenly between them; all 0.5 where there is only one."""
+    last = max(ranks)
+    return [SKIPPED if last == 1 else 1 - (rank - 1) / (last - 1) for rank in ranks]
+
+
+def mean_scores(votes: Sequence[Sequence[int]]) -> list[float]:
+    """The mean over the votes `[V, B]` on a group, `[B]`."""
+    columns = zip(*(scores(ranks) for ranks in votes), strict=True)
+    return [sum(column) / len(column) for column in columns]

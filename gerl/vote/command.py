@@ -1,22 +1,28 @@
 """`python -m gerl.vote [experiment=NAME] [key=value ...]`: people vote on a run's images while it trains."""
 
+import contextlib
 import logging
+import os
 import re
+import signal
 import socket
-from collections.abc import Sequence
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 
+from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import run_command
-from gerl.commandline.composition import CHOICES, asked_for, compose_changes, compose_run
-from gerl.commandline.hydra_options import hydra_options
-from gerl.commandline.listening import is_loopback, listen
-from gerl.errors import ConfigError
+from gerl.commandline.command import is_loopback, listen, run_command
+from gerl.commandline.composition import CHOICES, asked_for, compose_changes, compose_run, hydra_options
+from gerl.errors import ConfigError, Interrupted, TrainingError
 from gerl.rewards.scorers import require
 from gerl.run.session import VOTES
 from gerl.trainer.run_folder import folder_to_resume, read_configuration
+from gerl.vote import reaper
 
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.@+-]{1,64}")
@@ -103,9 +109,8 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
             "folder is missing: give folder=FOLDER for the votes, or the votes/ of a run to serve it again"
         )
     _require()
+    from gerl.vote.app import Tokens, address, serving
     from gerl.vote.ballots import Ballots, Rules
-    from gerl.vote.service import address, serving
-    from gerl.vote.tokens import Tokens
 
     tokens = Tokens.of(options.folder, options.host, names)
     ballots = Ballots(options.folder, Rules(options.votes, options.lease, options.undo))
@@ -125,10 +130,8 @@ def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> No
     """Serve, and train on the votes."""
     run_dir, steps, given = prepare(overrides)
     _require()
+    from gerl.vote.app import Tokens, address, serving
     from gerl.vote.ballots import Ballots, Rules
-    from gerl.vote.service import address, serving
-    from gerl.vote.tokens import Tokens
-    from gerl.vote.training import TOKEN, train
 
     folder = run_dir / VOTES
     tokens = Tokens.of(folder, options.host, names)
@@ -187,3 +190,60 @@ def _say(links: dict[str, str]) -> None:
         return
     for name, link in links.items():
         logger.info("%s votes at %s", name, link)
+
+
+# --- The training run that people vote for, as a process of the same terminal
+
+TOKEN = "GERL_VOTE_TOKEN"  # the environment variable from which the scorer has the token
+LOOK = 0.2  # seconds
+
+
+def train(arguments: Sequence[str], token: str | None, ended: Callable[[str], None], server: threading.Thread) -> None:
+    """Run `gerl train` with `arguments` to its end; `ended` is told how that was, in words for voters.
+
+    A signal that ends this command ends the run as well, in order, before `Interrupted` goes on. Raises `TrainingError`
+    if the run fails, or the `server` ends before it.
+    """
+    environment = dict(os.environ) | ({TOKEN: token} if token is not None else {})
+    command = [sys.executable, "-m", "gerl.trainer.main_flowgrpo", *arguments]
+    process = subprocess.Popen(command, env=environment)
+    with _guarded(process), signals.before_leaving(process.kill):
+        try:
+            while process.poll() is None:
+                if not server.is_alive():
+                    process.send_signal(signal.SIGTERM)
+                    process.wait()
+                    raise TrainingError("the vote service stopped, and the run with it: see its log")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK)
+        except KeyboardInterrupt as error:
+            ended("The run was stopped.")
+            number = error.signal_number if isinstance(error, Interrupted) else signal.SIGINT
+            if process.poll() is None:
+                process.send_signal(number)  # a terminal sends it to both: within a second it is the same one
+            process.wait()
+            raise
+    if process.returncode == 0:
+        ended("The run is finished. Thank you.")
+        return
+    ended("The run was stopped." if process.returncode > 128 else "The run ended with an error.")
+    how = f"by {signals.name(-process.returncode)}" if process.returncode < 0 else f"with {process.returncode}"
+    raise TrainingError(f"the run ended {how}: see its output above; the votes are kept")
+
+
+@contextlib.contextmanager
+def _guarded(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """While the context lasts, the end of this process, by a kill -9 for example, ends `process` in order."""
+    watching = subprocess.Popen(
+        [sys.executable, "-I", "-S", reaper.__file__, str(process.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        watching.communicate(b"!")

@@ -14,9 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import PAGE, run_command
-from gerl.commandline.imports import importing
-from gerl.commandline.listening import is_loopback, listen
+from gerl.commandline.command import PAGE, importing, is_loopback, listen, run_command
 from gerl.errors import ConfigError, GerlError
 from gerl.watch.folders import Folders
 
@@ -73,7 +71,7 @@ def serve(request: Request, stop: threading.Event) -> None:
             _require(module)
         import uvicorn
 
-        from gerl.commandline.connections import Connection
+        from gerl.commandline.http_server import Connection
         from gerl.watch.server import build_site
     token = request.token
     if token is None and not is_loopback(request.host):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gerl.algorithms import Algorithm, Batch, KLWeight, batches_of, build_algorithm
 from gerl.algorithms.base import Pooled
-from gerl.commandline.imports import importing
+from gerl.commandline.command import importing
 from gerl.config import Config
 from gerl.config.algorithms import ForwardProcessConfig
 from gerl.errors import ClusterError
@@ -23,7 +23,7 @@ from gerl.model.call import check_arguments
 from gerl.model.errors import model_errors
 from gerl.objects import Function
 from gerl.protocol import Images, StepEnd, UpdateStats
-from gerl.utils.logs import capture_logs, pass_on_logs
+from gerl.utils.files import capture_logs, pass_on_logs
 from gerl.utils.seeding import seed_everything
 from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.image_statistics import image_statistics

@@ -18,7 +18,7 @@ import torch
 from schedules import sd3_sigmas
 from zoo import samplers
 
-from gerl.commandline.experiments import shipped
+from gerl.commandline.composition import shipped
 
 Train = Callable[..., Any]
 # An easy task for random weights: a large LoRA and a high learning rate, scored by the brightness.

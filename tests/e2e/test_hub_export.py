@@ -17,7 +17,7 @@ from hub_server import TOKEN, Server, serving
 from PIL import Image
 from safetensors import safe_open
 
-from gerl.export.base_model import public
+from gerl.export.card import public
 from gerl.export.command import main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import shipped
+from gerl.commandline.composition import compose_run, shipped
 from gerl.config.algorithms import BY_NAME
 
 # a large learning rate, so that a trust region has something to hold back

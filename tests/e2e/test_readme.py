@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.hydra_options import hydra_options
+from gerl.commandline.composition import compose_run, hydra_options
 from gerl.errors import GerlError
 from gerl.evaluate import command as evaluate
 from gerl.export import command as export

@@ -18,8 +18,7 @@ from zoo.conditioned import KONTEXT, PictureProcessor, as_class, qwen_edit
 from zoo.text_to_image import UNBINNED, flux2, flux2_klein, lumina2, sana, sdxl
 from zoo.text_to_image_2 import hidream
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import config_folder, experiments
+from gerl.commandline.composition import compose_run, config_folder, experiments
 from gerl.rewards.scorers import build_scorer
 from gerl.trainer.main_flowgrpo import main
 

@@ -16,8 +16,8 @@ import pytest
 import requests
 from voting import Voter, service
 
-from gerl.vote.journal import Journal
-from gerl.vote.training import TOKEN
+from gerl.vote.ballots import Journal
+from gerl.vote.command import TOKEN
 
 Train = Callable[..., Any]
 RED = """

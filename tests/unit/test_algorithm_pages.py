@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gerl.commandline.experiments import shipped
+from gerl.commandline.composition import shipped
 from gerl.config.suggestions import keys
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from gerl.commandline.experiments import experiments, shipped
+from gerl.commandline.composition import experiments, shipped
 from gerl.config import keys, nearest_key
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,11 +13,10 @@ from gerl.errors import TrainingError
 from gerl.model.denoisers import quiet_libraries
 from gerl.preflight.findings import size, wrapped, write_json
 from gerl.preflight.sizing import layouts
-from gerl.preflight.sizing.facts import Facts, find_facts
+from gerl.preflight.sizing.facts import Facts, find_facts, recorded
 from gerl.preflight.sizing.hardware import GPUS, Name
 from gerl.preflight.sizing.layouts import Batch, Choice, Layout, Memory
-from gerl.preflight.sizing.recorded import recorded
-from gerl.preflight.sizing.stage import Tally
+from gerl.preflight.sizing.shape_simulator import Tally
 from gerl.utils.files import finite
 
 logger = logging.getLogger("gerl")

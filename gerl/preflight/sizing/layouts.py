@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from gerl.config.blocks import Quantisation
 from gerl.model.quantization import quantised_bytes
-from gerl.preflight.forecast import SPARE
+from gerl.preflight.findings import SPARE
 from gerl.preflight.sizing.facts import FP32, Facts, Part
 from gerl.preflight.sizing.hardware import Gpu
 

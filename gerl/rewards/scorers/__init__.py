@@ -5,7 +5,7 @@ from inspect import signature
 
 from pydantic import TypeAdapter, ValidationError
 
-from gerl.commandline.files import either, near_names
+from gerl.commandline.form import either, near_names
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.objects import PREFIX

@@ -28,7 +28,7 @@ from urllib3 import PoolManager
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
-from gerl.commandline.listening import is_loopback
+from gerl.commandline.command import is_loopback
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import JSON, Scorer
 

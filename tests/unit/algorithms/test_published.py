@@ -10,8 +10,7 @@ import pytest
 import yaml
 from published import COMMITS, DEVIATIONS, GERLS_OWN, OWN, PAPERS, PUBLISHED
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import config_folder
+from gerl.commandline.composition import compose_run, config_folder
 from gerl.config.changes import flat_settings, settings_of
 
 CITED = re.compile(r" # (gerl: .|\[\d\]\S* ?\S*:\d|\[\d\]:\d|\w[\w-]*/[\w.-]+ \S+|arXiv \d{4}\.\d{5}|.*\(:\d+\))")

@@ -11,7 +11,7 @@ import gpu_cases
 import pytest
 import torch
 
-from gerl.commandline.experiments import experiments
+from gerl.commandline.composition import experiments
 from gerl.preflight.sizing.hardware import GPUS
 
 ABOUT = {"device": "a CPU", "dry_run": True, "command": "", "software": {"packages": {"torch": "0"}}}

@@ -14,8 +14,7 @@ from suite import FINAL, TUNE, Candidate, Job, Suite
 
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import shipped
+from gerl.commandline.composition import compose_run, shipped
 from gerl.config.algorithms import BY_NAME
 from gerl.utils.dataset import load_prompts
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import experiments, shipped
+from gerl.commandline.composition import compose_run, experiments, shipped
 from gerl.commandline.help import help_text
 from gerl.config import keys, readers
 from gerl.config.algorithms import BY_NAME

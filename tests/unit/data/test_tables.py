@@ -6,12 +6,14 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gerl.data.tables import SHIPPED, fingerprint, load_prompts
+from gerl.config import Config, RewardConfig, ScorerConfig
+from gerl.data.tables import SHIPPED, fingerprint, load_prompts, unused_columns
 from gerl.errors import DataError
 from gerl.protocol import Prompt
 
@@ -269,3 +271,38 @@ def test_missing_file_suggests_near_names(tmp_path: Path) -> None:
         load_prompts("signs")
     with pytest.raises(DataError, match=r"\.txt, \.jsonl, \.csv or \.parquet"):
         fingerprint(str(tmp_path))
+
+
+ARGUMENTS = ["prompt", "negative_prompt", "height", "num_inference_steps", "image", "ip_adapter_image", "strength"]
+
+
+def said(accepted: list[str] = ARGUMENTS, scorer: str = "sharpness", **row: Any) -> str:
+    config = Config(reward=RewardConfig({scorer: ScorerConfig()}))
+    return "".join(unused_columns([Prompt(0, "a"), Prompt(1, "b", row)], config, accepted))
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"negative_prompt": "blurry"}, "negative_prompt (sampling.call.negative_prompt applies to all prompts)"),
+        ({"seed": 3}, "seed (noise is sampled from trainer.seed)"),
+        ({"height": 3}, "sampling.height"),
+        ({"steps": 20}, "sampling.num_inference_steps"),
+        ({"cfg": 7}, "sampling.guidance_scale"),
+        ({"strength": 0.5}, "sampling.call.strength"),
+        ({"ip_adapter_image": "a.png"}, "pictures are given in image, mask_image, control_image"),
+        ({"mask": "a.png"}, "data.columns={mask_image: mask}"),
+        ({"mask_image": "a.png"}, "takes no such argument"),
+        ({"caption": "a long one"}, "data.prompt_key"),
+        ({"text": "A"}, "data.prompt_key"),
+    ],
+)
+def test_a_column_with_a_known_name_is_named_with_what_is_read_instead(row: dict[str, Any], remedy: str) -> None:
+    assert remedy in said(**row) and said(**row).startswith("prompt columns")
+
+
+def test_what_is_used_or_has_no_known_name_is_not_mentioned() -> None:
+    assert said(image="a.png", tag="counting", include=[1], seed=None, data_source="x", turn=1) == ""
+    assert said(scorer="ocr", text="A") == ""
+    assert "takes no such argument" in said(["prompt"], negative_prompt="blurry")
+    assert said(seed=1, steps=2).count("columns") == 1

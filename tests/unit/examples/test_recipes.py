@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from dry_run import ROOT, TRAIN, DryRun
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import experiments
+from gerl.commandline.composition import compose_run, experiments
 from gerl.config.blocks import sources
 
 FOLDER = ROOT / "examples" / "recipes"

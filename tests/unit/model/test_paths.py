@@ -78,7 +78,7 @@ def test_a_folder_or_file_that_is_no_pipeline(pipeline: Path, tmp_path: Path) ->
 COMMIT = "a" * 40
 READ = """
 import sys, time, logging
-from gerl.commandline.imports import importing
+from gerl.commandline.command import importing
 with importing():
     from gerl.config import ModelConfig, SamplingConfig
     from gerl.errors import GerlError

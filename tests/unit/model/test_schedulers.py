@@ -11,8 +11,7 @@ import pytest
 import tiny
 import torch
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import experiments
+from gerl.commandline.composition import compose_run, experiments
 from gerl.config import Config, ModelConfig, SamplingConfig, algorithm_config
 from gerl.engine import record
 from gerl.errors import ModelError

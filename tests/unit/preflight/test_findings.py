@@ -2,16 +2,41 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import torch
 from training import config
 
 from gerl.config import Config, ValidationConfig
-from gerl.preflight.findings import Report, duration, judge_batches, judge_memory, judge_run, size
-from gerl.preflight.forecast import Memory, Run, Seconds, busiest, forecast_memory, forecast_seconds, rows_of, sized
-from gerl.preflight.inventory import Component
-from gerl.preflight.measure import Usage
+from gerl.model.lora import add_lora
+from gerl.preflight import findings
+from gerl.preflight.findings import (
+    Component,
+    Line,
+    Memory,
+    Report,
+    Run,
+    Seconds,
+    Usage,
+    busiest,
+    capacity,
+    components,
+    count_gradients,
+    duration,
+    forecast_memory,
+    forecast_seconds,
+    judge_batches,
+    judge_memory,
+    judge_run,
+    measured,
+    rows_of,
+    size,
+    sized,
+    through,
+)
 from gerl.protocol import Prompt, RolloutTask, Sample, SamplingProbe, Segment
 
 RUN = Run(4, 4, 2, Usage(8.0, 1400), Usage(4.0, 1200), 0.5, 40, 0.0, True, {"transformer": 3}, "image")
@@ -148,3 +173,71 @@ def test_sizes() -> None:
     assert (changed.rollout.micro_batch_size, changed.actor.micro_batch_size, changed.rollout.n) == (6, 3, 4)
     segments: list[Any] = [Segment((0, 1), (0, 1), (), ()), Segment((0, 1, 2), (0, 1, 2), (), ())]
     assert rows_of(segments) == 3
+
+
+def test_networks_and_their_lora() -> None:
+    pipe = tiny.build(tiny.CASES["sd3"])
+    whole = sum(p.numel() for p in pipe.transformer.parameters())
+    linear = sum(isinstance(m, torch.nn.Linear) for m in pipe.transformer.modules())
+    pipe.vae.to(torch.bfloat16)
+    lora = {f"transformer.{key}": p for key, p in add_lora(pipe.transformer, 4, 4.0, r"attn\.to_[qk]$", 0).items()}
+    found = {c.name: c for c in components(pipe.components, lora)}
+    transformer = found["transformer"]
+    assert next(iter(found)) == "transformer" and "tokenizer" not in found and "scheduler" not in found
+    assert (transformer.parameters, transformer.linear_layers) == (whole, linear)
+    assert (transformer.lora_modules, transformer.lora_parameters) == (4, sum(p.numel() for p in lora.values()))
+    assert transformer.targets == ("transformer_blocks.*.attn.to_q", "transformer_blocks.*.attn.to_k")
+    assert (found["vae"].dtype, found["vae"].lora_modules, found["vae"].targets) == ("bfloat16", 0, ())
+
+
+def test_gradients_are_counted_where_they_are_not_zero() -> None:
+    def parameter(gradient: float | None) -> torch.nn.Parameter:
+        p = torch.nn.Parameter(torch.zeros(2))
+        p.grad = None if gradient is None else torch.full((2,), gradient)
+        return p
+
+    gradients = {"one.a": 0.5, "one.b": 0.0, "one.c": None, "one.d": float("nan"), "one_more.a": 1.0}
+    lora = {f"{name}.lora_B.default.weight": parameter(g) for name, g in gradients.items()}
+    lora["one.b.lora_A.default.weight"] = parameter(1.0)
+    assert count_gradients(lora, "one") == 2 and count_gradients(lora, "one_more") == 1
+
+
+LINUX = Path("/proc/self/status").exists()
+
+
+def test_the_peak_is_that_of_the_work() -> None:
+    result, large = measured("cpu", lambda: float(torch.ones(50_000_000).sum()))
+    assert result == 5e7 and large.seconds > 0
+    _, small = measured("cpu", lambda: None)
+    if LINUX:
+        assert large.peak is not None and small.peak is not None
+        assert large.peak >= small.peak
+
+
+def test_capacity_is_what_is_free_and_what_the_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "PROC", tmp_path)
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(findings, "LIMITS", (limit,))
+    assert capacity("cpu") is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   6 kB\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text("Name: x\nVmRSS:\t 2 kB\n")
+    assert capacity("cpu") == 8 * 1024
+    limit.write_text("max\n")
+    assert capacity("cpu") == 8 * 1024
+    limit.write_text("5000\n")
+    assert capacity("cpu") == 5000
+
+
+def test_without_proc_the_peak_is_that_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "PROC", tmp_path)
+    assert measured("cpu", lambda: None)[1].peak == findings._peak()
+    assert (findings._peak() or 0) > 10_000_000
+    monkeypatch.setattr(findings, "resource", None)
+    assert measured("cpu", lambda: None)[1].peak is None
+
+
+def test_a_line_through_two_sizes() -> None:
+    line = through({4: 130.0, 1: 100.0})
+    assert line == Line(90.0, 10.0) and line.at(8) == 170.0
+    assert through({}) is None and through({4: 130.0}) is None and through({1: 100.0, 4: 100.0}) is None

@@ -21,15 +21,23 @@ from gerl.config import Config, ModelConfig, RolloutConfig, SamplingConfig, algo
 from gerl.errors import ModelError
 from gerl.model.loading import load_policy
 from gerl.model.quantization import stored_bytes
-from gerl.preflight.sizing.build import architectures, build_part, build_pipeline, known_models, named_on_record
 from gerl.preflight.sizing.command import configured
-from gerl.preflight.sizing.facts import Facts, Part, Weights, find_facts, part_of
+from gerl.preflight.sizing.facts import (
+    Facts,
+    Part,
+    Weights,
+    architectures,
+    build_part,
+    build_pipeline,
+    find_facts,
+    known_models,
+    named_on_record,
+    part_of,
+)
+from gerl.preflight.sizing.facts import recorded as on_record
 from gerl.preflight.sizing.hardware import GPUS
 from gerl.preflight.sizing.layouts import Batch, Layout, cheapest, largest, memory, room
-from gerl.preflight.sizing.ledger import Ledger
-from gerl.preflight.sizing.recorded import recorded as on_record
-from gerl.preflight.sizing.stage import Tally
-from gerl.preflight.sizing.tokens import PLACE, Picture, Tokens
+from gerl.preflight.sizing.shape_simulator import PLACE, Ledger, Picture, Tally, Tokens
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gerl.commandline.experiments import shipped
+from gerl.commandline.composition import shipped
 from gerl.program.commands import COMMANDS
 from gerl.program.completion import SCRIPTS
 from gerl.program.words import fitting

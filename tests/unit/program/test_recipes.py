@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gerl.commandline.composition import compose_run
-from gerl.commandline.experiments import experiments
+from gerl.commandline.composition import compose_run, experiments
 from gerl.program.commands import main
 from gerl.program.recipes import recipe, table
 

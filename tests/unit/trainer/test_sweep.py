@@ -8,8 +8,7 @@ import pytest
 
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError
-from gerl.trainer.sweep import _arguments, _check_choices, _plan
-from gerl.trainer.sweep_table import JOB, read_jobs, result, table, write_table
+from gerl.trainer.sweep import JOB, _arguments, _check_choices, _plan, read_jobs, result, table, write_table
 
 LAST = "reward.scorers.ocr.weight=2"
 

@@ -1,12 +1,13 @@
 """Files that are written completely or not at all."""
 
+import logging
 import multiprocessing
 from pathlib import Path
 
 import pytest
 
 from gerl.errors import GerlError
-from gerl.utils.files import write_file
+from gerl.utils.files import capture_logs, write_file
 
 TIMES, LENGTH = 200, 100_000
 
@@ -35,3 +36,22 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(GerlError, match="choose another folder"):
         write_file(path / "file" / "under" / "none", "a")
+
+
+def test_messages_are_collected_in_place_of_being_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("gerl.somewhere.below")
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        with capture_logs("gerl.somewhere", logging.INFO) as notes:
+            logger.debug("not this")
+            logger.info("one %d", 1)
+            logging.getLogger("gerl.elsewhere").info("passed on")
+        logger.info("again")
+    assert notes == ["one 1"] and caplog.messages == ["passed on", "again"]
+
+
+def test_the_logger_is_as_before_after_an_error() -> None:
+    logger = logging.getLogger("gerl.somewhere")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    with pytest.raises(ZeroDivisionError), capture_logs("gerl.somewhere", logging.WARNING):
+        raise ZeroDivisionError
+    assert (logger.level, logger.propagate, logger.handlers) == before

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from voting import group, pngs
 
 from gerl.errors import GerlError, RewardError
-from gerl.vote.ballots import Ballots, Refused, Rules
-from gerl.vote.groups import asked
+from gerl.vote.ballots import Ballots, Journal, Refused, Rules, asked, checked, mean_scores, scores
 
 
 class Clock:
@@ -279,3 +280,85 @@ def test_a_group_that_is_none_is_refused(change: dict[str, Any]) -> None:
     values = {**vars(group()), **change}
     with pytest.raises(RewardError, match="group"):
         asked(values)
+
+
+def test_rows_come_back_in_order_and_the_folder_comes_with_the_first(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run" / "votes")
+    assert journal.replay() == [] and not (tmp_path / "run").exists()
+    rows = [{"kind": "vote", "voter": "änna", "ranks": [1, 2]}, {"kind": "undo", "text": "two\nlines"}]
+    for row in rows:
+        journal.append(row)
+        assert Journal(tmp_path / "run" / "votes").replay()[-1] == row  # without closing: it is on disk
+    assert Journal(tmp_path / "run" / "votes").replay() == rows
+
+
+def test_a_line_that_was_cut_off_is_taken_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(tmp_path)
+    journal.append({"kind": "vote"})
+    with journal.path.open("ab") as file:
+        file.write(b'{"kind": "vo')
+    assert Journal(tmp_path).replay() == [{"kind": "vote"}] and "incomplete line" in caplog.text
+    again = Journal(tmp_path)
+    again.append({"kind": "undo"})
+    assert [row["kind"] for row in Journal(tmp_path).replay()] == ["vote", "undo"]
+
+
+@pytest.mark.parametrize("content", [b"not json\n", b"[1]\n", b'{"other": 1}\n', b"\xff\n"])
+def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "journal.jsonl").write_bytes(content)
+    with pytest.raises(GerlError, match="move it away"):
+        Journal(tmp_path).replay()
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "votes").write_text("a file")
+    with pytest.raises(GerlError, match="cannot be written"):
+        Journal(tmp_path / "votes").append({"kind": "vote"})
+
+
+def test_what_could_not_be_written_is_not_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    journal.append({"kind": "vote", "number": 1})
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(GerlError, match="No space left"):
+        patched.setattr("os.fsync", full)
+        journal.append({"kind": "vote", "number": 2})
+    journal.append({"kind": "vote", "number": 3})
+    journal.close()
+    assert [row["number"] for row in Journal(tmp_path).replay()] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([2, 1, 2, 2], [0, 1, 0, 0]),  # the best is picked
+        ([1, 2, 3], [1, 0.5, 0]),
+        ([2, 3, 1, 3, 3], [0.5, 0, 1, 0, 0]),  # two are ranked, the others share the last place
+        ([1, 1, 2], [1, 1, 0]),
+        ([1, 1, 1], [0.5, 0.5, 0.5]),  # skipped
+    ],
+)
+def test_scores_are_spread_evenly_and_ties_share(ranks: list[int], expected: list[float]) -> None:
+    assert scores(ranks) == expected
+
+
+@given(st.lists(st.integers(1, 6), min_size=6, max_size=6))
+def test_ranks_lose_their_gaps_and_keep_their_order(ranks: list[int]) -> None:
+    given_, found = checked(ranks, 6), scores(checked(ranks, 6))
+    assert sorted(set(given_)) == list(range(1, len(set(ranks)) + 1))
+    for a in range(6):
+        for b in range(6):
+            assert (ranks[a] < ranks[b]) == (given_[a] < given_[b]) == (found[a] > found[b])
+
+
+@pytest.mark.parametrize("ranks", [[1, 2], [0, 1, 2], [1, 2, 4], []])
+def test_what_is_no_ranking_is_refused(ranks: list[int]) -> None:
+    with pytest.raises(RewardError, match="from 1 to 3 for each of the 3 images"):
+        checked(ranks, 3)
+
+
+def test_votes_are_averaged() -> None:
+    assert mean_scores([[1, 2, 2], [2, 1, 2], [1, 1, 1]]) == pytest.approx([0.5, 0.5, 1 / 6])

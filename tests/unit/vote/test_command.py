@@ -12,8 +12,7 @@ import yaml
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, TrainingError
 from gerl.vote import reaper
-from gerl.vote.command import prepare, voters
-from gerl.vote.training import train
+from gerl.vote.command import prepare, train, voters
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,11 @@
-"""A pipeline whose components are shapes without values, that draws and trains all the same.
-
-The pipeline, gerl's engine and its algorithms run as they are, on real latents and embeddings, which are small. Where a
-component of the pipeline is called, it runs under `FakeTensorMode`, which tells what it would allocate and compute;
-what it hands on is noise of the right shape. A call with gradient hands on a node of autograd, whose backward is that
-of the component. A call that was made before, with the same shapes and as many graphs alive, is not made again.
-"""
+"""A pipeline whose components are shapes without values, that draws and trains, and a ledger of its operations."""
 
 import copy
 import functools
 import math
+import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +14,20 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from peft.tuners.tuners_utils import BaseTunerLayer
+from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from transformers import Cache
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import BatchEncoding, Cache
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from gerl.preflight.sizing.ledger import Ledger
+# --- A pipeline whose components are shapes without values, that draws and trains all the same.
+#
+# The pipeline, gerl's engine and its algorithms run as they are, on real latents and embeddings, which are small. Where
+# a component of the pipeline is called, it runs under `FakeTensorMode`, which tells what it would allocate and compute;
+# what it hands on is noise of the right shape. A call with gradient hands on a node of autograd, whose backward is that
+# of the component. A call that was made before, with the same shapes and as many graphs alive, is not made again.
 
 # what pipelines call on a component besides `forward`; a part of it that they call is found by its own `forward`
 LARGE = 2**22  # elements from which on a tensor is of zeros, which take no memory until they are written
@@ -322,3 +326,235 @@ def _signature(tree: Any) -> object:
 
     leaves, structure = tree_flatten(tree)
     return (str(structure), tuple(map(describe, leaves)))
+
+
+# --- Bytes and arithmetic of operations, as torch dispatches them: on weights that exist as shapes, or on real ones
+
+aten = torch.ops.aten
+INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+
+
+def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(
+    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
+) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+# torch's counter leaves the CPU's attention out; to be given to its FlopCounterMode as `custom_mapping`
+CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def _shape(value: object) -> object:
+    return value.shape if isinstance(value, torch.Tensor) else value
+
+
+def _spread(indices: torch.Tensor, shape: torch.Size, dim: int = -1, **_: Any) -> torch.Tensor:
+    """Positions along `dim` of a tensor of `shape`, in the shape of `indices`, all of them equally often."""
+    with _disable_current_modes():
+        moved = torch.empty(indices.shape, device="meta").movedim(dim, -1).shape
+        return (torch.arange(math.prod(moved)) % shape[dim]).view(moved).movedim(-1, dim)
+
+
+class Ledger(TorchDispatchMode):
+    """Follows the storages that operations make while it is entered, and counts floating-point operations.
+
+    A storage counts from the operation that makes it until the last tensor on it is gone, wherever that is held, by
+    autograd as well. `live`: bytes of those that are there; `peak`: the most of them at a time since `reset`; `flops`:
+    operations since, a multiplication and an addition as two, by the formulas of torch's `FlopCounterMode`.
+
+    Entered inside a `FakeTensorMode`, what depends on no shape without values (masks, positions) is computed, so that
+    models can read it. The positions that `topk` finds are spread evenly, as routers of experts are trained to spread
+    them: how many there are, and with them the number of operations, does not depend on values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.flops = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id, which is not reused while it is here
+
+    def reset(self) -> None:
+        """Begin a new peak, and count operations from 0; what is alive stays so."""
+        self.peak, self.flops = self.live, 0
+
+    def leave_out(self, tensors: object) -> None:
+        """The storages of `tensors`, such as weights, are not counted."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor, counted=False)
+
+    def count(self, tensors: object) -> None:
+        """The storages of `tensors` count from now on, as long as they live."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor, counted=True)
+        self.peak = max(self.peak, self.live)
+
+    def _follow(self, tensor: torch.Tensor, counted: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return
+        size = storage.nbytes() if counted else 0
+
+        def freed(_: object) -> None:
+            self._known.pop(key, None)
+            self.live -= size
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.live += size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs, packet = kwargs or {}, func._overloadpacket
+        if self._has_values(func, args, kwargs):
+            with _disable_current_modes():
+                result = func(*args, **kwargs)
+        else:
+            if packet in INDEXING:
+                args = (args[0], self._as_positions(args[1]), *args[2:])
+            result = func(*args, **kwargs)
+            if packet is aten.topk:
+                result = (result[0], _spread(result[1], args[0].shape, *args[2:3], **kwargs))
+        self.count(result)
+        if packet in CPU_ATTENTION:
+            self.flops += CPU_ATTENTION[packet](*map(_shape, args), **{k: _shape(v) for k, v in kwargs.items()})
+        elif packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        return result
+
+    def _as_positions(self, indices: Any) -> list[Any]:
+        """`indices` of a shape, with masks that have values as the positions at which they are true."""
+        found: list[Any] = []
+        for index in indices:
+            if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+                with _disable_current_modes():
+                    found += index.nonzero(as_tuple=True)
+            else:
+                found.append(index)
+        self.count(found)
+        return found
+
+    @staticmethod
+    def _has_values(func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operation is on real tensors alone, or makes integers of nothing."""
+        tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        if tensors:
+            return not any(isinstance(v, FakeTensor) or v.is_meta for v in tensors)
+        dtype = kwargs.get("dtype")
+        if dtype is None:
+            return func._overloadpacket is aten.arange and all(isinstance(v, int) for v in args)
+        return not dtype.is_floating_point and not dtype.is_complex and kwargs.get("device") != torch.device("meta")
+
+
+# --- Stand-ins for tokenizers that are not at hand: texts become as many tokens as texts of their length usually do
+
+CHARACTERS = 4  # of English text in a token
+PLACE = "<|image_pad|>"  # where a text has a picture
+
+
+@dataclass(frozen=True)
+class Picture:
+    """How Qwen's processors turn a picture into patches, of which `merge_size` x `merge_size` become a token."""
+
+    token: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+
+    def grid(self, picture: Image.Image) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        factor = self.patch_size * self.merge_size
+        height, width = smart_resize(picture.height, picture.width, factor, self.min_pixels, self.max_pixels)
+        return height // self.patch_size, width // self.patch_size
+
+    def patches(self, grids: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        """The model's arguments for pictures: grey patches `[N, 3 * temporal * patch * patch]`, and their grids."""
+        count, size = sum(h * w for h, w in grids), 3 * self.temporal_patch_size * self.patch_size**2
+        return {"pixel_values": torch.zeros(count, size), "image_grid_thw": torch.tensor([(1, h, w) for h, w in grids])}
+
+
+class Tokens:
+    """Takes the calls that pipelines make of a tokenizer or a processor, and answers with token ids that mean nothing.
+
+    `model_max_length`: to which length a padded text without `max_length` comes. `end`: the id of the last token.
+    `picture`: of a processor that takes pictures.
+    """
+
+    def __init__(self, model_max_length: int = 512, end: int = 2, picture: Picture | None = None) -> None:
+        self.picture = picture
+        self.model_max_length = model_max_length
+        self.tokenizer_max_length = model_max_length
+        self.padding_side = "right"
+        self.pad_token, self.eos_token, self.bos_token, self.unk_token = "<pad>", "<end>", "<begin>", "<unknown>"
+        self.pad_token_id, self.eos_token_id, self.bos_token_id, self.unk_token_id = 0, end, 1, 0
+        self.tokenizer = self  # of a processor
+        self.added_tokens_encoder: dict[str, int] = {}
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        """The token ids of a text."""
+        return [3] * (len(text) // CHARACTERS) + [self.eos_token_id]
+
+    def __call__(
+        self,
+        text: Any = None,
+        images: Any = None,
+        *_: Any,
+        padding: bool | str = False,
+        max_length: int | None = None,
+        truncation: bool = False,
+        **__: Any,
+    ) -> BatchEncoding:
+        texts = [text] if isinstance(text, str) else list(text)
+        pictures: dict[str, torch.Tensor] = {}
+        if images is not None and self.picture is not None:
+            grids = [self.picture.grid(p) for p in (images if isinstance(images, list | tuple) else [images])]
+            pictures = self.picture.patches(grids)
+            rows = [self._with_pictures(t, grids[min(i, len(grids) - 1)]) for i, t in enumerate(texts)]
+        else:
+            rows = [self.encode(t) for t in texts]
+        most = max_length or self.model_max_length
+        if truncation:
+            rows = [row[: most - 1] + row[-1:] if len(row) > most else row for row in rows]
+        width = most if padding == "max_length" else max(map(len, rows))
+        ids = torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        return BatchEncoding({"input_ids": ids, "attention_mask": mask, **pictures})
+
+    def _with_pictures(self, text: str, grid: tuple[int, int]) -> list[int]:
+        """The token ids of a text, with those of a picture in its place."""
+        assert self.picture is not None
+        before, *after = text.split(PLACE)
+        tokens = [self.picture.token] * (grid[0] * grid[1] // self.picture.merge_size**2)
+        return self.encode(before)[:-1] + tokens * len(after) + self.encode("".join(after))
+
+    def apply_chat_template(self, messages: Any, *_: Any, tokenize: bool = True, **options: Any) -> Any:
+        """The text of a conversation or of several, or its tokens."""
+        several = bool(messages) and isinstance(messages[0], list)
+        texts = [_text(conversation) for conversation in (messages if several else [messages])]
+        if tokenize:
+            return self(texts, **options)
+        return texts if several else texts[0]
+
+    def batch_decode(self, ids: Sequence[Any], *_: Any, **__: Any) -> list[str]:
+        """A text for each row of ids."""
+        return ["" for _ in ids]
+
+    def tokenize(self, text: str, *_: Any, **__: Any) -> list[str]:
+        """A text's tokens as texts."""
+        return [self.unk_token] * len(self.encode(text))
+
+
+def _text(value: Any) -> str:
+    """The words in a conversation."""
+    if isinstance(value, dict):
+        return " ".join(_text(v) for k, v in value.items() if k != "type")
+    return " ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)

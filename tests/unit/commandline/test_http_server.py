@@ -11,8 +11,8 @@ import pytest
 import requests
 import uvicorn
 
-from gerl.commandline import connections
-from gerl.commandline.connections import Connection
+from gerl.commandline import http_server
+from gerl.commandline.http_server import Connection
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -49,7 +49,7 @@ def is_closed(opened: socket.socket) -> bool:
 def test_a_head_that_does_not_arrive_ends_its_connection_and_no_other(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD", 0.3)
+    monkeypatch.setattr(http_server, "HEAD", 0.3)
     with requests.Session() as session, half_open(port) as opened:
         assert session.get(f"http://127.0.0.1:{port}/", timeout=20).text == "ok"
         assert is_closed(opened)
@@ -62,7 +62,7 @@ def test_a_head_that_does_not_arrive_ends_its_connection_and_no_other(
 
 
 def test_of_too_many_connections_those_are_closed_that_wait_longest(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "most", lambda: 10)
+    monkeypatch.setattr(http_server, "most", lambda: 10)
     opened = [half_open(port) for _ in range(30)]
     try:
         assert requests.get(f"http://127.0.0.1:{port}/", timeout=20).text == "ok"
@@ -73,6 +73,6 @@ def test_of_too_many_connections_those_are_closed_that_wait_longest(port: int, m
 
 
 def test_as_many_connections_as_the_process_may_have_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    for soft, most in ((1024, 960), (64, 8), (10**6, 1000), (connections.resource.RLIM_INFINITY, 1000)):
-        monkeypatch.setattr(connections.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert connections.most() == most
+    for soft, most in ((1024, 960), (64, 8), (10**6, 1000), (http_server.resource.RLIM_INFINITY, 1000)):
+        monkeypatch.setattr(http_server.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert http_server.most() == most

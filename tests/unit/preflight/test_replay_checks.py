@@ -12,8 +12,8 @@ import training
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.config import ActorConfig, ValidationConfig
-from gerl.preflight.faithful import judge_faithful, parts_difference, stock_difference
 from gerl.preflight.findings import Report
+from gerl.preflight.replay_checks import judge_faithful, parts_difference, stock_difference
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
 from gerl.workers.worker import PolicyWorker
