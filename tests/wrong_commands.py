@@ -88,8 +88,6 @@ OTHERS = [
     row("gerl, mistyped key", "gerl train trainer.stepz=3", "trainer.stepz: ", r"'trainer\.steps'"),
     row("a recipe, mistyped", "gerl recipes sings", "name=sings: ", "'signs'"),
     row("versions, as a table", "gerl version format=json", "format=json: ", "text or yaml"),
-    row("completion of a shell", "gerl completion tcsh", "shell=tcsh: ", "bash or zsh or fish"),
-    row("completion of no shell", "gerl completion", "shell is missing: ", "bash, zsh or fish"),
     row("train without a key", "train signs", "signs: ", "such as experiment=signs;"),
     row("serve without a key", "serve ocr", "ocr: ", "such as scorer=ocr;"),
     row("export, mistyped", "export rum=RUN out=o", "rum: ", "'run'"),

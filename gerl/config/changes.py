@@ -59,8 +59,6 @@ FIXED = {
 CONTENT = ("data.train", "validation.data", "data.regularise")
 # Blocks of which a key that is no longer there has changed nothing of what a run computes.
 HARMLESS = ("checkpoint", "cluster", "guard", "logger")
-# Values that older versions wrote for the same.
-SAME = {("model.offload", "True"): "encoders", ("model.offload", "False"): "none"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,6 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """
     before, after = flat_settings(old), flat_settings(new)
     found = [Change(key, before[key], value) for key, value in after.items() if before.get(key, value) != value]
-    found = [c for c in found if c.new is None or SAME.get((c.key, str(c.old))) != c.new]
     scorers, others = scorers_of(old), scorers_of(new)
     found += [Change(f"reward.scorers.{name}", None, value) for name, value in others.items() if name not in scorers]
     return found + [Change(f"reward.scorers.{name}", v, None) for name, v in scorers.items() if name not in others]

@@ -21,9 +21,6 @@ def from_mapping(values: dict[str, Any]) -> Config:
     algorithm = values.get("algorithm", {})
     if isinstance(algorithm, dict):  # without a name it is the default one
         values = {**values, "algorithm": {"name": FlowGRPOConfig.name, **algorithm}}
-    model = values.get("model", {})
-    if isinstance(model, dict) and isinstance(offload := model.get("offload"), bool):  # of an older version
-        values = {**values, "model": {**model, "offload": "encoders" if offload else "none"}}
     _check_booleans(values)
     try:
         return _adapter().validate_python(values)

@@ -1,1 +1,1 @@
-"""The program `gerl`: the commands by name, their overview, recipes, versions and shell completion."""
+"""The program `gerl`: the commands by name, their overview, recipes and versions."""

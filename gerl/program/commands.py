@@ -46,11 +46,9 @@ COMMANDS = {
     "serve": Command("reward_models.serve", "Serve a scorer over HTTP, for the scorer remote of a run.", WITH_LEVELS),
     "recipes": Command("gerl.program.recipes", "List the experiments that ship with gerl, or show the file of one."),
     "version": Command("gerl.program.version", "Print the versions and the hardware, as needed for a bug report."),
-    "completion": Command("gerl.program.completion", "Print a shell completion script for commands and keys."),
 }
 HELP = ("-h", "--help", "help")
 VERSION = ("-V", "--version")
-ASKED = "--complete"  # what the scripts of `gerl completion` call
 
 
 def program() -> None:
@@ -65,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, arguments = arguments[0], ["--help"]
     if name in VERSION:
         name = "version"
-    if name == ASKED:
-        return start("gerl.program.words", arguments=arguments)
     if name in COMMANDS:
         command = COMMANDS[name]
         return start(command.module, command.log_format, arguments, f"gerl {name}")

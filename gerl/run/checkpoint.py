@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 STATE = "state.json"
 MANIFEST = "manifest.json"
-FORMAT = 2  # 1, without a number in the manifest: its state.json has no settings
+FORMAT = 3  # of the files of a checkpoint, in its manifest
 
 
 class NewerFormat(CheckpointError):
@@ -115,9 +115,11 @@ def save_checkpoint(
 def load_checkpoint(path: Path) -> Checkpoint:
     """Open a checkpoint and compare every file with the manifest; `CheckpointError` names the file that is wrong."""
     manifest = _read_json(path, MANIFEST)
-    number = manifest.get("format", 1)
-    if type(number) is not int or number < 1:
+    number = manifest.get("format")
+    if type(number) is not int:
         raise _damaged(path, f"{MANIFEST} has no usable format: {number!r}")
+    if number < FORMAT:
+        raise _damaged(path, f"it has the format {number} of an older gerl, and this one reads {FORMAT}")
     if number > FORMAT:
         raise NewerFormat(
             f"the checkpoint {path} was written by a newer gerl (format {number}; this one supports up to "
@@ -376,7 +378,7 @@ def _held_out_reward(checkpoint: Checkpoint) -> float | None:
 
 
 def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The settings that decide a held-out reward; None: not known, as in a checkpoint of format 1."""
+    """The settings that decide a held-out reward; None: not known."""
     settings = checkpoint.state.get("settings")
     found = flat_settings(settings) if isinstance(settings, dict) else {}
     idle = ("replicas", "gpus", "timeout", "every", "micro_batch_size", "on_error", "retries", "max_failed")
@@ -437,7 +439,7 @@ class RunState:
     algorithm: dict[str, Any] = field(default_factory=dict)  # see `Algorithm.state`
     identity: dict[str, str] = field(default_factory=dict)  # digests of the prompts and of the base weights
     extensions: dict[str, Any] = field(default_factory=dict)  # by name, see `Extension.state`
-    settings: dict[str, Any] = field(default_factory=dict)  # see `settings_of`; empty in a checkpoint of format 1
+    settings: dict[str, Any] = field(default_factory=dict)  # see `settings_of`
 
     def to_json(self) -> dict[str, Any]:
         """The record as `save_checkpoint` takes it."""
@@ -448,11 +450,9 @@ class RunState:
         """The record of a checkpoint; raises `CheckpointError` if something in it is missing or of another type."""
         values = checkpoint.state
         try:
-            worker = {"policy_version": values["worker"]["policy_version"]}  # where older checkpoints have it
-            state = TypeAdapter(cls).validate_json(json.dumps(worker | values))
-        except (KeyError, TypeError, ValidationError) as error:
-            wrong = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else "worker"
-            raise _unusable(checkpoint, wrong) from None
+            state = TypeAdapter(cls).validate_json(json.dumps(values))
+        except ValidationError as error:
+            raise _unusable(checkpoint, ".".join(map(str, error.errors()[0]["loc"]))) from None
         if state.worker is None:
             raise _unusable(checkpoint, "worker")
         if state.step != checkpoint.step or state.step < 0:

@@ -132,7 +132,7 @@ class Validation:
     by_scorer: dict[str, list[float | None]]  # scorer -> [N]
     shown: list[int]  # [P] the images that are here, rising
     pixels: list[np.ndarray]  # [P] of [H, W, 3] uint8
-    drawing: Drawing | None = None  # None in runs of older versions
+    drawing: Drawing | None = None  # None where the images are no longer kept
     ids: list[int] = field(default_factory=list)  # [N] the number of each image's prompt; empty: one image a prompt
     # statistic -> [N], see `gerl.workers.image_statistics`
     looks: dict[str, list[float | None]] = field(default_factory=dict)
@@ -233,9 +233,7 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     try:
         values = json.loads(path.read_bytes())
         pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
-        # runs of older versions keep the pictures of the first prompts
-        values = {"shown": list(range(len(pixels))), "drawing": None, **values, "pixels": pixels}
-        found = TypeAdapter(Validation).validate_python(values)
+        found = TypeAdapter(Validation).validate_python({**values, "pixels": pixels})
     except (*DAMAGED, ValidationError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         raise GerlError(f"the validation {path} cannot be read ({said}); delete it to skip it") from error

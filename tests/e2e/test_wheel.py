@@ -85,7 +85,6 @@ def test_it_trains_from_another_folder(
         ("recipes", "sana_pickscore  "),
         ("serve --help", "usage: gerl serve scorer=NAME"),
         ("version", f"gerl             {gerl.__version__}"),
-        ("completion bash", "_gerl()"),
     ],
 )
 def test_the_program_works_in_an_empty_folder(arguments: str, expected: str, installed: Path, tmp_path: Path) -> None:

@@ -80,15 +80,6 @@ def test_pictures_of_several_sizes(tmp_path: Path) -> None:
     assert [image.shape for image in found] == [(4, 8, 3), (8, 4, 3)] and found[1].all() and not found[0].any()
 
 
-def test_runs_of_older_versions_show_their_first_prompts(tmp_path: Path) -> None:
-    save_validation(tmp_path, 3, PROMPTS, pictures(2), [0.1, 0.2, 0.3, 0.4], {})
-    path = tmp_path / "validation" / "step_000003.json"
-    values = json.loads(path.read_text())
-    path.write_text(json.dumps({name: values[name] for name in ("step", "rewards", "by_scorer", "prompts")}))
-    found = load_validation(tmp_path, 3)
-    assert found.shown == [0, 1] and found.drawing is None and np.array_equal(found.pixels, pictures(2))
-
-
 def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="uint8"):
         save_validation(tmp_path, 0, ["a"], np.zeros((1, 4, 4, 3)), [1.0], {})

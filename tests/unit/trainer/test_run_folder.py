@@ -130,20 +130,6 @@ def test_the_same_command_changes_nothing(made: Made, arguments: tuple[str, ...]
     )
 
 
-@pytest.mark.parametrize(("old", "new"), [(True, "encoders"), (False, "none")])
-def test_an_older_value_that_means_the_same_changes_nothing(made: Made, old: bool, new: str) -> None:
-    run = made("a")
-    settings = yaml.safe_load((run / CURRENT).read_text())
-    settings["model"]["offload"] = old
-    (run / CURRENT).write_text(yaml.safe_dump(settings))
-    for state in run.glob("checkpoints/*/state.json"):
-        assert json.loads(state.read_text())["settings"]["model"]["offload"] == "none"
-    folder = opened(f"checkpoint.resume={run}")
-    assert folder.composed.config.model.offload == new
-    before = {**settings, "model": settings["model"] | {"offload": old}}
-    assert not [c for c in changes(before, settings_of(folder.composed.config)) if c.key == "model.offload"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -308,22 +294,6 @@ def test_a_damaged_state_is_a_sentence_before_anything_is_loaded(made: Made, sta
     run = made("a", steps=())
     save_checkpoint(run / "checkpoints", 5, {}, RunState(5, worker=WORKER).to_json() | state)
     assert f"no usable {next(iter(state))}" in refused(run, error=CheckpointError)
-
-
-def test_a_checkpoint_of_the_first_format_is_compared_with_the_configuration(made: Made) -> None:
-    run = made("a", steps=())
-    record = RunState(5, worker=WORKER).to_json()
-    del record["settings"]
-    record["identity"] = {"model.lora_*": "(32, 64.0, None)", "trainer.seed": "0"}
-    path = save_checkpoint(run / "checkpoints", 5, {}, record)
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["format"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert said(opened(f"checkpoint.resume={run}", "actor.lr=2e-3")) == ["actor.lr 0.001 -> 0.002"]
-    assert "trainer.seed 0 -> 1" in refused(run, "trainer.seed=1")
-
-
-# --- runs that are finished
 
 
 def test_a_finished_run_is_said_to_be(made: Made, caplog: pytest.LogCaptureFixture) -> None:
