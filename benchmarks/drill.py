@@ -39,17 +39,17 @@ BEGIN, END = "<!-- drill: begin, written by python benchmarks/drill.py --table -
 MARK = "GERL_DRILL"
 # what a worker does, by the method in the title of its process
 PHASES = {
-    "check": "checking the model",
     "setup": "loading",
     "join": "meeting",
-    "generate": "drawing",
+    "sample": "drawing",
     "validate": "validating",
     "accumulate": "accumulating",
     "step": "all-reduce, optimizer step, end of a step",
-    "finished": "saving",
-    "restore": "taking over the state",
+    "checkpoint": "saving",
+    "load": "taking over the state",
+    "call": "another request",
 }
-WANTED = ("generate", "accumulate", "step", "finished", "validate", "setup")
+WANTED = ("sample", "accumulate", "step", "checkpoint", "validate", "setup")
 VICTIMS = ("worker",) * 6 + ("both workers", "scorer", "hanging worker")
 PATIENCE = 10.0  # seconds that a phase is waited for
 SCORER = """

@@ -114,13 +114,13 @@ def measure(worker: PolicyWorker, facts: Facts, setting: Setting) -> Row:
     credit[1::2] = -1.0
     rollouts, updates, deviations = list[Usage](), list[Usage](), list[float]()
     for turn in range(setting.warmups + setting.repetitions):
-        _, rolled = attempt("rollout", drawn, setting.device, lambda: worker.generate(task))
-        batches, pairs = batches_of(worker.drawn[task.id], credit), count_pairs([(task, credit)])
+        _, rolled = attempt("rollout", drawn, setting.device, lambda: worker.sample(task))
+        batches, pairs = batches_of(worker.trajectories[task.id], credit), count_pairs([(task, credit)])
         update = partial(worker.actor.accumulate, batches, pairs)
         stats, updated = attempt("update", drawn, setting.device, update)
         del batches, update
         result = worker.step(0)
-        worker.forget()
+        worker.clear()
         if not result.applied:
             raise GerlError("the gradient is not finite, so these are no figures of a training step")
         if turn >= setting.warmups:

@@ -35,7 +35,7 @@ from gerl.preflight.sizing.layouts import Batch
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
 from gerl.workers.setup import load_worker_policy
-from gerl.workers.state import Keeping
+from gerl.workers.state import PartSnapshots, Snapshots
 from gerl.workers.worker import PolicyWorker
 
 CLIP_TOKENS = 77  # of Stable Diffusion 3's prompts, before those of T5
@@ -220,7 +220,8 @@ def worker_of(case: Case, config: Config, device: str) -> PolicyWorker:
     worker.rollout.format.divides = False  # what does not fit is a row that says so
     worker.algorithm = build_algorithm(config)
     worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
-    worker.keeping, worker.ended = Keeping(worker.actor), 0
+    worker.snapshots = PartSnapshots(worker.actor) if worker.policy.whole else Snapshots(worker.actor)
+    worker.ended = 0
     return worker
 
 

@@ -27,9 +27,11 @@ REST = "the rest of a step"
 Seconds = dict[tuple[str, bool], float]  # CPU seconds by part, in training (False) and in validation
 # the outermost frames of a step; other stacks are of the start or the end
 STEP = re.compile(
-    r"^PolicyWorker\.(?!__init__|check|setup|address|join|load_)\w+ \(|^RewardWorker\.score \("
-    r"|^RayDiffusionTrainer\.(take_step|conclude|validate) \("
+    r"^PolicyWorker\.(?!__init__|setup|join|load)\w+ \(|^RewardWorker\.score \("
+    r"|^(take|take_ahead|conclude) \(gerl/trainer/run\.py"
 )
+START = re.compile(r"^(check|open_address) \(gerl/workers/fleet\.py")  # called of a worker before there is a step
+VALIDATION = re.compile(r"^(\w+\.)?validate \(")
 # part -> a frame of it, "Class.function (file:line)"; the first that fits any frame
 PARTS = {
     "scoring": re.compile(r"^RewardWorker\."),
@@ -46,10 +48,10 @@ PARTS = {
 def part_of(stack: str) -> tuple[str, bool]:
     """The part of a run that a stack of py-spy's, `frame;...` from the outside in, belongs to; if in validation."""
     frames = [shortened(frame) for frame in stack.split(";")]
-    if not any(STEP.search(frame) for frame in frames):
+    if not any(STEP.search(frame) for frame in frames) or any(START.search(frame) for frame in frames):
         return OUTSIDE, False
     found = (name for name, frame in PARTS.items() if any(frame.search(f) for f in frames))
-    return next(found, REST), any(re.search(r"\.validate \(", frame) for frame in frames)
+    return next(found, REST), any(VALIDATION.search(frame) for frame in frames)
 
 
 def shortened(frame: str) -> str:

@@ -36,7 +36,7 @@ def images_per_second(config: Config, scorers: dict[str, ScorerConfig], repetiti
         worker.setup()
         samples = plan_samples(config, plan_prompts(config, load_prompts(config.data.train), 1), 1, 0)
         task = build_algorithm(config).plan(samples)[0]
-        images = worker.generate(task)
+        images = worker.sample(task)
     places = [(0, row) for row in range(len(task.samples))]
     prompts, metadata = [s.prompt.text for s in task.samples], [s.prompt.metadata for s in task.samples]
     found = {}

@@ -146,10 +146,6 @@ class Worker:
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
-        replay = import_module("gerl.engine.replay")  # the package has a function of that name
-        replay = import_module("gerl.engine.replay")  # the package has a function of that name
-        replay = import_module("gerl.engine.replay")  # the package has a function of that name
-        replay = import_module("gerl.engine.replay")  # the package has a function of that name
         common = replay.first_of_kind
         if not self.rollout.shares:
             replay.first_of_kind = lambda x: list(range(len(x)))

@@ -23,15 +23,15 @@ from pathlib import Path
 
 import ray
 import torch
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from scale_echo import Echo, Pace
 from scale_report import MEASURED, SIMULATED, Record, fitted, load, simulated, write, write_table
-from scale_standin import PHASES, EchoTrainer, Ledger, SlowWorker, StandIns, importable, reshape
+from scale_standin import PHASES, EchoRun, Ledger, SlowWorker, StandIns, importable, reshape
 
 from gerl.commandline.composition import compose_run
 from gerl.config import Config
 from gerl.model.denoisers import quiet_libraries
 from gerl.rewards.checks import read_prompts
+from gerl.trainer.run import Run, conclude, take, take_ahead
 from gerl.trainer.run_folder import identity
 from gerl.workers.worker import PolicyWorker
 
@@ -69,16 +69,16 @@ def config_of(folder: Path, workers: int, shape: tuple[int, int], *more: str) ->
     ).config
 
 
-def measure_steps(trainer: RayDiffusionTrainer, configs: Sequence[tuple[tuple[int, int], Config]]) -> list[Record]:
+def measure_steps(run: Run, configs: Sequence[tuple[tuple[int, int], Config]]) -> list[Record]:
     """Steps of each shape: the driver's CPU seconds, messages and bytes, and what the workers' calls took."""
     found = []
     for shape, config in configs:
-        reshape(trainer, config)
-        rows = [one_step(trainer, Ledger()) for _ in range(REPETITIONS)]
-        weighed = one_step(trainer, Ledger(weigh=True))
+        reshape(run, config)
+        rows = [one_step(run, Ledger()) for _ in range(REPETITIONS)]
+        weighed = one_step(run, Ledger(weigh=True))
         best = min(rows, key=lambda row: row["cpu_s"])  # the least disturbed
         keys = ("sent", "received", "sent_by", "received_by")
-        workers = len(trainer.workers)
+        workers = len(run.fleet.workers)
         found.append(
             {"workers": workers, "micro_batches": workers * shape[0], "images": workers * shape[0] * shape[1]}
             | best
@@ -93,15 +93,16 @@ def measure_steps(trainer: RayDiffusionTrainer, configs: Sequence[tuple[tuple[in
     return found
 
 
-def one_step(trainer: RayDiffusionTrainer, ledger: Ledger) -> Record:
+def one_step(run: Run, ledger: Ledger) -> Record:
     """A step of the loop."""
-    with ledger.watching(trainer):
+    with ledger.watching(run):
         cpu, thread, start = time.process_time(), time.thread_time(), time.perf_counter()
-        watch = trainer.take_step()
+        step = next(run.steps())
+        run.survives(take_ahead if run.config.trainer.staleness else take, step)
         seconds = time.perf_counter() - start
-        trainer.conclude(watch)
+        conclude(run, step)
         cpu, thread = time.process_time() - cpu, time.thread_time() - thread
-    reports = trainer.workers.run(SlowWorker.report)  # type: ignore[arg-type]
+    reports = run.fleet.workers.run(SlowWorker.report)  # type: ignore[arg-type]
     return {
         "step_s": seconds,
         "cpu_s": cpu,
@@ -111,7 +112,7 @@ def one_step(trainer: RayDiffusionTrainer, ledger: Ledger) -> Record:
         "messages": dict(ledger.messages),
         "waits": ledger.waits,
         "awaited": ledger.awaited,
-        "timing": dict(watch.seconds),
+        "timing": dict(step.watch.seconds),
         "calls": merged(reports),
         "sent": sum(ledger.sent.values()),
         "received": sum(ledger.received.values()),
@@ -147,34 +148,34 @@ def measure(kind: str, workers: int) -> Record:
         config = configs[0][1]
         prompts = read_prompts(config, "data.train", config.data.train)
         with StandIns(config.cluster, Pace(pace), Echo if echo else SlowWorker) as cluster:
-            cls = EchoTrainer if echo else RayDiffusionTrainer
-            trainer = cls(config, folder, cluster, prompts, [], identity(config))
-            trainer.setup(None)
+            run = (EchoRun if echo else Run)(config, folder, cluster, prompts, [], identity(config))
+            run.setup(None)
             for _ in range(2 if slow else 1):
-                one_step(trainer, Ledger())  # everything is loaded and connected after it
+                one_step(run, Ledger())  # everything is loaded and connected after it
             found: Record = {"kind": kind, "workers": workers, "pace": pace, "score": score, "staleness": staleness}
-            found["steps"] = measure_steps(trainer, configs)
+            found["steps"] = measure_steps(run, configs)
             start = time.process_time()
             time.sleep(3)
             found["idle_cpu"] = (time.process_time() - start) / 3
             if not echo:
-                found |= extras(trainer)
-            trainer.tracker.close()
+                found |= extras(run)
+            run.fleet.close()
+            run.metrics_log.close()
     return found
 
 
-def extras(trainer: RayDiffusionTrainer) -> Record:
+def extras(run: Run) -> Record:
     """What a session measures besides its steps: collectives, and the checkpoint."""
     start = time.perf_counter()
     cpu = time.process_time()
-    trainer.save()
+    run.save()
     saved = {"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
-    folders = sorted((trainer.run_dir / "checkpoints").iterdir())
+    folders = sorted((run.run_dir / "checkpoints").iterdir())
     saved["bytes"] = sum(f.stat().st_size for f in folders[-1].rglob("*") if f.is_file())
-    found: Record = {"saving": saved, "lora": trainer.model.trained_parameters, "collective": []}
-    if len(trainer.workers) > 1:
+    found: Record = {"saving": saved, "lora": run.model.trained_parameters, "collective": []}
+    if len(run.fleet.workers) > 1:
         for numbers in ALL_REDUCED:
-            times = trainer.workers.run(SlowWorker.all_reduce, numbers, 5)  # type: ignore[arg-type]
+            times = run.fleet.workers.run(SlowWorker.all_reduce, numbers, 5)  # type: ignore[arg-type]
             slowest = [max(one) for one in zip(*times, strict=True)]
             seconds = {"seconds": statistics.median(slowest), "min": min(slowest)}
             found["collective"].append({"bytes": 4 * numbers, **seconds})
@@ -196,9 +197,9 @@ def snapshot(rank: int) -> Record:
         for p in worker.policy.trained.values():
             p.grad = torch.ones_like(p)
         worker.actor.step()
-        kept = [timed(partial(worker.keep, step)) for step in range(5)]
-        packed = [timed(partial(worker.finished, 4)) for _ in range(3)]
-        size = sum(map(len, worker.finished(4)[0].values()))
+        kept = [timed(partial(worker.snapshots.take, step)) for step in range(5)]
+        packed = [timed(partial(worker.checkpoint, 4)) for _ in range(3)]
+        size = sum(map(len, worker.checkpoint(4)[0].values()))
     parameters = facts.trained_parameters
     return {"parameters": parameters, "bytes": size, "keep_s": min(kept), "finished_s": min(packed)}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gerl.protocol import Images, RolloutTask, StepEnd, StepResult, UpdateStats
+from gerl.protocol import CutPrompts, Images, Prompt, RolloutTask, StepEnd, StepResult, UpdateStats
 
 STATISTICS = ("log_ratio_abs", "log_ratio_std", "clip_fraction_low", "clip_fraction_high", "loss")
 
@@ -21,37 +21,40 @@ class Pace:
 
 
 class Echo:
-    """Has the methods that the driver calls in a step, with answers of the same types and sizes."""
+    """Has what the driver asks of a worker, with answers of the same types and sizes."""
 
     def __init__(self, rank: int, pace: Pace) -> None:
         self.rank, self.pace, self.images, self.updates = rank, pace, 0, 0
         self.generator = np.random.default_rng(rank)
 
-    def generate(self, task: RolloutTask) -> Images:
+    def sample(self, task: RolloutTask) -> Images:
         start, count = time.perf_counter(), len(task.samples)
         time.sleep(self.pace.image * count)
         self.images += count
         pixels = self.generator.integers(0, 255, (count, *self.pace.size, 3), np.uint8)
         return Images(task.id, pixels, time.perf_counter() - start)
 
-    def accumulate(self, credit: dict[int, Any], pairs: int, pooled: Any = None, sets: Any = None) -> UpdateStats:
+    def accumulate(self, credit: dict[int, Any], pairs: int, pooled: Any, groups: Any, kl: Any) -> UpdateStats:
         time.sleep(self.pace.image * self.images)
         sums = {name: float(self.generator.random()) for name in STATISTICS}
         squares = {k: (float(self.generator.random()), 1) for k in range(3)} if self.rank == 0 else {}
         return UpdateStats(self.images, sums, 0.0, squares)
 
-    def step(self, finished: int, together: bool = False, last: bool = False) -> StepResult:
+    def step(self, finished: int, together: bool, last: bool, resets: bool) -> StepResult:
         return StepResult(1.0, 1e-4, True, 0.1, 1e-3, self.finish_step(finished + 1) if last else None)
 
-    def finish_step(self, step: int) -> StepEnd:
+    def finish_step(self, step: int, resets: bool = False) -> StepEnd:
         self.images = 0
         return StepEnd(0, [])
 
-    def finished(self, step: int) -> tuple[dict[str, bytes], None]:
+    def checkpoint(self, step: int) -> tuple[dict[str, bytes], None]:
         return {"state.safetensors": b""}, None
 
-    def snapshot(self, step: int) -> dict[str, bytes]:
-        return {}
+    def check(self, joined: bool) -> None:
+        """There is no model."""
+
+    def cut_prompts(self, prompts: Sequence[str], like: Prompt) -> CutPrompts:
+        return CutPrompts({}, 0)
 
     def leave(self) -> None:
         """Nothing is begun."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gerl.trainer.rollouts import AHEAD
+from gerl.trainer.rollouts import PREFETCH
 
 Record = dict[str, Any]
 WARM = 2  # simulated steps that do not count
@@ -147,7 +147,7 @@ FREE: Fit = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()
 
 
 class Simulation:
-    """The loop of `RayDiffusionTrainer` on a clock of its own."""
+    """The training loop of `gerl.trainer.run` on a clock of its own."""
 
     def __init__(self, work: Work, costs: Fit = FREE, network: Network | None = None, seed: int = 0) -> None:
         self.work, self.costs, self.network = work, costs, network or Network()
@@ -208,7 +208,7 @@ class Simulation:
             limit = (1 + self.work.staleness) * (self.work.workers + 2 * self.work.scorers)
             while found.submitted < len(found.sizes) and found.queued < limit:
                 i = found.submitted
-                if found.flying[found.owners[i]] >= AHEAD:
+                if found.flying[found.owners[i]] >= PREFETCH:
                     break
                 self.spend("draw", micro_batches=0.5, images=0.5 * found.sizes[i])
                 done = self.assign(found.owners[i], found.sizes[i] * self.work.draw)

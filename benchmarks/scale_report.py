@@ -87,7 +87,7 @@ def check(row: Record, hop: float, byte: float, costs: Fit) -> Record:
         0.0,
     )  # an echo sleeps for all of its images in each update
     if calls:
-        draw = calls["generate"]["mean_s"] * calls["generate"]["calls"] / images
+        draw = calls["sample"]["mean_s"] * calls["sample"]["calls"] / images
         update = calls["accumulate"]["mean_s"] * calls["accumulate"]["calls"] / images
         inside = "reduce_gradient" in calls and "reduce_gradient" not in row["messages"]  # not a call of its own
         step = calls["step"]["mean_s"] - (calls["reduce_gradient"]["mean_s"] if inside else 0.0)

@@ -20,7 +20,6 @@ from unittest.mock import patch
 import ray
 import torch
 import torch.distributed as dist
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from ray import cloudpickle
 from scale_echo import Echo, Pace
 
@@ -28,11 +27,12 @@ from gerl.algorithms import build_algorithm
 from gerl.cluster import Cluster, Pending, WorkerGroup, worker_group
 from gerl.config import Config
 from gerl.protocol import ModelFacts
-from gerl.trainer.recovery import Recovery, Roles
+from gerl.trainer import run as loop
+from gerl.trainer.run import Run
 from gerl.workers.worker import PolicyWorker
 
 HERE = Path(__file__).parent
-TIMED = ("generate", "accumulate", "reduce_gradient", "step", "finish_step", "finished")
+TIMED = ("sample", "accumulate", "reduce_gradient", "step", "finish_step", "checkpoint")
 PHASES = ("draw", "score", "credit", "update", "remember")
 
 
@@ -54,14 +54,15 @@ class Pause(torch.autograd.Function):
 class SlowWorker(PolicyWorker):
     """gerl's worker with a denoiser that takes `pace.image` seconds an image and call, and twice that backward."""
 
-    def __init__(self, config: Config, rank: int, device: str, threads: int, updates: int, pace: Pace) -> None:
-        super().__init__(config, rank, device, threads, updates)
-        self.pace = pace
+    def __init__(self, *arguments: Any) -> None:
+        """Those of gerl's worker, and its pace."""
+        super().__init__(*arguments[:-1])
+        self.pace: Pace = arguments[-1]
         self.took: dict[str, list[tuple[float, float]]] = defaultdict(list)  # seconds, CPU seconds of each call
 
-    def setup(self) -> ModelFacts:
+    def setup(self, remote: bool = False) -> ModelFacts:
         """Load the pipeline, and slow its denoiser down."""
-        facts = super().setup()
+        facts = super().setup(remote)
         for denoiser in self.policy.denoisers.values():
             denoiser.register_forward_hook(lambda _, __, out: (Pause.apply(out[0], self.pace.image * len(out[0])),))
         return facts
@@ -117,17 +118,13 @@ class StandIns(Cluster):
         return super().workers(name, self.cls, count, lambda rank: (*arguments(rank), self.pace), **options)
 
 
-class EchoTrainer(RayDiffusionTrainer):
-    """The trainer, with workers that have no model."""
-
-    def check_model(self) -> None:
-        self.roles = Roles.of(self.workers, self.cluster)
-        self.recovery = Recovery(self.config, self.roles)
+class EchoRun(Run):
+    """A run with workers that have no model."""
 
     def load_model(self) -> ModelFacts:
         return ModelFacts("none", ["none"], 1, False, "none", [], None, [], [])
 
-    def check_sampling(self) -> None:
+    def calibrate(self) -> None:
         """There is nothing to measure."""
 
 
@@ -155,7 +152,7 @@ class Ledger:
             self.thread[name] += time.thread_time() - thread
 
     @contextmanager
-    def watching(self, trainer: RayDiffusionTrainer) -> Iterator[None]:
+    def watching(self, run: Run) -> Iterator[None]:
         """Count what happens in the block."""
         submit, ended, wait = WorkerGroup.submit, Pending.ended, ray.wait
 
@@ -187,9 +184,9 @@ class Ledger:
             return timed
 
         parts = [
-            *(("draw", trainer, name) for name in ("roll_out", "wait_until_drawn")),
-            *(("score", trainer, "score"), ("credit", trainer, "credit"), ("update", trainer, "train")),
-            ("remember", trainer.recovery, "remember"),
+            *(("draw", run, name) for name in ("sample", "wait_until_sampled")),
+            *(("credit", loop, name) for name in ("usable_rewards", "credit_of")),
+            *(("score", run, "score"), ("update", run, "train_on"), ("remember", run, "remember")),
         ]
         patches = [patch.object(at, name, phased(phase, getattr(at, name))) for phase, at, name in parts]
         patches += [patch.object(WorkerGroup, "submit", counted), patch.object(Pending, "ended", fetched)]
@@ -203,10 +200,10 @@ class Ledger:
                 one.stop()
 
 
-def reshape(trainer: RayDiffusionTrainer, config: Config) -> None:
+def reshape(run: Run, config: Config) -> None:
     """Let the driver go on with the rollout sizes of another configuration, of which the workers need not know."""
-    trainer.config, trainer.algorithm = config, build_algorithm(config)
-    trainer.update.config, trainer.update.algorithm = config, trainer.algorithm
+    run.config, run.algorithm = config, build_algorithm(config)
+    run.update.config, run.update.algorithm = config, run.algorithm
 
 
 def importable() -> str:

@@ -308,12 +308,12 @@ def real_run(config: Config) -> Real:
     worker.algorithm = build_algorithm(config)
     worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
     task = Bench(worker, Prompt(0, TEXT)).task(worker.algorithm)
-    worker.generate(task)  # the first one looks at the pipeline's structure as well
-    rollout = _measured(lambda: worker.generate(task))
+    worker.sample(task)  # the first one looks at the pipeline's structure as well
+    rollout = _measured(lambda: worker.sample(task))
     for p in worker.policy.trained.values():
         p.grad = torch.zeros_like(p)
     credit = torch.ones(len(task.samples), config.sampling.num_inference_steps)
-    batches, updates = batches_of(worker.drawn[task.id], credit), {}
+    batches, updates = batches_of(worker.trajectories[task.id], credit), {}
     for checkpointing in (False, True):
         for denoiser in worker.policy.denoisers.values():
             if checkpointing:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import inf
@@ -31,7 +31,6 @@ from typing import Any
 
 import suite
 import torch
-from gerl.trainer.ray_diffusion_trainer import RayDiffusionTrainer
 from sections import write_section
 from torch.utils._pytree import tree_leaves
 
@@ -39,9 +38,9 @@ from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run, shipped
 from gerl.errors import TrainingError
 from gerl.run.card import hardware, now, software
-from gerl.timeline import Stopwatch
-from gerl.trainer.credit import Metrics
-from gerl.trainer.rollouts import Drawn
+from gerl.trainer.run import Run, take, take_ahead
+from gerl.trainer.step import Step
+from gerl.trainer.validation import validate
 from gerl.utils.dataset import load_prompts
 from gerl.utils.files import finite
 
@@ -98,8 +97,8 @@ class Reached(Exception):
     """The target reward, or the step until which the run is wanted, is reached."""
 
 
-class CountingTrainer(RayDiffusionTrainer):
-    """The trainer, with counters on its denoiser; stops at the target reward."""
+class CountingRun(Run):
+    """A run with counters on its denoiser; stops at the target reward."""
 
     calls: Calls
     measured: Measured
@@ -107,45 +106,39 @@ class CountingTrainer(RayDiffusionTrainer):
     until: int | None
     images: int = 0
     cpu_seconds: float = 0.0
-    started: float  # process time at the begin of the step
 
     def setup(self, resume: Any) -> None:
         super().setup(resume)
         self.calls = Calls()
-        for worker in self.workers.workers:
+        for worker in self.fleet.workers.workers:
             for denoiser in worker.policy.denoisers.values():
                 self.calls.attach(denoiser)
 
-    def draw(self, step: int, watch: Stopwatch) -> Drawn:
-        """The first thing that a step does."""
-        self.started = time.process_time()
-        drawn = super().draw(step, watch)
-        if self.config.data.train_on != "files":  # those are counted where they were scored
-            self.images += sum(len(task.samples) for task in drawn.tasks)
-        return drawn
+    def survives(self, part: Callable[[Run, Step], None], step: Step) -> bool:
+        self.calls.counting, before = part is not validate, time.process_time()
+        done = super().survives(part, step)
+        seconds = time.process_time() - before
+        if part is validate:
+            self.validated(step, seconds)
+        elif part in (take, take_ahead):
+            self.cpu_seconds += seconds
+            if self.config.data.train_on != "files":  # those are counted where they were scored
+                self.images += sum(len(task.samples) for task in step.tasks)
+        return done
 
-    def validate(self, step: int, watch: Stopwatch | None = None) -> Metrics:
-        self.calls.counting, before = False, time.process_time()
-        metrics = super().validate(step, watch)
-        self.calls.counting, seconds = True, time.process_time() - before
+    def validated(self, step: Step, seconds: float) -> None:
+        """Keep the point of a validation that took so long; raises `Reached` where it is the last one wanted."""
+        known, metrics = self.measured, step.metrics
         rewards = metrics.get(REWARD, metrics["val/reward/mean"]), metrics.get(EXACT, float("nan"))
-        paid = self.calls.forward, self.calls.backward, self.cpu_seconds, self.images
-        point = Point(step, *paid, *rewards)
-        self.measured.validation_seconds += (seconds - self.measured.validation_seconds) / (
-            len(self.measured.points) + 1
-        )
-        self.measured.points.append(point)
-        self.measured.optimizer_steps = self.state.policy_version
+        point = Point(step.number, self.calls.forward, self.calls.backward, self.cpu_seconds, self.images, *rewards)
+        known.validation_seconds += (seconds - known.validation_seconds) / (len(known.points) + 1)
+        known.points.append(point)
+        known.optimizer_steps = self.state.policy_version
         print(f"  {self.config.algorithm.name:16s} seed {self.config.trainer.seed} {point}", flush=True)
-        if point.reward >= self.target or step == self.until:
+        if point.reward >= self.target or step.number == self.until:
             raise Reached
-        return metrics
 
-    def conclude(self, watch: Stopwatch) -> None:
-        self.cpu_seconds += time.process_time() - self.started
-        super().conclude(watch)
-
-    def save(self, worker: int = 0) -> None:
+    def save(self, process: int = 0, held: Any = None) -> None:
         """No checkpoints."""
 
 
@@ -166,11 +159,11 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, Cluster(config.cluster, config.reward.gpu_shares) as cluster:
         prompts = load_prompts(config.data.train)
         held_out = load_prompts(config.validation.data) if config.validation.data else []
-        trainer = CountingTrainer(config, Path(folder), cluster, prompts, held_out, {})
-        trainer.target, trainer.until, trainer.measured = target, until, measured
+        run = CountingRun(config, Path(folder), cluster, prompts, held_out, {})
+        run.target, run.until, run.measured = target, until, measured
         try:
             with contextlib.suppress(Reached):
-                trainer.fit()
+                run.fit()
         except TrainingError as error:  # a result as well: with these settings it diverges
             measured.error = str(error)
     if images_before:

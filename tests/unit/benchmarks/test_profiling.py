@@ -4,7 +4,7 @@ from profiling import OTHERS, OUTSIDE, REST, part_of, seconds_by_part, table
 LIBRARIES = "/a b/lib/python3.11/site-packages"
 RUN = 'process 1:"python -m gerl.trainer.main_flowgrpo";main (/x/gerl/trainer/main_flowgrpo.py:9)'
 WORKER = f'{RUN};process 22:"ray::PolicyWorker";Worker.main_loop ({LIBRARIES}/ray/_private/worker.py:1)'
-DRAWS = f"{WORKER};PolicyWorker.generate (/x/gerl/workers/worker.py:168)"
+DRAWS = f"{WORKER};PolicyWorker.sample (/x/gerl/workers/worker.py:168)"
 VALIDATES = f"{WORKER};PolicyWorker.validate (/x/gerl/workers/worker.py:203)"
 SD3 = f"{LIBRARIES}/diffusers/models/transformers/transformer_sd3.py"
 
@@ -24,6 +24,12 @@ SD3 = f"{LIBRARIES}/diffusers/models/transformers/transformer_sd3.py"
         ),
         (f"{RUN};process 3:x;RewardWorker.score (/x/gerl/rewards/worker.py:60);f (/x/y.py:1)", 5, False),
         (f"{DRAWS};record (/x/gerl/engine/record.py:79)", 6, False),
+        (f"{WORKER};PolicyWorker.checkpoint (/x/gerl/workers/worker.py:9);f (/x/y.py:1)", 6, False),
+        (f"{WORKER};PolicyWorker.call (/x/gerl/workers/worker.py:9);release (/x/gerl/workers/fleet.py:9)", 6, False),
+        (f"{WORKER};PolicyWorker.call (/x/gerl/workers/worker.py:9);check (/x/gerl/workers/fleet.py:9)", 7, False),
+        (f"{RUN};Run.train (/x/gerl/trainer/run.py:9);train (/x/gerl/trainer/run.py:9)", 7, False),
+        (f"{RUN};train (/x/gerl/trainer/run.py:9);take (/x/gerl/trainer/run.py:9);f (/x/y.py:1)", 6, False),
+        (f"{RUN};conclude (/x/gerl/trainer/run.py:9);validate (/x/gerl/trainer/validation.py:9)", 6, True),
         (f"{WORKER};PolicyWorker.setup (/x/gerl/workers/worker.py:110);forward ({SD3}:300)", 7, False),
     ],
 )
