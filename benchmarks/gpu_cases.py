@@ -25,7 +25,7 @@ from gerl.errors import GerlError
 from gerl.model import loading
 from gerl.model.errors import check_backend
 from gerl.model.loading import precision, prepare
-from gerl.model.placement import check_attention, check_drawing
+from gerl.model.placement import check_attention, check_quantized_rollout
 from gerl.preflight.sizing import facts as build
 from gerl.preflight.sizing import layouts
 from gerl.preflight.sizing.command import configured
@@ -208,7 +208,7 @@ def worker_of(case: Case, config: Config, device: str) -> PolicyWorker:
     if config.model.attention is not None:
         check_attention(config.model.attention, device, dtype)
     if config.rollout.quantize != "none":
-        check_drawing(config.rollout.quantize, device, dtype)
+        check_quantized_rollout(config.rollout.quantize, device, dtype)
 
     def read(path: str, dtype: torch.dtype, *_: object) -> DiffusionPipeline:
         return pipeline_of(case, path, dtype, device)

@@ -16,7 +16,7 @@ import torch
 from gerl.algorithms import Batch, build_algorithm
 from gerl.commandline.composition import compose_run
 from gerl.config import Config, SamplingConfig
-from gerl.engine import record, record_probe
+from gerl.engine import record, record_batch_probe
 from gerl.model.call import pipeline_call
 from gerl.model.loading import load_policy
 from gerl.model.policy import Policy
@@ -62,7 +62,7 @@ def measure(policy: Policy, sampling: SamplingConfig, batch: int, repetitions: i
     prompts = [f'a red sign that reads "{100 + i}"' for i in range(batch)]
     call = pipeline_call(policy.pipe, sampling, prompts) | {"output_type": "latent"}
     window = tuple(range(sampling.trained_steps))
-    probe = record_probe(policy.pipe, call)  # made once a run by the rollout worker
+    probe = record_batch_probe(policy.pipe, call)  # made once a run by the rollout worker
     config = Config(sampling=sampling)
     actor = Actor(policy, config.actor, build_algorithm(config), total_updates=1)
     (denoiser,) = policy.denoisers.values()

@@ -146,16 +146,16 @@ class Worker:
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
-        common = replay.first_of_kind
+        common = replay.first_of_duplicates
         if not self.rollout.shares:
-            replay.first_of_kind = lambda x: list(range(len(x)))
+            replay.first_of_duplicates = lambda x: list(range(len(x)))
         for trajectory in self.drawn:
             samples = trajectory.task.samples
             rewards = torch.linspace(-1, 1, len(samples))
             credit = self.algorithm.credit(Rewards(samples, rewards, rewards[:, None], torch.ones(1)))
             assert credit.shape[1] == steps
             self.actor.accumulate(batches_of(trajectory, credit), count_pairs([(trajectory.task, credit)]))
-        replay.first_of_kind = common
+        replay.first_of_duplicates = common
         return self.actor.flat_gradient()
 
     @contextmanager

@@ -16,7 +16,7 @@ K = TypeVar("K", int, str)
 
 
 @dataclass(frozen=True)
-class GivenImage:
+class DatasetImage:
     """An image that is trained on as it is in its file. The better of two of a prompt has the higher `score`; of one
     alone it is positive if it is liked and negative if it is not."""
 
@@ -33,7 +33,7 @@ class Prompt:
     text: str
     metadata: dict[str, Any] = field(default_factory=dict)
     source: int = 0
-    given: tuple[GivenImage, ...] = ()
+    given: tuple[DatasetImage, ...] = ()
 
 
 class Group(NamedTuple):
@@ -74,7 +74,7 @@ class Sample:
         return Group(self.prompt.id, self.turn, self.role, self.branch)
 
     @property
-    def given(self) -> GivenImage | None:
+    def given(self) -> DatasetImage | None:
         """The image that is trained on in place of one that is drawn."""
         return self.prompt.given[self.index] if self.prompt.given else None
 
@@ -176,7 +176,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Occasion:
+class FeedbackRequest:
     """The origin of the images of a group, told to people who are asked about them.
 
     `key` stands for run, step, prompt and seeds, so a step that is repeated asks the same; `together` has the keys of

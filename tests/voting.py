@@ -15,7 +15,7 @@ from PIL import Image
 
 from gerl.commandline.command import listen
 from gerl.vote.app import Tokens, address, serving
-from gerl.vote.ballots import Asked, Ballots, Rules
+from gerl.vote.ballots import Ballots, Rules, VoteRequest
 
 Choose = Callable[[list[Image.Image]], list[int]]
 
@@ -89,10 +89,10 @@ def service(
         yield url, ballots, tokens
 
 
-def group(number: int = 1, step: int = 1, together: Sequence[int] = (), images: int = 3, drawn: int = 0) -> Asked:
+def group(number: int = 1, step: int = 1, together: Sequence[int] = (), images: int = 3, drawn: int = 0) -> VoteRequest:
     """A group as a run describes it; `drawn` anew its images are others."""
     key = f"{step:08x}{number:08x}"
-    return Asked(
+    return VoteRequest(
         key=key,
         run="signs/now",
         step=step,

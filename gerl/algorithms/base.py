@@ -102,7 +102,7 @@ class Algorithm:
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         """The micro-batches in which `samples` are drawn; their ids count from `first_id`."""
-        together = self.settings.drawn_together(self.config.rollout.n)
+        together = self.settings.sampled_together(self.config.rollout.n)
         size = max(1, self.config.rollout.micro_batch_size // together) * together
         batches = group_chunks if self.settings.whole_groups else micro_batches
         tasks: list[RolloutTask] = []
@@ -194,7 +194,7 @@ class Algorithm:
     @property
     def needs_whole_batches(self) -> bool:
         """Whether the samples of a micro-batch of the rollout have to be on one tape."""
-        together = self.settings.drawn_together(self.config.rollout.n) > 1
+        together = self.settings.sampled_together(self.config.rollout.n) > 1
         return together or (self.settings.whole_groups and not self.pools)
 
     @property

@@ -10,7 +10,7 @@ import torch
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.algorithms.flow_grpo import FlowGRPO
-from gerl.algorithms.planning import any_steps, drawn_steps
+from gerl.algorithms.planning import any_steps, sampled_steps
 from gerl.algorithms.policy_gradient import Further
 from gerl.config import Config
 from gerl.config.algorithms import NAME, DMDRConfig, OPDConfig, Teacher
@@ -64,7 +64,7 @@ class OPD(Algorithm):
         sampling = self.config.sampling
         noisy = sampling.kernel != "ode" and sampling.noise_level > 0
         steps = window if noisy else range(*sampling.steps_range)
-        return drawn_steps(steps, self.settings.timesteps or len(steps), self.config.trainer.seed, step)
+        return sampled_steps(steps, self.settings.timesteps or len(steps), self.config.trainer.seed, step)
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
         """1 for the samples that have a teacher, whatever their rewards; NaN for the others."""
@@ -112,7 +112,7 @@ class OPD(Algorithm):
 
 
 @dataclass(frozen=True)
-class Lesson:
+class DistillationTarget:
     """The steps of the teachers at the states of some samples."""
 
     outputs: dict[int, torch.Tensor]  # by step: [R, ...] fp32 what the teacher of each row computes there, 0 without
@@ -129,7 +129,7 @@ def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
 
 def ask_teachers(
     policy: Policy, tape: Tape, samples: Sequence[Sample], options: dict[str, Any], every: bool = False
-) -> Lesson:
+) -> DistillationTarget:
     """The teachers' steps for the rows of `tape` that `options["index"]` names; `samples`: those of these rows.
 
     `options`: the arguments of the student's replay. `every`: each teacher computes all rows, whatever it teaches: for
@@ -150,7 +150,7 @@ def ask_teachers(
             whole = outputs.setdefault(k, output.new_zeros(len(index), *output.shape[1:]))
             whole[own] = output[[rows.index(i) for i in own]]
     weights = [0.0 if number is None else teachers[number].weight for number in taught_by]
-    return Lesson(outputs, torch.tensor(weights, device=tape.steps[0].x.device), taught_by)
+    return DistillationTarget(outputs, torch.tensor(weights, device=tape.steps[0].x.device), taught_by)
 
 
 def _steps_of(
@@ -228,7 +228,7 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
 Measured = dict[str, tuple[float, int]]
 
 
-def by_teacher(teachers: Sequence[Teacher], lesson: Lesson, distances: torch.Tensor) -> Measured:
+def by_teacher(teachers: Sequence[Teacher], lesson: DistillationTarget, distances: torch.Tensor) -> Measured:
     """Of each teacher that has rows among those of `distances` `[R]`: their sum and number, by its name."""
     values, found = distances.detach().tolist(), Measured()
     for number, teacher in enumerate(teachers):

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gerl.algorithms.base import Batch, Rewards
 from gerl.algorithms.core_algos import gaussian_kl, guard_log_ratio, masked_policy_loss, ratio_spread
-from gerl.algorithms.planning import drawn_steps
+from gerl.algorithms.planning import sampled_steps
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config import Config
 from gerl.config.algorithms import ChainConfig, FlowDPPOConfig, FlowGRPOConfig, GRPOGuardConfig
@@ -40,7 +40,7 @@ class FlowGRPO(PolicyGradient):
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         count = max(1, round(self.settings.timestep_fraction * len(window)))
-        return window if count == len(window) else drawn_steps(window, count, self.config.trainer.seed, step)
+        return window if count == len(window) else sampled_steps(window, count, self.config.trainer.seed, step)
 
     def proximal(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, torch.Tensor] | None:
         if not isinstance(self.settings, FlowGRPOConfig) or not self.settings.decoupled:

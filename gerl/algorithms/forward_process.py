@@ -21,7 +21,7 @@ from gerl.algorithms.base import (
     pooled_sum,
 )
 from gerl.algorithms.core_algos import best_of_group, regression_weights
-from gerl.algorithms.planning import any_steps, drawn_steps, group_ids
+from gerl.algorithms.planning import any_steps, group_ids, sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import BestOfNConfig, ForwardProcessConfig, RWRConfig, SFTConfig
 from gerl.engine import ReplayedStep, record_structure, replay
@@ -84,7 +84,7 @@ class Noised:
 
 
 @dataclass(frozen=True)
-class Visit:
+class NoiseLevelPass:
     """A pass over the noise levels: `on_level(k, rows with a credit, their samples) -> loss or None`."""
 
     on_level: Callable[[int, Noised, list[Sample]], torch.Tensor | None]
@@ -165,7 +165,7 @@ class ForwardProcess(Algorithm):
         count = min(self.settings.timesteps or len(levels), len(levels))
         match self.settings.timesteps_drawn:
             case "spread":
-                return drawn_steps(levels, count, seed, step)
+                return sampled_steps(levels, count, seed, step)
             case "step":
                 return any_steps(levels, count, seed, step)
             case "sample":  # `credit` leaves out those of each sample
@@ -194,7 +194,7 @@ class ForwardProcess(Algorithm):
         def on_level(k: int, s: Noised, of: list[Sample]) -> None:
             found.append(pooled_rows(self.pooled(s), of, k))
 
-        self._visit(policy, batch, rows, Visit(on_level, False, self.uses_reference, self.step_batch(None)))
+        self._visit(policy, batch, rows, NoiseLevelPass(on_level, False, self.uses_reference, self.step_batch(None)))
         return pooled_sum(found)
 
     def train(
@@ -224,10 +224,10 @@ class ForwardProcess(Algorithm):
             stats += UpdateStats(len(samples), sums)
             return total.sum() / num_pairs
 
-        self._visit(policy, batch, rows, Visit(on_level, True, self.needs_base, self.step_batch(meter)))
+        self._visit(policy, batch, rows, NoiseLevelPass(on_level, True, self.needs_base, self.step_batch(meter)))
         return stats
 
-    def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: Visit) -> None:
+    def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: NoiseLevelPass) -> None:
         """Replay the trained noise levels of `rows`, and hand on those rows that have a credit there."""
         tape = batch.tape
         x0 = tape.steps[-1].x_next[rows]

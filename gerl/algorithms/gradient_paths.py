@@ -13,9 +13,9 @@ import torch
 from gerl.algorithms.base import Batch, KLWeight, Rewards, StepGradients
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.algorithms.reward_gradient import (
-    Hop,
+    LatentJump,
     LeadsTo,
-    Look,
+    RewardEvaluation,
     RewardGradient,
     Score,
     chain,
@@ -75,8 +75,8 @@ class DRaFT(RewardGradient):
         length = drawn_length(self.settings.last, self.settings.last_std, total, draw)
         return tuple(range(total - length, total))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
-        return [Look(chain(tape, dict.fromkeys(trained, (mean, 1.0))))]
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        return [RewardEvaluation(chain(tape, dict.fromkeys(trained, (mean, 1.0))))]
 
 
 class DRaFTLV(RewardGradient):
@@ -87,14 +87,14 @@ class DRaFTLV(RewardGradient):
     def drawn(self, step: int) -> tuple[int, ...]:
         return (self.config.sampling.num_inference_steps - 1,)
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         (last,), count = trained, self.settings.noised_copies + 1
-        looks = [Look(chain(tape, {last: (mean, 0.0)}), weights=1 / count)]
+        looks = [RewardEvaluation(chain(tape, {last: (mean, 0.0)}), weights=1 / count)]
         rule, finished = tape.steps[last].rule, tape.steps[-1].x_next
         for copy in range(1, count):
-            noise = drawn_noise(finished, [("low variance", copy, s.seed) for s in samples])
-            hop = Hop(last, predicted, latents=rule.noised(finished, noise))
-            looks.append(Look((hop,), at=hop, weights=1 / count))
+            noise = sampled_noise(finished, [("low variance", copy, s.seed) for s in samples])
+            hop = LatentJump(last, predicted, latents=rule.noised(finished, noise))
+            looks.append(RewardEvaluation((hop,), at=hop, weights=1 / count))
         return looks
 
 
@@ -106,9 +106,9 @@ class ReFL(RewardGradient):
     def drawn(self, step: int) -> tuple[int, ...]:
         return (late_step(self, self.settings.late, step),)
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
-        hop = Hop(trained[0], predicted)
-        return [Look((hop,), at=hop)]
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        hop = LatentJump(trained[0], predicted)
+        return [RewardEvaluation((hop,), at=hop)]
 
 
 class DRTune(RewardGradient):
@@ -130,16 +130,16 @@ class DRTune(RewardGradient):
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         return tuple(sorted({*self.drawn(step), self._stop(step)}))  # the denoiser runs there, if without gradient
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         step = samples[0].step
         stop, active = self._stop(step), self.drawn(step)
-        at = Hop(stop, predicted)
+        at = LatentJump(stop, predicted)
         earlier = chain(tape, {k: (mean, 0.0) for k in active if k < stop}, end=stop)
         onward = partial(handed_on_clean, tape, stop)
         if earlier:
             first = earlier[0]
-            earlier = (Hop(first.step, first.leads_to, (onward, *first.before), first.nested), *earlier[1:])
-        return [Look((at, *earlier) if stop in active else earlier, at=at)]
+            earlier = (LatentJump(first.step, first.leads_to, (onward, *first.before), first.nested), *earlier[1:])
+        return [RewardEvaluation((at, *earlier) if stop in active else earlier, at=at)]
 
 
 class LeapAlign(RewardGradient):
@@ -151,12 +151,15 @@ class LeapAlign(RewardGradient):
         total = self.config.sampling.num_inference_steps
         return two_steps(total, generator(self.config.trainer.seed, step))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         (k, j), name = trained, self.settings.name
         leaps = {i: leap(flow_rule(tape, i, name), sigma_at(tape, end)) for i, end in ((k, j), (j, len(tape.steps)))}
         arrived = {i: rule.mean(tape.steps[i].x, said(tape, i)) for i, rule in leaps.items()}
-        hops = (Hop(j, partial(by_rule, leaps[j]), nested=self.settings.nested), Hop(k, partial(by_rule, leaps[k])))
-        return [Look(hops, weights=likeness(tape, j, [arrived[k], arrived[j]], self.settings.tau))]
+        hops = (
+            LatentJump(j, partial(by_rule, leaps[j]), nested=self.settings.nested),
+            LatentJump(k, partial(by_rule, leaps[k])),
+        )
+        return [RewardEvaluation(hops, weights=likeness(tape, j, [arrived[k], arrived[j]], self.settings.tau))]
 
 
 class FlowBPSparse(RewardGradient):
@@ -169,9 +172,9 @@ class FlowBPSparse(RewardGradient):
         draw = generator(self.config.trainer.seed, step)
         return tuple(late_biased(range(total), self.settings.active, self.settings.bias, draw))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         scaled = self.scaled(tape, trained)
-        return [Look(chain(tape, {k: (scaled[k], 0.0) for k in trained}))]
+        return [RewardEvaluation(chain(tape, {k: (scaled[k], 0.0) for k in trained}))]
 
     def scaled(self, tape: Tape, trained: tuple[int, ...]) -> dict[int, LeadsTo]:
         """The ends of the trained steps, whose velocities count more for those that have no gradient."""
@@ -197,9 +200,11 @@ class FlowBPBridge(FlowBPSparse):
         late = late_biased(range(j + 1, total), after - 1, settings.bias, draw) if j + 1 < total else []
         return (*early, j, *late)
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         scaled, j = self.scaled(tape, trained), self._bridge(samples[0].step)
-        return [Look(chain(tape, {k: (scaled[k], self.settings.nested if k == j else 0.0) for k in trained}))]
+        return [
+            RewardEvaluation(chain(tape, {k: (scaled[k], self.settings.nested if k == j else 0.0) for k in trained}))
+        ]
 
 
 class FlowBPLagrange(RewardGradient):
@@ -219,10 +224,10 @@ class FlowBPLagrange(RewardGradient):
     def drawn(self, step: int) -> tuple[int, ...]:
         return tuple(i for supports in self._supports(step) for i in supports[: 2 if self.settings.second else 1])
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         settings, step = self.settings, samples[0].step
         first, second = self._supports(step)
-        hops: list[Hop] = []
+        hops: list[LatentJump] = []
         arrived = []
         for supports, end in ((first, second[0]), (second, len(tape.steps))):
             rules = [flow_rule(tape, i, settings.name) for i in supports]
@@ -234,14 +239,14 @@ class FlowBPLagrange(RewardGradient):
                 for i, rule, w in parts
             ]
             arrived.append(tape.steps[supports[0]].x + torch.stack(led).sum(0))
-            own = Hop(supports[0], partial(by_rule, leap(rules[0], start + weights[0])), nested=settings.nested)
+            own = LatentJump(supports[0], partial(by_rule, leap(rules[0], start + weights[0])), nested=settings.nested)
             other = [
-                Hop(i, partial(by_rule, leap(rule, rule.sigma + settings.second * w)))
+                LatentJump(i, partial(by_rule, leap(rule, rule.sigma + settings.second * w)))
                 for i, rule, w in list(zip(supports, rules, weights, strict=True))[1:2]
                 if settings.second
             ]
             hops = [*other, own, *hops]  # the second leap's come first
-        return [Look(tuple(hops), weights=likeness(tape, second[0], arrived, settings.tau))]
+        return [RewardEvaluation(tuple(hops), weights=likeness(tape, second[0], arrived, settings.tau))]
 
 
 def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
@@ -277,7 +282,7 @@ def likeness(tape: Tape, j: int, arrived: Sequence[torch.Tensor], tau: float | N
     return 1 / (distances[0] + distances[1])
 
 
-def drawn_noise(like: torch.Tensor, seeds: Sequence[tuple[int | str, ...]]) -> torch.Tensor:
+def sampled_noise(like: torch.Tensor, seeds: Sequence[tuple[int | str, ...]]) -> torch.Tensor:
     """Standard normal noise as `like` `[B, ...]`, from a seed for each sample."""
     shape = (len(like) // len(seeds), *like.shape[1:])
     drawn = [torch.randn(shape, generator=g) for g in sample_generators([derive_seed(*seed) for seed in seeds])]
@@ -325,7 +330,7 @@ class MixedGradient(DRaFT):
     def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
         return self.policy_gradient.step_facts(tape, tuple(k for k in trained if tape.steps[k].rule.std > 0))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         return super().looks(tape, self.drawn(samples[0].step), samples)
 
     def train(
@@ -391,7 +396,7 @@ class SRPO(RewardGradient):
         level = generator(self.config.trainer.seed, step).uniform(low, high)
         return min(pairs, key=lambda pair: abs(middle(sigmas, pair) - level))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         settings, step = self.settings, samples[0].step
         rules = [flow_rule(tape, k, settings.name) for k in trained]
         sigmas = [rule.sigma for rule in rules]
@@ -400,7 +405,7 @@ class SRPO(RewardGradient):
         finished = tape.steps[-1].x_next
         noise = tape.steps[0].x
         if tape.steps[0].rule.sigma < PURE:  # it begins from a picture
-            noise = drawn_noise(finished, [("srpo", s.seed) for s in samples])
+            noise = sampled_noise(finished, [("srpo", s.seed) for s in samples])
         draw = generator(self.config.trainer.seed, step, "words")
         wanted, unwanted = (str(draw.choice(words)) for words in (settings.positive, settings.negative))
         looks = []
@@ -410,8 +415,8 @@ class SRPO(RewardGradient):
         ):
             counts = 1 + float(np.interp(min(sigmas[k], goal), settings.levels, strength))
             recover = partial(recovered, leap(rules[k], goal), noise)
-            hop = Hop(trained[k], recover, latents=rules[k].noised(finished, noise))
-            looks.append(Look((hop,), at=hop, weights=0.5, score=self._relative(counts, *words)))
+            hop = LatentJump(trained[k], recover, latents=rules[k].noised(finished, noise))
+            looks.append(RewardEvaluation((hop,), at=hop, weights=0.5, score=self._relative(counts, *words)))
         return looks
 
     def _relative(self, counts: float, first: str, second: str) -> Score:

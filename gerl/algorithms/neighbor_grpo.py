@@ -32,7 +32,7 @@ import torch
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.algorithms.core_algos import clipped_policy_loss
-from gerl.algorithms.planning import drawn_steps, group_ids
+from gerl.algorithms.planning import group_ids, sampled_steps
 from gerl.config.algorithms import NeighborGRPOConfig
 from gerl.engine import ReplayedStep, replay
 from gerl.protocol import UpdateStats
@@ -49,7 +49,7 @@ class NeighborGRPO(Algorithm):
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         steps = range(*self.config.sampling.steps_range)
-        return drawn_steps(steps, self.settings.timesteps or len(steps), self.config.trainer.seed, step)
+        return sampled_steps(steps, self.settings.timesteps or len(steps), self.config.trainer.seed, step)
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         return quasi_normed(super().advantages(rewards), rewards.group_ids, self.settings.quasi_norm)

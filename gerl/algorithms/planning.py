@@ -188,7 +188,7 @@ def _moving_start(sampling: SamplingConfig, step: int) -> int:
     raise AssertionError("unreachable: the stays add up")
 
 
-def drawn_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, ...]:
+def sampled_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, ...]:
     """`count` of `steps`, one from each of as many strata of nearly equal length, drawn from `seed`; in order."""
     count = min(count, len(steps))
     bounds = [round(i * len(steps) / count) for i in range(count + 1)]

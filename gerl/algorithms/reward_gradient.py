@@ -14,7 +14,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.config.algorithms import RewardGradientConfig
-from gerl.engine import ReplayedStep, Tape, decoded, pull_back, replay
+from gerl.engine import ReplayedStep, Tape, backprop_step, decoded, replay
 from gerl.engine.kernels import FlowRule
 from gerl.errors import ReplayError
 from gerl.protocol import Prompt, Sample, UpdateStats
@@ -36,7 +36,7 @@ Score = Callable[[torch.Tensor, Sequence[Prompt]], torch.Tensor]  # images, thei
 
 
 @dataclass(frozen=True)
-class Hop:
+class LatentJump:
     """A step through whose denoiser call the gradient goes.
 
     `leads_to`: latents that follow from it, whose gradient is known by then. `before`: what becomes of the gradient on
@@ -53,21 +53,21 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Look:
+class RewardEvaluation:
     """A part of the loss: where the reward looks, and how its gradient goes back.
 
     `at`: a hop whose latents are decoded; None: the finished ones. `weights`: of the images `[B]`. `score`: the reward,
     where it is not that of the configuration.
     """
 
-    hops: tuple[Hop, ...]
-    at: Hop | None = None
+    hops: tuple[LatentJump, ...]
+    at: LatentJump | None = None
     weights: float | torch.Tensor = 1.0
     score: Score | None = None
 
 
 @dataclass
-class Found:
+class GradientResult:
     """Rewards and losses of the images of a micro-batch, as sums."""
 
     reward: float = 0.0
@@ -88,7 +88,7 @@ class Part:
     prompts: list[Prompt]
     images: float  # of the update
     measured: int | None = None  # the step whose gradient is measured at present
-    found: Found = field(default_factory=Found)
+    found: GradientResult = field(default_factory=GradientResult)
 
 
 class RewardGradient(Algorithm):
@@ -105,7 +105,7 @@ class RewardGradient(Algorithm):
         """The steps, in order, through whose denoiser calls trainer step `step` goes back."""
 
     @abstractmethod
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[Look]:
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         """The loss of the rows of `tape`, drawn for `samples`; `trained`: as `drawn`."""
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class RewardGradient(Algorithm):
             self._go_back(policy, part, look, meter)
         return UpdateStats(len(rows) * len(batch.trained), part.found.sums(len(batch.trained)) | near)
 
-    def _go_back(self, policy: Policy, part: Part, look: Look, meter: StepGradients[Any] | None) -> None:
+    def _go_back(self, policy: Policy, part: Part, look: RewardEvaluation, meter: StepGradients[Any] | None) -> None:
         """Add the gradient of the weights of one part of the loss."""
         tape, cfg = part.tape, self.settings.cfg
         gradient = self._at(policy, part, look, self._decodable(policy, tape, look.at))
@@ -148,11 +148,11 @@ class RewardGradient(Algorithm):
                 gradient = passed(gradient)
             carry = hop.nested > 0 and number + 1 < len(hops)
             options: dict[str, Any] = {"latents": hop.latents, "cfg": cfg, "carry": carry}
-            latents = pull_back(policy.pipe, tape, hop.step, hop.leads_to, gradient, **options)
+            latents = backprop_step(policy.pipe, tape, hop.step, hop.leads_to, gradient, **options)
             if latents is not None:
                 gradient = latents.direct + hop.nested * latents.through
 
-    def _decodable(self, policy: Policy, tape: Tape, at: Hop | None) -> torch.Tensor:
+    def _decodable(self, policy: Policy, tape: Tape, at: LatentJump | None) -> torch.Tensor:
         if at is None:
             return tape.steps[-1].x_next
         found: dict[int, torch.Tensor] = {}
@@ -164,7 +164,7 @@ class RewardGradient(Algorithm):
         replay(policy.pipe, tape, keep, steps=[at.step], latents=given, grad=False, cfg=self.settings.cfg)
         return found[at.step]
 
-    def _at(self, policy: Policy, part: Part, look: Look, latents: torch.Tensor) -> torch.Tensor:
+    def _at(self, policy: Policy, part: Part, look: RewardEvaluation, latents: torch.Tensor) -> torch.Tensor:
         """The gradient of the loss at `latents`, `[B, ...]` fp32; images are decoded a few at a time."""
         gradients, count = list[torch.Tensor](), part.tape.batch_size
         weights = torch.as_tensor(look.weights, device=latents.device).expand(count) / part.images
@@ -211,7 +211,7 @@ def predicted(step: ReplayedStep) -> torch.Tensor:
     return step.rule.clean(step.x, step.model_output)
 
 
-def chain(tape: Tape, active: dict[int, tuple[LeadsTo, float]], end: int | None = None) -> tuple[Hop, ...]:
+def chain(tape: Tape, active: dict[int, tuple[LeadsTo, float]], end: int | None = None) -> tuple[LatentJump, ...]:
     """Hops through the `active` steps, each with what it leads to and its `nested`, from before step `end` back.
 
     The other steps hand the gradient of their latents on by their rule, their outputs being data.
@@ -220,7 +220,7 @@ def chain(tape: Tape, active: dict[int, tuple[LeadsTo, float]], end: int | None 
     for k in sorted(active, reverse=True):
         leads_to, nested = active[k]
         before = tuple(partial(handed_on, tape, i) for i in range(position - 1, k, -1))
-        hops.append(Hop(k, leads_to, before, nested))
+        hops.append(LatentJump(k, leads_to, before, nested))
         position = k if nested > 0 else k + 1
     return tuple(hops)
 

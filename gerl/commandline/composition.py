@@ -263,7 +263,7 @@ class Composed:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedCommand:
     """Where a command line wants a run to start from and to lie; the values of its keys are not checked."""
 
     experiment: str
@@ -276,7 +276,7 @@ class Asked:
     whole: bool = True  # nothing of the command line was left out
 
 
-def compose_run(overrides: Sequence[str], asked: Asked | None = None, below: Sequence[str] = ()) -> Composed:
+def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, below: Sequence[str] = ()) -> Composed:
     """Compose defaults, experiment and `overrides` (`experiment=NAME`, `key=value`); raises `ConfigError`.
 
     `experiment` may also be the path of a yaml file of your own. `asked`: what was read from `overrides` before.
@@ -299,7 +299,7 @@ def compose_run(overrides: Sequence[str], asked: Asked | None = None, below: Seq
     return Composed(config, found.experiment, found.run_dir, preset, _kept(config, found.experiment, overrides))
 
 
-def asked_for(overrides: Sequence[str]) -> Asked:
+def asked_for(overrides: Sequence[str]) -> ParsedCommand:
     """Read what a command line says about where its run starts from; nothing else is checked yet."""
     given = frozenset(map(key_of, (normal([o])[-1] for o in overrides)))  # not the experiment that is understood
     overrides = normal(overrides)
@@ -343,7 +343,7 @@ def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
     return [f"experiment={default_experiment(models[0])}", *found]
 
 
-def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> Asked:
+def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedCommand:
     """The defaults, the files that are chosen, and the keys; `ConfigError` for what cannot be composed."""
     check_arguments(overrides)
     chosen = [o for o in overrides if key_of(o) in CHOICES]
@@ -356,7 +356,7 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> Asked:
     values = resolved(files.values, files.whole)
     _check_algorithm(values, chosen, overrides)
     keys = frozenset(map(key_of, overrides))
-    return Asked(files.experiment, files.algorithm, files.run_dir(), files.one_folder, values, keys)
+    return ParsedCommand(files.experiment, files.algorithm, files.run_dir(), files.one_folder, values, keys)
 
 
 def check_arguments(overrides: Sequence[str]) -> None:

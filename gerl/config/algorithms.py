@@ -189,7 +189,7 @@ class AlgorithmConfig(Block):
         """The models whose denoising steps it learns; none where it learns from rewards alone."""
         return []
 
-    def drawn_together(self, n: int) -> int:
+    def sampled_together(self, n: int) -> int:
         """How many of the `n` images of a group a micro-batch of the rollout must hold."""
         return 1
 
@@ -498,7 +498,7 @@ class FDFOConfig(AlgorithmConfig):
         0.03, "maximum distance from 1 to which the loss moves the ratio of a step (SPO)", above=0
     )
 
-    def drawn_together(self, n: int) -> int:
+    def sampled_together(self, n: int) -> int:
         return 2
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
@@ -522,7 +522,7 @@ class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
         0.8, "p of the norm that divides advantages: below 2, groups without clear winners count less", above=0, high=2
     )
 
-    def drawn_together(self, n: int) -> int:
+    def sampled_together(self, n: int) -> int:
         return n  # the update knows the neighbours from the rollout
 
     def check_sampling(self, sampling: SamplingConfig) -> None:

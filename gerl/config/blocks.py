@@ -685,7 +685,7 @@ class ModelConfig(Block):
                 "its blocks; use model.offload=encoders, or model.compile=null"
             )
 
-    def carried_on(self) -> "ModelConfig":
+    def for_resume(self) -> "ModelConfig":
         """The model of a resumed run, which does not read the LoRA it began with: its checkpoint has what became."""
         return self if self.merge_lora else replace(self, lora=None)
 

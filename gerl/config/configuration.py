@@ -183,7 +183,7 @@ class Config:
                 f"actor.micro_batch_size={micro}: it must be at most rollout.micro_batch_size="
                 f"{rollout.micro_batch_size}, whose recorded batches are replayed"
             )
-        together = algorithm.drawn_together(rollout.n)
+        together = algorithm.sampled_together(rollout.n)
         if rollout.n % together:
             raise ConfigError(f"rollout.n={rollout.n}: {algorithm.name} compares images in pairs, use an even number")
         if rollout.micro_batch_size < together:

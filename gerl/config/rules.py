@@ -528,7 +528,7 @@ def check_remedies(config: Settings) -> None:
                 "weight, such as algorithm.kl_coef=0.04, or remove it"
             )
     if algorithm.kl_share < 1:
-        doubters(algorithm, config.reward.scorers)
+        reference_scorers(algorithm, config.reward.scorers)
     held_out = [name for name, scorer in config.reward.scorers.items() if scorer.during == "validation"]
     if held_out and config.validation.data is None:
         raise ConfigError(
@@ -550,7 +550,7 @@ def check_remedies(config: Settings) -> None:
             )
 
 
-def doubters(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerConfig]) -> Sequence[str]:
+def reference_scorers(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerConfig]) -> Sequence[str]:
     """The watched scorers that `algorithm.kl_share` asks; raises `ConfigError` if there are none, or no such ones."""
     watched = [name for name, scorer in scorers.items() if scorer.weight == 0 and scorer.during != "validation"]
     for name in algorithm.kl_doubters:

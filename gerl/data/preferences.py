@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gerl.errors import DataError
-from gerl.protocol import GivenImage, Prompt
+from gerl.protocol import DatasetImage, Prompt
 from gerl.utils.condition_images import absolute_picture, pictures_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
     for name, path, score in zip(names, paths, scores, strict=False):
         if not isinstance(path, str):
             raise DataError(f"{where} has {name}={path!r:.80}: expected the path of an image")
-        given.append(GivenImage(absolute_picture(path, folder, f"{where} has {name}={path!r}"), score))
+        given.append(DatasetImage(absolute_picture(path, folder, f"{where} has {name}={path!r}"), score))
     metadata = {name: value for name, value in row.items() if name not in (*kind, "sources")}
     if (sources := row.get("sources")) and kind[0] == "images":  # of a vote on edited pictures
         metadata.setdefault("image", sources[0] if isinstance(sources, list) and len(sources) == 1 else sources)

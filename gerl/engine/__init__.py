@@ -2,11 +2,23 @@
 
 from gerl.engine.feature_cache import FeatureCache
 from gerl.engine.latents import decoded
-from gerl.engine.record import Trajectory, branch, lean, record, record_probe, record_structure
-from gerl.engine.replay import LatentsGradient, ReplayedStep, pull_back, replay
-from gerl.engine.tape import Reads, Tape
+from gerl.engine.record import Trajectory, branch, compact, record, record_batch_probe, record_structure
+from gerl.engine.replay import LatentsGradient, ReplayedStep, backprop_step, replay
+from gerl.engine.tape import RequiredTensors, Tape
 
 __all__ = [
-    "FeatureCache", "LatentsGradient", "Reads", "ReplayedStep", "Tape", "Trajectory", "branch", "decoded",
-    "lean", "pull_back", "record", "record_probe", "record_structure", "replay",
+    "FeatureCache",
+    "LatentsGradient",
+    "ReplayedStep",
+    "RequiredTensors",
+    "Tape",
+    "Trajectory",
+    "backprop_step",
+    "branch",
+    "compact",
+    "decoded",
+    "record",
+    "record_batch_probe",
+    "record_structure",
+    "replay",
 ]  # fmt: skip

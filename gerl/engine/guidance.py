@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gerl.config.blocks import CfgMode
 from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
 from gerl.engine.hooks import StopPipeline, routed, unguided
-from gerl.engine.tape import CompanionsFromTape, ComponentCall, Tape
+from gerl.engine.tape import ComponentCall, SecondaryFromTape, Tape
 from gerl.engine.transitions import Timestep, advance
 from gerl.errors import ReplayError
 
@@ -98,12 +98,12 @@ def guided(
     return in_halves
 
 
-def has_rows_in_list(output: Tree) -> bool:
+def has_list_rows(output: Tree) -> bool:
     """Whether a denoiser's output is a list with an entry per row (Z-Image) rather than a tensor."""
     return isinstance(_leading(output), list)
 
 
-def check_stands_for(conditional: Tree, unconditional: Tree, step: int) -> None:
+def check_same_output(conditional: Tree, unconditional: Tree, step: int) -> None:
     """Raise `ReplayError` if the one output cannot be used for the other because a row of it has another shape."""
     c, u = (
         next((v.shape[1:] for v in tree_leaves(x) if torch.is_tensor(v)), None) for x in (conditional, unconditional)
@@ -289,7 +289,7 @@ def _inspected(
     return head.influence
 
 
-class _Inspector(CompanionsFromTape):
+class _Inspector(SecondaryFromTape):
     """The head of a pass in which everything, the denoiser included, answers from the tape: see `hooks.Head`."""
 
     def __init__(self, tape: Tape, steps: set[int], apart: float) -> None:
@@ -364,7 +364,7 @@ class _Inspector(CompanionsFromTape):
 
         if first is not None:
             return tree_map(near, output, first)
-        in_list = has_rows_in_list(output)
+        in_list = has_list_rows(output)
         one, two = (_slice_rows(output, part, 2 * half, in_list) for part in (slice(0, half), slice(half, None)))
         if _shapes(one) != _shapes(two):
             return output
@@ -384,7 +384,7 @@ def _shapes(tree: Tree) -> list[object]:
 
 def _squared_gradients(loss: torch.Tensor, output: Tree) -> torch.Tensor | None:
     """Squared norm of the gradient of `loss` with respect to each row of a call's output; None if it has none."""
-    leading, in_list = _leading(output), has_rows_in_list(output)
+    leading, in_list = _leading(output), has_list_rows(output)
     leaves = [v for v in tree_leaves(leading if in_list else output) if torch.is_tensor(v) and v.requires_grad]
     rows = leaves if in_list else [v for v in leaves if v.ndim and len(v) == len(leading)]
     grads = torch.autograd.grad(loss, rows, retain_graph=True, allow_unused=True) if rows else ()

@@ -57,7 +57,7 @@ class Head(Protocol):
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor: ...
 
-    def on_companion_step(
+    def on_secondary_step(
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor: ...
 
@@ -95,7 +95,7 @@ class _Step:
         pred_original_sample: torch.Tensor | None = None,
         r_timestep: Timestep | None = None,
         **__: object,
-    ) -> SchedulerOutput | SCMSchedulerOutput | LCMSchedulerOutput | tuple[torch.Tensor, ...] | Stepped:
+    ) -> SchedulerOutput | SCMSchedulerOutput | LCMSchedulerOutput | tuple[torch.Tensor, ...] | LazySchedulerOutput:
         # in here: the driver of a run does without diffusers
         from diffusers.schedulers.scheduling_lcm import LCMSchedulerOutput
         from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
@@ -112,7 +112,7 @@ class _Step:
             # pipeline keeps are all at the level of the step; the others it sets back to what they were
             model_output = -model_output
         if self.edm:
-            return Stepped(self._next_of, scheduler, (model_output, timestep, sample), pred_original_sample)
+            return LazySchedulerOutput(self._next_of, scheduler, (model_output, timestep, sample), pred_original_sample)
         x_next = self._next_of(model_output, timestep, sample)
         dtype = model_output.dtype if self.gives_model_dtype else sample.dtype
         dtype = torch.float32 if per_token_timesteps is not None else dtype
@@ -132,11 +132,11 @@ class _Step:
         if not self.first:
             self.first.append(self.scheduler)
         goes_along = self.first[0] is self.own is not self.scheduler
-        step = self.head.on_companion_step if goes_along else self.head.on_scheduler_step
+        step = self.head.on_secondary_step if goes_along else self.head.on_scheduler_step
         return step(self.scheduler, model_output, timestep, sample)
 
 
-class Stepped:
+class LazySchedulerOutput:
     """The next latents and the clean ones of a step of `EDMEulerScheduler`, each computed when it is read.
 
     Cosmos 1 steps twice: it reads the clean latents of a first step, on a batch that may be doubled for guidance, takes

@@ -14,7 +14,7 @@ from gerl.engine.batching import Tree, batch_size, detached_copy, materialised, 
 from gerl.engine.hooks import StopPipeline, _put, routed
 from gerl.engine.record import Recorder
 from gerl.engine.skipping import StructureOnly
-from gerl.engine.tape import CompanionsFromTape, Tape
+from gerl.engine.tape import SecondaryFromTape, Tape
 from gerl.engine.transitions import SamplingPlan, Timestep, advance
 from gerl.errors import ModelError, ReplayError
 
@@ -138,7 +138,7 @@ class _Tracer:
         self.sample = sample
         raise StopPipeline
 
-    on_companion_step = on_scheduler_step
+    on_secondary_step = on_scheduler_step
 
 
 # --- Decode: the end of a recorded call once more, from latents with a gradient to images with one.
@@ -183,7 +183,7 @@ def _undifferentiable(pipe: DiffusionPipeline) -> str:
     )
 
 
-class Decoder(CompanionsFromTape):
+class Decoder(SecondaryFromTape):
     """The head of a decoding: see `hooks.Head`."""
 
     hands_out_clean = True  # what it hands out at the last step is what is decoded, whatever the scheduler calls it
@@ -265,7 +265,7 @@ NEAR_IN_HALF = 2e-2
 NOT_DECODED = "existing images are not supported with this pipeline: it does not decode its latents with vae.decode"
 
 
-def record_loop(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape:
+def record_decoding(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape:
     """The tape of the denoising loop of `pipe(**call)` for replays at given latents, as `record_structure` makes it.
 
     The denoiser runs where a step calls it otherwise than the step before, mostly once, and nothing is decoded. Raises
@@ -286,7 +286,7 @@ class Inverse:
     """The map from what the VAE of `pipe` decodes to clean latents, for the shape of a recorded loop."""
 
     def __init__(self, pipe: DiffusionPipeline, tape: Tape) -> None:
-        """`tape`: of one sample, see `record_loop`. Raises `ModelError` if latents do not reach the VAE one by one."""
+        """`tape`: of one sample, see `record_decoding`. Raises `ModelError` if latents do not reach the VAE singly."""
         self.pipe, self.tape, self.checked = pipe, tape, False
         like = tape.steps[-1].x_next
         self.zero = torch.zeros_like(like).requires_grad_()
@@ -376,7 +376,7 @@ class _Tail:
         self.taken += 1
         return self.given if self.taken == len(self.tape.steps) else self.tape.steps[self.taken - 1].x_next
 
-    def on_companion_step(
+    def on_secondary_step(
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         del model_output

@@ -27,7 +27,7 @@ from gerl.engine.guidance import is_guided
 from gerl.engine.hooks import StopPipeline, routed
 from gerl.engine.kernels import gaussian_log_prob
 from gerl.engine.skipping import Compression, Skipping, StructureOnly
-from gerl.engine.tape import Answer, CompanionStep, ComponentCall, Reads, Tape, TapeStep
+from gerl.engine.tape import Answer, ComponentCall, RequiredTensors, SecondaryStep, Tape, TapeStep
 from gerl.engine.transitions import ONE_STEP, OdeSolver, SamplingPlan, Timestep, Transitions, advance
 from gerl.errors import ModelError, ReplayError
 from gerl.protocol import RolloutTask
@@ -119,11 +119,11 @@ def record_plan(
     if isinstance(probe, Tape):
         tape.probe = probe
     elif probe and n > 1:
-        tape.probe = record_probe(pipe, tape.call)
+        tape.probe = record_batch_probe(pipe, tape.call)
     return output, tape
 
 
-def record_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Sequence[int] = (0,)) -> Tape:
+def record_batch_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Sequence[int] = (0,)) -> Tape:
     """The tape of `call` for its first sample up to the first scheduler step: shapes, which show batch dimensions.
 
     `index`: for these samples instead.
@@ -297,7 +297,7 @@ class Recorder:
             log_prob = gaussian_log_prob(step.x_next, step.mean, step.rule.std, overwritten)
             self.tape.steps[k] = replace(step, log_prob=log_prob)
 
-    def on_companion_step(
+    def on_secondary_step(
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         taken = len(self.tape.steps)
@@ -305,7 +305,7 @@ class Recorder:
         span = ONE_STEP if self.skipping is None else self.skipping.span(taken - 1)
         rule = self.transitions.next_rule(scheduler, timestep, False, span)
         x_next = x if span[0] > 0 else self.solver.step(scheduler, rule, x, model_output)
-        self.tape.companions.append(CompanionStep(taken, x, x_next))
+        self.tape.companions.append(SecondaryStep(taken, x, x_next))
         self.carried[id(scheduler)] = x_next
         return x_next
 
@@ -514,7 +514,7 @@ def branch_plan(
         raise ModelError(f"a branch at step {step} has no window {sorted(window or ())} and no stop {stop} before it")
     whole = tuple(index) == tuple(range(tape.batch_size))
     if not whole and (tape.probe is None or tape.probe.batch_size == tape.batch_size):
-        tape.probe = record_probe(pipe, tape.call, [0] if tape.batch_size > 1 else [0, 0])
+        tape.probe = record_batch_probe(pipe, tape.call, [0] if tape.batch_size > 1 else [0, 0])
     check_generators(generators, len(index))
     parents = tape.rows(index)
     child = Tape(select_call(tape.call, index), len(index), probe=parents.probe)
@@ -597,11 +597,11 @@ class BranchRecorder(Recorder):
         self.carried[id(scheduler)] = step.x_next
         return step.x_next
 
-    def on_companion_step(
+    def on_secondary_step(
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         if self._is_live():
-            return super().on_companion_step(scheduler, model_output, timestep, sample)
+            return super().on_secondary_step(scheduler, model_output, timestep, sample)
         recorded = self.parents.companion(len(self.tape.companions), sample)
         advance(scheduler, timestep)
         self.tape.companions.append(recorded)
@@ -629,7 +629,7 @@ class BranchRecorder(Recorder):
 # --- A trajectory as a value: the record of a task, as small as its algorithm allows, to be held, split or sent
 
 
-def lean(tape: Tape, reads: Reads) -> Tape:
+def compact(tape: Tape, reads: RequiredTensors) -> Tape:
     """`tape` with the tensors that a replay of `reads` does not read replaced by their shapes (device `meta`).
 
     A replay ends at the last trained step, lets the denoiser compute at the trained ones and answers from the tape at

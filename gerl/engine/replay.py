@@ -33,12 +33,12 @@ from gerl.engine.batching import (
     take,
     unwritten,
 )
-from gerl.engine.guidance import CfgMode, Role, check_stands_for, guidance_roles, guided, has_rows_in_list
+from gerl.engine.guidance import CfgMode, Role, check_same_output, guidance_roles, guided, has_list_rows
 from gerl.engine.hooks import StopPipeline, routed, unguided
 from gerl.engine.kernels import Rule, gaussian_log_prob
 from gerl.engine.latents import started_at
-from gerl.engine.record import record_probe
-from gerl.engine.tape import CompanionsFromTape, ComponentCall, Tape, TapeStep, probed_call
+from gerl.engine.record import record_batch_probe
+from gerl.engine.tape import ComponentCall, SecondaryFromTape, Tape, TapeStep, probed_call
 from gerl.engine.transitions import Timestep, advance
 from gerl.errors import ReplayError
 
@@ -253,7 +253,7 @@ def replay(
     too, so that the model output is `c`: training without guidance what was sampled with it (CFG distillation).
 
     `step_batch`: so many trained steps in one forward and backward pass of the denoiser, whose memory grows with them;
-    the same but for rounding. See `StackedPlayer`.
+    the same but for rounding. See `BatchedReplayer`.
 
     Raises `ReplayError` where the pipeline does not do what it did in the rollout, or guides in a way that `cfg` other
     than joint cannot take apart.
@@ -263,11 +263,11 @@ def replay(
         part = replace(part, probe=_probe_of(pipe, part))
     given = latents or {}
     start = started_at(pipe, part, given[0]) if 0 in given else {}
-    player = Player(part, on_step, steps, given, grad, cfg)
+    player = Replayer(part, on_step, steps, given, grad, cfg)
     if step_batch > 1 and len(player.live_at) > 1:
-        gatherer = Gatherer(part, on_step, steps, given, False, cfg)
+        gatherer = CallCollector(part, on_step, steps, given, False, cfg)
         play(pipe, gatherer, start)
-        player = stacked = StackedPlayer(part, on_step, steps, given, grad, cfg)
+        player = stacked = BatchedReplayer(part, on_step, steps, given, grad, cfg)
         stacked.plan(gatherer.gathered, step_batch)
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
@@ -275,7 +275,7 @@ def replay(
         play(pipe, player, start)
 
 
-def play(pipe: DiffusionPipeline, player: Player, start: dict[int, Tree]) -> None:
+def play(pipe: DiffusionPipeline, player: Replayer, start: dict[int, Tree]) -> None:
     """Run the pipeline with `player`, up to the last trained step; `start`: see `started_at`."""
     player.components, player.start = pipe.components, start
     call = select_call(player.tape.call, range(player.tape.batch_size))  # fresh: some pipelines write into their lists
@@ -292,7 +292,7 @@ def play(pipe: DiffusionPipeline, player: Player, start: dict[int, Tree]) -> Non
 def _probe_of(pipe: DiffusionPipeline, tape: Tape) -> Tape:
     """A probe of `tape` of another number of samples, which shows batch dimensions."""
     try:
-        return record_probe(pipe, tape.call, [0] if tape.batch_size > 1 else [0, 0])
+        return record_batch_probe(pipe, tape.call, [0] if tape.batch_size > 1 else [0, 0])
     except (ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
         raise ReplayError(
             f"{type(pipe).__name__} takes one prompt per call, which does not reveal its batch dimensions: use "
@@ -375,7 +375,7 @@ OnStep = Callable[[int, ReplayedStep], torch.Tensor | None]
 OfRows = Callable[[int], Callable[..., object]]  # rows of latents -> what is called for so many
 
 
-class Player(CompanionsFromTape):
+class Replayer(SecondaryFromTape):
     """The head of a replay: see `hooks.Head`."""
 
     def __init__(
@@ -464,7 +464,7 @@ class Player(CompanionsFromTape):
         forward = functools.partial(self.differentiable.run, self.components[name], forward)
         role = self.roles.get(self.position)
         if role == "unconditional" and self.cfg == "off":
-            check_stands_for(self.conditional, recorded.output, self.step)
+            check_same_output(self.conditional, recorded.output, self.step)
             return self.conditional  # the same cut: the gradients of both meet in it
         output = self._cut(self._once_per_kind(self._guided(forward, role, recorded), recorded)(*args, **kwargs))
         if role == "conditional":
@@ -477,7 +477,7 @@ class Player(CompanionsFromTape):
             return lambda rows: forward
         nth = self.position[1]
         alike = [c for c in (self.probed[nth : nth + 1] + [recorded]) if c.component == recorded.component]
-        in_list = has_rows_in_list(recorded.output)
+        in_list = has_list_rows(recorded.output)
         return lambda rows: guided(forward, role, self.cfg, rows, in_list, alike)
 
     def _once_per_kind(self, of_rows: OfRows, recorded: ComponentCall) -> Callable[..., object]:
@@ -487,12 +487,12 @@ class Player(CompanionsFromTape):
         self.parted = self.parted or self.leaf is not None
         if self.parted or self.step in self.latents or probe is None or probe.batch_size == n or not self.probed:
             return of_rows(len(x))
-        kinds = first_of_kind(x)
+        kinds = first_of_duplicates(x)
         self.parted = len(set(kinds)) == len(kinds)  # trajectories that have parted do not meet again
         if self.parted or len(kinds) != n:
             return of_rows(len(x))
         shown = probed_call(self.probed, recorded, self.position[1], n, probe.batch_size)
-        return once_per_kind(of_rows, kinds, recorded, shown, probe.batch_size)
+        return deduplicate(of_rows, kinds, recorded, shown, probe.batch_size)
 
     def _cut(self, value: object) -> object:
         """`value`, an output of the denoiser at this step, in leaves that the losses go back to."""
@@ -626,7 +626,7 @@ def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor
 KEY = 16  # values of a row by which rows are told apart before they are compared
 
 
-def first_of_kind(x: torch.Tensor) -> list[int]:
+def first_of_duplicates(x: torch.Tensor) -> list[int]:
     """For each row of `x` `[B, ...]` the first one that equals it."""
     flat = x.flatten(1)
     keys = flat[:, :: max(1, flat.shape[1] // KEY)].tolist()
@@ -635,7 +635,7 @@ def first_of_kind(x: torch.Tensor) -> list[int]:
     return [j if j == i or torch.equal(flat[i], flat[j]) else i for i, j in enumerate(found)]
 
 
-def once_per_kind(
+def deduplicate(
     of_rows: Callable[[int], Callable[..., object]],
     kinds: Sequence[int],
     recorded: ComponentCall,
@@ -672,9 +672,9 @@ def once_per_kind(
 # --- Several trained steps in one forward and backward pass of the denoiser.
 #
 # All latents are on the tape, so what the denoiser is called with at a trained step is known before it runs. A first
-# pass of the pipeline gathers these arguments, with recorded outputs in place of the denoiser's (`Gatherer`). The calls
-# of several steps, put together along their batch dimensions, are one call, whose output a second pass hands out step
-# by step (`StackedPlayer`): the losses go back to it, and from there through the denoiser once.
+# pass of the pipeline collects these arguments, with recorded outputs in place of the denoiser's (`CallCollector`). The
+# calls of several steps, put together along their batch dimensions, are one call, whose output a second pass hands out
+# step by step (`BatchedReplayer`): the losses go back to it, and from there through the denoiser once.
 #
 # The arguments of the second pass are compared with the gathered ones, so a pipeline whose calls depend on what the
 # denoiser said at other steps is refused. Components without trained weights (ControlNets) run step by step.
@@ -683,7 +683,7 @@ Position = tuple[int, int]  # step, and which of its calls
 Call = tuple[str, Arguments]  # of a component
 
 
-class Gatherer(Player):
+class CallCollector(Replayer):
     """A replay that notes the calls of the denoiser at its trained steps, and makes none."""
 
     def __init__(self, *args: Any) -> None:
@@ -707,7 +707,7 @@ class Gatherer(Player):
         del k, x, model_output, written
 
 
-class StackedPlayer(Player):
+class BatchedReplayer(Replayer):
     """A replay of calls that were gathered."""
 
     def plan(self, calls: Mapping[Position, Call], size: int) -> None:
@@ -842,7 +842,7 @@ class LatentsGradient:
     through: torch.Tensor  # by the denoiser, which is called with them
 
 
-def pull_back(
+def backprop_step(
     pipe: DiffusionPipeline,
     tape: Tape,
     k: int,
@@ -870,7 +870,7 @@ def pull_back(
     def on_step(_: int, step: ReplayedStep) -> torch.Tensor:
         return (leads_to(step) * gradient).sum()
 
-    player = Player(part, on_step, [k], given, True, cfg)
+    player = Replayer(part, on_step, [k], given, True, cfg)
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
     if carry and k > 0:

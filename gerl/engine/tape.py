@@ -36,7 +36,7 @@ class TapeStep:
 
 
 @dataclass
-class CompanionStep:
+class SecondaryStep:
     """A step of the modality that goes along with the trained one: the sound of a video. Always deterministic.
 
     It was taken after `step` steps of the trained modality.
@@ -97,7 +97,7 @@ def probed_call(
 
 
 @dataclass(frozen=True)
-class Reads:
+class RequiredTensors:
     """The parts of a tape that its algorithm reads: the rest of a lean tape has shapes only, see `record.lean`."""
 
     steps: frozenset[int]  # trained, all of them in one replay or the first of them
@@ -127,9 +127,9 @@ class Tape:
     steps: list[TapeStep] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     component_calls: list[ComponentCall] = field(default_factory=list)
-    companions: list[CompanionStep] = field(default_factory=list)
+    companions: list[SecondaryStep] = field(default_factory=list)
     probe: Tape | None = None
-    reads: Reads | None = None
+    reads: RequiredTensors | None = None
 
     @property
     def stochastic_steps(self) -> list[int]:
@@ -166,7 +166,7 @@ class Tape:
         called = {c.step for c in self.component_calls if c.component in looped}
         return {max(before) for k in steps if (before := [c for c in called if c <= k])}
 
-    def companion(self, position: int, sample: torch.Tensor) -> CompanionStep:
+    def companion(self, position: int, sample: torch.Tensor) -> SecondaryStep:
         """Step `position` of the modality that goes along; raises `ReplayError` where it does not start at `sample`."""
         recorded = self.companions[position] if position < len(self.companions) else None
         if recorded is None or recorded.x.shape != sample.shape:
@@ -252,13 +252,13 @@ class Tape:
 # --- The modality that goes along with the trained one (the sound of a video), answered from a tape
 
 
-class CompanionsFromTape:
+class SecondaryFromTape:
     """The part of a head that hands out the recorded steps of the companion, in order: see `hooks.Head`."""
 
     tape: Tape
     accompanied = 0  # steps handed out so far
 
-    def on_companion_step(
+    def on_secondary_step(
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         """The latents after the step, fp32; raises `ReplayError` where `sample` are not those recorded before it."""

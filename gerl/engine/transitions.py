@@ -303,7 +303,7 @@ def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
         if plan.kernel not in ("cps", "ode") or plan.solver != "euler":
             raise ModelError(
                 f"{given} is incompatible with the {name} of this consistency model pipeline: use cps "
-                f"(noise_level={int(noises_anew(scheduler))} is its own sampler) and euler"
+                f"(noise_level={int(resamples_noise(scheduler))} is its own sampler) and euler"
             )
         if scheduler.config.get("thresholding", False):
             raise ModelError(f"{name} with thresholding has no transition kernel: set thresholding=False")
@@ -401,14 +401,14 @@ def is_tcd(scheduler: SchedulerMixin) -> bool:
     return isinstance(scheduler, TCDScheduler)
 
 
-def noises_anew(scheduler: SchedulerMixin) -> bool:
+def resamples_noise(scheduler: SchedulerMixin) -> bool:
     """Whether the scheduler's own sampler predicts clean latents and noises them anew: the kernel cps at level 1."""
     return is_trigflow(scheduler) or is_lcm(scheduler) or is_flow_lcm(scheduler)
 
 
 def is_consistency(scheduler: SchedulerMixin) -> bool:
     """Whether the scheduler is that of a consistency model, whose steps have the kernel cps."""
-    return noises_anew(scheduler) or is_tcd(scheduler)
+    return resamples_noise(scheduler) or is_tcd(scheduler)
 
 
 def is_edm(scheduler: SchedulerMixin) -> bool:

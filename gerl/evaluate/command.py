@@ -21,7 +21,7 @@ from gerl.rewards.total import check_any_scored, check_columns, looking_always, 
 from gerl.run.progress import Progress
 
 if TYPE_CHECKING:
-    from gerl.evaluate.comparison import Drawn, Results, SuiteResults
+    from gerl.evaluate.comparison import Results, ScoredRow, SuiteResults
 
 logger = logging.getLogger("gerl")
 
@@ -90,7 +90,7 @@ class Evaluation:
     of the suite, where one was asked for.
     """
 
-    rows: "list[Drawn]"
+    rows: "list[ScoredRow]"
     results: "Results"
     complete: bool
     suite: "SuiteResults | None" = None
@@ -138,7 +138,7 @@ def run(request: Request) -> Evaluation:
         logger.info("%s: %s", name, file)
     for text in request.deviations:
         logger.warning("suite=%s, not the published protocol: %s", request.suite and request.suite.name, text)
-    rows: list[Drawn] = []
+    rows: list[ScoredRow] = []
     try:
         with machines as cluster, Progress(total, disable=not config.logger.progress, unit="image") as progress:
             for part in draw(config, request.loras, request.images, prompts, cluster):
@@ -166,7 +166,7 @@ def _prompts(request: Request) -> list[Prompt]:
     return read_prompts(request.config, "suite_prompts", validation.data, validation.max_prompts, arrange)
 
 
-def _measured(request: Request, tasks: dict[int, str], rows: "list[Drawn]") -> "SuiteResults | None":
+def _measured(request: Request, tasks: dict[int, str], rows: "list[ScoredRow]") -> "SuiteResults | None":
     """The numbers of the suite, with all deviations from it."""
     from gerl.evaluate.comparison import SuiteResults, measure, unfinished
 

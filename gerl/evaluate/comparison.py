@@ -27,7 +27,7 @@ WIDTH = 384  # pixels, to which a wider picture is reduced
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ScoredRow:
     """Image number `index` of a prompt, drawn by `variant` from the noise of `seed`; `picture` is a data URI.
 
     values: column -> score, None where there is none; `failure` says why. given: files of the prompt's own pictures.
@@ -79,16 +79,18 @@ def plan(batch: Sequence[Sample], variants: Sequence[str], images: int, each: in
     return tasks
 
 
-def drawn(variant: str, samples: Sequence[Sample], scores: Scores, images: Images) -> list[Drawn]:
+def drawn(variant: str, samples: Sequence[Sample], scores: Scores, images: Images) -> list[ScoredRow]:
     """The rows of a micro-batch."""
     rows = []
     for i, sample in enumerate(samples):
         place = (sample.prompt.id, sample.prompt.text, sample.index, sample.seed, variant)
-        rows.append(Drawn(*place, *row_of(scores, i), thumbnail(images.pixels[i], WIDTH), pictures_of(sample.prompt)))
+        rows.append(
+            ScoredRow(*place, *row_of(scores, i), thumbnail(images.pixels[i], WIDTH), pictures_of(sample.prompt))
+        )
     return rows
 
 
-def compare(rows: Sequence[Drawn]) -> Results:
+def compare(rows: Sequence[ScoredRow]) -> Results:
     """The results of every column, for each variant in order of appearance."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     places = list(dict.fromkeys((row.prompt_id, row.index) for row in rows))
@@ -108,7 +110,7 @@ def compare(rows: Sequence[Drawn]) -> Results:
     return results
 
 
-def columns(rows: Sequence[Drawn]) -> list[str]:
+def columns(rows: Sequence[ScoredRow]) -> list[str]:
     """The columns that any row has, the total first."""
     return list(dict.fromkeys([TOTAL, *(name for row in rows for name in row.values)]))
 
@@ -176,7 +178,7 @@ def interval(estimate: Estimate, sign: str = "") -> str:
 def write_files(
     folder: Path,
     title: str,
-    rows: Sequence[Drawn],
+    rows: Sequence[ScoredRow],
     results: Results,
     facts: Mapping[str, object],
     sheets: Sequence[Sheet] = (),
@@ -204,14 +206,14 @@ def write_files(
     return [folder / name for name in contents]
 
 
-def page(title: str, rows: Sequence[Drawn], results: Results, sheets: Sequence[Sheet] = ()) -> str:
+def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequence[Sheet] = ()) -> str:
     """The gallery: a row for each prompt and image, a picture for each variant; sorted by what the first LoRA gained.
 
     Every line of the table sorts: that of a LoRA by its difference to the base, that of the base by its scores.
     """
     labels = distinct_columns(rows)
     places = [(column, variant) for column, variants in results.items() for variant in variants if column in labels]
-    drawn: dict[tuple[int, int], dict[str, Drawn]] = {}
+    drawn: dict[tuple[int, int], dict[str, ScoredRow]] = {}
     for row in rows:
         drawn.setdefault((row.prompt_id, row.index), {})[row.variant] = row
     note = (
@@ -230,7 +232,7 @@ def page(title: str, rows: Sequence[Drawn], results: Results, sheets: Sequence[S
     return card_page(title, note, HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=sheets)
 
 
-def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
+def _card(drawn: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
     """The row of a prompt and image, the pictures that were given with the prompt first."""
     base = drawn[BASE]
     pictures = [
@@ -247,7 +249,7 @@ def _card(drawn: Mapping[str, Drawn], places: Sequence[tuple[str, str]], labels:
     return Card(pictures, values, base.prompt, note=f"image {base.index + 1}" if base.index else "")
 
 
-def _value(drawn: Mapping[str, Drawn], column: str, variant: str) -> float | None:
+def _value(drawn: Mapping[str, ScoredRow], column: str, variant: str) -> float | None:
     """The score of the base, or how much that of another variant is above it."""
     own, base = (drawn[name].values.get(column) for name in (variant, BASE))
     return own if variant == BASE else None if own is None or base is None else own - base
@@ -291,7 +293,7 @@ def tasks_of(suite: Suite, prompts: Sequence[Prompt]) -> dict[int, str]:
     return found
 
 
-def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[Drawn]) -> list[Measured]:
+def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[Measured]:
     """Each column of the suite that was scored for each variant, and where it is over tasks, each task."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     found = []
@@ -314,7 +316,7 @@ def _rank(suite: Suite, task: str | None) -> int:
     return suite.tasks.names.index(task) if suite.tasks and task is not None else -1
 
 
-def _scores(rows: Sequence[Drawn], variant: str, column: str, factor: float) -> dict[Place, float]:
+def _scores(rows: Sequence[ScoredRow], variant: str, column: str, factor: float) -> dict[Place, float]:
     own = ((row, row.values.get(column)) for row in rows if row.variant == variant)
     return {(row.prompt_id, row.index): value * factor for row, value in own if value is not None}
 
@@ -346,7 +348,7 @@ def _estimate(values: Mapping[int, float], column: Column, tasks: Mapping[int, s
     return Estimate(mean, low, high, len(values))
 
 
-def unfinished(pinned: Pinned, tasks: Mapping[int, str], rows: Sequence[Drawn]) -> list[str]:
+def unfinished(pinned: Pinned, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[str]:
     """The parts of the suite that `rows` lack: prompts not drawn, tasks without any, images without a score."""
     wanted = pinned.suite.prompts
     assert wanted is not None  # it is not missing

@@ -12,7 +12,7 @@ from gerl.algorithms.planning import plan_validation
 from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.commandline.command import waiting
 from gerl.config import Config
-from gerl.evaluate.comparison import Drawn, Task, drawn, plan
+from gerl.evaluate.comparison import ScoredRow, Task, drawn, plan
 from gerl.evaluate.names import BASE
 from gerl.model.call import unguided
 from gerl.model.denoisers import find_denoisers, quiet_libraries
@@ -89,7 +89,7 @@ class EvaluationWorker:
 
 def draw(
     config: Config, loras: Mapping[str, Path], images: int, prompts: Sequence[Prompt], cluster: Cluster
-) -> Iterator[list[Drawn]]:
+) -> Iterator[list[ScoredRow]]:
     """Draw and score; yields the rows of a few prompts at a time, with all their images and variants.
 
     loras: files by name; the base model is drawn with too. images: of each prompt.
@@ -125,7 +125,7 @@ def draw(
 
 def _draw_tasks(
     tasks: Sequence[Task], workers: WorkerGroup[EvaluationWorker], manager: RewardManager, count: int
-) -> list[Drawn]:
+) -> list[ScoredRow]:
     """The rows of tasks, each a variant and a micro-batch, drawn by `count` workers in turn and scored."""
 
     def submit(i: int) -> Pending[Images]:

@@ -30,7 +30,7 @@ from gerl.run.tracking import read_metrics
 from gerl.run.usage import ASSETS, program
 from gerl.run.validation import (
     BeforeAfter,
-    Drawing,
+    SamplingRecord,
     Validation,
     load_validation,
     load_validations,
@@ -300,7 +300,7 @@ def _program(run: RunFacts, repository: str) -> str:
     """Python that draws the first held-out picture again, without the paths of this machine."""
     with_drawing = run.last is not None and run.last.drawing is not None and bool(run.last.shown)
     validation = run.last if with_drawing else None
-    drawing = Drawing([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
+    drawing = SamplingRecord([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
     lines = [line for line in drawing.lora_lines if not line.startswith("load_lora(")]
     config = run.config
     if (path := get(config, "model", "path")) in SHIPPED:  # its folder lies in the package

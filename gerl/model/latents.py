@@ -11,7 +11,7 @@ from PIL import Image
 
 from gerl.config import ModelConfig
 from gerl.engine.batching import batch_size
-from gerl.engine.latents import Inverse, record_loop
+from gerl.engine.latents import Inverse, record_decoding
 from gerl.errors import ModelError
 from gerl.model.paths import fetch, resolve
 from gerl.model.prompts import PromptCache, identity
@@ -44,7 +44,7 @@ class ImageLatents:
         """
         shape = _shape_of(call)
         if shape not in self.inverses:
-            inverse = Inverse(pipe, record_loop(pipe, call))
+            inverse = Inverse(pipe, record_decoding(pipe, call))
             self.sizes[shape], self.inverses[shape] = _size(pipe, call, inverse), inverse
         inverse, (height, width) = self.inverses[shape], self.sizes[shape]
         images = [fitted(read_picture(path), height, width) for path in paths]

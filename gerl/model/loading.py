@@ -23,7 +23,7 @@ from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find
 from gerl.model.errors import check_backend, is_full
 from gerl.model.lora import add_lora, begin_with, check_loads, lora_file, merge_start, read_start
 from gerl.model.paths import fetch, refusal_of_code, resolve
-from gerl.model.placement import channels_last, compile_blocks, decode_in_fp32, late_encoders, place, set_attention
+from gerl.model.placement import channels_last, compile_blocks, decode_in_fp32, lazy_text_encoders, place, set_attention
 from gerl.model.policy import EMA, Policy, alone, chosen, divide, parameters_of
 from gerl.model.quantization import check_quantisation, leading_values, quantisation_config, text_encoders
 from gerl.model.schedulers import trainable_scheduler
@@ -70,7 +70,7 @@ def read_pipeline(
         if config is not None and unread is not None and quantised is None and not code:
             models, found = unread_models(Path(folder), _to_divide(config, folder), dtype)
             unread |= found
-        encoders = late_encoders(config, folder, dtype) if config is not None and late and not code else {}
+        encoders = lazy_text_encoders(config, folder, dtype) if config is not None and late and not code else {}
         # only the class itself takes components that are optional for it, such as the two denoisers of Wan
         kind = getattr(diffusers, index["_class_name"]) if models or encoders else DiffusionPipeline
         dtypes: torch.dtype | dict[str, torch.dtype] = dtype

@@ -186,10 +186,10 @@ def _in_fp32(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str
 MULTIPLE = 16  # of which the widths of a layer have to be for 8-bit kernels
 
 
-class DrawingWeights:
+class QuantizedRollout:
     """8-bit copies of the frozen linear weights in the repeated blocks of denoisers.
 
-    Raises `ModelError` for denoisers without such layers, and `ConfigError` as `check_drawing`.
+    Raises `ModelError` for denoisers without such layers, and `ConfigError` as `check_quantized_rollout`.
     """
 
     def __init__(self, denoisers: Mapping[str, ModelMixin], kind: DrawingPrecision) -> None:
@@ -220,7 +220,7 @@ class DrawingWeights:
                 layer.weight = weight
 
 
-def check_drawing(kind: DrawingPrecision, device: str, dtype: torch.dtype) -> None:
+def check_quantized_rollout(kind: DrawingPrecision, device: str, dtype: torch.dtype) -> None:
     """Raise `ConfigError` where the package for `kind` is missing, or layers cannot compute so on `device`."""
     weight = torch.eye(2 * MULTIPLE, dtype=dtype, device=device)
     try:
@@ -340,7 +340,7 @@ def channels_last(pipe: DiffusionPipeline) -> None:
 logger = logging.getLogger(__name__)
 
 
-class LateEncoder(torch.nn.Module):
+class LazyTextEncoder(torch.nn.Module):
     """Stands for a text encoder, and reads it when it is called or something inside it is asked for."""
 
     def __init__(self, skeleton: torch.nn.Module, read: Callable[[], torch.nn.Module], dtype: torch.dtype) -> None:
@@ -360,7 +360,7 @@ class LateEncoder(torch.nn.Module):
             self.encoder = self.read().requires_grad_(False).eval().to(self.known["device"])
         return self.encoder
 
-    def to(self, device: Any, *_: object, **__: object) -> LateEncoder:  # type: ignore[override]
+    def to(self, device: Any, *_: object, **__: object) -> LazyTextEncoder:  # type: ignore[override]
         """Where the encoder will be."""
         self.known["device"] = torch.device(device)
         return super().to(device)
@@ -376,13 +376,13 @@ class LateEncoder(torch.nn.Module):
         return getattr(self.loaded(), name)
 
 
-def late_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> dict[str, LateEncoder]:
+def lazy_text_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> dict[str, LazyTextEncoder]:
     """The text encoders of the pipeline in `folder`, none of them read, which will be as diffusers reads them."""
     index = DiffusionPipeline.load_config(folder)
     encoders_only = ModelConfig(path=config.path, quantize_encoders=config.quantize_encoders)
     quantised = quantisation_config(encoders_only, folder, dtype, lambda _: {})
 
-    def late(name: str) -> LateEncoder:
+    def late(name: str) -> LazyTextEncoder:
         kind = getattr(transformers, index[name][1])
         options = {} if quantised is None else {"quantization_config": quantised.quant_mapping[name]}
 
@@ -393,6 +393,6 @@ def late_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> dict[
 
         with accelerate.init_empty_weights():
             skeleton = kind(kind.config_class.from_pretrained(Path(folder) / name))
-        return LateEncoder(skeleton, read, dtype)
+        return LazyTextEncoder(skeleton, read, dtype)
 
     return {name: late(name) for name in text_encoders(folder) if name.startswith("text_encoder")}

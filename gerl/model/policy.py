@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from gerl.errors import ModelError
 from gerl.model.latents import ImageLatents
 from gerl.model.lora import check_components, inject, lora_disabled, lora_file, read_lora
-from gerl.model.placement import DrawingWeights
+from gerl.model.placement import QuantizedRollout
 from gerl.model.sharding import blocks_to_gather
 from gerl.model.shards import local
 from gerl.model.teachers import TeacherModel, adapter_active, fake_active
@@ -110,7 +110,7 @@ class Policy:
     reference: EMA | None = None
     reference_moves: bool = False
     earlier: list[EMA] = field(default_factory=list)
-    drawing: DrawingWeights | None = None
+    drawing: QuantizedRollout | None = None
     teachers: list[TeacherModel] = field(default_factory=list)
     images: ImageLatents = field(default_factory=lambda: ImageLatents(0.0))
 

@@ -73,7 +73,7 @@ class Stored:
 Unread = dict[torch.nn.Parameter, Stored]  # weights that are still in their files
 
 
-class _Whole(Exception):
+class _NotLazy(Exception):
     """Why a model is read whole."""
 
 
@@ -95,7 +95,7 @@ def unread_models(folder: Path, names: list[str], dtype: torch.dtype) -> tuple[d
     for name in names:
         try:
             models[name], found = _model(_class(index[name]), folder / name, dtype)
-        except _Whole as reason:
+        except _NotLazy as reason:
             logger.info("every rank reads all of %s before keeping its shard: %s", name, reason)
         else:
             unread |= found
@@ -108,15 +108,15 @@ def _class(entry: list[str]) -> type[Any]:
         kind = getattr(module, name, None) if library == module.__name__ else None
         if isinstance(kind, type) and issubclass(kind, base):
             return kind
-    raise _Whole(f"its class {library}.{name} is not from diffusers or transformers")
+    raise _NotLazy(f"its class {library}.{name} is not from diffusers or transformers")
 
 
 def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, Unread]:
-    """A component without its weights, and where they are; raises `_Whole`."""
+    """A component without its weights, and where they are; raises `_NotLazy`."""
     build, base = (_of_diffusers, ModelMixin) if issubclass(kind, ModelMixin) else (_of_transformers, PreTrainedModel)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization_config") is not None:
-        raise _Whole("its weights are quantised in their files")
+        raise _NotLazy("its weights are quantised in their files")
     files = _files(folder, NAMES[base])
     model, dtypes, keys = build(kind, folder, dtype, list(files))
     shapes = _shapes(files)
@@ -129,10 +129,10 @@ def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.
         for names in aliases.values():
             tensor, present = wanted[names[0]], [name for name in names if name in keys]
             if len(present) != 1:
-                raise _Whole(f"its files contain {names[0]} {len(present)} times")
+                raise _NotLazy(f"its files contain {names[0]} {len(present)} times")
             key = keys[present[0]]
             if shapes[key] != tuple(tensor.shape):
-                raise _Whole(f"{key} has another shape in its file than {names[0]} in the model")
+                raise _NotLazy(f"{key} has another shape in its file than {names[0]} in the model")
             stored = Stored(files[key], key, dtypes[present[0]])
             if isinstance(tensor, torch.nn.Parameter):
                 unread[tensor] = stored
@@ -162,12 +162,12 @@ def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:
-    """The file of each key, of one safetensors file or several with an index; raises `_Whole`."""
+    """The file of each key, of one safetensors file or several with an index; raises `_NotLazy`."""
     index = folder / f"{name}.index.json"
     if index.is_file():
         return {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
     if not (folder / name).is_file():
-        raise _Whole(f"it has no {name}")
+        raise _NotLazy(f"it has no {name}")
     with safe_open(folder / name, framework="pt") as opened:
         return dict.fromkeys(opened.keys(), folder / name)
 
@@ -219,9 +219,9 @@ def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dty
         if name not in state and key in state:
             name, converter = rename_source_key(key, [], [], model.base_model_prefix, state)
         if converter is not None:
-            raise _Whole(f"{name} is combined from several tensors of its files")
+            raise _NotLazy(f"{name} is combined from several tensors of its files")
         if name in state and name in names:
-            raise _Whole(f"its files contain {name} twice")
+            raise _NotLazy(f"its files contain {name} twice")
         names[name] = key
     return model, dtypes, names
 

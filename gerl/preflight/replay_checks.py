@@ -12,13 +12,13 @@ import torch
 from gerl.config import Config
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.hooks import noise_from
-from gerl.engine.transitions import noises_anew
+from gerl.engine.transitions import resamples_noise
 from gerl.model.call import training_sigmas
 from gerl.preflight.findings import Report
 from gerl.protocol import RolloutTask, Sample
 from gerl.utils.seeding import sample_generators
 from gerl.workers.call_format import CallFormat
-from gerl.workers.rollout import Rollout, pictures_in
+from gerl.workers.rollout import Rollout, find_images
 from gerl.workers.worker import PolicyWorker
 
 LARGEST = {False: 1e-3, True: 0.1}  # relative difference, by whether the base weights are in half precision
@@ -30,7 +30,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
     For a consistency model, whose own sampler is stochastic: of a rollout with that noise.
     """
     pipe = rollout.policy.pipe
-    kernel, noise = ("cps", 1.0) if noises_anew(pipe.scheduler) else ("ode", 0.0)
+    kernel, noise = ("cps", 1.0) if resamples_noise(pipe.scheduler) else ("ode", 0.0)
 
     def drawn(form: CallFormat) -> float:
         part = samples[: form.of(len(samples))]
@@ -47,7 +47,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
                             output = pipe(**call, generator=given)
                     else:
                         output, _ = record(pipe, call, kernel, noise, generators=generators, probe=False)
-                images.append(pictures_in(output).astype(np.float64))
+                images.append(find_images(output).astype(np.float64))
             plain, ours = images
             contrast = float(np.linalg.norm(plain - plain.mean()))
             return float(np.linalg.norm(ours - plain)) / max(contrast, 1e-9)

@@ -19,7 +19,7 @@ from gerl.cluster import Cluster, Pending, wait_any
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
-from gerl.protocol import Group, Images, Occasion, Prompt, ScorerFailure, Scores
+from gerl.protocol import FeedbackRequest, Group, Images, Prompt, ScorerFailure, Scores
 from gerl.rewards.pool import Call, Job, Pool
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
@@ -31,7 +31,7 @@ from gerl.timeline import Timeline
 
 
 @dataclass
-class Load:
+class ScorerLoad:
     """The work of a scorer, in calls, images and seconds, and what went wrong."""
 
     calls: int = 0
@@ -76,7 +76,7 @@ class Scorable(Protocol):
     def step(self) -> int: ...
 
 
-class Asked(Protocol):
+class PendingFeedback(Protocol):
     """A call that people have not answered yet, how often that was so, and when it is made again."""
 
     scorer: str
@@ -84,10 +84,10 @@ class Asked(Protocol):
     wake: float
 
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=PendingFeedback)
 
 
-class Asleep(list[A]):
+class FeedbackQueue(list[A]):
     """Calls that wait for people; they cost nothing but a short call now and then."""
 
     said: str = ""  # what was wrong the last time
@@ -116,7 +116,7 @@ def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[
     return set(wait_any(pending, seconds))
 
 
-def occasions(run: str, groups: Mapping[Group, Sequence[Scorable]]) -> dict[Group, Occasion]:
+def feedback_requests(run: str, groups: Mapping[Group, Sequence[Scorable]]) -> dict[Group, FeedbackRequest]:
     """The origin of each of the groups that are scored together."""
     keys = {}
     for group, members in groups.items():
@@ -124,7 +124,7 @@ def occasions(run: str, groups: Mapping[Group, Sequence[Scorable]]) -> dict[Grou
         keys[group] = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
     together = tuple(keys.values())
     return {
-        group: Occasion(
+        group: FeedbackRequest(
             keys[group], run, members[0].step, group.prompt, tuple(sample.seed for sample in members), together
         )
         for group, members in groups.items()
@@ -159,8 +159,8 @@ class RewardManager:
         cluster.send_by_value(given(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.people = {name for name, scorer in scorers.items() if isinstance(scorer, PeopleScorer)}
-        self.asleep: Asleep[Job[ScoringRound]] = Asleep()
-        self.load = {name: Load() for name in scorers}
+        self.feedback_queue: FeedbackQueue[Job[ScoringRound]] = FeedbackQueue()
+        self.load = {name: ScorerLoad() for name in scorers}
         self.running: dict[Pending[Answer], Call[ScoringRound]] = {}
         self.pools: dict[str, Pool[ScoringRound]] = {}  # by scorer; those that share a model have the same one
         self.failure: Exception | None = None  # of what was done while the run waited for something else
@@ -201,7 +201,7 @@ class RewardManager:
     def give_up(self) -> None:
         """Drop all rounds: calls that are at work end for nothing."""
         self.failure = self.failure if isinstance(self.failure, RewardError) else None  # of what is dropped
-        self.asleep.clear()
+        self.feedback_queue.clear()
         for pool in self._pools():
             pool.queue.clear()
         for call in self.running.values():
@@ -227,7 +227,7 @@ class RewardManager:
 
     def submit(self) -> None:
         """Give idle processes the calls at the heads of their queues."""
-        for job in self.asleep.awake():
+        for job in self.feedback_queue.awake():
             self.pools[job.scorer].queue.append(job)
         for pool in self._pools():
             while pool.queue and pool.idle:
@@ -247,7 +247,7 @@ class RewardManager:
         """Starts and calls whose end moves a round on, and the seconds after which one hangs, or is made again."""
         starting = [pending for pool in self._pools() for pending in pool.starting]
         deadlines = [call.started + call.pool.timeout for call in self.running.values()]
-        deadlines += [job.wake for job in self.asleep]
+        deadlines += [job.wake for job in self.feedback_queue]
         deadlines += [s.until for pool in self._pools() for s in pool.late.values() if s.until and s.until < math.inf]
         return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
 
@@ -296,7 +296,7 @@ class RewardManager:
         call.pool.idle.append(call.process)
         if answer.waiting is not None:
             if job.round.wanted:
-                self.asleep.put(job, answer.waiting)
+                self.feedback_queue.put(job, answer.waiting)
             return
         load.calls += 1
         load.images += len(job.places)
@@ -334,7 +334,7 @@ class RewardManager:
         metrics: dict[str, float] = {}
         for name, load in self.load.items():
             metrics |= load.metrics(name)
-            self.load[name] = Load()
+            self.load[name] = ScorerLoad()
         return metrics
 
 
@@ -355,7 +355,7 @@ class ScoringRound:
                 self.groups.setdefault(sample.group, []).append((i, row))
         self.missing = {group: len(places) for group, places in self.groups.items()}  # images still to be drawn
         members = {group: [samples[i][row] for i, row in places] for group, places in self.groups.items()}
-        self.occasions = occasions(manager.run, members) if manager.people & scorers.keys() else {}
+        self.feedback_requests = feedback_requests(manager.run, members) if manager.people & scorers.keys() else {}
 
     @property
     def queued(self) -> int:
@@ -403,7 +403,7 @@ class ScoringRound:
         images = [self.images[i].later() for i in batches]
         if job.scorer in self.manager.people:
             i, row = job.places[0]
-            occasion = self.occasions[self.samples[i][row].group]
+            occasion = self.feedback_requests[self.samples[i][row].group]
             arguments = (job.scorer, places, texts, metadata, occasion)
             return pool.workers.submit(process, RewardWorker.ask, *arguments, *images)
         return pool.workers.submit(process, RewardWorker.score, job.scorer, places, texts, metadata, *images)

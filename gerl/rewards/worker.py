@@ -17,7 +17,7 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.objects import Function, offer
-from gerl.protocol import Images, Occasion, ScorerFailure
+from gerl.protocol import FeedbackRequest, Images, ScorerFailure
 from gerl.rewards.scorers import Scorer, build_scorer, columns_of, number_of
 from gerl.rewards.scorers.base import Metadata, PeopleScorer, ReturnError
 from gerl.rewards.total import LARGEST
@@ -115,7 +115,7 @@ class RewardWorker:
         places: Sequence[tuple[int, int]],
         prompts: list[str],
         metadata: list[Metadata],
-        occasion: Occasion,
+        occasion: FeedbackRequest,
         *images: Images,
     ) -> Answer:
         """As `score`, by people and of one group; what they said, or that they have not answered yet."""

@@ -281,7 +281,7 @@ class GuardLog:
         self._append(lines)
         return due
 
-    def went_back(self, step: int, why: Sequence[Signal], kl: float) -> str:
+    def rolled_back_row(self, step: int, why: Sequence[Signal], kl: float) -> str:
         """Write that the run went back to `step`; returns the sentence."""
         row = rollback_row(step, why, kl)
         self._append([f"{json.dumps(finite(row))}\n"])

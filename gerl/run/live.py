@@ -73,7 +73,7 @@ def live_steps(run_dir: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def forget_live(run_dir: Path) -> None:
+def remove_live(run_dir: Path) -> None:
     """Remove the images of all steps."""
     _remove(run_dir, live_steps(run_dir))
 

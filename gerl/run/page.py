@@ -412,7 +412,7 @@ WIDE, EXACT = 512, 256  # pixels: wider pictures are made smaller; up to this th
 
 
 class HeldOut:
-    """Reads each validation once."""
+    """RequiredTensors each validation once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

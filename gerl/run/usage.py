@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gerl.run.checkpoint import checkpoint_paths, models_in
-from gerl.run.validation import Drawing, Validation
+from gerl.run.validation import SamplingRecord, Validation
 
 ASSETS = Path(__file__).parents[1] / "assets"
 LOAD = "pipe.load_lora_weights(FOLDER)"
@@ -26,7 +26,7 @@ def usage(run_dir: Path, config: Mapping[str, Any], validations: list[Validation
     with_lora = [v for v in validations if f"step_{v.step}" in folders and v.drawing is not None and v.shown]
     validation = with_lora[-1] if with_lora else None
     lora = list(folders.values())[-1] if validation is None else folders[f"step_{validation.step}"]
-    drawing = Drawing([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
+    drawing = SamplingRecord([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
     return program(config, lora.resolve(), validation, drawing)
 
 
@@ -37,7 +37,7 @@ def trained_weights(checkpoint: Path) -> Path | None:
     return checkpoint if models_in(checkpoint) else None
 
 
-def program(config: Mapping[str, Any], lora: Path, validation: Validation | None, drawing: Drawing) -> str:
+def program(config: Mapping[str, Any], lora: Path, validation: Validation | None, drawing: SamplingRecord) -> str:
     """The program of `usage` for the LoRA, or the trained denoisers, in `lora`."""
     model = config.get("model") or {}
     dtype = model.get("dtype", "auto")
@@ -75,7 +75,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
     return "\n".join([*dict.fromkeys(imports), "", *lines])
 
 
-def _arguments(config: Mapping[str, Any], validation: Validation | None, drawing: Drawing) -> list[str]:
+def _arguments(config: Mapping[str, Any], validation: Validation | None, drawing: SamplingRecord) -> list[str]:
     """The arguments of the call, one a line, as `gerl.model.loading.pipeline_call` gives them to validations."""
     sampling, other = config.get("sampling") or {}, config.get("validation") or {}
     names = ("height", "width", "num_inference_steps", "guidance_scale")

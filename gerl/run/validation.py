@@ -109,7 +109,7 @@ DAMAGED = (
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplingRecord:
     """How the pictures of a validation were drawn, as far as it does not stand in config.yaml."""
 
     seeds: list[int]  # [P] of the noise of each picture
@@ -132,7 +132,7 @@ class Validation:
     by_scorer: dict[str, list[float | None]]  # scorer -> [N]
     shown: list[int]  # [P] the images that are here, rising
     pixels: list[np.ndarray]  # [P] of [H, W, 3] uint8
-    drawing: Drawing | None = None  # None where the images are no longer kept
+    drawing: SamplingRecord | None = None  # None where the images are no longer kept
     ids: list[int] = field(default_factory=list)  # [N] the number of each image's prompt; empty: one image a prompt
     # statistic -> [N], see `gerl.workers.image_statistics`
     looks: dict[str, list[float | None]] = field(default_factory=dict)
@@ -170,7 +170,7 @@ def save_validation(
     totals: Sequence[float | None],
     by_scorer: Mapping[str, Sequence[float | None]],
     shown: Sequence[int] | None = None,
-    drawing: Drawing | None = None,
+    drawing: SamplingRecord | None = None,
     ids: Sequence[int] = (),
     looks: Mapping[str, Sequence[float | None]] | None = None,
 ) -> None:
@@ -203,7 +203,7 @@ def save_validation(
     write_file(path, json.dumps(finite(values)))
 
 
-def forget_pictures(run_dir: Path, newest: int) -> None:
+def remove_images(run_dir: Path, newest: int) -> None:
     """Delete the pictures of validations other than the first, the best and the `newest` so many; rewards stay.
 
     One that is damaged is left as it is. Raises `GerlError` if a file cannot be written or deleted.

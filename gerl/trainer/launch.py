@@ -47,7 +47,7 @@ def launch_steps(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator[
     with RunLog() as log:
         check_trackers(config.logger)
         resolve(config.model.path)
-        model = config.model if folder.checkpoint is None else config.model.carried_on()
+        model = config.model if folder.checkpoint is None else config.model.for_resume()
         if model.lora is not None:
             local_lora(model.lora)
         with waiting("reading the prompts"):

@@ -120,7 +120,7 @@ def advance(rollouts: Sequence[PendingRollout], most: float | None = None) -> No
     limits = [limit for limit in (seconds, most, *hang_after) if limit is not None]
     started = time.monotonic()
     ended = wait([*sampling, *awaited], min(limits, default=None))
-    heard = not ended.isdisjoint(sampling) if manager.asleep else bool(ended)  # people are asked all the time
+    heard = not ended.isdisjoint(sampling) if manager.feedback_queue else bool(ended)  # people are asked all the time
     for each in rollouts:
         each.check_silence(heard, time.monotonic() - started)
     for each in rollouts:

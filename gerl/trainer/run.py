@@ -222,7 +222,7 @@ class Run:
         self.start(checkpoint)
         if resume is not None and checkpoint is not None:
             self.load(checkpoint)
-            resume.carry_on()
+            resume.resume_run()
         self.update = Update(self.config, self.algorithm, self.fleet, self.state, self.model.half_precision)
         self.update.resets_reference = lambda step: any(self.notify("updating", step))
         self.calibrate()
@@ -256,7 +256,7 @@ class Run:
         """Start the workers, which load nothing yet."""
         config, cluster = self.config, self.cluster
         functions = given(config.reward.scorers) if config.algorithm.differentiates else {}
-        whole = trainer = with_scorers_found(replace(config, model=config.model.carried_on()) if checkpoint else config)
+        whole = trainer = with_scorers_found(replace(config, model=config.model.for_resume()) if checkpoint else config)
         if cluster.training < cluster.processes and config.model.offload == "none":
             # trainers only call the denoiser: what else there is stays in main memory
             trainer = replace(whole, model=replace(whole.model, offload="encoders"))

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import yaml
 
-from gerl.commandline.composition import Asked, Composed, asked_for, compose_changes, compose_run
+from gerl.commandline.composition import Composed, ParsedCommand, asked_for, compose_changes, compose_run
 from gerl.config import Config
 from gerl.config.changes import (
     CONTENT,
@@ -95,9 +95,9 @@ class RunFolder:
         self.lock.release()
 
     def open(self, begin: Callable[[], None] = lambda: None) -> None:
-        """Make the folder of a new run and write `config.yaml`; a resumed run's is left as it is until `carry_on`.
+        """Make the folder of a new run and write `config.yaml`; a resumed run's is left as it is until `resume_run`.
 
-        `begin` is called as soon as the run may write into the folder: in here for a new run, else by `carry_on`.
+        `begin` is called as soon as the run may write into the folder: in here for a new run, else by `resume_run`.
         Raises `ConfigError` if the folder cannot be written, or is that of another run.
         """
         if self.checkpoint is None:
@@ -107,7 +107,7 @@ class RunFolder:
         else:
             self.begin = begin
 
-    def carry_on(self) -> None:
+    def resume_run(self) -> None:
         """Write the configuration of a resumed run whose state is loaded, and keep what was there.
 
         `config.step_N.yaml` is the configuration up to step N, `config.yaml` the one from then on. What the run had
@@ -236,17 +236,17 @@ def open_run(arguments: Sequence[str]) -> RunFolder | None:
         return folder
 
 
-def _new_run(arguments: Sequence[str], asked: Asked) -> RunFolder:
+def _new_run(arguments: Sequence[str], asked: ParsedCommand) -> RunFolder:
     composed = compose_run(arguments, asked)
     return RunFolder(composed, RunLock(composed.run_dir))
 
 
-def folder_to_resume(asked: Asked) -> Path | None:
+def folder_to_resume(asked: ParsedCommand) -> Path | None:
     """The folder of the run that a command line carries on; None: it starts a new one. Raises `CheckpointError`."""
     return _place(asked)[0]
 
 
-def _place(asked: Asked) -> tuple[Path | None, Path | None]:
+def _place(asked: ParsedCommand) -> tuple[Path | None, Path | None]:
     """The folder of the run to carry on, if any, and the checkpoint in it, if one is named."""
     if asked.resume == "never":
         return None, None
@@ -265,21 +265,21 @@ def _place(asked: Asked) -> tuple[Path | None, Path | None]:
     return path, None
 
 
-def _nothing_there(asked: Asked) -> CheckpointError:
+def _nothing_there(asked: ParsedCommand) -> CheckpointError:
     return CheckpointError(
         f"checkpoint.resume={asked.resume}: this is neither a run with a checkpoint nor a checkpoint; give the "
         "folder of one, auto or never"
     )
 
 
-def _is_over(checkpoint: Checkpoint, asked: Asked) -> bool:
+def _is_over(checkpoint: Checkpoint, asked: ParsedCommand) -> bool:
     """Whether a run has ended and the command line does not prolong it."""
     steps = asked.values["trainer"]["steps"] if "trainer.steps" in asked.given else 0
     return bool(checkpoint.state.get("finished")) and not (isinstance(steps, int) and steps > checkpoint.step)
 
 
 def _resumed(
-    arguments: Sequence[str], asked: Asked, run_dir: Path, checkpoint: Checkpoint, lock: RunLock
+    arguments: Sequence[str], asked: ParsedCommand, run_dir: Path, checkpoint: Checkpoint, lock: RunLock
 ) -> RunFolder | None:
     """The run carried on from `checkpoint`; None, after saying so, if nothing is left to do."""
     state = RunState.of(checkpoint)
@@ -347,7 +347,7 @@ def _is_null(settings: Settings, key: str) -> bool:
     return isinstance(entries, Mapping) and name in entries and entries[name] is None
 
 
-def _check_choices(asked: Asked, file: Path, experiment: str, preset: str, algorithm: str) -> None:
+def _check_choices(asked: ParsedCommand, file: Path, experiment: str, preset: str, algorithm: str) -> None:
     """Raise `ConfigError` if `experiment=` or `algorithm=` is not that of the run; the same ones are no change."""
     chosen = asked.preset if preset else str(asked.values["algorithm"]["name"])
     for key, given, own in (("experiment", asked.experiment, experiment), ("algorithm", chosen, preset or algorithm)):
@@ -394,7 +394,7 @@ def _say_finished(run_dir: Path, steps: int, found: Sequence[Change]) -> None:
     logger.info("%s is finished at step %d: there is nothing left to do; %s", run_dir, steps, more)
 
 
-def _say_what_is_kept(config: Config, asked: Asked) -> None:
+def _say_what_is_kept(config: Config, asked: ParsedCommand) -> None:
     """Name the values of the run that its experiment or preset, given again, would set otherwise."""
     own, values = settings_of(config), asked.values
     if not values["reward"]["scorers"]:  # it names none

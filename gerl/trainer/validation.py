@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from gerl.algorithms.planning import VALIDATION_SEED, drawn_steps, plan_validation
+from gerl.algorithms.planning import VALIDATION_SEED, plan_validation, sampled_steps
 from gerl.cluster import Pending
 from gerl.commandline.command import waiting
 from gerl.config import Config, ValidationConfig
@@ -21,13 +21,13 @@ from gerl.protocol import Images, ModelFacts, Sample
 from gerl.rewards.checks import check_failures, unscored
 from gerl.run.progress import Progress
 from gerl.run.validation import (
-    Drawing,
     Estimate,
+    SamplingRecord,
     Validation,
-    forget_pictures,
     held_out_words,
     load_validation,
     paired_gains,
+    remove_images,
     save_validation,
     validation_steps,
 )
@@ -89,7 +89,7 @@ def _conclude(
     step.metrics |= metrics | gain_metrics(gains)
     run.notify("validated", step)
     if config.validation.keep is not None:
-        forget_pictures(folder, config.validation.keep)
+        remove_images(folder, config.validation.keep)
 
 
 def load_scores(run_dir: Path, step: int) -> Validation | None:
@@ -108,7 +108,7 @@ def shown_images(count: int, validation: ValidationConfig) -> list[int]:
     """
     each, wished = validation.images_per_prompt, validation.images
     prompts = range(count // each)
-    chosen = prompts if wished is None else drawn_steps(prompts, wished, "shown", VALIDATION_SEED)
+    chosen = prompts if wished is None else sampled_steps(prompts, wished, "shown", VALIDATION_SEED)
     return [prompt * each + k for prompt in chosen for k in range(each)]
 
 
@@ -145,7 +145,7 @@ def keep_images(
     texts = [sample.prompt.text for sample in scores.samples]
     drawn = [scores.samples[i] for i in shown]
     given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in drawn]
-    drawing = Drawing(
+    drawing = SamplingRecord(
         [sample.seed for sample in drawn], given, device, pixels[0].ndim == 4, model.scheduler, model.lora_lines
     )
     stills = [still(image) for image in pixels]
@@ -154,7 +154,7 @@ def keep_images(
     ids = ids if len(set(ids)) < len(ids) else []
     save_validation(run_dir, step, texts, stills, scores.totals, scores.by_scorer, shown, drawing, ids, columns)
     firsts = [k for k, i in enumerate(shown) if scores.samples[i].index == 0]
-    sheet = [firsts[k] for k in drawn_steps(range(len(firsts)), SHEET, "sheet", VALIDATION_SEED)]
+    sheet = [firsts[k] for k in sampled_steps(range(len(firsts)), SHEET, "sheet", VALIDATION_SEED)]
     failed = set(scores.failed)
     captions = [caption(texts[i], scores.totals[i], i in failed) for i in (shown[k] for k in sheet)]
     validation = Validation(step, texts, scores.totals, scores.by_scorer, [], [], None, ids, columns)

@@ -24,8 +24,8 @@ MOST = 256  # images of a group, and groups of a step: more is no work for peopl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A group as the run describes it; see `gerl.protocol.Occasion`. `digests`: of the content of its images."""
+class VoteRequest:
+    """A group as the run describes it; see `gerl.protocol.FeedbackRequest`. `digests`: of the content of its images."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -43,10 +43,10 @@ class Asked:
         return hashlib.sha256("/".join([self.key, *self.digests]).encode()).hexdigest()[:16]
 
 
-ASKED = TypeAdapter(Asked)
+ASKED = TypeAdapter(VoteRequest)
 
 
-def asked(values: object) -> Asked:
+def asked(values: object) -> VoteRequest:
     """`values` from a request or the journal; raises `RewardError` for anything else."""
     try:
         found = ASKED.validate_python(values)
@@ -76,7 +76,7 @@ class Ballot:
     sources: pictures that the prompt comes with, such as the one that is edited; files too.
     """
 
-    asked: Asked
+    asked: VoteRequest
     text: str  # the prompt
     images: list[str]
     sources: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Ballot:
         return {**row, "sources": self.sources} if self.sources else row
 
 
-def write_images(folder: Path, group: Asked, files: Sequence[bytes], kind: str = "") -> list[str]:
+def write_images(folder: Path, group: VoteRequest, files: Sequence[bytes], kind: str = "") -> list[str]:
     """Write PNGs of a group, so that they are on disk before the journal names them; their paths in `folder`."""
     paths = [f"images/{group.id}/{kind}{i}.png" for i in range(len(files))]
     (folder / "images" / group.id).mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,9 @@ class Ballots:
 
     # --- for the run
 
-    def ask(self, group: Asked, text: str, files: Sequence[bytes], sources: Sequence[bytes] = ()) -> list[float] | str:
+    def ask(
+        self, group: VoteRequest, text: str, files: Sequence[bytes], sources: Sequence[bytes] = ()
+    ) -> list[float] | str:
         """The scores `[B]` of a group, or what is waited for: "images" or "votes".
 
         Scores are given out when all groups that are asked about together have theirs: until then votes can be taken
@@ -225,7 +227,7 @@ class Ballots:
     def _decided(self, ballot: Ballot) -> bool:
         return ballot.taken or len(ballot.votes) >= self.rules.votes
 
-    def _complete(self, group: Asked) -> bool:
+    def _complete(self, group: VoteRequest) -> bool:
         """Whether all groups that `group` is asked about with have their votes, and none is to be taken back."""
         known = [self.newest.get(key) for key in group.together]
         now, since = self.clock(), self.voted

@@ -15,10 +15,10 @@ import torch
 
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
-from gerl.engine import FeatureCache, Reads, Tape, Trajectory, lean, record_probe
+from gerl.engine import FeatureCache, RequiredTensors, Tape, Trajectory, compact, record_batch_probe
 from gerl.engine.batching import select_call
 from gerl.engine.hooks import noise_from
-from gerl.engine.latents import record_loop
+from gerl.engine.latents import record_decoding
 from gerl.engine.record import InitialNoise, branch_plan, record_plan
 from gerl.engine.transitions import SamplingPlan, check_scheduler
 from gerl.errors import ModelError, ReplayError
@@ -95,7 +95,7 @@ class Rollout:
                 task, after is not None and task.samples[0].step > after, not algorithm.needs_whole_batches
             )
         if len(task.segments) > segments:
-            if algorithm.settings.drawn_together(algorithm.config.rollout.n) > 1:
+            if algorithm.settings.sampled_together(algorithm.config.rollout.n) > 1:
                 raise ModelError(
                     f"{type(self.policy.pipe).__name__} takes one prompt per call, but "
                     f"algorithm.name={algorithm.settings.name} compares images of a prompt in its update: choose "
@@ -108,7 +108,7 @@ class Rollout:
                     "actor.micro_batch_size=1, which determines what they share in a first pass"
                 )
         # not before all is drawn: branches go on from outputs that no replay reads
-        kept = tuple(lean(t, reads_of(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
+        kept = tuple(compact(t, required_tensors(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
         version = self.policy.earlier[task.lag].updates if task.lag else self.policy.version
         return pixels, Trajectory(task, kept, version, owner)
 
@@ -185,15 +185,15 @@ class Rollout:
         pipe, several = self.policy.pipe, len(samples) > 1
         paths = [sample.given.path for sample in samples if sample.given is not None]
         clean, pixels = self.policy.images.read(pipe, select_call(call, [0]), paths)
-        tape = record_loop(pipe, call)
+        tape = record_decoding(pipe, call)
         tape.steps[-1] = replace(tape.steps[-1], x_next=clean)
         if several:
-            tape.probe = self._probes.setdefault(True, self._probes.get(True) or record_probe(pipe, call))
+            tape.probe = self._probes.setdefault(True, self._probes.get(True) or record_batch_probe(pipe, call))
         return ImagePipelineOutput(images=pixels / 255), tape
 
     def _both_probes(self, call: dict[str, object]) -> dict[bool, Tape]:
         pipe = self.policy.pipe
-        return {True: record_probe(pipe, call, [0]), False: record_probe(pipe, call, [0, 0])}
+        return {True: record_batch_probe(pipe, call, [0]), False: record_batch_probe(pipe, call, [0, 0])}
 
     def _branch(self, tape: Tape, step: int, rows: Sequence[int], segment: Segment) -> tuple[BaseOutput | None, Tape]:
         """Record `segment`, whose rows branch off at step `step` of the samples `rows` of `tape`."""
@@ -324,9 +324,9 @@ class Rollout:
             raise error
 
 
-def reads_of(algorithm: Algorithm, segment: Segment) -> Reads:
+def required_tensors(algorithm: Algorithm, segment: Segment) -> RequiredTensors:
     """The tensors of the tape of `segment` that a replay for `algorithm` needs."""
-    return Reads(
+    return RequiredTensors(
         frozenset(segment.trained),
         means=algorithm.reads_means,
         outputs=algorithm.settings.cfg != "joint",
@@ -342,7 +342,7 @@ def to_uint8(output: BaseOutput) -> np.ndarray:
     Rounds as diffusers does. A video of one frame is an image; the sound of a video is left out. Raises `ModelError`
     where the output has no images, or several things that could be.
     """
-    pixels = pictures_in(output)
+    pixels = find_images(output)
     if pixels.ndim == 5 and pixels.shape[1] == 1:
         pixels = pixels[:, 0]
     if pixels.ndim not in (4, 5):
@@ -363,7 +363,7 @@ def _is_blank(colours: np.ndarray) -> bool:
     return bool((some == some[0]).all() and (colours == colours[0]).all())
 
 
-def pictures_in(output: BaseOutput) -> np.ndarray:
+def find_images(output: BaseOutput) -> np.ndarray:
     """Find the array of an output that holds the images, whatever its name."""
     given = {name: np.asarray(value) for name, value in output.items() if value is not None}
     for name in ("images", "frames"):

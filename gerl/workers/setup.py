@@ -23,7 +23,7 @@ from gerl.model.loading import (
     precision,
     replaced_scheduler,
 )
-from gerl.model.placement import DrawingWeights, check_attention, check_drawing
+from gerl.model.placement import QuantizedRollout, check_attention, check_quantized_rollout
 from gerl.model.policy import EMA, Policy
 from gerl.model.prompts import PromptCache, folder_of
 from gerl.model.quantization import check_quantisation
@@ -47,7 +47,7 @@ def check_start(config: Config, device: str) -> None:
     if config.model.attention is not None:
         check_attention(config.model.attention, device, precision(config.model, device))
     if config.rollout.quantize != "none":
-        check_drawing(config.rollout.quantize, device, precision(config.model, device))
+        check_quantized_rollout(config.rollout.quantize, device, precision(config.model, device))
     check_model(config.model, config.sampling, config.cluster.context)
     if taught_by := config.algorithm.taught_by:
         check_teachers(taught_by, config.model, config.sampling)
@@ -83,7 +83,7 @@ def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Poli
         policy.trained |= add_fake(policy.denoisers, config.algorithm.fake_scale, device, config.trainer.seed)
         policy.ema = EMA(policy.trained, config.actor.ema_decay)
     if config.rollout.quantize != "none":
-        policy.drawing = DrawingWeights(policy.denoisers, config.rollout.quantize)
+        policy.drawing = QuantizedRollout(policy.denoisers, config.rollout.quantize)
     if keeps:
         PromptCache(data.cache_gb, encoded_folder(config, device)).attach(policy.pipe)
         for pipe in {id(t.pipe): t.pipe for t in policy.teachers if t.pipe is not None}.values():

@@ -23,7 +23,7 @@ from PIL import Image
 import gerl
 from gerl.errors import RewardError
 from gerl.evaluate.command import main, parse
-from gerl.evaluate.comparison import Drawn
+from gerl.evaluate.comparison import ScoredRow
 from gerl.evaluate.names import BASE
 from gerl.model.paths import SHIPPED
 from gerl.run.validation import load_validation
@@ -66,11 +66,11 @@ def scores(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def of(rows: list[Drawn], variant: str, index: int = 0) -> list[Drawn]:
+def of(rows: list[ScoredRow], variant: str, index: int = 0) -> list[ScoredRow]:
     return [row for row in rows if row.variant == variant and row.index == index]
 
 
-def pixels(row: Drawn) -> np.ndarray:
+def pixels(row: ScoredRow) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(row.picture.partition(",")[2]))))
 
 

@@ -9,7 +9,7 @@ from thin_environment import thin_environment
 from gerl.cluster import worker_group
 from gerl.config import ScorerConfig
 from gerl.errors import ClusterError, ConfigError, RewardError
-from gerl.rewards.scorers import Elsewhere, known_scorer
+from gerl.rewards.scorers import RemoteOnlyScorer, known_scorer
 from gerl.rewards.worker import RewardWorker
 
 UV = """Failed to set up runtime environment.
@@ -89,7 +89,7 @@ def test_a_package_that_is_missing_here_may_be_in_the_environment(tmp_path: Path
     file.write_text("import nosuchpackage\n\ndef compute_score(images, prompts, metadata):\n    return [0.0]\n")
     env = {"pip": ["nosuchpackage"]}
     found = known_scorer("mine", ScorerConfig(path=str(file), env=env))
-    assert isinstance(found, Elsewhere) and not found.groupwise
+    assert isinstance(found, RemoteOnlyScorer) and not found.groupwise
     with pytest.raises(RewardError, match="nosuchpackage"):
         known_scorer("mine", ScorerConfig(path=str(file)))
     file.write_text("def other(images, prompts, metadata):\n    return [0.0]\n")
@@ -99,7 +99,7 @@ def test_a_package_that_is_missing_here_may_be_in_the_environment(tmp_path: Path
 
 def test_a_scorer_of_gerl_is_known_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    assert isinstance(known_scorer("hpsv2", ScorerConfig(env={"uv": ["open-clip-torch"]})), Elsewhere)
+    assert isinstance(known_scorer("hpsv2", ScorerConfig(env={"uv": ["open-clip-torch"]})), RemoteOnlyScorer)
     with pytest.raises(RewardError, match=r"'gerl\[clip\]'"):
         known_scorer("hpsv2", ScorerConfig())
 

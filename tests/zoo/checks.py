@@ -25,7 +25,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from zoo.base import CheckName, Entry
 
-from gerl.engine import Reads, ReplayedStep, Tape, lean, record, replay
+from gerl.engine import ReplayedStep, RequiredTensors, Tape, compact, record, replay
 from gerl.engine.batching import select_call
 from gerl.errors import GerlError, ReplayError
 from gerl.model.denoisers import find_denoisers
@@ -258,7 +258,7 @@ def check_encoders(trial: Trial) -> None:
 
 def check_sub_batch(trial: Trial) -> None:
     steps = trial.steps[-1:]
-    kept = lean(trial.tape, Reads(frozenset(steps), means=False, outputs=False))
+    kept = compact(trial.tape, RequiredTensors(frozenset(steps), means=False, outputs=False))
     deviation = trial.gradients(kept, index=trial.halves()[0], steps=steps, grad=False)[1]
     assert deviation <= 1e-5, f"the ratio of a sub-batch is off by {deviation}"
 
@@ -308,7 +308,7 @@ def check_noised(trial: Trial) -> None:
     for k in (0, 1) if trial.entry.cfg is None or "noised" in trial.entry.fails else (int(trial.guided),):
         noised = tape.steps[k].rule.noised(x0, torch.randn(x0.shape, generator=generator))
         rows = noised.unflatten(0, (trial.entry.batch, -1))[index].flatten(0, 1)
-        kept = lean(tape, Reads(frozenset({k}), means=False, outputs=False, forward=True))
+        kept = compact(tape, RequiredTensors(frozenset({k}), means=False, outputs=False, forward=True))
         check_noised_step(trial, kept, rows, {"steps": [k], "index": index, "latents": {k: rows}})
 
 

@@ -9,12 +9,12 @@ from gerl.commandline.form import either, near_names
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.objects import PREFIX
-from gerl.rewards.scorers.base import Elsewhere, PeopleScorer, Scorer, columns_of, number_of, require
+from gerl.rewards.scorers.base import PeopleScorer, RemoteOnlyScorer, Scorer, columns_of, number_of, require
 from gerl.rewards.scorers.custom import CustomScorer, FunctionScorer
 
 __all__ = [
     "SCORERS",
-    "Elsewhere",
+    "RemoteOnlyScorer",
     "Scorer",
     "asks_people",
     "build_scorer",
@@ -102,11 +102,11 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
 def known_scorer(name: str, config: ScorerConfig) -> Scorer:
     """As `build_scorer`, in a process that only asks about the scorer, which may lack what `config.env` brings.
 
-    Where a package is missing here and the scorer has an environment, it is an `Elsewhere`.
+    Where a package is missing here and the scorer has an environment, it is an `RemoteOnlyScorer`.
     """
     try:
         return build_scorer(name, config)
     except RewardError as error:
         if not config.env or not isinstance(error.__cause__, ImportError):
             raise
-    return Elsewhere() if config.path is not None else Elsewhere(scorer_class(name))
+    return RemoteOnlyScorer() if config.path is not None else RemoteOnlyScorer(scorer_class(name))

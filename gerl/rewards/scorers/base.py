@@ -12,7 +12,7 @@ from PIL import Image
 from pydantic import ConfigDict
 
 from gerl.errors import DataError, RewardError
-from gerl.protocol import Occasion, Prompt
+from gerl.protocol import FeedbackRequest, Prompt
 from gerl.utils.condition_images import read_picture
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class PeopleScorer(Scorer):
 
     @abstractmethod
     def ask(
-        self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: Occasion
+        self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: FeedbackRequest
     ) -> list[float] | str:
         """Scores [B] of the `images` of a group; a text while there are none: "", or what is wrong meanwhile.
 
@@ -102,7 +102,7 @@ class PeopleScorer(Scorer):
         raise NotImplementedError("people are asked about groups: call ask")
 
 
-class Elsewhere(Scorer):
+class RemoteOnlyScorer(Scorer):
     """A scorer that can be built only in the environment of its processes; of `kind`, if it is one of gerl.
 
     Its prompts are looked at when they are scored. A function of the user's is taken to be neither groupwise nor to

@@ -20,7 +20,7 @@ from PIL import Image
 from pydantic import Field
 
 from gerl.errors import RewardError
-from gerl.protocol import Occasion
+from gerl.protocol import FeedbackRequest
 from gerl.rewards.scorers.base import JSON, Metadata, PeopleScorer, Reference, read, references_of
 from gerl.rewards.scorers.http import Client, HttpScorer, Transient, at_most, check_url, png_base64, to_base64
 from gerl.rewards.scorers.remote import checked_answer, checked_columns
@@ -65,7 +65,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
         return {}
 
     def ask(
-        self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: Occasion
+        self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: FeedbackRequest
     ) -> list[float] | str:
         """The scores of a group; "" while nobody has voted, and what is wrong with the service while it is down."""
         if len(occasion.seeds) < 2:

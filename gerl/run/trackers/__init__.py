@@ -38,5 +38,5 @@ def open_sinks(run: TrackedRun, config: LoggerConfig) -> list[Sink]:
         if name == "tensorboard":
             sinks.append(TensorBoard(run))
         else:
-            sinks.append(TrackerProcess(name, record.carried_on(name, run), record.keeper(name)))
+            sinks.append(TrackerProcess(name, record.for_resume(name, run), record.keeper(name)))
     return sinks

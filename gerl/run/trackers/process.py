@@ -279,7 +279,7 @@ class Record:
             if isinstance(entry, dict) and all(entry.get(key) for key in KEYS)
         }
 
-    def carried_on(self, tracker: str, run: TrackedRun) -> TrackedRun:
+    def for_resume(self, tracker: str, run: TrackedRun) -> TrackedRun:
         """The run with project, name and id as `tracker` knows it; as it is if there is none to go on with."""
         known = self._runs.get(tracker)
         return replace(run, project=known["project"], name=known["name"], id=known["id"]) if known else run

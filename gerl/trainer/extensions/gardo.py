@@ -17,7 +17,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from gerl.config import Config
-from gerl.config.rules import doubters
+from gerl.config.rules import reference_scorers
 from gerl.errors import CheckpointError
 from gerl.trainer.credit import column
 from gerl.trainer.extensions import Extension
@@ -68,7 +68,7 @@ class KLGate(Extension):
     def rewarded(self, run: Run, step: Step) -> None:
         assert step.rewards is not None
         rows = list(step.rewards.rows)
-        asked = doubters(self.config.algorithm, self.config.reward.scorers)
+        asked = reference_scorers(self.config.algorithm, self.config.reward.scorers)
         others = torch.stack([column(step.scores, name, rows) for name in asked], 1)
         step.kl_weight = torch.zeros(len(step.scores.samples))
         step.kl_weight[rows] = self.gate.choose(step.rewards.totals, others)

@@ -77,7 +77,7 @@ class HackingGuard(Extension):
         return RollBack(checkpoint, guard.raised(run.algorithm.kl_coef), tuple(step.signals))
 
     def rolled_back(self, run: Run, directive: RollBack) -> None:
-        sentence = self.log.went_back(run.state.step, directive.signals, directive.kl_coef)
+        sentence = self.log.rolled_back_row(run.state.step, directive.signals, directive.kl_coef)
         logger.warning("step %d: guard: %s", run.state.step, sentence)
         run.alert(run.state.step, sentence)
 

@@ -6,7 +6,7 @@ import torch
 
 from gerl.errors import GerlError
 from gerl.protocol import Group
-from gerl.run.live import MOST, LiveImage, forget_live, save_live
+from gerl.run.live import MOST, LiveImage, remove_live, save_live
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
@@ -21,7 +21,7 @@ class LiveImages(Extension):
 
     def starting(self, run: Run) -> None:
         if not self.config.logger.live:
-            forget_live(run.run_dir)
+            remove_live(run.run_dir)
 
     def credited(self, run: Run, step: Step) -> None:
         if not self.config.logger.live:

@@ -17,7 +17,7 @@ from gerl.algorithms.forward_process import regularising
 from gerl.algorithms.planning import plan_samples
 from gerl.config import DataConfig
 from gerl.model.lora import lora_disabled
-from gerl.protocol import GivenImage, Prompt
+from gerl.protocol import DatasetImage, Prompt
 from gerl.trainer.update import actor_metrics, dataset_credit
 from gerl.utils.seeding import derive_seed, sample_generators
 
@@ -37,7 +37,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
         paths = [folder / f"{i}_{k}.png" for k in range(2)]
         for path in paths:
             Image.fromarray(generator.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(path)
-        images = tuple(GivenImage(str(path), score) for path, score in zip(paths, SCORES[i], strict=True))
+        images = tuple(DatasetImage(str(path), score) for path, score in zip(paths, SCORES[i], strict=True))
         found.append(Prompt(i, text, given=images))
     return found
 

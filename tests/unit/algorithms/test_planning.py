@@ -11,12 +11,12 @@ from gerl.algorithms import planning
 from gerl.algorithms.planning import (
     MixtureSchedule,
     PromptSchedule,
-    drawn_steps,
     group_ids,
     plan_prompts,
     plan_samples,
     plan_validation,
     prompt_schedule,
+    sampled_steps,
     sde_window,
     update_parts,
 )
@@ -166,15 +166,15 @@ def test_an_ode_has_no_window() -> None:
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 99))
 def test_drawn_steps_are_one_of_each_stratum(length: int, count: int, seed: int) -> None:
     steps = list(range(5, 5 + length))
-    drawn = drawn_steps(steps, count, seed)
+    drawn = sampled_steps(steps, count, seed)
     assert len(drawn) == min(count, length) and list(drawn) == sorted(set(drawn)) and set(drawn) <= set(steps)
-    assert drawn == drawn_steps(steps, count, seed)
+    assert drawn == sampled_steps(steps, count, seed)
     if count >= length:
         assert drawn == tuple(steps)
 
 
 def test_drawn_steps_cover_all_evenly() -> None:
-    drawn = Counter(k for seed in range(900) for k in drawn_steps(range(9), 3, seed))
+    drawn = Counter(k for seed in range(900) for k in sampled_steps(range(9), 3, seed))
     assert sorted(drawn) == list(range(9)) and all(abs(count - 300) < 71 for count in drawn.values())
 
 

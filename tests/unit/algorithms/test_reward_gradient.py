@@ -30,7 +30,6 @@ from gerl.algorithms.reward_gradient import (
     two_steps,
 )
 from gerl.config import from_mapping
-from gerl.engine.record import lean
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt
 from gerl.workers import rollout
@@ -347,8 +346,8 @@ def test_a_trajectory_keeps_what_is_looked_at_after_the_last_trained_step(
     step = min(range(1, 99), key=lambda step: max(algorithm.drawn(step)))  # whose last trained one comes earliest
     samples = [replace(sample, step=step) for sample in plan_samples(c, PROMPTS, 1, 0)]
     gradients = []
-    for keep in (lean, lambda tape, reads: replace(tape, reads=reads)):
-        monkeypatch.setattr(rollout, "lean", keep)
+    for keep in (compact, lambda tape, reads: replace(tape, reads=reads)):
+        monkeypatch.setattr(rollout, "compact", keep)
         t = Training(c, same_policy(), samples)
         t.algorithm.reward = reward  # type: ignore[attr-defined]
         gradients.append(t.gradient(torch.ones(2, 8))[0])

@@ -20,7 +20,7 @@ from gerl.config.algorithms import BY_NAME, DownSampledConfig
 from gerl.config.rules import SAVINGS, saving_notes
 from gerl.engine import replay
 from gerl.errors import ConfigError
-from gerl.model.placement import DrawingWeights, channels_last, compile_blocks, set_attention
+from gerl.model.placement import QuantizedRollout, channels_last, compile_blocks, set_attention
 from gerl.model.policy import Policy
 from gerl.model.prompts import PromptCache
 from gerl.workers.rollout import Rollout
@@ -183,7 +183,7 @@ def test_policy(name: str) -> None:
         assert str(error).startswith("rollout.quantize=int8: ") and "ratio" in str(error)
         return
     policy = training.new_policy()
-    policy.drawing = DrawingWeights(policy.denoisers, "int8")
+    policy.drawing = QuantizedRollout(policy.denoisers, "int8")
     drawn = Drawn(quantised, policy)
     assert not np.array_equal(drawn.images, plain(name).images) and float(drawn.gradient.norm()) > 0
     if BY_NAME[name].scores_steps:

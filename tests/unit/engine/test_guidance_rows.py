@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from gerl.engine.guidance import CfgMode, check_stands_for, guided
+from gerl.engine.guidance import CfgMode, check_same_output, guided
 from gerl.engine.tape import ComponentCall
 from gerl.errors import ReplayError
 
@@ -35,9 +35,9 @@ def test_tensors_and_lists_with_all_rows_are_halved_and_others_are_whole() -> No
 
 
 def test_outputs_of_other_shapes_do_not_stand_for_each_other() -> None:
-    check_stands_for((torch.ones(2, 3),), (torch.ones(4, 3),), 1)
+    check_same_output((torch.ones(2, 3),), (torch.ones(4, 3),), 1)
     with pytest.raises(ReplayError, match=r"unconditional .*step 1 .*shape"):
-        check_stands_for((torch.ones(2, 5),), (torch.ones(2, 3),), 1)  # Ideogram 4 returns text tokens as well
+        check_same_output((torch.ones(2, 5),), (torch.ones(2, 3),), 1)  # Ideogram 4 returns text tokens as well
 
 
 def test_rows_in_a_later_dimension_are_found_by_another_number_of_rows() -> None:

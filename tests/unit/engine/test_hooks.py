@@ -7,7 +7,7 @@ import diffusers
 import pytest
 import torch
 
-from gerl.engine.hooks import Stepped, _Step, noise_from
+from gerl.engine.hooks import LazySchedulerOutput, _Step, noise_from
 from gerl.engine.transitions import SamplingPlan, Transitions, output_is_clean
 from gerl.errors import ModelError
 
@@ -28,7 +28,7 @@ class Euler:
     def on_method(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    on_component = on_companion_step = on_method
+    on_component = on_secondary_step = on_method
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_what_was_read_of_a_step_is_the_same_in_any_order() -> None:
     for how in read:
         head, ours = Euler(), edm()
         pair = _Step(head, ours)(output, ours.timesteps[0], x)
-        assert isinstance(pair, Stepped) and len(pair) == 2 and head.asked == []
+        assert isinstance(pair, LazySchedulerOutput) and len(pair) == 2 and head.asked == []
         next_latents, clean = how(pair)
         assert torch.equal(next_latents, stock.prev_sample) and torch.equal(clean, stock.pred_original_sample)
         assert len(head.asked) == 1 and ours.step_index == 1

@@ -11,9 +11,9 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from zoo.checks import build, call_for
 from zoo.entries import BY_NAME
 
-from gerl.engine import Reads, ReplayedStep, Tape, decoded, lean, record, replay
+from gerl.engine import ReplayedStep, RequiredTensors, Tape, compact, decoded, record, replay
 from gerl.engine.batching import select_call
-from gerl.engine.latents import Inverse, _decoded, record_loop
+from gerl.engine.latents import Inverse, _decoded, record_decoding
 from gerl.errors import ModelError, ReplayError
 
 
@@ -45,7 +45,7 @@ def test_a_reference_that_is_handed_on_as_well_is_not_taken_for_the_noise(index:
     pipe.set_progress_bar_config(disable=True)
     tiny.add_lora(pipe)
     _, tape = record(pipe, {"prompt": list(tiny.PROMPTS)}, generators=tiny.generators(), noise_level=0.0)
-    kept = lean(tape, Reads(frozenset({0}), means=False, outputs=False, forward=True))
+    kept = compact(tape, RequiredTensors(frozenset({0}), means=False, outputs=False, forward=True))
     given = torch.randn(tape.steps[0].x.shape)[index]
     height, found = given.shape[2] // 2, list[torch.Tensor]()
 
@@ -68,7 +68,7 @@ def test_finished_latents_are_decoded_to_the_images_of_the_rollout(name: str, gu
     output, tape = r.record()
     expected = torch.stack(list(output))
     expected = expected[:, 0] if expected.ndim == 5 and expected.shape[1] == 1 else expected
-    kept = lean(tape, Reads(frozenset({3}), means=False, outputs=False, chain=True))
+    kept = compact(tape, RequiredTensors(frozenset({3}), means=False, outputs=False, chain=True))
     finished = kept.steps[-1].x_next
     assert torch.equal(decoded(r.pipe, kept, finished), expected)
     leaf = finished.clone().requires_grad_()
@@ -124,7 +124,7 @@ def call_of(name: str) -> dict[str, Any]:
 def test_the_latents_of_a_drawn_image_are_found_from_what_its_vae_decodes(name: str) -> None:
     pipe, call = tiny.build(tiny.CASES[name]), call_of(name)
     _, drawn = record(pipe, call, kernel="ode", window=(), generators=tiny.generators())
-    loop = record_loop(pipe, select_call(call, [0]))
+    loop = record_decoding(pipe, select_call(call, [0]))
     assert [step.rule for step in loop.steps] == [step.rule for step in drawn.steps]
     inverse, expected = Inverse(pipe, loop), drawn.steps[-1].x_next[:1]
     z = _decoded(pipe, loop, expected)
@@ -140,9 +140,9 @@ def test_the_denoiser_runs_once_and_nothing_is_decoded() -> None:
     pipe, ran = tiny.sd3(), list[str]()
     pipe.transformer.proj_out.register_forward_hook(lambda *_: ran.append("denoiser"))
     pipe.vae.decoder.register_forward_hook(lambda *_: ran.append("decoder"))
-    loop = record_loop(pipe, tiny.call_for(tiny.CASES["sd3"], guided=True, steps=5) | {"output_type": "np"})
+    loop = record_decoding(pipe, tiny.call_for(tiny.CASES["sd3"], guided=True, steps=5) | {"output_type": "np"})
     assert ran == ["denoiser"] and len(loop.steps) == 5
-    Inverse(pipe, record_loop(pipe, select_call(call_of("sd3"), [0])))
+    Inverse(pipe, record_decoding(pipe, select_call(call_of("sd3"), [0])))
     assert ran == ["denoiser", "denoiser"] and "decode" not in pipe.vae.__dict__
 
 
@@ -165,22 +165,22 @@ def test_a_pipeline_that_does_something_else_to_its_latents_is_refused(shift: Sq
     pipe = tiny.sd3()
     pipe.vae.register_to_config(shift_factor=shift)
     with pytest.raises(ModelError, match=r"StableDiffusion3Pipeline.*value by value"):
-        inverse = Inverse(pipe, record_loop(pipe, select_call(call_of("sd3"), [0])))
+        inverse = Inverse(pipe, record_decoding(pipe, select_call(call_of("sd3"), [0])))
         inverse.of(torch.randn(inverse.shape, generator=torch.Generator().manual_seed(3)))
 
 
 def test_a_pipeline_that_decodes_otherwise_is_refused() -> None:
     pipe, call = tiny.sd3(), select_call(call_of("sd3"), [0])
     with pytest.raises(ModelError, match=r"vae\.decode"):
-        record_loop(pipe, call | {"output_type": "latent"})
+        record_decoding(pipe, call | {"output_type": "latent"})
     pipe.vae = None
     with pytest.raises(ModelError, match="no VAE"):
-        record_loop(pipe, call)
+        record_decoding(pipe, call)
 
 
 def test_latents_of_another_shape_are_refused_with_the_key_to_change() -> None:
     pipe = tiny.wan()
-    inverse = Inverse(pipe, record_loop(pipe, select_call(call_of("wan"), [0])))
+    inverse = Inverse(pipe, record_decoding(pipe, select_call(call_of("wan"), [0])))
     one_frame = torch.zeros(*inverse.shape[:2], 1, *inverse.shape[3:])
     with pytest.raises(ModelError, match=r"sampling\.call\.num_frames=1"):
         inverse.of(one_frame)

@@ -13,7 +13,7 @@ from zoo.entries import ENTRIES
 
 from gerl.algorithms import Batch, build_algorithm
 from gerl.algorithms.fdfo import directions
-from gerl.engine import Reads, Tape, branch, lean, record, replay
+from gerl.engine import RequiredTensors, Tape, branch, compact, record, replay
 from gerl.engine.batching import unwritten
 from gerl.model.policy import EMA, Policy
 from gerl.protocol import Prompt, Sample
@@ -61,7 +61,7 @@ def test_the_log_probability_is_theirs_alone(trial: tuple[Any, list[torch.nn.Par
         assert torch.equal(reached.log_prob, step.log_prob) and reached.x.shape == (4, left.sum())
 
     replay(pipe, tape, check, grad=False)
-    kept = lean(tape, Reads(frozenset(tape.stochastic_steps)))
+    kept = compact(tape, RequiredTensors(frozenset(tape.stochastic_steps)))
 
     def same(k: int, step: Any) -> None:
         torch.testing.assert_close(step.log_prob, seen[k][[2, 0]], rtol=1e-4, atol=1e-4)

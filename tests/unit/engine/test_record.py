@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves
 from zoo import conditioned
 from zoo.checks import build, call_for
 
-from gerl.engine import Reads, ReplayedStep, Tape, Trajectory, branch, hooks, lean, record, replay
+from gerl.engine import ReplayedStep, RequiredTensors, Tape, Trajectory, branch, compact, hooks, record, replay
 from gerl.engine import branch as branch_function
 from gerl.engine import record as record_function
 from gerl.engine.batching import num_elements, select_call, tensor_bytes
@@ -808,7 +808,7 @@ def test_the_gradients_of_the_parts_add_up_to_those_of_the_whole(name: str, guid
 def test_latents_that_steps_share_stay_shared() -> None:
     tape = recorded("sd3", True).tape.rows([3, 1])
     assert all(a.x_next is b.x for a, b in zip(tape.steps, tape.steps[1:], strict=False))
-    kept = lean(tape, Reads(frozenset({1, 2})))
+    kept = compact(tape, RequiredTensors(frozenset({1, 2})))
     assert kept.steps[0].x_next is kept.steps[1].x is tape.steps[1].x
 
 
@@ -848,7 +848,7 @@ def held(tape: Tape) -> int:
 @given(steps=st.sets(st.integers(0, 2), min_size=1), means=st.booleans())
 def test_a_lean_tape_replays_as_the_whole_one(name: str, guided: bool, steps: set[int], means: bool) -> None:
     r = recorded(name, guided)
-    kept = lean(r.tape, Reads(frozenset(steps), means=means, outputs=False))
+    kept = compact(r.tape, RequiredTensors(frozenset(steps), means=means, outputs=False))
     assert all_equal(outputs(r, kept, steps=steps), outputs(r, r.tape, steps=steps))
     assert same_gradients(r, kept, r.tape, steps=steps)
     assert held(kept) < held(r.tape)
@@ -872,7 +872,7 @@ def on_forward(r: Recorded, tape: Tape, latents: dict[int, torch.Tensor], **opti
 @pytest.mark.parametrize("steps", [s for n in (1, 2, 4) for s in combinations(range(4), n)])
 def test_a_lean_tape_of_noised_clean_latents(name: str, steps: tuple[int, ...]) -> None:
     r = recorded(name, True)
-    kept = lean(r.tape, Reads(frozenset(steps), means=False, outputs=False, forward=True))
+    kept = compact(r.tape, RequiredTensors(frozenset(steps), means=False, outputs=False, forward=True))
     assert kept.steps[-1].x_next is r.tape.steps[-1].x_next and held(kept) < held(r.tape)
     assert all_equal(on_forward(r, kept, noise(r, steps)), on_forward(r, r.tape, noise(r, steps)))
 
@@ -881,7 +881,7 @@ def test_a_lean_tape_of_noised_clean_latents(name: str, steps: tuple[int, ...]) 
 def test_a_lean_tape_may_keep_the_finished_latents_besides_those_of_its_steps(name: str) -> None:
     r = recorded(name, True)
     with_them, without = (
-        lean(r.tape, Reads(frozenset({1}), outputs=False, finished=finished)) for finished in (True, False)
+        compact(r.tape, RequiredTensors(frozenset({1}), outputs=False, finished=finished)) for finished in (True, False)
     )
     assert with_them.steps[-1].x_next is r.tape.steps[-1].x_next and without.steps[-1].x_next.is_meta
     assert all_equal(outputs(r, with_them, steps=[1]), outputs(r, r.tape, steps=[1]))
@@ -894,7 +894,7 @@ def test_a_lean_tape_may_keep_the_finished_latents_besides_those_of_its_steps(na
 def test_a_lean_tape_for_guidance_keeps_the_outputs_that_tell_its_roles(name: str, cfg: str, forward: bool) -> None:
     whole, r = recorded(name, True).tape, own(name)  # a pipeline of which the roles are not known yet
     r.tape = whole
-    kept = lean(whole, Reads(frozenset({1, 2}), means=False, forward=forward))
+    kept = compact(whole, RequiredTensors(frozenset({1, 2}), means=False, forward=forward))
     latents = noise(r, (1, 2)) if forward else {k: whole.steps[k].x for k in (1, 2)}
     assert all_equal(on_forward(r, kept, latents, cfg=cfg), on_forward(r, whole, latents, cfg=cfg))
     assert forward or same_gradients(r, kept, whole, steps=[1, 2], cfg=cfg)
@@ -902,7 +902,7 @@ def test_a_lean_tape_for_guidance_keeps_the_outputs_that_tell_its_roles(name: st
 
 def test_what_a_lean_tape_does_not_have_is_an_error() -> None:
     r = recorded("sd3", True)
-    kept = lean(r.tape, Reads(frozenset({1, 2}), means=False, outputs=False))
+    kept = compact(r.tape, RequiredTensors(frozenset({1, 2}), means=False, outputs=False))
     for steps in ([2], [0], [0, 1, 2], [3]):
         with pytest.raises(ReplayError, match=r"the lean tape was kept for steps \[1, 2\]"):
             outputs(r, kept, steps=steps)
@@ -912,15 +912,17 @@ def test_what_a_lean_tape_does_not_have_is_an_error() -> None:
         replay(r.pipe, kept, lambda k, step: step.recorded_mean, steps=[1], grad=False)
     with pytest.raises(ReplayError, match="a lean tape cannot be branched"):
         branch(r.pipe, kept, 1, range(4), kernel=r.kernel)
-    forward = lean(r.tape, Reads(frozenset({1, 2}), outputs=False, forward=True))
+    forward = compact(r.tape, RequiredTensors(frozenset({1, 2}), outputs=False, forward=True))
     with pytest.raises(ReplayError, match="pass them as latents"):
         outputs(r, forward, steps=[1, 2])
-    beyond = lean(r.tape, Reads(frozenset({1, 7})))  # a configuration for more steps than the pipeline takes
+    beyond = compact(
+        r.tape, RequiredTensors(frozenset({1, 7}))
+    )  # a configuration for more steps than the pipeline takes
     with pytest.raises(ReplayError, match=r"steps \[1, 7\] cannot be replayed: the tape has 4 steps"):
         outputs(r, beyond, steps=[1, 7])
     with pytest.raises(ReplayError, match="called none of its components in the denoising loop"):
-        outputs(r, lean(replace(r.tape, component_calls=[]), Reads(frozenset({1}))), steps=[1])
-    nothing = lean(r.tape, Reads(frozenset()))
+        outputs(r, compact(replace(r.tape, component_calls=[]), RequiredTensors(frozenset({1}))), steps=[1])
+    nothing = compact(r.tape, RequiredTensors(frozenset()))
     assert sum(num_elements([s.x, s.x_next, s.mean]) for s in nothing.steps) > 0
     assert held(nothing) == tensor_bytes([s.log_prob for s in nothing.steps])
 
@@ -933,10 +935,10 @@ def test_a_lean_tape_keeps_what_it_should_and_no_more() -> None:
         tensors = [{"x": s.x, "x_next": s.x_next, "mean": s.mean} for s in tape.steps]
         return [{name for name, v in step.items() if v is not None and not v.is_meta} for step in tensors]
 
-    kept = lean(r.tape, Reads(frozenset({1}), means=True, outputs=False))
+    kept = compact(r.tape, RequiredTensors(frozenset({1}), means=True, outputs=False))
     assert values(kept) == [{"x", "x_next"}, {"x", "x_next", "mean"}, set(), set()]
     assert [tree_leaves(c.output)[0].is_meta for c in kept.component_calls] == [False, True, True, True]
-    forward = lean(r.tape, Reads(frozenset({1, 3}), outputs=False, forward=True))
+    forward = compact(r.tape, RequiredTensors(frozenset({1, 3}), outputs=False, forward=True))
     # x_next of step 0 is given, that of step 3 is the image's
     assert values(forward) == [{"x"}, {"x_next"}, {"x"}, {"x_next"}]
 
@@ -947,7 +949,7 @@ def test_a_lean_tape_keeps_what_it_should_and_no_more() -> None:
 def trajectory(r: Recorded, steps: Sequence[int] = (0, 1)) -> Trajectory:
     samples = [Sample(Prompt(i, text), 0, 10 + i, 1) for i, text in enumerate(tiny.PROMPTS)]
     segment = Segment(tuple(s.seed for s in samples), tuple(range(4)), (0, 1, 2), tuple(steps))
-    kept = lean(r.tape, Reads(frozenset(steps), means=False, outputs=False))
+    kept = compact(r.tape, RequiredTensors(frozenset(steps), means=False, outputs=False))
     return Trajectory(RolloutTask(7, samples, (segment,)), (kept,), policy_version=3, owner=1)
 
 

@@ -34,9 +34,9 @@ from replaying import (
     with_controlnet,
 )
 
-from gerl.engine import Reads, decoded, lean, pull_back, record, replay
+from gerl.engine import RequiredTensors, backprop_step, compact, decoded, record, replay
 from gerl.engine.batching import select_call
-from gerl.engine.replay import first_of_kind, loss_scale, unscaled
+from gerl.engine.replay import first_of_duplicates, loss_scale, unscaled
 from gerl.engine.tape import Tape
 from gerl.errors import ReplayError
 
@@ -275,7 +275,7 @@ def test_the_first_row_of_each_kind_is_found(kinds: list[int]) -> None:
     rows = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     rows[1] = rows[0]
     rows[1, 2, 4, 3] += 1e-3  # where no key looks
-    found = first_of_kind(rows[kinds])
+    found = first_of_duplicates(rows[kinds])
     assert [kinds[i] for i in found] == kinds
     assert all(i == kinds.index(kinds[i]) or kinds[i] in (0, 1) for i in found)
 
@@ -327,7 +327,7 @@ def test_samples_that_differ_in_their_prompt_are_not_alike() -> None:
     assert len(set(r.call["prompt"])) == 4
     same = [torch.Generator().manual_seed(7) for _ in range(4)]
     _, tape = r.record(init_generators=same)
-    assert first_of_kind(tape.steps[0].x) == [0, 0, 0, 0]
+    assert first_of_duplicates(tape.steps[0].x) == [0, 0, 0, 0]
     with counted_rows(r.pipe) as rows:
         whole = gradients(r, tape, steps=[0])[0]
     assert rows == Counter({True: 4})
@@ -383,7 +383,7 @@ def test_steps_in_one_pass_have_the_gradient_of_one_by_one(name: str, guided: bo
 
 def test_a_lean_tape_and_latents_of_the_callers_are_stacked_too() -> None:
     r = recorded("sd3", True)
-    kept = lean(r.tape, Reads(frozenset({0, 2}), means=False, outputs=False))
+    kept = compact(r.tape, RequiredTensors(frozenset({0, 2}), means=False, outputs=False))
     assert distance(gradients(r, kept, step_batch=2, steps=[0, 2])[0], gradients(r, kept, steps=[0, 2])[0]) < 1e-4
     given = {k: torch.randn(r.tape.steps[k].x.shape, generator=torch.Generator().manual_seed(k)) for k in (0, 1, 2)}
 
@@ -449,7 +449,7 @@ def chained(r: Recorded, tape: Tape, steps: int, cfg: Any = "joint") -> list[tor
     (gradient,) = torch.autograd.grad(seen(decoded(r.pipe, tape, finished)).sum(), finished)
     last = len(tape.steps) - 1
     for k in range(last, last - steps, -1):
-        found = pull_back(r.pipe, tape, k, lambda step: step.mean, gradient, cfg=cfg, carry=k > last - steps + 1)
+        found = backprop_step(r.pipe, tape, k, lambda step: step.mean, gradient, cfg=cfg, carry=k > last - steps + 1)
         if found is not None:
             gradient = found.direct + found.through
     return [p.grad.clone() for p in r.parameters]
@@ -541,7 +541,7 @@ def test_memory_does_not_grow_with_the_steps() -> None:
 def held_at_most(r: Recorded, tape: Tape, steps: int) -> int:
     """Bytes that graphs hold at the same time, at most, while the gradient goes through the last so many steps."""
     largest, held = 0, 0
-    lean_tape = lean(tape, Reads(frozenset(range(6)), means=False, outputs=False, chain=True))
+    lean_tape = compact(tape, RequiredTensors(frozenset(range(6)), means=False, outputs=False, chain=True))
 
     def pack(tensor: torch.Tensor) -> Saved:
         nonlocal largest, held
@@ -593,7 +593,7 @@ def test_what_the_pipeline_writes_into_its_latents_gets_no_gradient() -> None:
     finished = tape.steps[-1].x_next.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(seen(decoded(r.pipe, tape, finished)).sum(), finished)
     assert gradient[..., :4].abs().max() == 0 < gradient[..., 4:].abs().min()
-    found = pull_back(r.pipe, tape, 2, lambda step: step.mean, gradient, carry=True)
+    found = backprop_step(r.pipe, tape, 2, lambda step: step.mean, gradient, carry=True)
     assert found is not None
     assert all(part[..., :4].abs().max() == 0 for part in (found.direct, found.through))
     measured, exact = slope(r, lambda: float(seen(drawn(r, ())[0]).double().sum()), chained(r, tape, 3))
@@ -606,18 +606,18 @@ def test_two_steps_that_share_a_denoiser_call_are_refused() -> None:
     calls = [c for c in tape.component_calls if c.step != 2]
     shared = replace(tape, component_calls=calls)
     with pytest.raises(ReplayError, match="the denoiser call of step 2 is reused by the previous step"):
-        pull_back(r.pipe, shared, 2, lambda step: step.mean, tape.steps[2].x, carry=True)
+        backprop_step(r.pipe, shared, 2, lambda step: step.mean, tape.steps[2].x, carry=True)
 
 
 def test_a_lean_tape_serves_any_of_its_steps() -> None:
     r = pipeline("wan")
     _, tape = drawn(r, ())
-    kept = lean(tape, Reads(frozenset({0, 2}), means=False, outputs=False, chain=True))
+    kept = compact(tape, RequiredTensors(frozenset({0, 2}), means=False, outputs=False, chain=True))
     for k in (2, 0):
-        one, other = (pull_back(r.pipe, t, k, lambda step: step.mean, tape.steps[k].x) for t in (tape, kept))
+        one, other = (backprop_step(r.pipe, t, k, lambda step: step.mean, tape.steps[k].x) for t in (tape, kept))
         assert one is other is None
     with pytest.raises(ReplayError, match="kept for steps"):
-        pull_back(r.pipe, kept, 1, lambda step: step.mean, tape.steps[1].x)
+        backprop_step(r.pipe, kept, 1, lambda step: step.mean, tape.steps[1].x)
 
 
 # each image's loss is divided by the (image, step) pairs of an update, 96 x 9, and each latent's by those of an image
@@ -656,7 +656,7 @@ def noised(pipe: Any, tape: Tape) -> None:
 
 def reward_gradient(pipe: Any, tape: Tape) -> torch.Tensor:
     gradient = torch.randn(tape.steps[2].x.shape, generator=torch.Generator().manual_seed(4)) / LATENTS / PAIRS
-    found = pull_back(pipe, tape, 2, lambda step: step.mean, gradient, carry=True)
+    found = backprop_step(pipe, tape, 2, lambda step: step.mean, gradient, carry=True)
     assert found is not None
     return torch.cat([found.direct.flatten(), found.through.flatten()])
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from gerl.engine import Reads, ReplayedStep, branch, lean, record, replay
+from gerl.engine import ReplayedStep, RequiredTensors, branch, compact, record, replay
 from gerl.engine.tape import ComponentCall, Tape
 from gerl.errors import ReplayError
 
@@ -95,7 +95,7 @@ def test_it_is_replayed_whole_in_part_and_lean(pipe: Any) -> None:
     _, tape = rolled_out(pipe)
     assert deviation(pipe, tape) == 0.0
     assert deviation(pipe, tape, index=[2, 0]) < 1e-5
-    kept = lean(tape, Reads(frozenset({1}), means=False, outputs=False))
+    kept = compact(tape, RequiredTensors(frozenset({1}), means=False, outputs=False))
     assert deviation(pipe, kept, steps=[1], index=[3]) < 1e-5
     assert [c.x_next.is_meta for c in kept.companions] == [False, True, True, True]
 

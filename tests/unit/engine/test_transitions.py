@@ -36,7 +36,7 @@ from gerl.engine.transitions import (
     counts_steps,
     is_consistency,
     lcm_clean,
-    noises_anew,
+    resamples_noise,
 )
 from gerl.errors import ModelError, ReplayError
 from gerl.model.schedulers import trainable_scheduler
@@ -599,7 +599,7 @@ def test_thresholding_of_a_latent_consistency_model_is_refused() -> None:
 def test_families_are_known_by_their_class() -> None:
     consistency = [lcm(), flow_lcm(), diffusers.SCMScheduler(), diffusers.TCDScheduler()]
     assert [is_consistency(each) for each in consistency] == [True] * 4
-    assert [noises_anew(each) for each in consistency] == [True] * 3 + [False]
+    assert [resamples_noise(each) for each in consistency] == [True] * 3 + [False]
     assert not any(is_consistency(make()) for make in (edm, flow_map, diffusers.DDIMScheduler))
     assert all(counts_steps(make()) for make in (edm, lcm, flow_lcm, flow_map)) and not counts_steps(
         diffusers.DDIMScheduler()

@@ -14,7 +14,7 @@ from gerl.algorithms.planning import plan_validation
 from gerl.config import Config
 from gerl.errors import DataError
 from gerl.evaluate.comparison import (
-    Drawn,
+    ScoredRow,
     SuiteResults,
     compare,
     facts,
@@ -38,13 +38,13 @@ from gerl.run.validation import bootstrap, bootstrap_groups
 PIXEL = "data:image/png;base64,AA=="
 
 
-def drawn(variant: str, prompt: int, value: float | None, index: int = 0, **others: float | None) -> Drawn:
+def drawn(variant: str, prompt: int, value: float | None, index: int = 0, **others: float | None) -> ScoredRow:
     failure = "" if value is not None else "ocr: no idea"
     values = {TOTAL: value, "ocr": value, **others}
-    return Drawn(prompt, f"prompt <{prompt}>", index, 7 * prompt + index, variant, values, failure, PIXEL)
+    return ScoredRow(prompt, f"prompt <{prompt}>", index, 7 * prompt + index, variant, values, failure, PIXEL)
 
 
-def two(base: Sequence[float | None], lora: Sequence[float | None]) -> list[Drawn]:
+def two(base: Sequence[float | None], lora: Sequence[float | None]) -> list[ScoredRow]:
     """A row for each prompt and variant, the base's first."""
     scores = {BASE: base, "mine": lora}
     return [drawn(variant, i, scores[variant][i]) for i, variant in product(range(len(base)), scores)]
@@ -108,7 +108,9 @@ def test_the_files_hold_every_number(tmp_path: Path) -> None:
 def test_the_page_has_a_row_for_each_noise_sorted_by_what_was_gained(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4), (255, 0, 0)).save(tmp_path / "given.png")
     rows = two([1.0, 0.5, 0.0], [1.5, 1.5, None])
-    rows = [Drawn(**{**vars(row), "given": (str(tmp_path / "given.png"),)}) if row.prompt_id else row for row in rows]
+    rows = [
+        ScoredRow(**{**vars(row), "given": (str(tmp_path / "given.png"),)}) if row.prompt_id else row for row in rows
+    ]
     text = page("a & b", rows, compare(rows))
     assert "<title>gerl: a &amp; b</title>" in text and "let chosen = 1, " in text
     values = [json.loads(found) for found in re.findall(r'data-values="([^"]*)"', text)]
@@ -154,12 +156,12 @@ TASKS = {0: "even", 1: "even", 2: "even", 3: "odd"}
 SCORES = {BASE: [(0.0, 0.2), (0.3, 0.3), (0.4, 0.6), (0.9, 0.7)], "mine": [(0.5, 0.5)] * 3 + [(1.0, 1.0)]}
 
 
-def rows(**missing: float) -> list[Drawn]:
+def rows(**missing: float) -> list[ScoredRow]:
     found = []
     for variant, prompt, index in product(SCORES, range(4), range(2)):
         value = SCORES[variant][prompt][index]
         values = {TOTAL: value, "ocr": value, "ocr/exact": float(value == 1)}
-        found.append(Drawn(prompt, f"prompt {prompt}", index, 1, variant, values))
+        found.append(ScoredRow(prompt, f"prompt {prompt}", index, 1, variant, values))
     return found
 
 
@@ -223,5 +225,5 @@ def test_published_rows_stand_apart_from_measured_ones(tmp_path: Path) -> None:
 
 
 def test_a_column_that_was_not_scored_is_left_out() -> None:
-    bare = [Drawn(0, "x", 0, 1, BASE, {TOTAL: 1.0, "other": 1.0})]
+    bare = [ScoredRow(0, "x", 0, 1, BASE, {TOTAL: 1.0, "other": 1.0})]
     assert measure(SUITE, {0: "even"}, bare) == []

@@ -676,9 +676,9 @@ def test_a_checkpoint_and_a_file_are_places_too(base: Path, start: Path, tmp_pat
 
 def test_what_a_resumed_run_loads() -> None:
     config = ModelConfig(lora="a/b")
-    assert config.carried_on() == ModelConfig()
+    assert config.for_resume() == ModelConfig()
     merged = replace(config, merge_lora=True)
-    assert merged.carried_on() == merged
+    assert merged.for_resume() == merged
 
 
 # --- what is refused

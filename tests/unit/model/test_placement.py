@@ -17,12 +17,12 @@ from gerl.errors import ConfigError, ModelError
 from gerl.model.loading import load_policy
 from gerl.model.lora import add_lora
 from gerl.model.placement import (
-    DrawingWeights,
     OffloadedBlocks,
     OffloadedComponents,
+    QuantizedRollout,
     channels_last,
     check_attention,
-    check_drawing,
+    check_quantized_rollout,
     compile_blocks,
     decode_in_fp32,
     place,
@@ -272,7 +272,7 @@ def test_the_frozen_layers_of_the_blocks_are_swapped_and_put_back() -> None:
     denoiser = denoiser_of()
     before = {id(m): m.weight for m in layers(denoiser)}
     lora = [p for p in denoiser.parameters() if p.requires_grad]
-    drawing = DrawingWeights({"transformer": denoiser}, "int8")
+    drawing = QuantizedRollout({"transformer": denoiser}, "int8")
     wide = {id(m) for m in layers(denoiser) if m.in_features % 16 == m.out_features % 16 == 0}
     assert wide and {id(layer) for layer, _ in drawing.copies} == wide
     with drawing.swapped_in():
@@ -298,11 +298,11 @@ def test_a_policy_draws_with_them_and_only_then() -> None:
 
 def test_what_cannot_be_done_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"rollout\.quantize=int8: .*use none"):
-        DrawingWeights({"unet": torch.nn.Linear(4, 4)}, "int8")  # type: ignore[dict-item]
+        QuantizedRollout({"unet": torch.nn.Linear(4, 4)}, "int8")  # type: ignore[dict-item]
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"rollout\.quantize=fp8: .*on cpu.*use int8"):
-            check_drawing("fp8", "cpu", torch.float32)
-    check_drawing("int8", "cpu", torch.float32)
+            check_quantized_rollout("fp8", "cpu", torch.float32)
+    check_quantized_rollout("int8", "cpu", torch.float32)
     own = builtins.__import__
 
     def without_torchao(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ from gerl.config import (
 from gerl.errors import ConfigError, RewardError
 from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.rewards.checks import without_people
-from gerl.rewards.manager import LATE, Asleep, RewardManager, occasions, try_scorers
+from gerl.rewards.manager import LATE, FeedbackQueue, RewardManager, feedback_requests, try_scorers
 from gerl.trainer.rollouts import PendingRollout, advance
 from gerl.workers.fleet import RoundRobin
 
@@ -258,11 +258,11 @@ def test_calls_that_were_given_up_are_asked_no_more(tmp_path: Path) -> None:
         people = manager_of_asking(url)
         begun = sampled(people)
         begun.wait_until_sampled()
-        while len(people.asleep) < GROUPS:
+        while len(people.feedback_queue) < GROUPS:
             advance([begun])
         assert begun.scoring.left == GROUPS
         people.give_up()
-        assert not people.asleep and not any(pool.queue for pool in people.pools.values())
+        assert not people.feedback_queue and not any(pool.queue for pool in people.pools.values())
 
 
 def test_the_trial_asks_nobody_and_finds_a_wrong_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -288,7 +288,7 @@ def test_the_trial_asks_nobody_and_finds_a_wrong_token(tmp_path: Path, caplog: p
 def test_a_key_stands_for_run_step_prompt_and_seeds() -> None:
     def keys(run: str = "a/b", step: int = 1, seed: int = 0) -> set[str]:
         members = {s.group: [Sample(s.prompt, 0, seed, step)] for batch in BATCHES for s in batch}
-        found = occasions(run, members)
+        found = feedback_requests(run, members)
         assert {o.together for o in found.values()} == {tuple(o.key for o in found.values())}
         return {o.key for o in found.values()}
 
@@ -301,13 +301,13 @@ def test_the_pause_between_two_questions_grows_to_a_second() -> None:
     class Call:
         scorer, polls, wake = "vote", 0, 0.0
 
-    asleep: Asleep[Call] = Asleep()
+    feedback_queue: FeedbackQueue[Call] = FeedbackQueue()
     call, pauses = Call(), list[float]()
     for _ in range(20):
-        asleep.put(call, "")
+        feedback_queue.put(call, "")
         pauses.append(call.wake - time.perf_counter())
-        assert asleep.awake() == []
-        asleep.clear()
+        assert feedback_queue.awake() == []
+        feedback_queue.clear()
     assert pauses == sorted(pauses) or max(np.diff(pauses)) >= 0
     assert pauses[0] < 0.06 and pauses[-1] == pytest.approx(LATE, abs=0.01)
 

@@ -195,7 +195,7 @@ def test_a_run_that_goes_back_has_only_the_signals_up_to_there(tmp_path: Path) -
 def test_going_back_is_a_row_of_the_step_that_the_run_goes_on_from(tmp_path: Path) -> None:
     log = GuardLog(tmp_path, 0)
     log.add([signal(4)], "rollback")
-    sentence = GuardLog(tmp_path, 2).went_back(2, [signal(4), signal(4, "watched", "ocr")], 0.02)
+    sentence = GuardLog(tmp_path, 2).rolled_back_row(2, [signal(4), signal(4, "watched", "ocr")], 0.02)
     assert "from step 4 because of looks/red, watched/ocr" in sentence and "kl_coef=0.02" in sentence
     (row,) = read_guard(tmp_path)
     assert (row["step"], row["signal"], row["column"], row["text"]) == (2, "rollback", "from step 4", sentence)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gerl.run.live import KEPT, MILESTONES, LiveImage, forget_live, live_steps, save_live
+from gerl.run.live import KEPT, MILESTONES, LiveImage, live_steps, remove_live, save_live
 
 ONE = LiveImage(0, 0, 0.5, {"ocr": None}, None)
 
@@ -48,5 +48,5 @@ def test_the_last_steps_are_kept_and_some_before(tmp_path: Path) -> None:
     assert sheet(tmp_path, 130)[0]["images"] == [[0, 0, None, 1.0, {}]]  # type: ignore[comparison-overlap]
     save(tmp_path, 20)  # the run has gone back
     assert live_steps(tmp_path) == [8, 16, 20]
-    forget_live(tmp_path)
+    remove_live(tmp_path)
     assert live_steps(tmp_path) == [] and not list((tmp_path / "live").iterdir())

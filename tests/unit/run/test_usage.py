@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 
 from gerl.run.usage import usage
-from gerl.run.validation import Drawing, Validation
+from gerl.run.validation import SamplingRecord, Validation
 
 CONFIG: dict[str, Any] = {
     "model": {"path": "owner/model", "dtype": "auto"},
@@ -15,7 +15,7 @@ CONFIG: dict[str, Any] = {
 
 
 def validation(step: int, **drawing: Any) -> Validation:
-    how = Drawing(**{"seeds": [3, 4], "given": [{}, {}], "device": "cuda", **drawing})
+    how = SamplingRecord(**{"seeds": [3, 4], "given": [{}, {}], "device": "cuda", **drawing})
     pixels = [np.zeros((4, 4, 3), np.uint8)] * 2
     return Validation(step, ["no", "a 'sign'", "x"], [1.0] * 3, {}, [1, 2], pixels, how)
 

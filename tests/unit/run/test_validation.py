@@ -10,14 +10,14 @@ import pytest
 from gerl.api.runs import Run
 from gerl.errors import GerlError
 from gerl.run.validation import (
-    Drawing,
+    SamplingRecord,
     Validation,
     bootstrap,
     estimate,
-    forget_pictures,
     load_validation,
     load_validations,
     paired_gains,
+    remove_images,
     save_validation,
     share_interval,
     standard_error,
@@ -32,7 +32,7 @@ def pictures(count: int) -> np.ndarray:
 
 
 def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
-    totals, drawing = [0.5, None, float("nan"), 1.0], Drawing([5, 7], [{}, {"image": "x.png"}], "cpu")
+    totals, drawing = [0.5, None, float("nan"), 1.0], SamplingRecord([5, 7], [{}, {"image": "x.png"}], "cpu")
     save_validation(tmp_path, 12, PROMPTS, pictures(2), totals, {"ocr": totals}, [1, 3], drawing)
     assert steps_of(tmp_path) == [12]
     assert sorted(p.name for p in (tmp_path / "validation").iterdir()) == ["step_000012.json", "step_000012.npz"]
@@ -107,12 +107,12 @@ def test_the_ends_have_pictures_and_a_damaged_end_gives_way_to_its_neighbour(
 
 
 def test_pictures_between_the_first_and_the_newest_go_but_those_of_the_best(tmp_path: Path) -> None:
-    drawing = Drawing([5, 7], [{}, {}], "cpu")
+    drawing = SamplingRecord([5, 7], [{}, {}], "cpu")
     for step, reward in enumerate((0.1, 0.2, 0.9, 0.3, 0.4, 0.5)):
         save_validation(tmp_path, step, PROMPTS, pictures(2), [reward] * 4, {}, [1, 3], drawing)
     before = [v.rewards for v in load_validations(tmp_path)]
     for _ in range(2):
-        forget_pictures(tmp_path, newest=2)
+        remove_images(tmp_path, newest=2)
         assert sorted(path.stem for path in (tmp_path / "validation").glob("*.npz")) == [
             f"step_{step:06d}" for step in (0, 2, 4, 5)
         ]

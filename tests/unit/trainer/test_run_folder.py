@@ -120,7 +120,7 @@ def test_the_same_command_changes_nothing(made: Made, arguments: tuple[str, ...]
     folder = opened(*arguments, "checkpoint.resume=auto")
     assert folder.changes == [] and folder.path.resolve() == run
     before = content(run)
-    folder.carry_on()
+    folder.resume_run()
     assert content(run) == before
     config = folder.composed.config
     assert (config.actor.lr, config.algorithm.name, list(config.reward.scorers)) == (
@@ -332,13 +332,13 @@ def test_the_configuration_before_a_change_is_kept(made: Made, caplog: pytest.Lo
     folder.open(lambda: begun.append(folder.accepted))  # nothing of a run that is carried on
     assert (run / CURRENT).read_text() == first and not begun
     with caplog.at_level(logging.INFO, logger="gerl"):
-        folder.carry_on()
+        folder.resume_run()
     assert begun == [True]
     assert "resumed with changes: actor.lr 0.001 -> 0.002" in caplog.messages
     assert (run / "config.step_5.yaml").read_text() == first
     assert yaml.safe_load((run / CURRENT).read_text()) == yaml.safe_load(folder.composed.yaml())
     assert opened(f"checkpoint.resume={run}").composed.config.actor.lr == 2e-3  # and from now on
-    opened(f"checkpoint.resume={run}", "actor.lr=3e-3").carry_on()  # again from step 5
+    opened(f"checkpoint.resume={run}", "actor.lr=3e-3").resume_run()  # again from step 5
     assert (run / "config.step_5.yaml").read_text() == first
 
 
@@ -346,7 +346,7 @@ def test_the_configuration_of_an_earlier_step_is_found_again(made: Made) -> None
     run = made("a", steps=(2, 5))
     first = (run / CURRENT).read_text()
     folder = opened(f"checkpoint.resume={run}", "actor.lr=2e-3")
-    folder.carry_on()
+    folder.resume_run()
     add(run, folder.composed.config, 8)
     (run / "metrics.jsonl").write_text('{"step": 8}\n')
     for name in ("validation/step_000002.npz", "validation/step_000008.npz", "samples/validation_000008.png"):
@@ -355,7 +355,7 @@ def test_the_configuration_of_an_earlier_step_is_found_again(made: Made) -> None
     assert [configuration_at(run, step).name for step in (2, 4, 5, 8)] == ["config.step_5.yaml"] * 2 + [CURRENT] * 2
     back = opened(f"checkpoint.resume={run}/checkpoints/step_2")
     assert back.composed.config.actor.lr == 1e-3 and back.changes == []
-    back.carry_on()
+    back.resume_run()
     assert (run / CURRENT).read_text() == first
     place = run / "abandoned" / "after_step_2"
     moved = ["checkpoints/step_5", "checkpoints/step_8", "config.step_5.yaml", "config.yaml", "metrics.jsonl"]
@@ -371,7 +371,7 @@ def test_a_configuration_that_was_edited_is_a_change(made: Made) -> None:
     (run / CURRENT).write_text((run / CURRENT).read_text().replace("lr: 0.001", "lr: 0.002"))
     folder = opened(f"checkpoint.resume={run}")
     assert said(folder) == ["actor.lr 0.001 -> 0.002"]
-    folder.carry_on()
+    folder.resume_run()
     assert "lr: 0.001" in (run / "config.step_5.yaml").read_text()
     (run / CURRENT).write_text((run / CURRENT).read_text().replace("seed: 0", "seed: 1"))
     assert "trainer.seed 0 -> 1" in refused(run)

@@ -9,14 +9,14 @@ from PIL import Image
 from voting import Voter, service
 
 from gerl.errors import DataError, RewardError
-from gerl.protocol import Occasion
+from gerl.protocol import FeedbackRequest
 from gerl.rewards.scorers.vote import VoteScorer, digest, encoded
 
 IMAGES = [Image.new("RGB", (8, 4), (60 * i, 0, 0)) for i in range(4)]
 
 
-def occasion(key: str = "0123456789abcdef", count: int = 4) -> Occasion:
-    return Occasion(key, "signs/now", 3, 7, tuple(range(count)), (key,))
+def occasion(key: str = "0123456789abcdef", count: int = 4) -> FeedbackRequest:
+    return FeedbackRequest(key, "signs/now", 3, 7, tuple(range(count)), (key,))
 
 
 class Drawn:
